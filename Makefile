@@ -1,0 +1,41 @@
+# Every target sets up what it needs: see tools/environment.py for which interpreter is used.
+
+PYTHON ?= $(shell command -v python || command -v python3)
+ENVIRONMENT = py=$$($(PYTHON) tools/environment.py) || exit 1
+TEST_OPTIONS ?=
+
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help quickstart test test-all lint bench clean
+
+help:
+	@echo "make quickstart   set up, then run the sharding example on 4 CPU ranks"
+	@echo "make test         set up, then lint and run the tests (TEST_OPTIONS=... goes to pytest)"
+	@echo "make test-all     the same with the slow tests"
+	@echo "make lint         ruff and mypy"
+	@echo "make bench        run the benchmarks"
+	@echo "make clean        remove .venv and caches"
+
+quickstart:
+	@$(ENVIRONMENT); \
+	echo "Running examples/spmd_basic.py on 4 CPU ranks: the same program on each, its tensors spread over all."; \
+	OMP_NUM_THREADS=1 FULLSHARD_DEVICE=cpu \
+	$$py -m torch.distributed.run --nproc_per_node 4 examples/spmd_basic.py
+
+test: lint
+	@$(ENVIRONMENT); $$py -m pytest -m "not slow" $(TEST_OPTIONS)
+
+test-all: lint
+	@$(ENVIRONMENT); $$py -m pytest $(TEST_OPTIONS)
+
+lint:
+	@$(ENVIRONMENT); $$py -m ruff check . && $$py -m ruff format --check . && $$py -m mypy
+
+bench:
+	@$(ENVIRONMENT); \
+	for file in $(sort $(wildcard benchmarks/bench_*.py)); do OMP_NUM_THREADS=1 $$py $$file || exit 1; done
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,46 @@
+"""The errors a user of fullshard sees.
+
+Each one is a user's mistake, or a limit they ran into, told in one message: what was given, what was
+expected, what to do. The command line prints the message alone; broken invariants inside the library are
+plain `assert`s and keep their traceback.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something the user can put right; the message says how."""
+
+
+class RuntimeSetupError(UserError, RuntimeError):
+    """The processes cannot be set up as asked (launcher variables, devices, rendezvous)."""
+
+
+class MeshError(UserError, ValueError):
+    """A mesh that cannot exist, or that does not fit the devices there are."""
+
+
+class SpecError(UserError, ValueError):
+    """A partition spec that does not fit its tensor or its mesh."""
+
+
+class LayoutError(UserError, ValueError):
+    """A tensor whose layout does not allow what was asked of it."""
+
+
+class UnsupportedError(UserError, NotImplementedError):
+    """A right request that this version of torch, or this backend, cannot carry out exactly."""
+
+
+class BatchError(UserError, ValueError):
+    """A batch that the loader's sharding does not fit."""
+
+
+class BatchKeyError(UserError, KeyError):
+    """A batch whose keys are not those of the loader's sharding."""
+
+    __str__ = Exception.__str__  # KeyError would print the message in quotes
+
+
+class FSDPError(UserError, RuntimeError):
+    """A module that cannot be wrapped as asked, or a wrapped one used in a way that cannot work."""

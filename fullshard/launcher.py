@@ -1,0 +1,130 @@
+"""What the launcher and the machine give: this process's place among all, its device, its backend.
+
+Functions of environment variables and counts alone, so that every case can be tried on any machine. Acting on what
+they say is left to `fullshard.runtime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.errors import RuntimeSetupError
+
+INIT_TIMEOUT_VARIABLE = "FULLSHARD_INIT_TIMEOUT"
+DEVICE_VARIABLE = "FULLSHARD_DEVICE"
+DEFAULT_INIT_TIMEOUT = 300.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place among all processes, as the launcher tells it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_count: int = 1
+    master: str = ""
+    """`address:port` of the rendezvous; empty where none is needed."""
+
+    @property
+    def one_node(self) -> bool:
+        return self.local_world_size == self.world_size
+
+
+def read_launcher(env: Mapping[str, str]) -> Launch:
+    """The place that torchrun (or whoever sets the same variables) gave this process; a world of one without them."""
+    given = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if env.get(name)}
+    if not given:
+        return Launch()
+    rank, world_size = _launcher_int(env, "RANK"), _launcher_int(env, "WORLD_SIZE", at_least=1)
+    if rank >= world_size:
+        raise RuntimeSetupError(
+            f"RANK={rank} with WORLD_SIZE={world_size}: ranks count from 0, so the largest is {world_size - 1}. "
+            "Start the processes with torchrun, or correct the variables."
+        )
+    if world_size == 1:
+        return Launch()
+    local_rank = _launcher_int(env, "LOCAL_RANK")
+    local_world_size = _launcher_int(env, "LOCAL_WORLD_SIZE", at_least=1)
+    if local_rank >= local_world_size or local_world_size > world_size:
+        raise RuntimeSetupError(
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}, WORLD_SIZE={world_size}: expected "
+            "LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE. Start the processes with torchrun, or correct the variables."
+        )
+    if not env.get("MASTER_ADDR"):
+        raise _missing("MASTER_ADDR", env)
+    port = _launcher_int(env, "MASTER_PORT", at_least=1)
+    nodes = -(-world_size // local_world_size)
+    if env.get("GROUP_WORLD_SIZE"):  # torchrun's number of nodes, right also where nodes differ in size
+        nodes = _launcher_int(env, "GROUP_WORLD_SIZE", at_least=1)
+    return Launch(rank, world_size, local_rank, local_world_size, nodes, f"{env['MASTER_ADDR']}:{port}")
+
+
+def _launcher_int(env: Mapping[str, str], name: str, at_least: int = 0) -> int:
+    text = env.get(name)
+    if not text:
+        raise _missing(name, env)
+    try:
+        value = int(text)
+    except ValueError:
+        raise RuntimeSetupError(f"{name}={text!r} is not an integer. Unset it, or start with torchrun.") from None
+    if value < at_least:
+        raise RuntimeSetupError(f"{name}={value}: expected at least {at_least}. Unset it, or start with torchrun.")
+    return value
+
+
+def _missing(name: str, env: Mapping[str, str]) -> RuntimeSetupError:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = ", ".join(f"{n}={env[n]}" for n in names if env.get(n))
+    return RuntimeSetupError(
+        f"{name} is not set, but {given} is. Start the processes with torchrun, which sets all of "
+        f"{', '.join(names)}; or unset them to run one process."
+    )
+
+
+def read_local_place(env: Mapping[str, str]) -> tuple[int, int] | None:
+    """(local rank, local world size), or None where the launcher leaves them out."""
+    if not (env.get("LOCAL_RANK") and env.get("LOCAL_WORLD_SIZE")):
+        return None
+    return _launcher_int(env, "LOCAL_RANK"), _launcher_int(env, "LOCAL_WORLD_SIZE", at_least=1)
+
+
+def gpu_count() -> int:
+    """How many GPUs this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose_device(wanted: str | None, local_rank: int, gpus: int) -> torch.device:
+    """CUDA, the ranks of a node dealt out over its GPUs, where there is one; else the CPU. `wanted` overrules."""
+    if wanted not in (None, "", "cpu", "cuda"):
+        raise RuntimeSetupError(f"Device {wanted!r} is not known: expected 'cpu' or 'cuda' ({DEVICE_VARIABLE}).")
+    if wanted == "cuda" and gpus == 0:
+        raise RuntimeSetupError("Device 'cuda' was asked for, but torch sees no GPU here. Ask for 'cpu'.")
+    if wanted == "cpu" or gpus == 0:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % gpus)
+
+
+def choose_backend(device_type: str, local_world_size: int, gpus: int) -> str:
+    """Gloo always carries CPU tensors. NCCL carries CUDA tensors unless ranks share a GPU, which it refuses."""
+    if device_type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:gloo" if local_world_size > gpus else "cpu:gloo,cuda:nccl"
+
+
+def choose_init_timeout(given: float | None, env: Mapping[str, str]) -> float:
+    """Seconds to wait for the other ranks: the argument, else the variable, else the default."""
+    source, value = "init_timeout", given
+    if given is None and env.get(INIT_TIMEOUT_VARIABLE):
+        source, text = INIT_TIMEOUT_VARIABLE, env[INIT_TIMEOUT_VARIABLE]
+        try:
+            value = float(text)
+        except ValueError:
+            raise RuntimeSetupError(f"{source}={text!r}: expected a number of seconds, such as 300.") from None
+    if value is not None and not 0 < value < float("inf"):
+        raise RuntimeSetupError(f"{source}={value}: expected a positive number of seconds, such as 300.")
+    return DEFAULT_INIT_TIMEOUT if value is None else value

@@ -1,0 +1,79 @@
+"""The command line: versions, the environment report, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fullshard
+from fullshard import cli
+from fullshard.errors import MeshError
+from tests.pool import ROOT
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run `fullshard ...` in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["fullshard", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    return int(left.value.code or 0)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_version_and_import_do_without_torch() -> None:
+    loaded = "import sys, fullshard, fullshard.cli; assert 'torch' not in sys.modules; print(dir(fullshard))"
+    run = python("-c", loaded)
+    assert run.returncode == 0, run.stderr
+    assert "'runtime'" in run.stdout
+    run = python("-m", "fullshard", "--version")
+    assert (run.returncode, run.stdout, run.stderr) == (0, f"fullshard {fullshard.__version__}\n", "")
+
+
+def test_env_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FULLSHARD_DEVICE", "cpu")
+    assert command(monkeypatch, "env", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["torch"] == torch.__version__
+    assert (facts["device"], facts["backend"], facts["world_size"]) == ("cpu", "gloo", 1)
+
+
+def test_env_as_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, "env") == 0
+    shown = capsys.readouterr().out
+    assert torch.__version__ in shown and "world size" in shown and "backend" in shown
+
+
+def test_user_errors_are_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise MeshError("3 devices do not fill a mesh of shape (2, 2); use 4")
+
+    monkeypatch.setattr(cli, "describe_environment", fail)
+    assert command(monkeypatch, "env") == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "fullshard: 3 devices do not fill a mesh of shape (2, 2); use 4\n")
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "describe_environment", fail)
+    monkeypatch.setattr(sys, "argv", ["fullshard", "env"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+def test_unknown_attribute_of_the_package() -> None:
+    assert fullshard.use_spmd is fullshard.runtime.use_spmd
+    assert fullshard.xm.xla_device is fullshard.runtime.device
+    with pytest.raises(AttributeError, match="'fullshard' has no attribute 'nothing'"):
+        _ = fullshard.nothing

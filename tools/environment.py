@@ -1,0 +1,104 @@
+"""Finds, or builds, the Python interpreter that `make` runs everything with, and prints its path.
+
+Run by the active interpreter (`python` on the path), with the standard library alone:
+
+1. It has all that `pyproject.toml` asks for, torch included: it is used as it is.
+2. It has a torch that is new enough, but lacks other packages: `.venv` is layered over it. Its torch is used, what is
+   missing goes into `.venv`, and the active interpreter is not touched. So a GPU machine keeps its build of torch.
+3. It has no such torch: `.venv` gets everything, at the versions of `constraints.txt`.
+
+`.venv` is built once, and brought up to date when `pyproject.toml` or `constraints.txt` changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "fullshard-stamp"  # two lines: what was installed, and over which interpreter
+
+
+def main() -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036 - this is where an older one is told so
+        sys.exit(
+            f"fullshard needs Python 3.11 or newer, but {sys.executable} is {sys.version.split()[0]}. "
+            "Put a newer one first on the path, or name it: make PYTHON=..."
+        )
+    python = VENV / "bin" / "python"
+    stamped = STAMP.read_text().splitlines() if STAMP.is_file() else ["", ""]
+    if Path(sys.prefix).resolve() == VENV.resolve():  # activated by the user
+        base = stamped[1]
+    else:
+        missing = [name for name, least in wanted().items() if not fits(name, least)]
+        if not missing:
+            print(sys.executable)
+            return
+        base = "" if "torch" in missing else sys.prefix
+    if stamped[1] != base or not python.exists():
+        say(f"creating .venv{f' over {base}' if base else ''}")
+        if subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], stdout=sys.stderr).returncode:
+            sys.exit("fullshard: .venv could not be created; on Debian and Ubuntu install python3-venv first")
+        stamped = ["", base]
+    if stamped[0] != digest():
+        install(python, layered=bool(base))
+        STAMP.write_text(f"{digest()}\n{base}\n")
+    print(python)
+
+
+def wanted() -> dict[str, tuple[int, ...]]:
+    """The packages that `pyproject.toml` asks for, `dev` included, with the least version of each."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = project["dependencies"] + project["optional-dependencies"]["dev"]
+    return {name: numbers(least) for name, least in (requirement.split(">=") for requirement in requirements)}
+
+
+def fits(name: str, least: tuple[int, ...] = ()) -> bool:
+    """Whether this interpreter has the package, new enough."""
+    try:
+        return numbers(metadata.version(name)) >= least
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def install(python: Path, layered: bool) -> None:
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    if layered:
+        site = Path(sysconfig.get_path("purelib", vars={"base": str(VENV)}))
+        paths = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")} - {str(site)}
+        if paths:
+            (site / "fullshard-base.pth").write_text("\n".join(sorted(paths)) + "\n")
+        constraints = [line for line in constraints if not fits(line.split("==")[0])]
+    say("installing fullshard and what it needs into .venv")
+    with tempfile.TemporaryDirectory() as folder:
+        pins = Path(folder) / "constraints.txt"
+        pins.write_text("\n".join(constraints) + "\n")
+        command = [str(python), "-m", "pip", "install", "--quiet", "-c", str(pins), "-e", f"{ROOT}[dev]"]
+        if subprocess.run(command, stdout=sys.stderr).returncode:
+            sys.exit("fullshard: the installation failed; see pip's message above")
+
+
+def digest() -> str:
+    files = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def say(text: str) -> None:
+    print(f"fullshard: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
