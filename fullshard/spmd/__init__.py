@@ -1,0 +1,45 @@
+"""The sharding language: named meshes, partition specs, sharded tensors, and the operators on them.
+
+`import fullshard.spmd as xs` gives the names of PyTorch/XLA's `torch_xla.distributed.spmd`.
+"""
+
+from fullshard.spmd.agree import check_global_values
+from fullshard.spmd.loader import ShardedLoader, ShardingSpec
+from fullshard.spmd.mesh import HybridMesh, Mesh, get_1d_mesh, get_global_mesh, set_global_mesh
+from fullshard.spmd.module import distribute_module
+from fullshard.spmd.sharding import (
+    clear_sharding,
+    disable_manual_sharding,
+    enable_manual_sharding,
+    mark_sharding,
+    mark_sharding_with_gradients,
+    sharding_of,
+)
+from fullshard.spmd.show import sharding_string, visualize_sharding, visualize_tensor_sharding
+from fullshard.spmd.spec import Layout, PartitionSpec
+from fullshard.spmd.tensor import LocalShard, ShardedTensor
+
+__all__ = [
+    "HybridMesh",
+    "Layout",
+    "LocalShard",
+    "Mesh",
+    "PartitionSpec",
+    "ShardedLoader",
+    "ShardedTensor",
+    "ShardingSpec",
+    "check_global_values",
+    "clear_sharding",
+    "disable_manual_sharding",
+    "distribute_module",
+    "enable_manual_sharding",
+    "get_1d_mesh",
+    "get_global_mesh",
+    "mark_sharding",
+    "mark_sharding_with_gradients",
+    "set_global_mesh",
+    "sharding_of",
+    "sharding_string",
+    "visualize_sharding",
+    "visualize_tensor_sharding",
+]

@@ -1,0 +1,41 @@
+"""The check that a plain tensor taken as a global value is the same on every rank.
+
+Off by default: it reads every such tensor and talks to every rank. `check_global_values()` or
+`FULLSHARD_CHECK_GLOBAL=1` switches it on while a program is being debugged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.errors import LayoutError
+
+_on = os.environ.get("FULLSHARD_CHECK_GLOBAL", "0").lower() not in ("", "0", "false", "no")
+
+
+def check_global_values(on: bool = True) -> None:
+    """Switch the check on or off. Every rank must do so alike."""
+    global _on
+    _on = on
+
+
+def require_same(t: torch.Tensor, mesh: DeviceMesh) -> None:
+    """With the check on: an error on every rank that names the ranks whose value differs from the first one's."""
+    if not _on or t.is_meta or mesh.size() != dist.get_world_size():
+        return
+    data = t.detach().cpu().contiguous()
+    digest = hashlib.blake2b(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"").hexdigest()
+    seen: list[tuple[tuple[int, ...], str]] = [((), "")] * dist.get_world_size()
+    dist.all_gather_object(seen, (tuple(t.shape), digest))
+    odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
+    if odd:
+        raise LayoutError(
+            f"a plain tensor of shape {tuple(t.shape)} was used as a global value, but rank(s) {odd} hold another "
+            f"value (or shape) than rank 0; seed every rank alike (fullshard.runtime.seed), or shard per-rank data "
+            f"with ShardingSpec(..., minibatch=True)"
+        )

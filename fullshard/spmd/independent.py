@@ -1,0 +1,114 @@
+"""Sharding rules for operators that work independently along some of their dims.
+
+They are written in a small notation: `"query: bhqd, key: bhkd -> bhqd, bhq"` names the dims of each tensor argument and
+result (`*` for any further ones). The letters in `split` are dims along which the operator works independently, so
+pieces cut along them can be handled apart. A result that lacks a letter that is split is a sum over the pieces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fullshard.spmd.tensor import ShardedTensor, relay, respec
+
+
+class Independent:
+    """A rule in the notation of this module."""
+
+    def __init__(self, pattern: str, split: str):
+        ins, outs = pattern.split("->")
+        self.ins = {name.strip(): dims.strip() for name, dims in (part.split(":") for part in ins.split(","))}
+        self.outs = [part.strip() for part in outs.split(",")]
+        self.split = split
+
+    def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
+        named = {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | kwargs
+        tensors = {name: t for name, t in named.items() if isinstance(t, DTensor)}
+        mesh = next(iter(tensors.values())).device_mesh
+        cut = self._cut(tensors, mesh)
+        local: dict[str, Any] = dict(named)
+        for name, t in tensors.items():
+            dims = [self._dim(name, t, letter) for letter in cut]
+            placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+            local[name] = relay(t._local_tensor, t._spec, respec(t._spec, mesh, placements))
+        names = [a.name for a in op._schema.arguments]
+        result = op(*(local[n] for n in names[: len(args)]), **{k: local[k] for k in kwargs})
+        if not isinstance(result, tuple | list):
+            return self._wrap(result, self.outs[0], cut, mesh)
+        return tuple(self._wrap(t, dims, cut, mesh) for t, dims in zip(result, self.outs, strict=True))
+
+    def _cut(self, tensors: dict[str, DTensor], mesh: Any) -> list[str]:
+        """For each mesh dim the letter that is split over it, '' for none."""
+        cut: list[str] = []
+        for index in range(mesh.ndim):
+            letter = ""
+            for name, t in tensors.items():
+                placement = t.placements[index]
+                if isinstance(placement, Shard):
+                    found = [c for c in self.split if self._dim(name, t, c) == placement.dim]
+                    letter = letter or "".join(found)
+            if letter and not self._divides(letter, [*cut, letter], tensors, mesh):
+                letter = ""
+            cut.append(letter)
+        return cut
+
+    def _divides(self, letter: str, cut: list[str], tensors: dict[str, DTensor], mesh: Any) -> bool:
+        parts = 1
+        for index, used in enumerate(cut):
+            parts *= mesh.size(index) if used == letter else 1
+        dims = [(t, self._dim(name, t, letter)) for name, t in tensors.items()]
+        return all(t.shape[dim] % parts == 0 for t, dim in dims if dim is not None)
+
+    def _dim(self, name: str, t: DTensor, letter: str) -> int | None:
+        """Which dim of an argument a letter names; None where it lacks that dim or is broadcast along it."""
+        dims = self.ins.get(name, "*")
+        if "*" not in dims:
+            dims = dims[len(dims) - t.ndim :]  # an argument may leave leading dims out
+        dim = dims.find(letter) if letter else -1
+        return dim if 0 <= dim < t.ndim and t.shape[dim] > 1 else None
+
+    def _wrap(self, t: Any, dims: str, cut: list[str], mesh: Any) -> Any:
+        if not isinstance(t, torch.Tensor):
+            return t
+        shape = list(t.shape)
+        placements: list[Placement] = []
+        for index, letter in enumerate(cut):
+            if not letter:
+                placements.append(Replicate())
+            elif letter in dims:
+                placements.append(Shard(dims.index(letter)))
+                shape[dims.index(letter)] *= mesh.size(index)
+            else:
+                placements.append(Partial())
+        return wrapped(t, mesh, placements, shape)
+
+
+def wrapped(local: torch.Tensor, mesh: Any, placements: Any, shape: Any) -> ShardedTensor:
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    if tuple(shape) == tuple(local.shape):
+        stride = local.stride()
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    return ShardedTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+INDEPENDENT: dict[str, tuple[str, str]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (
+        "query: bhqd, key: bhkd, value: bhkd, attn_mask: bhqk -> bhqd, bhq", "bh"),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        "grad_out: bhqd, query: bhqd, key: bhkd, value: bhkd, out: bhqd, logsumexp: bhq, attn_mask: bhqk"
+        " -> bhqd, bhkd, bhkd", "bh"),
+    "convolution": ("input: b*, weight: *, bias: * -> b*", "b"),
+    "convolution_backward": ("grad_output: b*, input: b*, weight: * -> b*, *, *", "b"),
+    "max_pool2d_with_indices": ("self: b* -> b*, b*", "b"),
+    "max_pool2d_with_indices_backward": ("grad_output: b*, self: b*, indices: b* -> b*", "b"),
+    "avg_pool2d": ("self: b* -> b*", "b"),
+    "avg_pool2d_backward": ("grad_output: b*, self: b* -> b*", "b"),
+    "_adaptive_avg_pool2d": ("self: b* -> b*", "b"),
+    "_adaptive_avg_pool2d_backward": ("grad_output: b*, self: b* -> b*", "b"),
+    "nll_loss_backward": (
+        "grad_output: b, self: b*, target: b*, weight: *, total_weight: * -> b*", "b"),
+}  # fmt: skip

@@ -1,0 +1,261 @@
+"""Named meshes: which devices there are, in what order, along which axes.
+
+A `Mesh` is a row-major arrangement of device ids (ranks) with an optional name per axis. It owns the
+`torch.distributed.DeviceMesh`es its layouts need: the plain one, with one mesh dim per axis, and flattened
+ones, where several axes act as a single mesh dim in a given order. Which tensor dim goes on which axis is
+not its business (see `spec.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard import runtime
+from fullshard.errors import MeshError, UnsupportedError
+
+AxisGroups = tuple[tuple[int, ...], ...]
+"""The mesh dims of a `DeviceMesh`, each as the mesh axes it merges, major to minor."""
+
+
+class Mesh:
+    """A named, row-major arrangement of devices.
+
+    ```python
+    mesh = Mesh(np.arange(4), (2, 2), ("data", "model"))
+    ```
+    """
+
+    def __init__(
+        self, device_ids: Sequence[int] | np.ndarray, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None
+    ):
+        self.mesh_shape = _check_shape(mesh_shape)
+        self.device_ids = _check_ids(device_ids, self.mesh_shape)
+        self.axis_names = _check_names(axis_names, self.mesh_shape)
+
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.mesh_shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.mesh_shape)
+
+    def shape(self) -> OrderedDict[str | int, int]:
+        """Axis name (or index, on an unnamed mesh) → size, in order."""
+        names: Sequence[str | int] = self.axis_names or range(self.ndim)
+        return OrderedDict(zip(names, self.mesh_shape, strict=True))
+
+    def get_logical_mesh(self) -> np.ndarray:
+        """The device ids, arranged in the mesh's shape."""
+        return self.device_ids.reshape(self.mesh_shape)
+
+    def get_axis_name_idx(self, name: str) -> int | None:
+        """The index of the axis called `name`, or None."""
+        return self.axis_names.index(name) if self.axis_names and name in self.axis_names else None
+
+    def coordinate(self, device_id: int) -> tuple[int, ...] | None:
+        """Where a device stands in the mesh; None for one outside it."""
+        found = np.argwhere(self.get_logical_mesh() == device_id)
+        return tuple(int(i) for i in found[0]) if len(found) else None
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The torch mesh with one mesh dim per axis."""
+        return self.device_mesh_for(tuple((axis,) for axis in range(self.ndim)))
+
+    def device_mesh_for(self, groups: AxisGroups) -> DeviceMesh:
+        """The torch mesh whose dims merge the given axes. Making one is collective: all ranks ask alike."""
+        assert sorted(axis for group in groups for axis in group) == list(range(self.ndim)), groups
+        runtime.use_spmd()
+        known = _device_meshes()
+        key = (self, groups)
+        if key not in known:
+            order = [axis for group in groups for axis in group]
+            sizes = [math.prod(self.mesh_shape[axis] for axis in group) for group in groups]
+            ranks = self.get_logical_mesh().transpose(order).reshape(sizes)
+            axes = self.axis_names or [f"axis{axis}" for axis in range(self.ndim)]
+            names = tuple("_".join(axes[axis] for axis in group) for group in groups)
+            known[key] = _make_device_mesh(ranks, names, self)
+            known[key]._fullshard_origin = (self, groups)
+        return known[key]
+
+    def get_group(self, axis: str | int) -> dist.ProcessGroup:
+        """The process group of this rank along one axis."""
+        index = self.get_axis_name_idx(axis) if isinstance(axis, str) else axis
+        if index is None or not 0 <= index < self.ndim:
+            raise MeshError(f"mesh {self} has no axis {axis!r}; its axes are {list(self.shape())}")
+        return self.device_mesh.get_group(index)
+
+    def _key(self) -> tuple[Any, ...]:
+        return (tuple(self.device_ids.tolist()), self.mesh_shape, self.axis_names)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self.shape().items())
+        plain = self.device_ids.tolist() == list(range(self.size()))
+        return f"Mesh({axes})" if plain else f"Mesh({axes}, device_ids={self.device_ids.tolist()})"
+
+    __str__ = __repr__
+
+
+class HybridMesh(Mesh):
+    """A mesh over two networks: a fast one inside each group of devices and a slow one between the groups.
+
+    Axis i has size `ici_mesh_shape[i] * dcn_mesh_shape[i]`; along it, devices of one group stay together.
+    """
+
+    def __init__(
+        self,
+        ici_mesh_shape: Sequence[int],
+        dcn_mesh_shape: Sequence[int] | None = None,
+        axis_names: Sequence[str] | None = None,
+    ):
+        inner = _check_shape(ici_mesh_shape)
+        outer = _check_shape(dcn_mesh_shape) if dcn_mesh_shape is not None else (1,) * len(inner)
+        if len(inner) != len(outer):
+            raise MeshError(
+                f"ici_mesh_shape {inner} and dcn_mesh_shape {outer} differ in length ({len(inner)} and {len(outer)}); "
+                f"give both one size per mesh axis, 1 where a network does not split that axis"
+            )
+        # Devices are numbered group by group: [outer axes..., inner axes...] → interleave → merge each pair.
+        ids = np.arange(math.prod(outer) * math.prod(inner)).reshape(outer + inner)
+        pairs = [axis for i in range(len(inner)) for axis in (i, i + len(inner))]
+        shape = tuple(o * i for o, i in zip(outer, inner, strict=True))
+        super().__init__(ids.transpose(pairs).reshape(-1), shape, axis_names)
+        self.ici_mesh_shape, self.dcn_mesh_shape = inner, outer
+
+
+def get_1d_mesh(axis_name: str | None = None) -> Mesh:
+    """All devices along one axis."""
+    count = runtime.global_runtime_device_count()
+    return Mesh(np.arange(count), (count,), (axis_name,) if axis_name is not None else None)
+
+
+_global_mesh: Mesh | None = None
+
+
+def set_global_mesh(mesh: Mesh | None) -> None:
+    """The mesh that is meant where none is given."""
+    global _global_mesh
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise MeshError(f"set_global_mesh takes a fullshard.spmd.Mesh, not {type(mesh).__name__}")
+    _global_mesh = mesh
+
+
+def get_global_mesh() -> Mesh | None:
+    return _global_mesh
+
+
+def origin(device_mesh: DeviceMesh) -> tuple[Mesh, AxisGroups]:
+    """The `Mesh` and the axes behind a torch mesh; one that was made elsewhere is taken as it stands."""
+    known = getattr(device_mesh, "_fullshard_origin", None)
+    if known is None:
+        ranks = device_mesh.mesh
+        mesh = Mesh(ranks.flatten().tolist(), tuple(ranks.shape), device_mesh.mesh_dim_names)
+        known = (mesh, tuple((axis,) for axis in range(mesh.ndim)))
+        device_mesh._fullshard_origin = known
+        _device_meshes().setdefault(known, device_mesh)
+    return known
+
+
+def _check_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(size) for size in mesh_shape)
+    except (TypeError, ValueError):
+        raise MeshError(f"mesh_shape must be a sequence of whole numbers such as (4, 1), not {mesh_shape!r}") from None
+    if not shape or any(size < 1 for size in shape) or any(s != g for s, g in zip(shape, mesh_shape, strict=True)):
+        raise MeshError(f"mesh_shape must hold at least one size, each a whole number of 1 or more; got {mesh_shape!r}")
+    return shape
+
+
+def _check_ids(device_ids: Sequence[int] | np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    ids = np.asarray(device_ids).reshape(-1)
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise MeshError(f"device_ids must be whole numbers (ranks) such as np.arange(4), not {device_ids!r}")
+    given = ids.tolist()
+    if len(given) != math.prod(shape):
+        raise MeshError(
+            f"{len(given)} device ids {given} do not fill a mesh of shape {shape}, which has {math.prod(shape)} places"
+            f"; make the product of mesh_shape equal the number of ids"
+        )
+    if len(set(given)) != len(given):
+        twice = sorted({i for i in given if given.count(i) > 1})
+        raise MeshError(f"device ids {given} name {twice} more than once; each device can stand in one place only")
+    count = runtime.global_runtime_device_count()
+    outside = [i for i in given if not 0 <= i < count]
+    if outside:
+        raise MeshError(
+            f"device ids {outside} are out of range: this job has {count} device(s), numbered 0 to {count - 1}; "
+            f"start more processes (torchrun --nproc_per_node {max(given) + 1}) or name devices that exist"
+        )
+    return ids.astype(np.int64)
+
+
+def _check_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:
+    if axis_names is None:
+        return None
+    if isinstance(axis_names, str) or not all(isinstance(name, str) for name in axis_names):
+        raise MeshError(f"axis_names must be a sequence of names such as ('data', 'model'), not {axis_names!r}")
+    names = tuple(axis_names)
+    if len(names) != len(shape):
+        raise MeshError(
+            f"{len(names)} axis names {names} for a mesh of {len(shape)} axes {shape}; give one name per axis"
+        )
+    if len(set(names)) != len(names) or not all(names):
+        raise MeshError(f"axis names {names} must be different from each other and not empty")
+    return names
+
+
+_cache: tuple[object, dict[tuple[Mesh, AxisGroups], DeviceMesh]] = (None, {})
+
+
+def _device_meshes() -> dict[tuple[Mesh, AxisGroups], DeviceMesh]:
+    """The torch meshes made so far; they die with the process group they were made in."""
+    global _cache
+    if _cache[0] is not dist.group.WORLD:
+        _cache = (dist.group.WORLD, {})
+    return _cache[1]
+
+
+def _lines(ranks: np.ndarray, dim: int) -> list[list[int]]:
+    """The ranks along one mesh dim, a list per line."""
+    return np.moveaxis(ranks, dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+
+
+def _make_device_mesh(ranks: np.ndarray, names: tuple[str, ...], mesh: Mesh) -> DeviceMesh:
+    kind = runtime.device().type
+    lines = [_lines(ranks, dim) for dim in range(ranks.ndim)]
+    tensor = torch.from_numpy(ranks.astype(np.int32))
+    if all(line == sorted(line) for dim in lines for line in dim):
+        return DeviceMesh(kind, tensor, mesh_dim_names=names)
+
+    # torch orders a group by rank unless told otherwise, and a gather over it would come back in the wrong order.
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise UnsupportedError(
+            f"{mesh} needs the device order {ranks.tolist()}, which torch {torch.__version__} cannot keep in a process "
+            f"group (2.13 can); use ascending device ids, and list the axes of a tuple in the mesh's order"
+        )
+    me = runtime.rank()
+    mine = []
+    for dim in lines:
+        for line in dim:
+            group = dist.new_group(line, sort_ranks=False)
+            if me in line:
+                mine.append(group)
+    if not mine:
+        return DeviceMesh(kind, tensor, mesh_dim_names=names, _init_backend=False)
+    return DeviceMesh.from_group(mine, kind, mesh=tensor, mesh_dim_names=names)

@@ -1,0 +1,75 @@
+"""A whole module over a mesh: every parameter and buffer becomes a sharded tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import runtime
+from fullshard.errors import LayoutError
+from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.sharding import shard, sharding_of
+from fullshard.spmd.spec import Layout
+from fullshard.spmd.tensor import ShardedTensor, layout_of, relaid, settle, torch_layout, unmarked
+
+
+def distribute_module(module: nn.Module, mesh: Mesh) -> nn.Module:
+    """Turn marked parameters into sharded ones and the rest into copies on every rank, in place.
+
+    Tied parameters stay tied, gradients that are there move along, and every later gradient takes the layout of its
+    parameter. Buffers become copies, or keep the layout they were marked with.
+    """
+    runtime.refuse_foreign_wrappers(module)
+    moved: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in moved:
+                    moved[id(parameter)] = _parameter(parameter, mesh, name)
+                part._parameters[name] = moved[id(parameter)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = _sharded(buffer, _layout(buffer, mesh, name))
+                part._buffers[name] = moved[id(buffer)]
+    return module
+
+
+def _parameter(old: nn.Parameter, mesh: Mesh, name: str) -> nn.Parameter:
+    layout = _layout(old, mesh, name)
+    new = nn.Parameter(_sharded(old.detach(), layout), requires_grad=old.requires_grad)
+    if old.grad is not None:
+        new.grad = _sharded(old.grad, layout)
+    if old.requires_grad:
+        new.register_hook(_Follow(new))
+    return new
+
+
+class _Follow:
+    """A hook that brings a gradient into its parameter's layout."""
+
+    def __init__(self, parameter: torch.Tensor):
+        self.parameter = parameter
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.parameter, DTensor)
+        if not isinstance(grad, DTensor):
+            return shard(grad, layout_of(self.parameter._spec))
+        return relaid(grad, self.parameter.device_mesh, settle(self.parameter.placements))
+
+
+def _layout(t: torch.Tensor, mesh: Mesh, name: str) -> Layout:
+    marked = sharding_of(t)
+    if marked is None:
+        return Layout(mesh, ((),) * t.ndim)
+    if marked.mesh != mesh:
+        raise LayoutError(f"{name} is marked on {marked.mesh} and the module is distributed over {mesh}; use one mesh")
+    return marked
+
+
+def _sharded(t: torch.Tensor, layout: Layout) -> ShardedTensor:
+    t = unmarked(t)
+    if isinstance(t, DTensor):
+        return relaid(t, *torch_layout(layout, t.shape))
+    return shard(t.detach(), layout)

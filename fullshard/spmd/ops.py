@@ -1,0 +1,352 @@
+"""How an operator runs on sharded tensors.
+
+`dispatch` receives every operator that meets a sharded tensor and picks, in this order: a rule of ours
+(`rules.py`), torch's own sharding rule where it is exact for these pieces, a decomposition into simpler operators,
+or replicated execution with one warning per operator. The choice is made from global shapes and layouts alone, so it
+is the same on every rank, and before any local kernel runs, so no rank raises where another goes on to wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from fullshard import runtime
+from fullshard.errors import LayoutError
+from fullshard.spmd import rules
+from fullshard.spmd.mesh import origin
+from fullshard.spmd.tensor import ShardedTensor, meta_of, relaid, relay, replicated, respec, settle, taken_as_global
+from fullshard.spmd.views import is_copy, remember_base, write_through
+
+aten = torch.ops.aten
+Op = Any
+
+
+def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
+    """Run one operator on global values; returns global values."""
+    flat, tree = tree_flatten((args, kwargs))
+    written = _written(op, args, kwargs)
+    if op.__name__.startswith("_foreach") and _is_mixed(flat):
+        return _one_by_one(op, args, kwargs)
+    if any(not isinstance(t, DTensor) for t in written):
+        return _into_plain(op, flat, tree)
+
+    # A tensor that is written into stays where it is; the others come to it.
+    mesh = _common_mesh([t for t in written or flat if isinstance(t, DTensor)])
+    flat = [_on_mesh(leaf, mesh) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+    out = _run(op, flat, tree, mesh)
+    for t in written:
+        write_through(t)
+    if op.is_view and is_copy(args[0]):  # a view of a copy: a write must go back further
+        remember_base(out, op, args[0], args[1:], kwargs)
+    return out
+
+
+def _run(op: Op, flat: list[Any], tree: Any, mesh: DeviceMesh) -> Any:
+    rule = rules.find(op, flat)
+    if rule is not None:
+        args, kwargs = tree_unflatten(flat, tree)
+        return rule(op, args, kwargs)
+    choice = _choose(op, flat, tree)
+    if choice.by_torch:
+        return _by_torch(op, flat, tree, choice)
+    args, kwargs = tree_unflatten(flat, tree)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
+        return op.decompose(*args, **kwargs)
+    return by_copies(op, flat, tree, mesh, choice.why)
+
+
+# --- torch's own rules -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one operator runs on tensors of given shapes and layouts."""
+
+    by_torch: bool
+    why: str = ""
+    """Why torch's rule is not used."""
+    placements: tuple[tuple[Placement, ...] | None, ...] = ()
+    """The layout each argument is brought into first; None where it stays."""
+    moves_input: bool = False
+    """Whether the first argument is moved, so that a view of it shares no memory with it."""
+
+
+_choices: dict[Any, Choice] = {}
+_torch_meta_log = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _choose(op: Op, flat: list[Any], tree: Any) -> Choice:
+    key = (op, tree, *((leaf._spec if isinstance(leaf, DTensor) else (type(leaf), leaf)) for leaf in flat))
+    try:
+        known = _choices.get(key)
+    except TypeError:  # an argument that cannot be hashed, such as a generator
+        return _choose_anew(op, flat, tree)
+    if known is None:
+        known = _choices[key] = _choose_anew(op, flat, tree)
+    return known
+
+
+def _choose_anew(op: Op, flat: list[Any], tree: Any) -> Choice:
+    tensors = [leaf for leaf in flat if isinstance(leaf, DTensor)]
+    uneven = {id(t): _uneven_dims(t._spec) for t in tensors}
+    try:
+        _torch_meta_log.disabled = True  # it would print a traceback for every operator that torch has no rule for
+        ok, moves = _torch_rule(op, flat, tree)
+        if ok:
+            return Choice(True, moves_input=moves)
+        # Exact once the dims that do not divide are whole on every rank.
+        moved = [_whole(leaf, uneven[id(leaf)]) if isinstance(leaf, DTensor) else leaf for leaf in flat]
+        args, kwargs = tree_unflatten(flat, tree)
+        if not any(uneven[id(t)] for t in _written(op, args, kwargs)) and _torch_rule(op, moved, tree)[0]:
+            placements = tuple(new.placements if new is not old else None for new, old in zip(moved, flat, strict=True))
+            return Choice(True, placements=placements, moves_input=bool(tensors and uneven[id(tensors[0])]))
+    except Exception as error:
+        # torch signals "no rule" in many ways; whatever it was, the replicated run raises what one device would.
+        return Choice(False, why=f"torch has no sharding rule for it ({type(error).__name__})")
+    finally:
+        _torch_meta_log.disabled = False
+    return Choice(False, why="its sharding rule is not exact for pieces of different sizes")
+
+
+def _torch_rule(op: Op, flat: list[Any], tree: Any) -> tuple[bool, bool]:
+    """Whether torch's rule exists and is exact for these pieces; whether it moves the first argument."""
+    args, kwargs = tree_unflatten([_bare(leaf) for leaf in flat], tree)
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    sharding = dispatcher.sharding_propagator.propagate_op_sharding(info.schema)
+    specs = [leaf._spec for leaf in flat if isinstance(leaf, DTensor)]
+    moved = False
+    if sharding.needs_redistribute:
+        wanted = [s for s in tree_leaves(sharding.redistribute_schema.args_schema) if isinstance(s, DTensorSpec)]
+        moved = bool(wanted) and wanted[0].placements != specs[0].placements
+        specs += wanted
+    out = [s for s in tree_leaves(sharding.output_spec) if isinstance(s, DTensorSpec)]
+    written = [t._spec.placements for t in _written(op, args, kwargs)]
+    # A tensor that is written into must stay where it is; results are listed in the order of such arguments.
+    stays = not written or (not moved and written == [s.placements for s in out])
+    return stays and all(_exact(op, spec) for spec in specs + out), moved
+
+
+def _exact(op: Op, spec: DTensorSpec) -> bool:
+    if not all(p.is_replicate() or isinstance(p, Shard) and type(p) is Shard or _is_sum(p) for p in spec.placements):
+        return False
+    dims = _uneven_dims(spec)
+    if not dims:
+        return True
+    cut_twice = any(sum(isinstance(p, Shard) and p.dim == dim for p in spec.placements) > 1 for dim in dims)
+    return not cut_twice and (torch.Tag.pointwise in op.tags or op in rules.EXACT_ON_UNEVEN)
+
+
+def _is_sum(placement: Placement) -> bool:
+    return placement.is_partial() and getattr(placement, "reduce_op", None) in ("sum", "max", "min")
+
+
+def _uneven_dims(spec: DTensorSpec) -> tuple[int, ...]:
+    parts = [1] * len(spec.shape)
+    for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
+        if isinstance(placement, Shard):
+            parts[placement.dim] *= size
+    return tuple(dim for dim, size in enumerate(spec.shape) if size % parts[dim])
+
+
+def _whole(t: DTensor, dims: Sequence[int]) -> DTensor:
+    """A stand-in for `t` with some dims whole on every rank: right in its layout, without data."""
+    if not dims:
+        return t
+    placements = tuple(Replicate() if isinstance(p, Shard) and p.dim in dims else p for p in t.placements)
+    return DTensor(t._local_tensor, respec(t._spec, t.device_mesh, placements), requires_grad=False)
+
+
+def _by_torch(op: Op, flat: list[Any], tree: Any, choice: Choice) -> Any:
+    first = next(leaf for leaf in flat if isinstance(leaf, DTensor))
+    if choice.placements:
+        flat = [
+            relaid(leaf, leaf.device_mesh, target) if target is not None else leaf
+            for leaf, target in zip(flat, choice.placements, strict=True)
+        ]
+    bare = [_bare(leaf) for leaf in flat]
+    args, kwargs = tree_unflatten(bare, tree)
+    owner = {id(b): leaf for b, leaf in zip(bare, flat, strict=True) if isinstance(b, DTensor)}
+
+    def own(t: Any) -> Any:
+        if not isinstance(t, DTensor):
+            return t
+        if id(t) in owner:  # an operator that writes into its argument returns that argument
+            leaf = owner[id(t)]
+            leaf._local_tensor, leaf._spec = t._local_tensor, t._spec
+            return leaf
+        return ShardedTensor(_arrived(t._local_tensor), t._spec, requires_grad=False)
+
+    out = tree_map(own, op(*args, **kwargs))
+    if choice.moves_input and op.is_view:
+        remember_base(out, op, first, args[1:], kwargs)
+    return out
+
+
+def _bare(leaf: Any) -> Any:
+    """The same tensor as torch's own class, whose operators torch handles itself."""
+    return DTensor(leaf._local_tensor, leaf._spec, requires_grad=False) if isinstance(leaf, DTensor) else leaf
+
+
+def _arrived(local: torch.Tensor) -> torch.Tensor:
+    return local.wait() if hasattr(local, "wait") else local
+
+
+# --- replicated execution ------------------------------------------------------------------------------------------
+
+
+def by_copies(op: Op, flat: list[Any], tree: Any, mesh: DeviceMesh, why: str = "") -> Any:
+    """Run the operator on whole values on every rank. Results take the layout of an input of the same shape."""
+    if why:
+        name = str(op)
+        runtime.warn_once(
+            f"fallback {name}",
+            f"{name} runs on whole tensors on every rank: {why}. The result is exact; it costs a gather and the memory "
+            f"of the whole tensor. Lay its inputs out on other dims to avoid that.",
+        )
+    whole = [
+        relay(leaf._local_tensor, leaf._spec, respec(leaf._spec, mesh, replicated(mesh)))
+        if isinstance(leaf, DTensor) else leaf
+        for leaf in flat
+    ]  # fmt: skip
+    written = _written(op, *tree_unflatten(flat, tree))
+    back = {id(w): leaf for w, leaf in zip(whole, flat, strict=True) if any(leaf is t for t in written)}
+    if mesh._is_current_rank_part_of_mesh():
+        args, kwargs = tree_unflatten(whole, tree)
+        result = op(*args, **kwargs)
+    else:
+        metas = [_as_meta(leaf) for leaf in flat]
+        args, kwargs = tree_unflatten(metas, tree)
+        result = op(*args, **kwargs)
+        back = {id(m): leaf for m, leaf in zip(metas, flat, strict=True) if any(leaf is t for t in written)}
+    for value in whole:
+        if id(value) in back:
+            leaf = back[id(value)]
+            _store(leaf, value)
+    layouts = {tuple(t.shape): settle(t.placements) for t in reversed(flat) if isinstance(t, DTensor)}
+
+    def share(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor):
+            return t
+        if id(t) in back:
+            return back[id(t)]
+        spec = DTensorSpec(mesh, replicated(mesh), tensor_meta=meta_of(t))
+        if t.is_meta and not mesh._is_current_rank_part_of_mesh():
+            t = torch.empty(0, dtype=t.dtype, device=runtime.device())
+        target = respec(spec, mesh, layouts.get(tuple(spec.shape), replicated(mesh)))
+        return ShardedTensor(relay(t, spec, target).contiguous(), target, requires_grad=False)
+
+    out = tree_map(share, result)
+    if op.is_view:
+        first = next(leaf for leaf in flat if isinstance(leaf, DTensor))
+        args, kwargs = tree_unflatten(flat, tree)
+        remember_base(out, op, first, args[1:], kwargs)
+    return out
+
+
+def _store(t: DTensor, value: torch.Tensor) -> None:
+    """Write a whole value back into the pieces of `t`."""
+    source = DTensorSpec(t.device_mesh, replicated(t.device_mesh), tensor_meta=meta_of(value))
+    target = respec(source, t.device_mesh, settle(t.placements))
+    piece = relay(value, source, target)
+    if settle(t.placements) == tuple(t.placements) and piece.shape == t._local_tensor.shape:
+        t._local_tensor.copy_(piece)
+    else:
+        t._local_tensor = piece
+    t._spec = respec(t._spec, t.device_mesh, target.placements)
+
+
+def _as_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, DTensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+# --- arguments -----------------------------------------------------------------------------------------------------
+
+
+def _written(op: Op, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors an operator writes into."""
+    schema = op._schema.arguments
+    if not any(a.alias_info is not None and a.alias_info.is_write for a in schema):
+        return []
+    named = {a.name: value for a, value in zip(schema, args, strict=False)} | kwargs
+    values = [named.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write]
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+def _is_mixed(flat: list[Any]) -> bool:
+    tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+    return len({t.device_mesh if isinstance(t, DTensor) else None for t in tensors}) > 1
+
+
+def _one_by_one(op: Op, args: Any, kwargs: Any) -> Any:
+    """A list operator on tensors of several meshes, or plain and sharded ones: element by element."""
+    lists = [a for a in tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, list)) if isinstance(a, list)]
+    results = []
+    for i in range(len(lists[0])):
+        args_i, kwargs_i = tree_map(
+            lambda a, i=i: [a[i]] if isinstance(a, list) else a, (args, kwargs), is_leaf=lambda x: isinstance(x, list)
+        )
+        results.append(op(*args_i, **kwargs_i))
+    if results[0] is None:
+        return None
+    return [t for r in results for t in r]
+
+
+def _into_plain(op: Op, flat: list[Any], tree: Any) -> Any:
+    """An operator that writes into a plain tensor: that is a global value, so the others are gathered for it."""
+    whole = [
+        relaid(leaf, leaf.device_mesh, replicated(leaf.device_mesh))._local_tensor
+        if isinstance(leaf, DTensor)
+        else leaf
+        for leaf in flat
+    ]
+    args, kwargs = tree_unflatten(whole, tree)
+    return op(*args, **kwargs)
+
+
+def _common_mesh(tensors: list[DTensor]) -> DeviceMesh:
+    """The torch mesh on which tensors of several meshes can meet at the least cost."""
+    meshes = {t.device_mesh: None for t in tensors}
+    if len(meshes) == 1:
+        return next(iter(meshes))
+    split = {t.device_mesh: None for t in tensors if any(not p.is_replicate() for p in t.placements)}
+    if len(split) == 1:
+        return next(iter(split))
+    owners = {origin(mesh)[0]: None for mesh in split or meshes}
+    if len(owners) == 1:
+        return next(iter(owners)).device_mesh
+    return next(iter(split or meshes))
+
+
+def _on_mesh(t: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    if not isinstance(t, DTensor):
+        return taken_as_global(t, mesh)
+    if t.device_mesh == mesh:
+        return t
+    # Cut as before where this mesh can cut so; whole where it cannot.
+    owner, groups = origin(t.device_mesh)
+    target: list[Placement] = list(replicated(mesh))
+    same_owner, new_groups = origin(mesh)
+    if owner == same_owner:
+        for group, placement in zip(groups, t.placements, strict=True):
+            axes = [new_groups.index((axis,)) for axis in group if (axis,) in new_groups]
+            parts = t.device_mesh.size(groups.index(group))
+            if isinstance(placement, Shard) and len(axes) == len(group) and axes == sorted(axes):
+                if t.shape[placement.dim] % parts == 0:
+                    for axis in axes:
+                        target[axis] = Shard(placement.dim)
+    return relaid(t, mesh, target)
+
+
+__all__ = ["LayoutError", "by_copies", "dispatch"]

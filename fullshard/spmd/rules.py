@@ -1,0 +1,282 @@
+"""Sharding rules of our own, for operators that torch has no rule for, or none that is exact.
+
+`RULES` maps an operator to a function that runs it; `EXACT_ON_UNEVEN` lists the operators whose torch rule holds for
+pieces of different sizes, empty ones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._decomp import decomposition_table
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._pytree import tree_flatten, tree_map
+
+from fullshard import runtime
+from fullshard.spmd.independent import INDEPENDENT, Independent, wrapped
+from fullshard.spmd.tensor import ShardedTensor, layout_of, meta_of, relay, replicated, respec, settle
+
+aten = torch.ops.aten
+Rule = Callable[[Any, Any, Any], Any]
+
+RULES: dict[Any, Rule] = {}
+
+
+def find(op: Any, flat: list[Any]) -> Rule | None:
+    """Our rule for an operator, if there is one."""
+    if torch.Tag.nondeterministic_seeded in op.tags and not _torch_draws(op, flat):
+        return RULES.get(op, by_whole_draw)
+    return RULES.get(op)
+
+
+def overload(name: str) -> Any | None:
+    """An operator by name, `None` where this torch does not have it."""
+    packet, _, variant = name.partition(".")
+    return getattr(getattr(aten, packet, None), variant or "default", None)
+
+
+def rule_for(*names: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        for name in names:
+            op = overload(name)
+            if op is not None:
+                RULES[op] = rule
+        return rule
+
+    return register
+
+
+for _name, (_pattern, _split) in INDEPENDENT.items():
+    rule_for(_name)(Independent(_pattern, _split))
+
+
+# --- random numbers --------------------------------------------------------------------------------------------------
+
+
+@rule_for(
+    "bernoulli_.float", "bernoulli_.Tensor", "uniform_", "normal_", "exponential_", "random_", "random_.from",
+    "random_.to", "cauchy_", "log_normal_", "geometric_", "rand_like", "randn_like", "randint_like",
+    "randint_like.low_dtype", "bernoulli", "bernoulli.p", "multinomial",
+)  # fmt: skip
+def by_global_draw(op: Any, args: Any, kwargs: Any) -> Any:
+    """Every rank draws the whole from the generator all ranks share and keeps its piece: what one device draws."""
+    target: DTensor = args[0]
+    mesh, local = target.device_mesh, target._local_tensor
+    reads = op._schema.name in ("aten::bernoulli", "aten::multinomial")  # its values are probabilities
+    whole_spec = DTensorSpec(mesh, replicated(mesh), tensor_meta=target._spec.tensor_meta)
+    whole = relay(local, target._spec, whole_spec) if reads else local.new_empty(target.shape)
+    others = tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, (args[1:], kwargs))
+    drawn = op(whole, *others[0], **others[1])
+    placements = settle(target.placements) if drawn.shape == target.shape else replicated(mesh)
+    spec = DTensorSpec(mesh, replicated(mesh), tensor_meta=meta_of(drawn))
+    piece = relay(drawn, spec, respec(spec, mesh, placements))
+    if drawn is not whole:
+        return ShardedTensor(piece.contiguous(), respec(spec, mesh, placements), requires_grad=False)
+    target._local_tensor = local.copy_(piece) if piece.shape == local.shape else piece.contiguous()
+    target._spec = respec(target._spec, mesh, placements)
+    return target
+
+
+def by_whole_draw(op: Any, args: Any, kwargs: Any) -> Any:
+    """Any other operator that draws: on whole values, from the shared generator."""
+    from fullshard.spmd.ops import by_copies
+
+    flat, tree = tree_flatten((args, kwargs))
+    return by_copies(op, flat, tree, next(leaf for leaf in flat if isinstance(leaf, DTensor)).device_mesh)
+
+
+def _torch_draws(op: Any, flat: list[Any]) -> bool:
+    """On CUDA torch gives each piece its own part of one random stream, without drawing the whole."""
+    if "scaled_dot_product" in op.__name__:  # it may drop out, but need not; torch has a rule
+        return True
+    target = next(leaf for leaf in flat if isinstance(leaf, DTensor))
+    known = op in DTensor._op_dispatcher._random_ops
+    return known and target.device.type == "cuda" and layout_of(target._spec).is_even(target.shape)
+
+
+# --- embeddings ------------------------------------------------------------------------------------------------------
+
+
+@rule_for("embedding")
+def embedding(op: Any, args: Any, kwargs: Any) -> Any:
+    """Rows may be split too: a rank looks up the rows it holds, gives zeros for the others, and the sum is pending."""
+    weight, indices = args[0], args[1]
+    mesh = weight.device_mesh
+    rows: list[Placement] = list(settle(weight.placements))
+    tokens: list[Placement] = list(settle(indices.placements))
+    out: list[Placement] = []
+    for i, row in enumerate(rows):
+        if isinstance(row, Shard):
+            tokens[i] = Replicate()  # tokens are small next to rows
+            out.append(Partial() if row.dim == 0 else Shard(indices.ndim))
+        else:
+            out.append(tokens[i])
+    table, ids = _in(weight, rows), _in(indices, tokens)
+    held = layout_of(respec(weight._spec, mesh, rows)).slices(weight.shape, runtime.rank())[0]
+    if any(isinstance(p, Partial) for p in out):
+        local_ids = ids - held.start
+        elsewhere = (local_ids < 0) | (local_ids >= held.stop - held.start)
+        if table.shape[0] == 0:
+            found = table.new_zeros(*ids.shape, table.shape[1])
+        else:
+            found = op(table, local_ids.masked_fill(elsewhere, 0), *args[2:], **kwargs)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+    else:
+        found = op(table, ids, *args[2:], **kwargs)
+    return wrapped(found, mesh, out, (*indices.shape, weight.shape[1]))
+
+
+@rule_for("embedding_dense_backward")
+def embedding_dense_backward(op: Any, args: Any, kwargs: Any) -> Any:
+    grad, indices, rows = args[0], args[1], args[2]
+    mesh = grad.device_mesh
+    incoming: list[Placement] = []
+    tokens: list[Placement] = []
+    out: list[Placement] = []
+    for placement in grad.placements:
+        split = isinstance(placement, Shard)
+        if split and placement.dim < indices.ndim:
+            step = (placement, Shard(placement.dim), Partial())
+        elif split:
+            step = (placement, Replicate(), Shard(1))
+        elif placement.is_partial() and placement.reduce_op == "sum":  # linear in the gradient
+            step = (placement, Replicate(), Partial())
+        else:
+            step = (Replicate(), Replicate(), Replicate())
+        for kept, now in zip((incoming, tokens, out), step, strict=True):
+            kept.append(now)
+    local = op(_in(grad, incoming), _in(indices, tokens), *args[2:], **kwargs)
+    return wrapped(local, mesh, out, (rows, grad.shape[-1]))
+
+
+# --- losses, comparisons, scalars ------------------------------------------------------------------------------------
+
+
+@rule_for("nll_loss_forward", "nll_loss2d_forward")
+def nll_loss_forward(op: Any, args: Any, kwargs: Any) -> Any:
+    """A mean is over the unmasked tokens of the whole batch, not a mean of the pieces' means."""
+    scores, target, weight, reduction, ignored = args
+    mesh = scores.device_mesh
+    batch = [p if isinstance(p, Shard) and p.dim == 0 and scores.ndim > 1 else Replicate() for p in scores.placements]
+    whole = [Replicate()] * mesh.ndim
+    local_weight = _in(weight, whole) if weight is not None else None
+    summed = 0 if reduction == 0 else 2
+    loss, total = op(_in(scores, batch), _in(target, batch), local_weight, summed, ignored)
+    if reduction == 0:
+        return wrapped(loss, mesh, batch, target.shape), wrapped(total, mesh, whole, total.shape)
+    pending = [Partial() if isinstance(p, Shard) else Replicate() for p in batch]
+    loss, total = wrapped(loss, mesh, pending, loss.shape), wrapped(total, mesh, pending, total.shape)
+    total = wrapped(_in(total, whole), mesh, whole, total.shape)
+    return (aten.div.Tensor(loss, total) if reduction == 1 else loss), total
+
+
+@rule_for("equal")
+def equal(op: Any, args: Any, kwargs: Any) -> bool:
+    one, other = args
+    if one.shape != other.shape:
+        return False
+    mesh, layout = one.device_mesh, settle(one.placements)
+    same = True
+    if mesh._is_current_rank_part_of_mesh():
+        same = op(_in(one, layout), _in(other, layout))
+    verdict = torch.tensor(int(same), device=runtime.device())
+    for dim in range(mesh.ndim):
+        if mesh._is_current_rank_part_of_mesh():
+            dist.all_reduce(verdict, dist.ReduceOp.MIN, group=mesh.get_group(dim))
+    return bool(verdict.item())
+
+
+@rule_for("fill_.Tensor")
+def fill(op: Any, args: Any, kwargs: Any) -> Any:
+    target, value = args
+    op(target._local_tensor, _in(value, replicated(value.device_mesh)))
+    target._spec = respec(target._spec, target.device_mesh, settle(target.placements))
+    return target
+
+
+@rule_for("argmax", "argmin")
+def extreme_index(op: Any, args: Any, kwargs: Any) -> Any:
+    """Which element is the largest: the searched dim must be whole, the others may be split."""
+    t, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    keeps = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    mesh, shape = t.device_mesh, list(t.shape)
+    if dim is None or t.ndim == 0:
+        layout, out, shape = replicated(mesh), replicated(mesh), [1] * t.ndim if keeps else []
+    else:
+        dim %= t.ndim
+        layout = tuple(Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in settle(t.placements))
+        shift = [p.dim - (p.dim > dim and not keeps) if isinstance(p, Shard) else None for p in layout]
+        out = tuple(Replicate() if d is None else Shard(d) for d in shift)
+        shape = [*shape[:dim], *([1] if keeps else []), *shape[dim + 1 :]]
+    return wrapped(op(_in(t, layout), *args[1:], **kwargs), mesh, out, shape)
+
+
+@rule_for("_local_scalar_dense")
+def local_scalar(op: Any, args: Any, kwargs: Any) -> Any:
+    return op(_in(args[0], replicated(args[0].device_mesh)))
+
+
+@rule_for("_fused_sdp_choice")
+def attention_choice(op: Any, args: Any, kwargs: Any) -> int:
+    """Which attention kernel would run: asked with stand-ins of one batch row, so that all ranks agree."""
+
+    def stand_in(t: Any) -> Any:
+        if not isinstance(t, DTensor):
+            return t
+        shape = (1, *t.shape[1:]) if t.ndim == 4 else t.shape
+        return torch.empty(shape, dtype=t.dtype, device=t.device, requires_grad=t.requires_grad)
+
+    args, kwargs = tree_map(stand_in, (args, kwargs))
+    return op(*args, **kwargs)
+
+
+def _in(t: DTensor, placements: Any) -> torch.Tensor:
+    """This rank's part of `t` in another layout."""
+    return relay(t._local_tensor, t._spec, respec(t._spec, t.device_mesh, placements))
+
+
+# --- operators made of simpler ones ----------------------------------------------------------------------------------
+
+
+@rule_for("mean")
+def mean(op: Any, args: Any, kwargs: Any) -> Any:
+    return aten.sum.default(args[0], **kwargs) / args[0].numel()
+
+
+@rule_for("mean.dim")
+def mean_dim(op: Any, args: Any, kwargs: Any) -> Any:
+    t, dims = args[0], args[1]
+    count = t.numel()
+    if dims:
+        count = 1
+        for dim in dims:
+            count *= t.shape[dim] if t.ndim else 1
+    return aten.sum.dim_IntList(t, dims or None, *args[2:], **kwargs) / count
+
+
+def _decomposed(op: Any, args: Any, kwargs: Any) -> Any:
+    return decomposition_table[op](*args, **kwargs)
+
+
+rule_for(
+    "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit.no_stats", "native_batch_norm_backward",
+    "cudnn_batch_norm", "cudnn_batch_norm_backward", "native_group_norm", "native_group_norm_backward",
+)(_decomposed)  # fmt: skip
+
+EXACT_ON_UNEVEN = {
+    op
+    for op in map(
+        overload,
+        [
+            "mm", "addmm", "bmm", "baddbmm", "sum", "sum.dim_IntList", "_softmax", "_softmax_backward_data",
+            "_log_softmax", "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward", "t",
+            "transpose.int", "permute", "unsqueeze", "clone", "detach", "alias", "expand", "_to_copy", "copy_",
+            "zeros_like", "ones_like", "empty_like", "full_like", "zero_", "fill_.Scalar",
+        ],
+    )
+    if op is not None
+}  # fmt: skip

@@ -1,0 +1,323 @@
+"""The sharded tensor: a `DTensor` that knows every operator, and the plain tensor that was marked in place.
+
+`ShardedTensor` holds one rank's piece of a global value; operators on it go through `ops.dispatch`.
+`MarkedTensor` is what `mark_sharding(t, ...)` turns `t` itself into when its result is thrown away: it hands
+everything over to the sharded value it carries. Moving pieces from one layout to another (`relay`) lives here
+too; which layout is meant is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.utils._pytree import tree_map
+
+from fullshard import runtime
+from fullshard.errors import LayoutError
+from fullshard.spmd.agree import require_same
+from fullshard.spmd.mesh import origin
+from fullshard.spmd.spec import Layout
+
+# torch warns, on every rank, that Gloo gathers where NCCL exchanges and that two mesh axes are gathered one by one.
+for _name in ("_redistribute", "_collective_utils"):
+    logging.getLogger(f"torch.distributed.tensor.{_name}").setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """One device's piece of a sharded tensor."""
+
+    data: torch.Tensor
+    indices: tuple[slice, ...]
+    """Where the piece lies in the global tensor."""
+    device: torch.device
+    replica_id: int
+    """0 for the first copy of this piece, 1 for the second, and so on."""
+
+    @property
+    def unpadded_data(self) -> torch.Tensor:
+        """The same as `data`: pieces are never padded here."""
+        return self.data
+
+
+class ShardedTensor(DTensor):
+    """A global tensor of which each rank holds a piece (or a copy, or a term of a pending sum)."""
+
+    __slots__: list[str] = []
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from fullshard.spmd.ops import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    @property
+    def sharding_spec(self) -> tuple[Any, ...]:
+        """The partition spec that describes this tensor."""
+        return layout_of(self._spec).spec
+
+    @property
+    def local_shards(self) -> list[LocalShard]:
+        """This process's piece of the tensor (a list, since the interface allows for several devices a process)."""
+        settled = relaid(self.detach(), self._spec.mesh, settle(self.placements))
+        if not settled.device_mesh._is_current_rank_part_of_mesh():
+            return []
+        me, local, layout = runtime.rank(), settled._local_tensor, layout_of(self._spec)
+        return [LocalShard(local, layout.slices(self.shape, me), local.device, layout.replica_id(me))]
+
+    @torch.no_grad()
+    def load_local_shards_(self, shards: Sequence[LocalShard | torch.Tensor]) -> ShardedTensor:
+        """Overwrite this process's piece with the given data."""
+        mine = self.local_shards
+        if len(shards) != len(mine):
+            raise LayoutError(f"{len(shards)} shard(s) given; this process holds {len(mine)} of the tensor")
+        for shard, old in zip(shards, mine, strict=True):
+            data = shard.data if isinstance(shard, LocalShard) else shard
+            if data.shape != old.data.shape:
+                raise LayoutError(
+                    f"the shard given has shape {tuple(data.shape)}; this rank's piece of the {tuple(self.shape)} "
+                    f"tensor laid out as {self.sharding_spec} has shape {tuple(old.data.shape)} (indices {old.indices})"
+                )
+            if any(p.is_partial() for p in self.placements):
+                raise LayoutError(
+                    "this tensor is a pending sum over ranks; mark_sharding it before loading shards into it"
+                )
+            self._local_tensor.copy_(data)
+        return self
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **_: Any
+    ) -> ShardedTensor:
+        mesh = device_mesh or self.device_mesh
+        return Relay.apply(self, mesh, tuple(placements or [Replicate()] * mesh.ndim), False)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole value as a plain tensor, on every rank."""
+        return ToPlain.apply(self)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's piece as a plain tensor; its gradient is that of the piece."""
+        return ToPiece.apply(self, tuple(grad_placements) if grad_placements else None)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardedTensor({self._local_tensor}, shape={tuple(self.shape)}, {layout_of(self._spec)})"
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> ShardedTensor:
+        plain = DTensor.__tensor_unflatten__(inner, flatten_spec, outer_size, outer_stride)
+        return ShardedTensor(plain._local_tensor, plain._spec, requires_grad=plain.requires_grad)
+
+
+class MarkedTensor(torch.Tensor):
+    """A plain tensor that `mark_sharding` sharded in place. It carries its sharded value and acts as it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map(unmarked, args), **tree_map(unmarked, kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(unmarked(self), name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance(t, DTensor) is asked before t is used as one
+        return ShardedTensor
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return unmarked(self).__reduce_ex__(protocol)
+
+
+_set_class = object.__dict__["__class__"].__set__
+
+
+def become_marked(t: torch.Tensor, sharded: ShardedTensor) -> None:
+    """Turn the plain tensor `t` into the bearer of `sharded`; its own storage is let go."""
+    t.data = t.detach().new_empty(0)
+    t.__dict__["_sharded"] = sharded
+    _set_class(t, MarkedTensor)
+
+
+def become_plain(t: torch.Tensor, value: torch.Tensor) -> None:
+    """Undo `become_marked`: `t` is a plain tensor that holds `value`."""
+    _set_class(t, torch.Tensor)
+    t.__dict__.pop("_sharded")
+    t.data = value.detach()
+
+
+def unmarked(t: Any) -> Any:
+    """The sharded value of a tensor marked in place; anything else as it is."""
+    return t.__dict__["_sharded"] if type(t) is MarkedTensor else t
+
+
+# --- layouts in torch's terms -------------------------------------------------------------------------------------
+
+
+def layout_of(spec: DTensorSpec) -> Layout:
+    """The layout of a tensor in the user's terms; a pending sum counts as copies."""
+    mesh, groups = origin(spec.mesh)
+    dims: list[tuple[int, ...]] = [() for _ in spec.shape]
+    for group, placement in zip(groups, spec.placements, strict=True):
+        if isinstance(placement, Shard):
+            dims[placement.dim] += group
+    return Layout(mesh, tuple(dims))
+
+
+def torch_layout(layout: Layout, shape: Sequence[int]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The torch mesh and placements that cut a tensor of this shape into the layout's very pieces."""
+    groups = layout.groups(shape)
+    placements: list[Placement] = []
+    for group in groups:
+        dim = next((dim for dim, axes in enumerate(layout.dims) if set(group) <= set(axes)), None)
+        placements.append(Replicate() if dim is None else Shard(dim))
+    return layout.mesh.device_mesh_for(groups), tuple(placements)
+
+
+def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    return (Replicate(),) * mesh.ndim
+
+
+def settle(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """The same placements with pending sums carried out."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+def is_even(spec: DTensorSpec, placements: Sequence[Placement] | None = None) -> bool:
+    """Whether every rank's piece has the same shape."""
+    parts = [1] * len(spec.shape)
+    for size, placement in zip(spec.mesh.shape, placements or spec.placements, strict=True):
+        if isinstance(placement, Shard):
+            parts[placement.dim] *= size
+    return all(size % n == 0 for size, n in zip(spec.shape, parts, strict=True))
+
+
+def meta_of(t: torch.Tensor) -> TensorMeta:
+    return TensorMeta(t.shape, t.stride(), t.dtype)
+
+
+def respec(spec: DTensorSpec, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensorSpec:
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def relay(local: torch.Tensor, src: DTensorSpec, dst: DTensorSpec) -> torch.Tensor:
+    """Move one rank's piece from layout `src` to layout `dst`. Every rank of the mesh takes part."""
+    if src.mesh == dst.mesh:
+        moved = local if src.placements == dst.placements else redistribute_local_tensor(local, src, dst)
+    else:
+        _same_devices(src.mesh, dst.mesh)
+        pending = any(p.is_partial() for p in src.placements)
+        if not pending and layout_of(src) == layout_of(dst):
+            return local
+        whole = redistribute_local_tensor(local, src, respec(src, src.mesh, replicated(src.mesh)))
+        moved = redistribute_local_tensor(whole, respec(src, dst.mesh, replicated(dst.mesh)), dst)
+    return moved.wait() if isinstance(moved, AsyncCollectiveTensor) else moved
+
+
+def relaid(t: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardedTensor:
+    """`t` in another layout, without a gradient."""
+    target = respec(t._spec, mesh, placements)
+    return ShardedTensor(relay(t._local_tensor, t._spec, target), target, requires_grad=False)
+
+
+def _same_devices(one: DeviceMesh, other: DeviceMesh) -> None:
+    devices, others = (sorted(mesh.mesh.flatten().tolist()) for mesh in (one, other))
+    if devices != others:
+        raise LayoutError(
+            f"one tensor lies on devices {devices} ({origin(one)[0]}) and another on {others} ({origin(other)[0]}); "
+            f"they must lie on the same devices to meet: gather one with .full_tensor() and mark it on the other mesh"
+        )
+
+
+# --- crossing between plain and sharded, with gradients -----------------------------------------------------------
+
+
+class Relay(torch.autograd.Function):
+    """The same global value in another layout. The gradient keeps the layout it comes in, or takes the same one."""
+
+    @staticmethod
+    def forward(ctx: Any, t: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], gradient_too: bool) -> Any:
+        ctx.target = (mesh, placements) if gradient_too else None
+        return relaid(t, mesh, placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if ctx.target is not None:
+            mesh, placements = ctx.target
+            grad = relaid(grad, mesh, settle(placements))
+        return grad, None, None, None
+
+
+class ToSharded(torch.autograd.Function):
+    """A plain global value, the same on every rank → its pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
+        return sharded_copy(t, mesh, placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return relaid(grad, grad.device_mesh, replicated(grad.device_mesh))._local_tensor, None, None
+
+
+class ToPlain(torch.autograd.Function):
+    """A sharded value → the whole of it as a plain tensor on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, t: DTensor) -> torch.Tensor:
+        ctx.mesh = t.device_mesh
+        whole = relay(t._local_tensor, t._spec, respec(t._spec, ctx.mesh, replicated(ctx.mesh)))
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return taken_as_global(grad, ctx.mesh)
+
+
+class ToPiece(torch.autograd.Function):
+    """A sharded value → this rank's piece as a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, t: DTensor, grad_placements: tuple[Placement, ...] | None) -> torch.Tensor:
+        ctx.spec = respec(t._spec, t.device_mesh, grad_placements or settle(t.placements))
+        return t._local_tensor.view_as(t._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ShardedTensor(grad, ctx.spec, requires_grad=False), None
+
+
+class FromPiece(torch.autograd.Function):
+    """Each rank's piece → the sharded value they make up."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor, spec: DTensorSpec) -> Any:
+        ctx.spec = spec
+        return ShardedTensor(piece.view_as(piece), spec, requires_grad=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return relaid(grad, ctx.spec.mesh, settle(ctx.spec.placements))._local_tensor, None
+
+
+def sharded_copy(t: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardedTensor:
+    """The pieces of a plain global value, in storage of their own."""
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta_of(t.detach().contiguous()))
+    if not mesh._is_current_rank_part_of_mesh():
+        return ShardedTensor(t.new_empty(0), spec, requires_grad=False)
+    piece = t.detach()[layout_of(spec).slices(t.shape, runtime.rank())]
+    device = t.device if t.is_meta else runtime.device()
+    piece = piece.to(device, copy=True, memory_format=torch.contiguous_format)
+    return ShardedTensor(piece, spec, requires_grad=False)
+
+
+def taken_as_global(t: torch.Tensor, mesh: DeviceMesh) -> ShardedTensor:
+    """A plain tensor that meets a sharded one: a global value of which every rank has a copy."""
+    require_same(t, mesh)
+    return ShardedTensor(t, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta_of(t)), requires_grad=False)

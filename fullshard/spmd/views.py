@@ -1,0 +1,54 @@
+"""Writing into a view whose memory is not its base's.
+
+A view of a sharded tensor that needs other pieces than the base holds (`x[0]` where dim 0 is split) is a copy. A write
+into it must still reach the base, as it does on one device: such views remember where they came from, and a write is
+carried back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fullshard.errors import LayoutError
+
+aten = torch.ops.aten
+
+
+def remember_base(out: Any, op: Any, base: torch.Tensor, args: Any, kwargs: Any) -> None:
+    """Note that the tensors in `out` are copies that stand for `op(base, *args)`."""
+    for t in tree_leaves(out):
+        if isinstance(t, torch.Tensor):
+            t._copy_of = (op, base, args, kwargs)
+
+
+def is_copy(t: Any) -> bool:
+    return getattr(t, "_copy_of", None) is not None
+
+
+def write_through(t: torch.Tensor) -> None:
+    """After a write into `t`: carry it back to the tensor `t` is a view of, if `t` is a copy."""
+    source = getattr(t, "_copy_of", None)
+    if source is None:
+        return
+    op, base, args, kwargs = source
+    base.copy_(_put_back(op, base, t, args, kwargs))
+
+
+def _put_back(op: Any, base: torch.Tensor, view: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    if op is aten.slice.Tensor:
+        return aten.slice_scatter.default(base, view, *args, **kwargs)
+    if op is aten.select.int:
+        return aten.select_scatter.default(base, view, *args, **kwargs)
+    if op is aten.as_strided.default:
+        return aten.as_strided_scatter.default(base, view, *args, **kwargs)
+    if op in (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.reshape.default):
+        return view.reshape(base.shape)
+    if op in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default, aten.detach.default):
+        return view.reshape(base.shape)
+    raise LayoutError(
+        f"a write into a view made by {op} of a tensor of shape {tuple(base.shape)}: the view needed other pieces than "
+        f"its base holds, so the write would not reach it; write into the base itself, or mark it unsplit on that dim"
+    )
