@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fullshard.spmd.tensor import ShardedTensor, relay, respec
+from fullshard.spmd.tensor import ShardedTensor, is_sharded, relay, respec
 
 
 class Independent:
@@ -27,7 +27,7 @@ class Independent:
 
     def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
         named = {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | kwargs
-        tensors = {name: t for name, t in named.items() if isinstance(t, DTensor)}
+        tensors = {name: t for name, t in named.items() if is_sharded(t)}
         mesh = next(iter(tensors.values())).device_mesh
         cut = self._cut(tensors, mesh)
         local: dict[str, Any] = dict(named)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map
 
@@ -18,7 +17,7 @@ from fullshard.errors import BatchError, BatchKeyError, SpecError
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import mark_sharding
 from fullshard.spmd.spec import Layout, PartitionSpec
-from fullshard.spmd.tensor import FromPiece, Relay, become_marked, torch_layout, unmarked
+from fullshard.spmd.tensor import FromPiece, Relay, become_marked, is_sharded, torch_layout, unmarked
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class ShardingSpec:
 
     def apply(self, t: torch.Tensor) -> torch.Tensor:
         """Lay `t` out, in place; returns the sharded tensor."""
-        if not self.minibatch or isinstance(unmarked(t), DTensor):
+        if not self.minibatch or is_sharded(unmarked(t)):
             return mark_sharding(t, self.mesh, self.partition_spec)
         sharded = self._join(t)
         if type(t) is torch.Tensor:

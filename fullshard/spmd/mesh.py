@@ -247,7 +247,7 @@ def _make_device_mesh(ranks: np.ndarray, names: tuple[str, ...], mesh: Mesh) -> 
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise UnsupportedError(
             f"{mesh} needs the device order {ranks.tolist()}, which torch {torch.__version__} cannot keep in a process "
-            f"group (2.13 can); use ascending device ids, and list the axes of a tuple in the mesh's order"
+            f"group (2.12 can); use ascending device ids, and list the axes of a tuple in the mesh's order"
         )
     me = runtime.rank()
     mine = []

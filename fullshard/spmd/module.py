@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard import runtime
 from fullshard.errors import LayoutError
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import shard, sharding_of
 from fullshard.spmd.spec import Layout
-from fullshard.spmd.tensor import ShardedTensor, layout_of, relaid, settle, torch_layout, unmarked
+from fullshard.spmd.tensor import ShardedTensor, is_sharded, layout_of, relaid, settle, torch_layout, unmarked
 
 
 def distribute_module(module: nn.Module, mesh: Mesh) -> nn.Module:
@@ -53,8 +52,8 @@ class _Follow:
         self.parameter = parameter
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
-        assert isinstance(self.parameter, DTensor)
-        if not isinstance(grad, DTensor):
+        assert is_sharded(self.parameter)
+        if not is_sharded(grad):
             return shard(grad, layout_of(self.parameter._spec))
         return relaid(grad, self.parameter.device_mesh, settle(self.parameter.placements))
 
@@ -70,6 +69,6 @@ def _layout(t: torch.Tensor, mesh: Mesh, name: str) -> Layout:
 
 def _sharded(t: torch.Tensor, layout: Layout) -> ShardedTensor:
     t = unmarked(t)
-    if isinstance(t, DTensor):
+    if is_sharded(t):
         return relaid(t, *torch_layout(layout, t.shape))
     return shard(t.detach(), layout)

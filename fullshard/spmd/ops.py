@@ -9,13 +9,12 @@ is the same on every rank, and before any local kernel runs, so no rank raises w
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -23,7 +22,17 @@ from fullshard import runtime
 from fullshard.errors import LayoutError
 from fullshard.spmd import rules
 from fullshard.spmd.mesh import origin
-from fullshard.spmd.tensor import ShardedTensor, meta_of, relaid, relay, replicated, respec, settle, taken_as_global
+from fullshard.spmd.tensor import (
+    ShardedTensor,
+    is_sharded,
+    meta_of,
+    relaid,
+    relay,
+    replicated,
+    respec,
+    settle,
+    taken_as_global,
+)
 from fullshard.spmd.views import is_copy, remember_base, write_through
 
 aten = torch.ops.aten
@@ -36,11 +45,11 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
     written = _written(op, args, kwargs)
     if op.__name__.startswith("_foreach") and _is_mixed(flat):
         return _one_by_one(op, args, kwargs)
-    if any(not isinstance(t, DTensor) for t in written):
+    if any(not is_sharded(t) for t in written):
         return _into_plain(op, flat, tree)
 
     # A tensor that is written into stays where it is; the others come to it.
-    mesh = _common_mesh([t for t in written or flat if isinstance(t, DTensor)])
+    mesh = _common_mesh([t for t in written or flat if is_sharded(t)])
     flat = [_on_mesh(leaf, mesh) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
     out = _run(op, flat, tree, mesh)
     for t in written:
@@ -75,9 +84,7 @@ class Choice:
     why: str = ""
     """Why torch's rule is not used."""
     placements: tuple[tuple[Placement, ...] | None, ...] = ()
-    """The layout each argument is brought into first; None where it stays."""
-    moves_input: bool = False
-    """Whether the first argument is moved, so that a view of it shares no memory with it."""
+    """The layout each argument is brought into first; None where it is no sharded tensor."""
 
 
 _choices: dict[Any, Choice] = {}
@@ -85,7 +92,7 @@ _torch_meta_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def _choose(op: Op, flat: list[Any], tree: Any) -> Choice:
-    key = (op, tree, *((leaf._spec if isinstance(leaf, DTensor) else (type(leaf), leaf)) for leaf in flat))
+    key = (op, tree, *((leaf._spec if is_sharded(leaf) else (type(leaf), leaf)) for leaf in flat))
     try:
         known = _choices.get(key)
     except TypeError:  # an argument that cannot be hashed, such as a generator
@@ -96,48 +103,52 @@ def _choose(op: Op, flat: list[Any], tree: Any) -> Choice:
 
 
 def _choose_anew(op: Op, flat: list[Any], tree: Any) -> Choice:
-    tensors = [leaf for leaf in flat if isinstance(leaf, DTensor)]
-    uneven = {id(t): _uneven_dims(t._spec) for t in tensors}
+    even = [_even(leaf) if is_sharded(leaf) else leaf for leaf in flat]
     try:
         _torch_meta_log.disabled = True  # it would print a traceback for every operator that torch has no rule for
-        ok, moves = _torch_rule(op, flat, tree)
-        if ok:
-            return Choice(True, moves_input=moves)
-        # Exact once the dims that do not divide are whole on every rank.
-        moved = [_whole(leaf, uneven[id(leaf)]) if isinstance(leaf, DTensor) else leaf for leaf in flat]
-        args, kwargs = tree_unflatten(flat, tree)
-        if not any(uneven[id(t)] for t in _written(op, args, kwargs)) and _torch_rule(op, moved, tree)[0]:
-            placements = tuple(new.placements if new is not old else None for new, old in zip(moved, flat, strict=True))
-            return Choice(True, placements=placements, moves_input=bool(tensors and uneven[id(tensors[0])]))
+        placements = _torch_rule(op, flat, tree)
+        if placements is None:
+            # Exact once the dims that do not divide are whole on every rank?
+            written = [id(t) for t in _written(op, *tree_unflatten(flat, tree))]
+            if not any(id(old) in written and new is not old for old, new in zip(flat, even, strict=True)):
+                placements = _torch_rule(op, even, tree)
     except Exception as error:
         # torch signals "no rule" in many ways; whatever it was, the replicated run raises what one device would.
         return Choice(False, why=f"torch has no sharding rule for it ({type(error).__name__})")
     finally:
         _torch_meta_log.disabled = False
-    return Choice(False, why="its sharding rule is not exact for pieces of different sizes")
+    if placements is None:
+        return Choice(False, why="its sharding rule is not exact for these pieces")
+    return Choice(True, placements=placements)
 
 
-def _torch_rule(op: Op, flat: list[Any], tree: Any) -> tuple[bool, bool]:
-    """Whether torch's rule exists and is exact for these pieces; whether it moves the first argument."""
+def _torch_rule(op: Op, flat: list[Any], tree: Any) -> tuple[tuple[Placement, ...] | None, ...] | None:
+    """The layouts in which torch's rule wants the arguments; None where the rule is not exact for these pieces."""
     args, kwargs = tree_unflatten([_bare(leaf) for leaf in flat], tree)
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     sharding = dispatcher.sharding_propagator.propagate_op_sharding(info.schema)
-    specs = [leaf._spec for leaf in flat if isinstance(leaf, DTensor)]
-    moved = False
+    specs = [leaf._spec for leaf in flat if is_sharded(leaf)]
+    wanted = list(specs)
     if sharding.needs_redistribute:
-        wanted = [s for s in tree_leaves(sharding.redistribute_schema.args_schema) if isinstance(s, DTensorSpec)]
-        moved = bool(wanted) and wanted[0].placements != specs[0].placements
-        specs += wanted
+        asked = [s for s in tree_leaves(sharding.redistribute_schema.args_schema) if isinstance(s, DTensorSpec)]
+        wanted[: len(asked)] = asked  # keyword arguments come last and are never asked for
+    if any(p.is_partial() and not _is_pending_sum(p) for spec in wanted for p in spec.placements):
+        return None
     out = [s for s in tree_leaves(sharding.output_spec) if isinstance(s, DTensorSpec)]
     written = [t._spec.placements for t in _written(op, args, kwargs)]
     # A tensor that is written into must stay where it is; results are listed in the order of such arguments.
-    stays = not written or (not moved and written == [s.placements for s in out])
-    return stays and all(_exact(op, spec) for spec in specs + out), moved
+    stays = not written or (
+        wanted[0].placements == specs[0].placements and written == [s.placements for s in out]
+    )  # fmt: skip
+    if not stays or not all(_exact(op, spec) for spec in specs + wanted + out):
+        return None
+    remaining = iter(wanted)
+    return tuple(next(remaining).placements if is_sharded(leaf) else None for leaf in flat)
 
 
 def _exact(op: Op, spec: DTensorSpec) -> bool:
-    if not all(p.is_replicate() or isinstance(p, Shard) and type(p) is Shard or _is_sum(p) for p in spec.placements):
+    if any(isinstance(p, Shard) and type(p) is not Shard for p in spec.placements):
         return False
     dims = _uneven_dims(spec)
     if not dims:
@@ -146,8 +157,8 @@ def _exact(op: Op, spec: DTensorSpec) -> bool:
     return not cut_twice and (torch.Tag.pointwise in op.tags or op in rules.EXACT_ON_UNEVEN)
 
 
-def _is_sum(placement: Placement) -> bool:
-    return placement.is_partial() and getattr(placement, "reduce_op", None) in ("sum", "max", "min")
+def _is_pending_sum(placement: Placement) -> bool:
+    return type(placement) is Partial and placement.reduce_op == "sum"
 
 
 def _uneven_dims(spec: DTensorSpec) -> tuple[int, ...]:
@@ -158,8 +169,9 @@ def _uneven_dims(spec: DTensorSpec) -> tuple[int, ...]:
     return tuple(dim for dim, size in enumerate(spec.shape) if size % parts[dim])
 
 
-def _whole(t: DTensor, dims: Sequence[int]) -> DTensor:
-    """A stand-in for `t` with some dims whole on every rank: right in its layout, without data."""
+def _even(t: DTensor) -> DTensor:
+    """A stand-in for `t` with the dims that do not divide whole on every rank. Its layout is right, its data not."""
+    dims = _uneven_dims(t._spec)
     if not dims:
         return t
     placements = tuple(Replicate() if isinstance(p, Shard) and p.dim in dims else p for p in t.placements)
@@ -167,38 +179,34 @@ def _whole(t: DTensor, dims: Sequence[int]) -> DTensor:
 
 
 def _by_torch(op: Op, flat: list[Any], tree: Any, choice: Choice) -> Any:
-    first = next(leaf for leaf in flat if isinstance(leaf, DTensor))
-    if choice.placements:
-        flat = [
-            relaid(leaf, leaf.device_mesh, target) if target is not None else leaf
-            for leaf, target in zip(flat, choice.placements, strict=True)
-        ]
-    bare = [_bare(leaf) for leaf in flat]
+    ready = [
+        leaf if target is None or target == leaf.placements else relaid(leaf, leaf.device_mesh, target)
+        for leaf, target in zip(flat, choice.placements, strict=True)
+    ]
+    bare = [_bare(leaf) for leaf in ready]
     args, kwargs = tree_unflatten(bare, tree)
-    owner = {id(b): leaf for b, leaf in zip(bare, flat, strict=True) if isinstance(b, DTensor)}
+    owner = {id(b): leaf for b, leaf in zip(bare, flat, strict=True) if is_sharded(b)}
 
     def own(t: Any) -> Any:
-        if not isinstance(t, DTensor):
+        if not is_sharded(t):
             return t
         if id(t) in owner:  # an operator that writes into its argument returns that argument
             leaf = owner[id(t)]
             leaf._local_tensor, leaf._spec = t._local_tensor, t._spec
             return leaf
-        return ShardedTensor(_arrived(t._local_tensor), t._spec, requires_grad=False)
+        # Pending maxima, means and norms mix with nothing else: they are carried out at once.
+        done = [Replicate() if p.is_partial() and not _is_pending_sum(p) else p for p in t.placements]
+        return relaid(t, t.device_mesh, done)
 
     out = tree_map(own, op(*args, **kwargs))
-    if choice.moves_input and op.is_view:
-        remember_base(out, op, first, args[1:], kwargs)
+    if op.is_view and ready[0] is not flat[0]:
+        remember_base(out, op, flat[0], args[1:], kwargs)
     return out
 
 
 def _bare(leaf: Any) -> Any:
     """The same tensor as torch's own class, whose operators torch handles itself."""
-    return DTensor(leaf._local_tensor, leaf._spec, requires_grad=False) if isinstance(leaf, DTensor) else leaf
-
-
-def _arrived(local: torch.Tensor) -> torch.Tensor:
-    return local.wait() if hasattr(local, "wait") else local
+    return DTensor(leaf._local_tensor, leaf._spec, requires_grad=False) if is_sharded(leaf) else leaf
 
 
 # --- replicated execution ------------------------------------------------------------------------------------------
@@ -213,11 +221,7 @@ def by_copies(op: Op, flat: list[Any], tree: Any, mesh: DeviceMesh, why: str = "
             f"{name} runs on whole tensors on every rank: {why}. The result is exact; it costs a gather and the memory "
             f"of the whole tensor. Lay its inputs out on other dims to avoid that.",
         )
-    whole = [
-        relay(leaf._local_tensor, leaf._spec, respec(leaf._spec, mesh, replicated(mesh)))
-        if isinstance(leaf, DTensor) else leaf
-        for leaf in flat
-    ]  # fmt: skip
+    whole = [_gathered(leaf, mesh) if is_sharded(leaf) else leaf for leaf in flat]
     written = _written(op, *tree_unflatten(flat, tree))
     back = {id(w): leaf for w, leaf in zip(whole, flat, strict=True) if any(leaf is t for t in written)}
     if mesh._is_current_rank_part_of_mesh():
@@ -232,7 +236,7 @@ def by_copies(op: Op, flat: list[Any], tree: Any, mesh: DeviceMesh, why: str = "
         if id(value) in back:
             leaf = back[id(value)]
             _store(leaf, value)
-    layouts = {tuple(t.shape): settle(t.placements) for t in reversed(flat) if isinstance(t, DTensor)}
+    layouts = {tuple(t.shape): settle(t.placements) for t in reversed(flat) if is_sharded(t)}
 
     def share(t: Any) -> Any:
         if not isinstance(t, torch.Tensor):
@@ -247,10 +251,18 @@ def by_copies(op: Op, flat: list[Any], tree: Any, mesh: DeviceMesh, why: str = "
 
     out = tree_map(share, result)
     if op.is_view:
-        first = next(leaf for leaf in flat if isinstance(leaf, DTensor))
+        first = next(leaf for leaf in flat if is_sharded(leaf))
         args, kwargs = tree_unflatten(flat, tree)
         remember_base(out, op, first, args[1:], kwargs)
     return out
+
+
+def _gathered(t: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The whole of `t`, in memory as `t` says it lies there: some operators depend on that."""
+    whole = relay(t._local_tensor, t._spec, respec(t._spec, mesh, replicated(mesh)))
+    if whole.stride() == t.stride() or 0 in t.stride() or not mesh._is_current_rank_part_of_mesh():
+        return whole
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=whole.device).copy_(whole)
 
 
 def _store(t: DTensor, value: torch.Tensor) -> None:
@@ -266,7 +278,7 @@ def _store(t: DTensor, value: torch.Tensor) -> None:
 
 
 def _as_meta(leaf: Any) -> Any:
-    if not isinstance(leaf, DTensor):
+    if not is_sharded(leaf):
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
@@ -286,7 +298,7 @@ def _written(op: Op, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 def _is_mixed(flat: list[Any]) -> bool:
     tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-    return len({t.device_mesh if isinstance(t, DTensor) else None for t in tensors}) > 1
+    return len({t.device_mesh if is_sharded(t) else None for t in tensors}) > 1
 
 
 def _one_by_one(op: Op, args: Any, kwargs: Any) -> Any:
@@ -306,9 +318,7 @@ def _one_by_one(op: Op, args: Any, kwargs: Any) -> Any:
 def _into_plain(op: Op, flat: list[Any], tree: Any) -> Any:
     """An operator that writes into a plain tensor: that is a global value, so the others are gathered for it."""
     whole = [
-        relaid(leaf, leaf.device_mesh, replicated(leaf.device_mesh))._local_tensor
-        if isinstance(leaf, DTensor)
-        else leaf
+        relaid(leaf, leaf.device_mesh, replicated(leaf.device_mesh))._local_tensor if is_sharded(leaf) else leaf
         for leaf in flat
     ]
     args, kwargs = tree_unflatten(whole, tree)
@@ -330,7 +340,7 @@ def _common_mesh(tensors: list[DTensor]) -> DeviceMesh:
 
 
 def _on_mesh(t: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    if not isinstance(t, DTensor):
+    if not is_sharded(t):
         return taken_as_global(t, mesh)
     if t.device_mesh == mesh:
         return t

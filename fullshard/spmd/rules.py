@@ -6,6 +6,7 @@ pieces of different sizes, empty ones included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fullshard import runtime
 from fullshard.spmd.independent import INDEPENDENT, Independent, wrapped
-from fullshard.spmd.tensor import ShardedTensor, layout_of, meta_of, relay, replicated, respec, settle
+from fullshard.spmd.tensor import ShardedTensor, is_sharded, layout_of, meta_of, relay, replicated, respec, settle
 
 aten = torch.ops.aten
 Rule = Callable[[Any, Any, Any], Any]
@@ -69,7 +70,7 @@ def by_global_draw(op: Any, args: Any, kwargs: Any) -> Any:
     reads = op._schema.name in ("aten::bernoulli", "aten::multinomial")  # its values are probabilities
     whole_spec = DTensorSpec(mesh, replicated(mesh), tensor_meta=target._spec.tensor_meta)
     whole = relay(local, target._spec, whole_spec) if reads else local.new_empty(target.shape)
-    others = tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, (args[1:], kwargs))
+    others = tree_map(lambda t: t.full_tensor() if is_sharded(t) else t, (args[1:], kwargs))
     drawn = op(whole, *others[0], **others[1])
     placements = settle(target.placements) if drawn.shape == target.shape else replicated(mesh)
     spec = DTensorSpec(mesh, replicated(mesh), tensor_meta=meta_of(drawn))
@@ -86,14 +87,14 @@ def by_whole_draw(op: Any, args: Any, kwargs: Any) -> Any:
     from fullshard.spmd.ops import by_copies
 
     flat, tree = tree_flatten((args, kwargs))
-    return by_copies(op, flat, tree, next(leaf for leaf in flat if isinstance(leaf, DTensor)).device_mesh)
+    return by_copies(op, flat, tree, next(leaf for leaf in flat if is_sharded(leaf)).device_mesh)
 
 
 def _torch_draws(op: Any, flat: list[Any]) -> bool:
     """On CUDA torch gives each piece its own part of one random stream, without drawing the whole."""
     if "scaled_dot_product" in op.__name__:  # it may drop out, but need not; torch has a rule
         return True
-    target = next(leaf for leaf in flat if isinstance(leaf, DTensor))
+    target = next(leaf for leaf in flat if is_sharded(leaf))
     known = op in DTensor._op_dispatcher._random_ops
     return known and target.device.type == "cuda" and layout_of(target._spec).is_even(target.shape)
 
@@ -153,7 +154,7 @@ def embedding_dense_backward(op: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(local, mesh, out, (rows, grad.shape[-1]))
 
 
-# --- losses, comparisons, scalars ------------------------------------------------------------------------------------
+# --- losses, comparisons, padding, scalars ---------------------------------------------------------------------------
 
 
 @rule_for("nll_loss_forward", "nll_loss2d_forward")
@@ -188,6 +189,17 @@ def equal(op: Any, args: Any, kwargs: Any) -> bool:
         if mesh._is_current_rank_part_of_mesh():
             dist.all_reduce(verdict, dist.ReduceOp.MIN, group=mesh.get_group(dim))
     return bool(verdict.item())
+
+
+@rule_for("constant_pad_nd")
+def pad(op: Any, args: Any, kwargs: Any) -> Any:
+    """Dims that are padded (or cropped) must be whole, the others may be split."""
+    t, amounts = args[0], args[1]
+    grown = {t.ndim - 1 - i: amounts[2 * i] + amounts[2 * i + 1] for i in range(len(amounts) // 2)}
+    touched = {t.ndim - 1 - i for i in range(len(amounts) // 2) if any(amounts[2 * i : 2 * i + 2])}
+    layout = tuple(Replicate() if isinstance(p, Shard) and p.dim in touched else p for p in settle(t.placements))
+    shape = [size + grown.get(dim, 0) for dim, size in enumerate(t.shape)]
+    return wrapped(op(_in(t, layout), *args[1:], **kwargs), t.device_mesh, layout, shape)
 
 
 @rule_for("fill_.Tensor")
@@ -225,7 +237,7 @@ def attention_choice(op: Any, args: Any, kwargs: Any) -> int:
     """Which attention kernel would run: asked with stand-ins of one batch row, so that all ranks agree."""
 
     def stand_in(t: Any) -> Any:
-        if not isinstance(t, DTensor):
+        if not is_sharded(t):
             return t
         shape = (1, *t.shape[1:]) if t.ndim == 4 else t.shape
         return torch.empty(shape, dtype=t.dtype, device=t.device, requires_grad=t.requires_grad)
@@ -250,12 +262,33 @@ def mean(op: Any, args: Any, kwargs: Any) -> Any:
 @rule_for("mean.dim")
 def mean_dim(op: Any, args: Any, kwargs: Any) -> Any:
     t, dims = args[0], args[1]
-    count = t.numel()
-    if dims:
-        count = 1
-        for dim in dims:
-            count *= t.shape[dim] if t.ndim else 1
-    return aten.sum.dim_IntList(t, dims or None, *args[2:], **kwargs) / count
+    return aten.sum.dim_IntList(t, dims or None, *args[2:], **kwargs) / _count(t, dims)
+
+
+def _count(t: torch.Tensor, dims: list[int] | None) -> int:
+    """How many elements a reduction over `dims` (all, if none are given) takes together."""
+    if not dims or not t.ndim:
+        return t.numel()
+    return math.prod(t.shape[dim] for dim in dims)
+
+
+@rule_for("var_mean.correction")
+def var_mean(op: Any, args: Any, kwargs: Any) -> Any:
+    t, dims = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    correction, keeps = kwargs.get("correction"), kwargs.get("keepdim", False)
+    correction = 1 if correction is None else correction
+    average = aten.mean.dim(t, dims, True)
+    off = (t - average).abs() if t.is_complex() else t - average
+    spread = aten.sum.dim_IntList(off.square(), dims or None, keeps) / max(_count(t, dims) - correction, 0)
+    return spread, average if keeps else average.reshape(spread.shape)
+
+
+@rule_for("squeeze.dims")
+def squeeze_dims(op: Any, args: Any, kwargs: Any) -> Any:
+    t = args[0]
+    for dim in sorted((d % max(t.ndim, 1) for d in args[1]), reverse=True):
+        t = aten.squeeze.dim(t, dim)
+    return t
 
 
 def _decomposed(op: Any, args: Any, kwargs: Any) -> Any:

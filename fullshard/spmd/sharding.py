@@ -27,6 +27,7 @@ from fullshard.spmd.tensor import (
     ToSharded,
     become_marked,
     become_plain,
+    is_sharded,
     layout_of,
     relaid,
     replicated,
@@ -45,7 +46,7 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
     """
     layout = Layout.of(mesh, partition_spec, _shape(t))
     t_in, t = t, unmarked(t)
-    if isinstance(t, DTensor):
+    if is_sharded(t):
         device_mesh, placements = torch_layout(layout, t.shape)
         _relay_in_place(t, device_mesh, placements)
         return t
@@ -76,7 +77,7 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
         sharded = unmarked(t)
         become_plain(t, sharded.full_tensor())
         return t.requires_grad_(sharded.requires_grad) if t.is_leaf else t
-    if isinstance(t, DTensor):
+    if is_sharded(t):
         _relay_in_place(t, t.device_mesh, replicated(t.device_mesh))
     elif hasattr(t, "_fullshard_layout"):
         del t._fullshard_layout
@@ -88,7 +89,7 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: Pa
     layout = Layout.of(mesh, partition_spec, _shape(t))
     t = unmarked(t)
     device_mesh, placements = torch_layout(layout, t.shape)
-    if not isinstance(t, DTensor):
+    if not is_sharded(t):
         t = ToSharded.apply(t, device_mesh, placements)
     return Relay.apply(t, device_mesh, placements, True)
 
@@ -96,7 +97,7 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: Pa
 def sharding_of(t: torch.Tensor) -> Layout | None:
     """The layout of a sharded tensor, or the one a parameter is marked with; None for a plain tensor."""
     t = unmarked(t)
-    return layout_of(t._spec) if isinstance(t, DTensor) else getattr(t, "_fullshard_layout", None)
+    return layout_of(t._spec) if is_sharded(t) else getattr(t, "_fullshard_layout", None)
 
 
 def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -105,7 +106,7 @@ def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, me
     layout = Layout.of(mesh, partition_spec, _shape(t))
     device_mesh, placements = torch_layout(layout, t.shape)
     t = unmarked(t)
-    sharded = t if isinstance(t, DTensor) else ToSharded.apply(t, device_mesh, placements)
+    sharded = t if is_sharded(t) else ToSharded.apply(t, device_mesh, placements)
     piece = Relay.apply(sharded, device_mesh, placements, False).to_local()
     missing = [full - size for full, size in zip(layout.piece_shape(t.shape), piece.shape, strict=True)]
     pads = [n for size in reversed(missing) for n in (0, size)]
@@ -136,10 +137,10 @@ def _relay_in_place(t: DTensor, device_mesh: Any, placements: Any) -> None:
     """Another layout for the same object. A gradient is a global value too, so what was recorded stays right."""
     with torch.no_grad():
         new = relaid(t, device_mesh, placements)
-        if t.grad is not None and isinstance(t.grad, DTensor):
+        if t.grad is not None and is_sharded(t.grad):
             _relay_in_place(t.grad, device_mesh, settle(placements))
     t._local_tensor, t._spec = new._local_tensor, new._spec
-    if type(t) is DTensor:
+    if type(t) is DTensor and issubclass(ShardedTensor, DTensor):
         t.__class__ = ShardedTensor
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -49,16 +50,36 @@ class LocalShard:
         return self.data
 
 
-class ShardedTensor(DTensor):
+# torch 2.11 handles every subclass of DTensor itself, without asking the subclass. There a sharded tensor cannot be a
+# DTensor; it has the same attributes and methods instead.
+_Base: Any = DTensor if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12) else torch.Tensor
+
+
+class ShardedTensor(_Base):
     """A global tensor of which each rank holds a piece (or a copy, or a term of a pending sum)."""
 
-    __slots__: list[str] = []
+    _local_tensor: torch.Tensor
+    _spec: DTensorSpec
+    __new__ = torch.Tensor._dtensor__new__
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __init__(self, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool):
+        super().__init__()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from fullshard.spmd.ops import dispatch
 
         return dispatch(func, args, kwargs or {})
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How torch describes the layout: one placement per dim of `device_mesh`."""
+        return self._spec.placements
 
     @property
     def sharding_spec(self) -> tuple[Any, ...]:
@@ -117,6 +138,11 @@ class ShardedTensor(DTensor):
         return ShardedTensor(plain._local_tensor, plain._spec, requires_grad=plain.requires_grad)
 
 
+def is_sharded(t: Any) -> TypeGuard[DTensor]:
+    """Whether `t` is a sharded tensor, ours or torch's."""
+    return isinstance(t, DTensor | ShardedTensor)
+
+
 class MarkedTensor(torch.Tensor):
     """A plain tensor that `mark_sharding` sharded in place. It carries its sharded value and acts as it."""
 
@@ -128,7 +154,7 @@ class MarkedTensor(torch.Tensor):
         return getattr(unmarked(self), name)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # isinstance(t, DTensor) is asked before t is used as one
+    def __class__(self) -> type:  # is_sharded(t) is asked before t is used as one
         return ShardedTensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -189,15 +215,6 @@ def settle(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
-def is_even(spec: DTensorSpec, placements: Sequence[Placement] | None = None) -> bool:
-    """Whether every rank's piece has the same shape."""
-    parts = [1] * len(spec.shape)
-    for size, placement in zip(spec.mesh.shape, placements or spec.placements, strict=True):
-        if isinstance(placement, Shard):
-            parts[placement.dim] *= size
-    return all(size % n == 0 for size, n in zip(spec.shape, parts, strict=True))
-
-
 def meta_of(t: torch.Tensor) -> TensorMeta:
     return TensorMeta(t.shape, t.stride(), t.dtype)
 
@@ -207,17 +224,48 @@ def respec(spec: DTensorSpec, mesh: DeviceMesh, placements: Sequence[Placement])
 
 
 def relay(local: torch.Tensor, src: DTensorSpec, dst: DTensorSpec) -> torch.Tensor:
-    """Move one rank's piece from layout `src` to layout `dst`. Every rank of the mesh takes part."""
-    if src.mesh == dst.mesh:
-        moved = local if src.placements == dst.placements else redistribute_local_tensor(local, src, dst)
-    else:
+    """Move one rank's piece from layout `src` to layout `dst`. Every rank of the mesh takes part.
+
+    All communication of sharded tensors goes through here.
+    """
+    if src.mesh == dst.mesh and src.placements == dst.placements:
+        return local
+    pending = any(p.is_partial() for p in src.placements)
+    if src.mesh != dst.mesh:
         _same_devices(src.mesh, dst.mesh)
-        pending = any(p.is_partial() for p in src.placements)
         if not pending and layout_of(src) == layout_of(dst):
             return local
-        whole = redistribute_local_tensor(local, src, respec(src, src.mesh, replicated(src.mesh)))
-        moved = redistribute_local_tensor(whole, respec(src, dst.mesh, replicated(dst.mesh)), dst)
-    return moved.wait() if isinstance(moved, AsyncCollectiveTensor) else moved
+    whole = respec(src, src.mesh, replicated(src.mesh))
+    if src.placements != whole.placements and _over_gloo(local):
+        if local.is_complex():
+            return torch.complex(relay(local.real, src, dst), relay(local.imag, src, dst))
+        if local.dtype not in GLOO_DTYPES:
+            wide = torch.float32 if local.is_floating_point() else torch.int64
+            return relay(local.to(wide), src, dst).to(local.dtype)
+        if local.is_cuda:  # its functional collectives crash on CUDA tensors, and it has no all-to-all
+            local, src = _arrived(redistribute_local_tensor(local.cpu(), src, whole)).to(local.device), whole
+    if src.mesh != dst.mesh:
+        local = redistribute_local_tensor(local, src, whole)
+        src = respec(src, dst.mesh, replicated(dst.mesh))
+    # Terms of a pending sum are made of a whole value, not of pieces.
+    pairs = list(zip(src.placements, dst.placements, strict=True))
+    via = respec(dst, dst.mesh, [Replicate() if new.is_partial() and new != old else new for old, new in pairs])
+    local = redistribute_local_tensor(local, src, via)
+    return _arrived(redistribute_local_tensor(local, via, dst) if via.placements != dst.placements else local)
+
+
+GLOO_DTYPES = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
+
+
+def _over_gloo(t: torch.Tensor) -> bool:
+    return not (t.is_cuda and "nccl" in str(dist.get_backend_config()))
+
+
+def _arrived(t: torch.Tensor) -> torch.Tensor:
+    return t.wait() if isinstance(t, AsyncCollectiveTensor) else t
 
 
 def relaid(t: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardedTensor:

@@ -8,6 +8,7 @@ import fullshard.spmd as xs
 from fullshard import runtime
 from fullshard.errors import BatchError, BatchKeyError, SpecError, UserError
 from tests.pool import ranks
+from tests.spmd.orders import keepable
 
 
 def square() -> xs.Mesh:
@@ -39,7 +40,9 @@ def test_a_spec_for_each_key():
 def test_each_rank_brings_its_part():
     me = runtime.rank()
     whole = torch.arange(24.0).reshape(8, 3)
-    for layout in [("data", None), (("data", "model"), None), (("model", "data"), None), (None, None), ("model", None)]:
+    for layout in keepable(
+        [("data", None), (("data", "model"), None), (("model", "data"), None), (None, None), ("model", None)]
+    ):
         part = whole[2 * me : 2 * me + 2].clone()
         sharded = xs.ShardingSpec(square(), layout, minibatch=True).apply(part)
         assert sharded.shape == (8, 3) and part.shape == (8, 3)

@@ -9,6 +9,7 @@ import torch
 import fullshard.spmd as xs
 from fullshard.errors import MeshError, UnsupportedError, UserError
 from tests.pool import ranks
+from tests.spmd.orders import ANY_ORDER
 
 
 @ranks(1)
@@ -25,7 +26,6 @@ def test_a_mesh_of_one_process_needs_no_launcher():
 def test_shape_names_and_order():
     mesh = xs.Mesh(np.arange(4), (2, 2), ("data", "model"))
     assert mesh.shape() == OrderedDict([("data", 2), ("model", 2)])
-    assert str(mesh.shape()).startswith("OrderedDict([('data', 2), ('model', 2)])") or mesh.shape()["data"] == 2
     assert mesh.size() == 4 and mesh.axis_names == ("data", "model")
     assert mesh.get_logical_mesh().tolist() == [[0, 1], [2, 3]]
     assert mesh.get_axis_name_idx("model") == 1 and mesh.get_axis_name_idx("fsdp") is None
@@ -134,11 +134,9 @@ def test_a_mesh_over_some_of_the_devices():
 
 @ranks(4)
 def test_device_order_that_torch_cannot_keep_is_refused():
-    import inspect
-
     mesh = xs.Mesh([3, 1, 0, 2], (4,), ("data",))
     t = torch.arange(8.0)
-    if "sort_ranks" in inspect.signature(torch.distributed.new_group).parameters:
+    if ANY_ORDER:
         assert torch.equal(xs.mark_sharding(t, mesh, ("data",)).full_tensor(), torch.arange(8.0))
     else:
         with pytest.raises(UnsupportedError, match=r"device order \[3, 1, 0, 2\]"):
