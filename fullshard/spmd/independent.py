@@ -2,7 +2,8 @@
 
 They are written in a small notation: `"query: bhqd, key: bhkd -> bhqd, bhq"` names the dims of each tensor argument and
 result (`*` for any further ones). The letters in `split` are dims along which the operator works independently, so
-pieces cut along them can be handled apart. A result that lacks a letter that is split is a sum over the pieces.
+pieces cut along them can be handled apart. A result that lacks a letter that is split is a sum over the pieces; one
+that is only `=` (the state of a generator) stays as each rank has it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Independent:
         """Which dim of an argument a letter names; None where it lacks that dim or is broadcast along it."""
         dims = self.ins.get(name, "*")
         if "*" not in dims:
-            dims = dims[len(dims) - t.ndim :]  # an argument may leave leading dims out
+            dims = dims[max(len(dims) - t.ndim, 0) :]  # an argument may leave leading dims out
         dim = dims.find(letter) if letter else -1
         return dim if 0 <= dim < t.ndim and t.shape[dim] > 1 else None
 
@@ -77,7 +78,7 @@ class Independent:
         shape = list(t.shape)
         placements: list[Placement] = []
         for index, letter in enumerate(cut):
-            if not letter:
+            if not letter or dims == "=":
                 placements.append(Replicate())
             elif letter in dims:
                 placements.append(Shard(dims.index(letter)))
@@ -88,10 +89,12 @@ class Independent:
 
 
 def wrapped(local: torch.Tensor, mesh: Any, placements: Any, shape: Any) -> ShardedTensor:
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    if tuple(shape) == tuple(local.shape):
-        stride = local.stride()
-    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    """A sharded tensor of the given global shape, whose dims lie in memory in the same order as those of its piece."""
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (local.stride(d), -d)):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
     return ShardedTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
@@ -100,6 +103,20 @@ INDEPENDENT: dict[str, tuple[str, str]] = {
         "query: bhqd, key: bhkd, value: bhkd, attn_mask: bhqk -> bhqd, bhq", "bh"),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
         "grad_out: bhqd, query: bhqd, key: bhkd, value: bhkd, out: bhqd, logsumexp: bhq, attn_mask: bhqk"
+        " -> bhqd, bhkd, bhkd", "bh"),
+    "_scaled_dot_product_flash_attention": (
+        "query: bhqd, key: bhkd, value: bhkd -> bhqd, bhq, =, =, =, =, =, =, =", "bh"),
+    "_scaled_dot_product_flash_attention_backward": (
+        "grad_out: bhqd, query: bhqd, key: bhkd, value: bhkd, out: bhqd, logsumexp: bhq -> bhqd, bhkd, bhkd", "bh"),
+    "_scaled_dot_product_efficient_attention": (
+        "query: bhqd, key: bhkd, value: bhkd, attn_bias: bhqk -> bhqd, bhq, =, =", "bh"),
+    "_scaled_dot_product_efficient_attention_backward": (
+        "grad_out_: bhqd, query: bhqd, key: bhkd, value: bhkd, attn_bias: bhqk, out: bhqd, logsumexp: bhq"
+        " -> bhqd, bhkd, bhkd, bhqk", "bh"),
+    "_scaled_dot_product_cudnn_attention": (
+        "query: bhqd, key: bhkd, value: bhkd, attn_bias: bhqk -> bhqd, bhq*, =, =, =, =, =, =, =", "bh"),
+    "_scaled_dot_product_cudnn_attention_backward": (
+        "grad_out: bhqd, query: bhqd, key: bhkd, value: bhkd, out: bhqd, logsumexp: bhq*, attn_bias: bhqk"
         " -> bhqd, bhkd, bhkd", "bh"),
     "convolution": ("input: b*, weight: *, bias: * -> b*", "b"),
     "convolution_backward": ("grad_output: b*, input: b*, weight: * -> b*, *, *", "b"),

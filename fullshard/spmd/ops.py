@@ -9,6 +9,7 @@ is the same on every rank, and before any local kernel runs, so no rank raises w
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from fullshard import runtime
-from fullshard.errors import LayoutError
 from fullshard.spmd import rules
 from fullshard.spmd.mesh import origin
 from fullshard.spmd.tensor import (
@@ -63,7 +63,9 @@ def _run(op: Op, flat: list[Any], tree: Any, mesh: DeviceMesh) -> Any:
     rule = rules.find(op, flat)
     if rule is not None:
         args, kwargs = tree_unflatten(flat, tree)
-        return rule(op, args, kwargs)
+        out = rule(op, args, kwargs)
+        if out is not NotImplemented:
+            return out
     choice = _choose(op, flat, tree)
     if choice.by_torch:
         return _by_torch(op, flat, tree, choice)
@@ -103,23 +105,34 @@ def _choose(op: Op, flat: list[Any], tree: Any) -> Choice:
 
 
 def _choose_anew(op: Op, flat: list[Any], tree: Any) -> Choice:
-    even = [_even(leaf) if is_sharded(leaf) else leaf for leaf in flat]
+    why = "its sharding rule is not exact for these pieces"
+    _torch_meta_log.disabled = True  # it would print a traceback for every operator that torch has no rule for
     try:
-        _torch_meta_log.disabled = True  # it would print a traceback for every operator that torch has no rule for
-        placements = _torch_rule(op, flat, tree)
-        if placements is None:
-            # Exact once the dims that do not divide are whole on every rank?
-            written = [id(t) for t in _written(op, *tree_unflatten(flat, tree))]
-            if not any(id(old) in written and new is not old for old, new in zip(flat, even, strict=True)):
-                placements = _torch_rule(op, even, tree)
-    except Exception as error:
-        # torch signals "no rule" in many ways; whatever it was, the replicated run raises what one device would.
-        return Choice(False, why=f"torch has no sharding rule for it ({type(error).__name__})")
+        for attempt in _attempts(op, flat, tree):
+            try:
+                placements = _torch_rule(op, attempt, tree)
+            except Exception as error:
+                # torch signals "no rule" in many ways; whatever it was, a replicated run raises what one device would.
+                why = f"torch has no sharding rule for it ({type(error).__name__})"
+                continue
+            if placements is not None:
+                return Choice(True, placements=placements)
     finally:
         _torch_meta_log.disabled = False
-    if placements is None:
-        return Choice(False, why="its sharding rule is not exact for these pieces")
-    return Choice(True, placements=placements)
+    return Choice(False, why=why)
+
+
+def _attempts(op: Op, flat: list[Any], tree: Any) -> Iterator[list[Any]]:
+    """The layouts to try torch's rule with: as they are, then with less and less split."""
+    yield flat
+    tensors = [leaf for leaf in flat if is_sharded(leaf)]
+    uneven = {id(t): _uneven_dims(t._spec) for t in tensors}
+    written = _written(op, *tree_unflatten(flat, tree))
+    if any(uneven.values()) and not any(uneven[id(t)] for t in written):
+        yield [_opened(leaf, uneven[id(leaf)]) if is_sharded(leaf) else leaf for leaf in flat]
+    if len(tensors) == 1 and not written:  # a view that would merge split dims: one of them may be enough
+        for dim in reversed(range(tensors[0].ndim)):
+            yield [_opened(leaf, (dim, *uneven[id(leaf)])) if is_sharded(leaf) else leaf for leaf in flat]
 
 
 def _torch_rule(op: Op, flat: list[Any], tree: Any) -> tuple[tuple[Placement, ...] | None, ...] | None:
@@ -169,11 +182,8 @@ def _uneven_dims(spec: DTensorSpec) -> tuple[int, ...]:
     return tuple(dim for dim, size in enumerate(spec.shape) if size % parts[dim])
 
 
-def _even(t: DTensor) -> DTensor:
-    """A stand-in for `t` with the dims that do not divide whole on every rank. Its layout is right, its data not."""
-    dims = _uneven_dims(t._spec)
-    if not dims:
-        return t
+def _opened(t: DTensor, dims: Sequence[int]) -> DTensor:
+    """A stand-in for `t` with some dims whole on every rank. Its layout is right, its data not."""
     placements = tuple(Replicate() if isinstance(p, Shard) and p.dim in dims else p for p in t.placements)
     return DTensor(t._local_tensor, respec(t._spec, t.device_mesh, placements), requires_grad=False)
 
@@ -357,6 +367,3 @@ def _on_mesh(t: torch.Tensor, mesh: DeviceMesh) -> DTensor:
                     for axis in axes:
                         target[axis] = Shard(placement.dim)
     return relaid(t, mesh, target)
-
-
-__all__ = ["LayoutError", "by_copies", "dispatch"]

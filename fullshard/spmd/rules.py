@@ -23,6 +23,7 @@ from fullshard.spmd.tensor import ShardedTensor, is_sharded, layout_of, meta_of,
 
 aten = torch.ops.aten
 Rule = Callable[[Any, Any, Any], Any]
+"""Takes the operator and its arguments, all on one mesh; may answer `NotImplemented` and leave the call to torch."""
 
 RULES: dict[Any, Rule] = {}
 
@@ -202,6 +203,17 @@ def pad(op: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(op(_in(t, layout), *args[1:], **kwargs), t.device_mesh, layout, shape)
 
 
+@rule_for("slice_scatter", "select_scatter")
+def put_into(op: Any, args: Any, kwargs: Any) -> Any:
+    """The dim that is written along must be whole, the others may be split."""
+    t, part = args[0], args[1]
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % t.ndim
+    layout = tuple(Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in settle(t.placements))
+    lost = t.ndim - part.ndim  # a selected dim is not there any more
+    inner = [Shard(p.dim - (lost if p.dim > dim else 0)) if isinstance(p, Shard) else p for p in layout]
+    return wrapped(op(_in(t, layout), _in(part, inner), *args[2:], **kwargs), t.device_mesh, layout, t.shape)
+
+
 @rule_for("fill_.Tensor")
 def fill(op: Any, args: Any, kwargs: Any) -> Any:
     target, value = args
@@ -281,6 +293,15 @@ def var_mean(op: Any, args: Any, kwargs: Any) -> Any:
     off = (t - average).abs() if t.is_complex() else t - average
     spread = aten.sum.dim_IntList(off.square(), dims or None, keeps) / max(_count(t, dims) - correction, 0)
     return spread, average if keeps else average.reshape(spread.shape)
+
+
+@rule_for("cat")
+def cat(op: Any, args: Any, kwargs: Any) -> Any:
+    """Caches of attention keys begin as an empty tensor of rank 1, which may be joined to anything."""
+    tensors = [t for t in args[0] if t.shape != (0,)]
+    if not tensors or len(tensors) == len(args[0]):
+        return NotImplemented
+    return op(tensors, *args[1:], **kwargs)
 
 
 @rule_for("squeeze.dims")
