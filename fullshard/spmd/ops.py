@@ -90,6 +90,8 @@ class Choice:
 
 
 _choices: dict[Any, Choice] = {}
+MOST_CHOICES = 50_000
+"""Shapes may differ from batch to batch: past this many, what is known is forgotten."""
 _torch_meta_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -100,6 +102,8 @@ def _choose(op: Op, flat: list[Any], tree: Any) -> Choice:
     except TypeError:  # an argument that cannot be hashed, such as a generator
         return _choose_anew(op, flat, tree)
     if known is None:
+        if len(_choices) >= MOST_CHOICES:
+            _choices.clear()
         known = _choices[key] = _choose_anew(op, flat, tree)
     return known
 
