@@ -11,10 +11,45 @@ from typing import Any
 from fullshard.errors import UserError
 
 __version__ = "0.1.0"
-__all__ = ["UserError", "__version__", "runtime", "spmd", "use_spmd", "xm"]
+__all__ = [
+    "FSDPv2",
+    "MixedPrecision",
+    "ShardingPlan",
+    "ShardingStrategy",
+    "SpmdFullyShardedDataParallel",
+    "UserError",
+    "__version__",
+    "always_wrap_policy",
+    "checkpoint_module",
+    "fsdp",
+    "lambda_auto_wrap_policy",
+    "runtime",
+    "size_based_auto_wrap_policy",
+    "spmd",
+    "transformer_auto_wrap_policy",
+    "use_spmd",
+    "xm",
+]
 
-_ROOMS = ("runtime", "spmd", "xm")
-_HOMES = {"use_spmd": "runtime"}
+_ROOMS = ("fsdp", "runtime", "spmd", "xm")
+_HOMES = {
+    "use_spmd": "runtime",
+    **dict.fromkeys(
+        (
+            "FSDPv2",
+            "MixedPrecision",
+            "ShardingPlan",
+            "ShardingStrategy",
+            "SpmdFullyShardedDataParallel",
+            "always_wrap_policy",
+            "checkpoint_module",
+            "lambda_auto_wrap_policy",
+            "size_based_auto_wrap_policy",
+            "transformer_auto_wrap_policy",
+        ),
+        "fsdp",
+    ),
+}
 """Names that `fullshard` itself offers, and the room each comes from."""
 
 
