@@ -206,7 +206,7 @@ def test_no_process_outlives_the_run(end: signal.Signals, tmp_path: Path) -> Non
     try:
         wait_until(lambda: (tmp_path / "base" / "started").exists(), 90)
         run.send_signal(end)
-        assert run.wait(40) != 0
+        assert run.wait(90) != 0
         wait_until(lambda: not alive_in_session(run.pid), 40)
     finally:
         for pid in alive_in_session(run.pid):

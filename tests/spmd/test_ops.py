@@ -83,7 +83,7 @@ PROGRAMS = {
 
 @ranks(4, timeout=170)
 @pytest.mark.parametrize("program", PROGRAMS)
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(problem=problems())
 def test_programs_equal_one_device(program, problem):
     plain, sharded = build(problem)
