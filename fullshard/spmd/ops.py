@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from fullshard import runtime
@@ -47,6 +48,8 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
         return _one_by_one(op, args, kwargs)
     if any(not is_sharded(t) for t in written):
         return _into_plain(op, flat, tree)
+    if torch.Tag.inplace_view in op.tags:
+        return _reshaped_in_place(op, args, kwargs)
 
     # A tensor that is written into stays where it is; the others come to it.
     mesh = _common_mesh([t for t in written or flat if is_sharded(t)])
@@ -337,6 +340,17 @@ def _into_plain(op: Op, flat: list[Any], tree: Any) -> Any:
     ]
     args, kwargs = tree_unflatten(whole, tree)
     return op(*args, **kwargs)
+
+
+def _reshaped_in_place(op: Op, args: Any, kwargs: Any) -> Any:
+    """`squeeze_`, `t_` and the like: the tensor becomes what the operator without the underscore would return."""
+    name = op._schema.name.removeprefix("aten::").rstrip("_")
+    new = getattr(getattr(aten, name), op._overloadname)(*args, **kwargs)
+    t = args[0]
+    t._local_tensor, t._spec = new._local_tensor, new._spec
+    with no_dispatch():
+        op(*args, **kwargs)  # the shape that torch sees from outside
+    return t
 
 
 def _common_mesh(tensors: list[DTensor]) -> DeviceMesh:

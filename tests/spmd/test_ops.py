@@ -193,6 +193,17 @@ def test_writes_into_views_reach_the_tensor(write):
 
 
 @ranks(4)
+def test_a_tensor_reshaped_in_place():
+    for layout in keepable([("data", None, "model"), (("model", "data"), None, None), (None, None, None)]):
+        value = torch.randn(4, 1, 6)
+        sharded = xs.mark_sharding(value.clone(), square(), layout)
+        for t in (value, sharded):
+            t.squeeze_(1).t_().unsqueeze_(0)
+        assert sharded.shape == (1, 6, 4)
+        assert torch.equal((sharded * 2).full_tensor(), value * 2)
+
+
+@ranks(4)
 def test_a_write_that_cannot_reach_its_tensor_is_refused():
     t = xs.mark_sharding(torch.randn(3, 4), square(), (("data", "model"), None))
     view = t.unfold(0, 2, 1)
