@@ -51,6 +51,10 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
     if torch.Tag.inplace_view in op.tags:
         return _reshaped_in_place(op, args, kwargs)
 
+    for t in written:
+        if any(p.is_partial() for p in t.placements):  # a term of a sum cannot be written like a value
+            settled = relaid(t, t.device_mesh, settle(t.placements))
+            t._local_tensor, t._spec = settled._local_tensor, settled._spec
     # A tensor that is written into stays where it is; the others come to it.
     mesh = _common_mesh([t for t in written or flat if is_sharded(t)])
     flat = [_on_mesh(leaf, mesh) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
@@ -344,8 +348,8 @@ def _into_plain(op: Op, flat: list[Any], tree: Any) -> Any:
 
 def _reshaped_in_place(op: Op, args: Any, kwargs: Any) -> Any:
     """`squeeze_`, `t_` and the like: the tensor becomes what the operator without the underscore would return."""
-    name = op._schema.name.removeprefix("aten::").rstrip("_")
-    new = getattr(getattr(aten, name), op._overloadname)(*args, **kwargs)
+    plain = getattr(aten, op._schema.name.removeprefix("aten::").rstrip("_"))
+    new = getattr(plain, op._overloadname if op._overloadname in plain.overloads() else "int")(*args, **kwargs)
     t = args[0]
     t._local_tensor, t._spec = new._local_tensor, new._spec
     with no_dispatch():

@@ -193,6 +193,18 @@ def test_writes_into_views_reach_the_tensor(write):
 
 
 @ranks(4)
+def test_writes_into_a_pending_sum():
+    value = torch.randn(4, 6, dtype=torch.float64)
+    pending = xs.mark_sharding(value.clone(), square(), ("data", None)).sum(0)
+    assert any(p.is_partial() for p in pending.placements)
+    assert torch.equal(torch.ones_like(pending).full_tensor(), torch.ones(6, dtype=torch.float64))
+    torch.testing.assert_close(pending.clone().add_(1).full_tensor(), value.sum(0) + 1)
+    torch.testing.assert_close(pending.clone().clamp_(min=0).full_tensor(), value.sum(0).clamp(min=0))
+    pending[0] = 3.0
+    assert pending.full_tensor()[0] == 3.0
+
+
+@ranks(4)
 def test_a_tensor_reshaped_in_place():
     for layout in keepable([("data", None, "model"), (("model", "data"), None, None), (None, None, None)]):
         value = torch.randn(4, 1, 6)
