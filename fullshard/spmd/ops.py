@@ -52,7 +52,7 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
         return _reshaped_in_place(op, args, kwargs)
 
     for t in written:
-        if any(p.is_partial() for p in t.placements):  # a term of a sum cannot be written like a value
+        if _is_pending(t):  # a term of a sum cannot be written like a value
             settled = relaid(t, t.device_mesh, settle(t.placements))
             t._local_tensor, t._spec = settled._local_tensor, settled._spec
     # A tensor that is written into stays where it is; the others come to it.
@@ -61,7 +61,8 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
     out = _run(op, flat, tree, mesh)
     for t in written:
         write_through(t)
-    if op.is_view and is_copy(args[0]):  # a view of a copy: a write must go back further
+    # A view of a copy, or of a pending sum (which a write will carry out, elsewhere): a write must go back further.
+    if op.is_view and (is_copy(args[0]) or _is_pending(args[0])):
         remember_base(out, op, args[0], args[1:], kwargs)
     return out
 
@@ -179,6 +180,10 @@ def _exact(op: Op, spec: DTensorSpec) -> bool:
         return True
     cut_twice = any(sum(isinstance(p, Shard) and p.dim == dim for p in spec.placements) > 1 for dim in dims)
     return not cut_twice and (torch.Tag.pointwise in op.tags or op in rules.EXACT_ON_UNEVEN)
+
+
+def _is_pending(t: Any) -> bool:
+    return any(p.is_partial() for p in t.placements)
 
 
 def _is_pending_sum(placement: Placement) -> bool:
