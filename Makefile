@@ -34,7 +34,8 @@ lint:
 
 bench:
 	@$(ENVIRONMENT); \
-	for file in $(sort $(wildcard benchmarks/bench_*.py)); do OMP_NUM_THREADS=1 $$py $$file || exit 1; done
+	OMP_NUM_THREADS=1 $$py benchmarks/engine.py; \
+	if $$py -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $$py benchmarks/engine_gpu.py; fi
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,78 @@
+"""A Hugging Face Llama, fully sharded: plain local batches, as with any data-parallel program.
+
+    python examples/llama_fsdp.py                                          # one process
+    torchrun --nproc_per_node 2 examples/llama_fsdp.py                     # two ranks
+    torchrun --nproc_per_node 4 examples/llama_fsdp.py --strategy HYBRID_SHARD --mixed-precision bf16
+
+The model is small and random; give `--model NAME_OR_PATH` for another one. The same global batch is trained at any
+number
+of ranks, so the losses agree.
+"""
+
+import argparse
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import fullshard.runtime as xr
+import fullshard.spmd as xs
+from fullshard import FSDPv2, ShardingStrategy, checkpoint_module, transformer_auto_wrap_policy
+
+
+def build(name: str | None) -> torch.nn.Module:
+    if name is not None:
+        return AutoModelForCausalLM.from_pretrained(name)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def mesh_for(strategy: ShardingStrategy) -> xs.Mesh:
+    n = xr.global_runtime_device_count()
+    if strategy.hybrid and n > 1:
+        return xs.Mesh(np.arange(n), (2, n // 2), ("replica", "fsdp"))
+    return xs.Mesh(np.arange(n), (1, n), ("replica", "fsdp"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model")
+    parser.add_argument("--strategy", default="FULL_SHARD")
+    parser.add_argument("--mixed-precision", default=None)
+    parser.add_argument("--cpu-offload", action="store_true")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=8, help="rows of the global batch")
+    options = parser.parse_args()
+
+    xr.use_spmd()
+    xr.seed(0)
+    strategy = ShardingStrategy.of(options.strategy)
+    model = build(options.model)
+    for layer in model.model.layers:
+        checkpoint_module(layer)
+    model = FSDPv2(
+        model, mesh_for(strategy), auto_wrap_policy=transformer_auto_wrap_policy, strategy=strategy,
+        mixed_precision=options.mixed_precision, cpu_offload=options.cpu_offload,
+    )  # fmt: skip
+    xr.print0(str(model.plan).splitlines()[0])
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ids = torch.randint(0, 256, (options.rows, 32))  # the same on every rank
+    mine = ids.chunk(xr.world_size())[xr.rank()].to(xr.device())
+    for step in range(options.steps):
+        loss = model(input_ids=mine, labels=mine).loss
+        loss.backward()
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if xr.world_size() > 1:
+            torch.distributed.all_reduce(mean)
+        xr.print0(f"step {step}: loss {mean.item() / xr.world_size():.4f}, gradient norm {norm.item():.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The engine: how a model lives on many devices. `FSDPv2` is the way in; `docs/fsdp.md` is the guide."""
+
+from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
+from fullshard.fsdp.policy import (
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from fullshard.fsdp.remat import checkpoint_module
+from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fullshard.fsdp.wrapper import FSDPv2, SpmdFullyShardedDataParallel
+
+__all__ = [
+    "BackwardPrefetch",
+    "FSDPv2",
+    "MixedPrecision",
+    "ParameterPlan",
+    "ShardingPlan",
+    "ShardingStrategy",
+    "SpmdFullyShardedDataParallel",
+    "UnitPlan",
+    "always_wrap_policy",
+    "checkpoint_module",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+]

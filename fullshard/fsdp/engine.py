@@ -1,0 +1,321 @@
+"""When units are gathered, freed and reduced.
+
+The engine stands around every call of a unit's module. Forward: gather, run, free. Backward is followed through
+hooks on
+the tensors that units return and take: a gradient that arrives at an output means the unit's backward begins; one that
+arrives at an input means it is over. Autograd runs a pass's operations in the reverse of their order, so when the
+backward
+of one call begins, that of every later call is over; reductions are issued in that order on every rank, whatever
+branches its data took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from fullshard.fsdp import watch
+from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision
+from fullshard.fsdp.tree import map_tensors, tensors_in
+from fullshard.fsdp.unit import Means, Reduction, State, Unit
+from fullshard.spmd.tensor import is_sharded
+
+
+class Call:
+    """One call of a unit whose backward may come. Only autograd's graph keeps it alive."""
+
+    def __init__(self, unit: Unit, ticket: int, as_global: bool):
+        self.unit, self.ticket, self.as_global = unit, ticket, as_global
+        self.end = ticket
+        """A number above those of all calls made inside this one."""
+
+
+@dataclass
+class Settings:
+    """How an engine runs its units."""
+
+    precision: MixedPrecision
+    forward_prefetch: bool = True
+    backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
+    in_flight: int = 1
+    """How many units may be gathered ahead of the one that runs."""
+
+
+@dataclass
+class _Backward:
+    """One run of autograd's engine; re-entrant checkpointing nests them."""
+
+    reached: dict[Unit, int] = field(default_factory=dict)
+    """Units whose backward has begun and is not over, with the lowest ticket reached."""
+
+
+class Engine:
+    """Runs the units of one model."""
+
+    def __init__(self, units: list[Unit], means: Means, settings: Settings):
+        self.units, self.means, self.settings = units, means, settings
+        self.sync = True
+        """Whether gradients are reduced at the end of a backward pass."""
+        self.step = 0
+        self.summoned = False
+        """Whether modules hold whole parameters at the user's wish."""
+        self.has_global_parameters = False
+        self.before_pass: Callable[[], None] = lambda: None
+        """Called before each pass; the wrapper looks there for what was done to the module in the meantime."""
+        self._as_global = False
+        self._grad_pass = False
+        self._stack: list[Unit] = []
+        self._order: list[Unit] = []
+        self._recorded: list[Unit] = []
+        self._returning: dict[Unit, bool] = {}
+        """Whether a backward may reach the unit, by its last call."""
+        self._tickets = itertools.count()
+        self._calls: dict[Unit, list[weakref.ref[Call]]] = {}
+        self._backwards: dict[int, _Backward] = {}
+        self._in_flight: deque[Reduction] = deque()
+        self._held: set[Unit] = set()
+        if not means.streams.cuda:  # there to finish early would make compute wait
+            means.on_gradient = self._finish_arrived
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def run(
+        self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any, output_of: Callable[..., Any]
+    ) -> Any:
+        """Call a unit's module."""
+        recompute = _in_backward()  # activation checkpointing runs forward again inside backward
+        outermost = not self._stack and not recompute
+        if outermost:
+            self._begin_pass(args, kwargs)
+        self._stack.append(unit)
+        try:
+            call = Call(unit, next(self._tickets), self._as_global)
+            self._make_ready(unit, "forward")
+            if not recompute:
+                self._record_and_prefetch(unit)
+            args, kwargs = self._cast_inputs((args, kwargs))
+            # Taken down before the call: it may put tensors of its own into what it was given, such as a cache.
+            inputs = list(tensors_in((args, kwargs), objects=False)) if torch.is_grad_enabled() else []
+            output = output_of(forward(*args, **kwargs), self._as_global)
+            if outermost:
+                output = self._cast_output(output)
+        except BaseException:
+            self._stack.pop()
+            if outermost:
+                self.reset()
+            elif not recompute:
+                unit.free()
+            raise
+        self._stack.pop()
+        tracked = torch.is_grad_enabled() and self._follow(call, inputs, output)
+        if not recompute:
+            # Re-entrant checkpointing runs a unit without gradients at first, and comes back for it.
+            self._returning[unit] = tracked or not torch.is_grad_enabled()
+            self._leave(unit, outermost, tracked)
+        return output
+
+    def _begin_pass(self, args: Any, kwargs: Any) -> None:
+        if self._backwards or self._in_flight:
+            self.reset()  # the last backward did not come to its end
+        self.before_pass()
+        self._as_global = self.has_global_parameters or any(is_sharded(t) for t in tensors_in((args, kwargs)))
+        self._grad_pass = torch.is_grad_enabled()
+        self._recorded = []
+        self.step += self._grad_pass
+        for unit in self.units:
+            # Gathered values that outlived their pass: their graph was dropped, or the shards have changed since.
+            if unit.state is not State.SHARDED and not (self._live(unit) and unit.is_fresh()):
+                unit.free()
+
+    def _make_ready(self, unit: Unit, doing: str) -> None:
+        if unit.state is State.SHARDED:
+            watch.at(self.step, unit.name, "gather")
+            unit.start_gather()
+        if unit.state is State.GATHERING:
+            watch.at(self.step, unit.name, "gather")
+            unit.finish_gather()
+        watch.at(self.step, unit.name, doing)
+        unit.show_gathered(self._as_global)
+
+    def _record_and_prefetch(self, unit: Unit) -> None:
+        place = len(self._recorded)
+        self._recorded.append(unit)
+        if self.settings.forward_prefetch and self._order[place : place + 1] == [unit]:
+            self._prefetch(self._order[place + 1 :])
+
+    def _prefetch(self, coming: list[Unit]) -> None:
+        """Begin to gather the next units that will be needed, as many as may be in flight."""
+        ahead = sum(u.state is State.GATHERING for u in self.units)
+        for unit in coming[: self.settings.in_flight]:
+            if unit.state is State.SHARDED and ahead < self.settings.in_flight:
+                watch.at(self.step, unit.name, "gather")
+                unit.start_gather()
+                ahead += 1
+
+    def _leave(self, unit: Unit, outermost: bool, tracked: bool) -> None:
+        if unit in self._stack:
+            return  # called from inside its own forward, which goes on
+        # The last unit of a forward is the first of the backward: gathering it anew would bring the same bytes.
+        last = bool(self._order) and self._order[-1] is unit and len(self._recorded) == len(self._order)
+        keep = self._grad_pass and (outermost or last or unit.keeps_after_forward)
+        if keep and not (outermost and not tracked):
+            unit.show_shards()
+        else:
+            unit.free()
+        if not outermost:
+            return
+        self._order = self._recorded
+        for other in self.units:
+            if other.state is State.GATHERING or not tracked:
+                other.free()  # prefetched in vain, or nothing will come back for it
+        watch.at(self.step, unit.name, "after forward")
+
+    def _cast_inputs(self, inputs: Any) -> Any:
+        dtype = self.settings.precision.param_dtype
+        if dtype is None or not self.settings.precision.cast_forward_inputs:
+            return inputs
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.settings.precision.output_dtype
+        return output if dtype is None else map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+
+    # --- following autograd -----------------------------------------------------------------------------------------
+
+    def _follow(self, call: Call, inputs: list[torch.Tensor], output: Any) -> bool:
+        """Hook a call's tensors; whether a backward can come."""
+        call.end = next(self._tickets)
+        outputs = {id(t): t for t in tensors_in(output) if t.requires_grad}
+        for t in outputs.values():
+            t.register_hook(partial(self._backward_begins, call))
+        if not outputs:
+            return False
+        for t in {id(t): t for t in inputs}.values():
+            if t.requires_grad and not t.is_leaf and id(t) not in outputs:
+                t.register_hook(partial(self._backward_ends, call))
+        live = [ref for ref in self._calls.get(call.unit, []) if ref() is not None]
+        self._calls[call.unit] = [*live, weakref.ref(call)]
+        return True
+
+    def _live(self, unit: Unit) -> list[int]:
+        """Tickets of the unit's calls whose graph still exists."""
+        return [call.ticket for ref in self._calls.get(unit, []) if (call := ref()) is not None]
+
+    def _backward_begins(self, call: Call, grad: torch.Tensor) -> None:
+        run = torch._C._current_graph_task_id()
+        if run not in self._backwards:
+            self._backwards[run] = _Backward()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, run))
+        backward = self._backwards[run]
+        if backward.reached.get(call.unit, call.ticket + 1) <= call.ticket and call.unit.shown:
+            return  # another output of the same call
+        backward.reached[call.unit] = min(call.ticket, backward.reached.get(call.unit, call.ticket))
+        self._as_global = call.as_global
+        self._flush(backward, above=call.end)  # calls inside this one are still to come
+        self._make_ready(call.unit, "backward")
+        if self.settings.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch(self._before(call.unit))
+
+    def _backward_ends(self, call: Call, grad: torch.Tensor) -> None:
+        backward = self._backwards.get(torch._C._current_graph_task_id())
+        if backward is not None and call.unit in backward.reached:
+            self._flush(backward, above=call.ticket - 1)
+
+    def _before(self, unit: Unit) -> list[Unit]:
+        """The units whose backward follows, nearest first."""
+        if unit not in self._order:
+            return []
+        place = len(self._order) - 1 - self._order[::-1].index(unit)
+        return [u for u in reversed(self._order[:place]) if u is not unit and self._returning.get(u)]
+
+    def _flush(self, backward: _Backward, above: int) -> None:
+        """Reduce and free the units whose backward is over: those that no call up to ticket `above` needs."""
+        for unit, ticket in sorted(backward.reached.items(), key=lambda item: -item[1]):
+            if ticket > above and all(live >= ticket for live in self._live(unit)):
+                del backward.reached[unit]
+                self._over(unit)
+
+    def _over(self, unit: Unit) -> None:
+        unit.free()
+        if self.settings.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch(self._before(unit))
+        if not self.sync:
+            unit.hold_gradients()
+            self._held.add(unit)
+            return
+        self._held.discard(unit)
+        # At most one unit's gradients are on their way while the next unit's are computed.
+        while self._in_flight:
+            self._in_flight.popleft().finish()
+        watch.at(self.step, unit.name, "reduce")
+        self._in_flight.append(Reduction(unit, average=not self._as_global))
+        watch.at(self.step, unit.name, "backward")
+
+    def _finish_arrived(self, leaf: torch.Tensor) -> None:
+        """Let go of gradients that have been reduced as soon as that can be seen, not only at the unit's end."""
+        if self._in_flight and self._in_flight[0].arrived():
+            self._in_flight.popleft().finish()
+
+    def _end_backward(self, run: int) -> None:
+        backward = self._backwards.pop(run)
+        for unit, _ in sorted(backward.reached.items(), key=lambda item: -item[1]):
+            self._over(unit)
+        if self._backwards:
+            return  # a backward inside another one; the outer goes on
+        if self.sync:
+            for unit in [u for u in self.units if u in self._held]:
+                self._over(unit)  # kept back earlier, and not part of this backward
+        while self._in_flight:
+            self._in_flight.popleft().finish()
+        self.means.host_gradients.settle()
+        for unit in self.units:
+            unit.free()
+        watch.at(self.step, "", "after backward")
+
+    # --- everything else --------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Return to rest after an exception: nothing gathered, nothing on its way, no half-finished gradients."""
+        reductions, self._in_flight = self._in_flight, deque()
+        self._backwards.clear()
+        self._stack.clear()
+        self._held.clear()
+        self._order = []
+        for reduction in reductions:
+            reduction.wait()
+        for unit in self.units:
+            unit.free()
+            for p in unit.parameters:
+                p.drop_gradient()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Modules show their shards, whatever is gathered; for reading and writing parameters from outside."""
+        shown = [unit for unit in self.units if unit.shown]
+        for unit in shown:
+            unit.show_shards()
+        try:
+            yield
+        finally:
+            for unit in shown:
+                unit.show_gathered(self._as_global)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

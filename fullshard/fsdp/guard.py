@@ -1,0 +1,133 @@
+"""What cannot work, found before it goes wrong: meshes, modules, optimizers, and changes behind the engine's back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fullshard.errors import FSDPError, MeshError
+from fullshard.fsdp import policy as policies
+from fullshard.fsdp import shard
+from fullshard.fsdp.engine import Engine
+from fullshard.fsdp.plan import plan_unit
+from fullshard.fsdp.strategy import ShardingStrategy
+from fullshard.spmd.mesh import Mesh, get_global_mesh
+from fullshard.spmd.tensor import is_sharded
+from fullshard.wrappers import refuse_foreign_wrappers
+
+
+def check_mesh(mesh: Mesh | None, extra_data_axis: str | None) -> Mesh:
+    mesh = mesh if mesh is not None else get_global_mesh()
+    if mesh is None:
+        raise MeshError(
+            "FSDPv2: no mesh. Pass one, FSDPv2(module, mesh), or set one for all calls with "
+            "fullshard.spmd.set_global_mesh(mesh); a mesh over all devices is Mesh(np.arange(n), (n, 1), "
+            "('fsdp', 'model'))"
+        )
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"FSDPv2: expected a fullshard.spmd.Mesh, got {type(mesh).__name__}: {mesh!r}")
+    if mesh.get_axis_name_idx("fsdp") is None:
+        raise MeshError(
+            f"FSDPv2: {mesh} has no axis named 'fsdp', over which parameters are sharded; name one of its axes so"
+        )
+    if extra_data_axis is not None and (mesh.get_axis_name_idx(extra_data_axis) is None or extra_data_axis == "fsdp"):
+        others = [name for name in mesh.shape() if name != "fsdp"]
+        raise MeshError(
+            f"FSDPv2: extra_data_axis={extra_data_axis!r} is not an axis of {mesh} besides 'fsdp': {others}"
+        )
+    return mesh
+
+
+def check_module(module: Any, wrapped_class: type, auto_wrap_policy: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise FSDPError(f"FSDPv2 wraps an nn.Module, not {type(module).__name__}")
+    if isinstance(module, wrapped_class):
+        raise FSDPError(f"this {type(module).__name__} is wrapped already; wrap a module once")
+    if (
+        type(module).forward is nn.Module.forward
+        and "forward" not in module.__dict__
+        or isinstance(module, policies.NO_FORWARD)
+    ):
+        raise FSDPError(
+            f"{type(module).__name__} has no forward, so FSDPv2 would never see it run; wrap its members, or "
+            f"the module that "
+            f"calls them"
+        )
+    if auto_wrap_policy is not None:
+        inner = [name for name, m in module.named_modules() if isinstance(m, wrapped_class)]
+        if inner:
+            raise FSDPError(
+                f"auto_wrap_policy on a module of which {inner[0]} is wrapped already: wrap by policy or by "
+                f"hand, not both"
+            )
+    refuse_foreign_wrappers(module)
+
+
+def check_strategy(strategy: ShardingStrategy, mesh: Mesh, replica_axes: tuple[str, ...]) -> None:
+    if strategy.hybrid and not replica_axes:
+        raise MeshError(
+            f"{strategy.name} keeps copies across groups of ranks, so the mesh needs a second data axis: "
+            f"Mesh(ids, (groups, ranks_per_group), ('replica', 'fsdp')), or name one with extra_data_axis=…; "
+            f"{mesh} has neither"
+        )
+
+
+class Readiness:
+    """Looks, before each pass, for what was done to the module since the last one."""
+
+    def __init__(self, root: nn.Module, engine: Engine, ignored: set[nn.Module]):
+        self.root, self.engine, self.ignored = root, engine, ignored
+        self.first = True
+
+    def __call__(self) -> None:
+        if self.first:
+            self._find_strangers()
+            self.first = False
+        for unit in self.engine.units:
+            changed = [p for p in unit.parameters if p.adopt()]
+            for p in changed:
+                trainable = p.shard.requires_grad
+                p.plan = dataclasses.replace(p.plan, trainable=trainable)
+                p.set_trainable(trainable)
+            if changed:
+                unit.plan = plan_unit(unit.plan.name, unit.plan.module, [p.plan for p in unit.parameters])
+
+    def _find_strangers(self) -> None:
+        known = {id(p.shard) for unit in self.engine.units for p in unit.parameters}
+        for parameter, sites in shard.find_sites(self.root, self.ignored).values():
+            if id(parameter) not in known and not is_sharded(parameter):
+                raise FSDPError(
+                    f"parameter {sites[0][0]} was added after the module was wrapped, so it is not sharded and "
+                    f"would not be "
+                    f"kept alike on the ranks; add parameters (adapters, new heads) before FSDPv2(…)"
+                )
+
+
+_expecting = False
+
+
+def expect_optimizers() -> None:
+    """Look at every optimizer's first step for parameters that shards have replaced."""
+    global _expecting
+    if not _expecting:
+        register_optimizer_step_pre_hook(_check_optimizer)
+        _expecting = True
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, "_fullshard_checked", False):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in shard.replaced:
+                name = shard.replaced[parameter].plan.name
+                raise FSDPError(
+                    f"this {type(optimizer).__name__} was built before the module was wrapped: it would update the old "
+                    f"{name} (shape {tuple(parameter.shape)}), which the model no longer uses. Build the "
+                    f"optimizer from "
+                    f"model.parameters() after FSDPv2(…)"
+                )
+    optimizer._fullshard_checked = True

@@ -1,0 +1,260 @@
+"""One parameter of a unit: its shard at rest, and the gathered value that modules compute with.
+
+At rest a module holds the shard, a `DTensor` that optimizers and checkpoints understand. While its unit runs, the
+module
+holds the gathered value: one leaf tensor for the parameter's whole life, whose memory comes and goes. What autograd
+saved
+for backward points into that memory, so it is right again once the memory is filled again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fullshard import runtime
+from fullshard.errors import FSDPError
+from fullshard.fsdp.plan import ParameterPlan
+from fullshard.fsdp.strategy import dtype_of
+from fullshard.spmd.mesh import Mesh, origin
+from fullshard.spmd.spec import Layout
+from fullshard.spmd.tensor import ShardedTensor, is_sharded, relaid, torch_layout
+
+Site = tuple[nn.Module, str]
+"""A module and the name under which it holds a parameter."""
+
+
+class ShardedParameter:
+    """A parameter that is sharded at rest and gathered to be used."""
+
+    def __init__(
+        self, plan: ParameterPlan, shard: nn.Parameter, sites: list[Site], mesh: Mesh, data_axes: tuple[str, ...]
+    ):
+        self.plan = plan
+        self.shard = shard
+        self.sites = sites
+        dtype = dtype_of(plan.compute_dtype)
+        assert dtype is not None
+        self.dtype = dtype
+        self.layout = Layout.of(mesh, plan.spec, plan.shape)
+        fsdp = mesh.get_axis_name_idx("fsdp")
+        kept = tuple(tuple(axis for axis in axes if axis != fsdp) for axes in self.layout.dims)
+        self.gathered_layout = Layout(mesh, kept)
+        self._data_axes = {mesh.get_axis_name_idx(axis) for axis in data_axes}
+        cuts = self.gathered_layout.slices(plan.shape, runtime.rank())
+        self.whole = tuple(cut.stop - cut.start for cut in cuts)
+        """The shape of the gathered value on this rank."""
+        self.piece = tuple(-(-n // plan.parts) if dim == plan.dim else n for dim, n in enumerate(self.whole))
+        """The shape of a piece of it, padded."""
+        self.full: nn.Parameter | None = None
+        self.full_global: nn.Parameter | None = None
+        self.held: torch.Tensor | None = None
+        """Gradient kept back by `no_sync`, in the dtype it will travel in."""
+        self.view: Any = None
+        """What the module sees instead of the gathered value, if it has its own way of seeing it."""
+
+    # --- at rest ------------------------------------------------------------------------------------------------------
+
+    @property
+    def local(self) -> torch.Tensor:
+        assert is_sharded(self.shard)
+        return self.shard._local_tensor
+
+    def adopt(self) -> bool:
+        """Take note of what was done to the shard from outside (`to_empty`, `load_state_dict`, freezing); whether it
+        trains now differs from the plan."""
+        module, name = self.sites[0]
+        current = module._parameters[name]
+        if current is not self.shard and current is not None and current is not self.full:
+            if not is_sharded(current) or current.shape != self.shard.shape:
+                raise FSDPError(
+                    f"parameter {self.plan.name} was replaced by a {type(current).__name__} of shape "
+                    f"{tuple(current.shape)}; "
+                    f"expected a DTensor of shape {self.plan.shape}. Load values with load_state_dict, or replace "
+                    f"parameters before wrapping the module"
+                )
+            self.shard = current
+            for other, other_name in self.sites[1:]:
+                other._parameters[other_name] = current
+        return self.shard.requires_grad != self.plan.trainable
+
+    def give_memory(self) -> None:
+        """Give a shard that was planned on the meta device its memory, on this rank's device and without values yet."""
+        if self.local.is_meta:
+            assert is_sharded(self.shard)
+            local = torch.empty_like(self.local, device=runtime.device())
+            new = nn.Parameter(type(self.shard)(local, self.shard._spec, requires_grad=False), self.shard.requires_grad)
+            torch.utils.swap_tensors(self.shard, new)  # the same object: an optimizer may hold it already
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def shares(self) -> bool:
+        """Whether the shard is the gathered value: nothing is split, cast or moved."""
+        return self.plan.parts == 1 and self.local.dtype == self.dtype and self.local.device == runtime.device()
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.whole) * self.dtype.itemsize
+
+    def allocate(self, on_gradient: Callable[[torch.Tensor], None] | None) -> int:
+        """Give the gathered value its memory; the number of bytes that took. `on_gradient` hears of each gradient."""
+        shares = self.shares
+        if self.full is None:
+            with torch.inference_mode(False):  # it will outlive the pass it is first needed in, and train
+                data = (
+                    self.local.detach()
+                    if shares
+                    else torch.empty(self.whole, dtype=self.dtype, device=runtime.device())
+                )
+                self.full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
+            if on_gradient is not None and self.full.requires_grad:
+                self.full.register_post_accumulate_grad_hook(on_gradient)
+        elif shares:
+            if self.full.data_ptr() != self.local.data_ptr() or self.full.device != self.local.device:
+                self.full.data = self.local.detach()
+        else:
+            self.full.untyped_storage().resize_(self.nbytes)
+        return 0 if shares else self.nbytes
+
+    def free(self) -> int:
+        """Give the memory back; the number of bytes that were."""
+        if self.full is None or self.shares:
+            return 0
+        self.full.untyped_storage().resize_(0)
+        return self.nbytes
+
+    # --- gathering ----------------------------------------------------------------------------------------------------
+
+    def source(self) -> torch.Tensor:
+        """This rank's piece as it travels: contiguous, in the dtype of the gathered value."""
+        return self.local.detach().to(dtype=self.dtype).contiguous()
+
+    def pack(self, slot: torch.Tensor) -> None:
+        """Put this rank's piece, padded, into its slot (bytes) of the unit's bucket."""
+        local = self.local.detach()
+        target = slot[: math.prod(self.piece) * self.dtype.itemsize].view(self.dtype).view(self.piece)
+        assert self.plan.dim is not None
+        target.narrow(self.plan.dim, 0, local.shape[self.plan.dim]).copy_(local, non_blocking=True)
+
+    def unpack(self, slots: torch.Tensor) -> None:
+        """Put all ranks' pieces (rows of bytes) together in the gathered value."""
+        dim, full = self.plan.dim, self.full
+        assert dim is not None and full is not None
+        pieces = slots[:, : math.prod(self.piece) * self.dtype.itemsize].view(self.dtype).view(-1, *self.piece)
+        joined = pieces.movedim(0, dim).flatten(dim, dim + 1)
+        full.data.copy_(joined.narrow(dim, 0, self.whole[dim]))
+
+    # --- what the modules see -----------------------------------------------------------------------------------------
+
+    def show_gathered(self, as_global: bool) -> None:
+        seen = self._global() if as_global else self.full
+        for module, name in self.sites:
+            module._parameters[name] = seen
+            if self.view is not None:
+                module.__dict__[name] = self.view  # found before parameters are
+
+    def show_shard(self) -> None:
+        for module, name in self.sites:
+            module._parameters[name] = self.shard
+            if self.view is not None:
+                module.__dict__.pop(name, None)
+
+    def _global(self) -> nn.Parameter:
+        """The gathered value as a global tensor: copies along `fsdp`, split as annotated along other axes."""
+        assert self.full is not None
+        if self.full_global is None:
+            stride = torch.empty(self.plan.shape, device="meta").stride()
+            meta = TensorMeta(torch.Size(self.plan.shape), stride, self.dtype)
+            mesh, placements = torch_layout(self.gathered_layout, self.plan.shape)
+            with torch.inference_mode(False):
+                spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+                value = ShardedTensor(self.full.data, spec, requires_grad=False)
+                self.full_global = nn.Parameter(value, requires_grad=self.shard.requires_grad)
+        assert is_sharded(self.full_global)
+        if self.full_global._local_tensor.data_ptr() != self.full.data_ptr():
+            self.full_global._local_tensor = self.full.data
+        return self.full_global
+
+    def set_trainable(self, trainable: bool) -> None:
+        for leaf in (self.full, self.full_global):
+            if leaf is not None:
+                leaf.requires_grad_(trainable)
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """What backward left on the gathered value (and `no_sync` kept back), as this rank's term of the sum."""
+        reduce_dtype = dtype_of(self.plan.reduce_dtype)
+        assert reduce_dtype is not None
+        total, self.held = self.held, None
+        for leaf in (self.full, self.full_global):
+            if leaf is not None and leaf.grad is not None:
+                grad, leaf.grad = leaf.grad, None
+                term = self._term(grad) if is_sharded(grad) else grad
+                if term.layout is not torch.strided:
+                    term = term.to_dense()
+                term = term.to(reduce_dtype).contiguous()
+                total = term if total is None else total.add_(term)
+        return total
+
+    def drop_gradient(self) -> None:
+        self.held = None
+        for leaf in (self.full, self.full_global):
+            if leaf is not None:
+                leaf.grad = None
+
+    def _term(self, grad: DTensor) -> torch.Tensor:
+        """A global gradient as this rank's term of a sum along the data axes, split as annotated along the others."""
+        mesh, wanted = torch_layout(self.gathered_layout, self.plan.shape)
+        groups = origin(mesh)[1]
+        same = grad.device_mesh == mesh
+        target: list[Placement] = []
+        settled = []
+        for i, (group, placement) in enumerate(zip(groups, wanted, strict=True)):
+            along_data = set(group) <= self._data_axes
+            pending = same and along_data and grad.placements[i].is_partial()
+            target.append(grad.placements[i] if pending else Replicate() if along_data else placement)
+            if along_data and not pending:
+                settled.append(i)
+        local = relaid(grad, mesh, target)._local_tensor
+        where = mesh.get_coordinate()
+        assert where is not None
+        # Where every rank has the finished sum already, one of them contributes it.
+        return torch.zeros_like(local) if any(where[i] != 0 for i in settled) else local
+
+    def pack_gradient(self, grad: torch.Tensor, rows: torch.Tensor) -> None:
+        """Cut a gradient into pieces, one per row of its slot in a bucket; padding stays as it is there."""
+        dim, parts = self.plan.dim, self.plan.parts
+        assert dim is not None
+        if missing := self.piece[dim] * parts - self.whole[dim]:
+            pads = [0, 0] * (len(self.whole) - 1 - dim) + [0, missing]
+            grad = nn.functional.pad(grad, pads)
+        target = rows[:, : math.prod(self.piece)].view(parts, *self.piece)
+        target.movedim(0, dim).copy_(grad.unflatten(dim, (parts, self.piece[dim])))
+
+    def trim(self, piece: torch.Tensor) -> torch.Tensor:
+        """A reduced piece in the shape of the shard."""
+        piece = piece.reshape(-1)[: math.prod(self.piece)].view(self.piece)
+        if self.plan.dim is not None:
+            piece = piece.narrow(self.plan.dim, 0, self.local.shape[self.plan.dim])
+        return piece
+
+    def land(self, grad: torch.Tensor, offload: Any) -> None:
+        """Add a reduced piece to the shard's gradient."""
+        grad = grad.detach().to(self.local.dtype)
+        if grad.device != self.local.device:
+            grad = offload.to_host(grad)
+        current = self.shard.grad
+        if current is None:
+            assert is_sharded(self.shard)
+            self.shard.grad = type(self.shard)(grad, self.shard._spec, requires_grad=False)
+        else:
+            assert is_sharded(current)
+            offload.add(current._local_tensor, grad)

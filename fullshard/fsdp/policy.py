@@ -1,0 +1,169 @@
+"""Which modules are units.
+
+A policy is asked about every module below the root, children first: `policy(module=, recurse=, nonwrapped_numel=)`
+answers, with `recurse=True`, whether to look below `module`, and with `recurse=False`, whether to make it a unit.
+Classes, class names, or one of the functions here stand for a policy as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from fullshard.errors import FSDPError
+
+Policy = Callable[..., bool]
+
+NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
+"""Containers that are never called, so that they cannot be units."""
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: Iterable[type[nn.Module] | str] | None = None,
+) -> bool:
+    """Make every module of the given classes (or class names) a unit; by default the model's `_no_split_modules`."""
+    if recurse:
+        return True
+    classes = tuple(transformer_layer_cls or ())
+    names = {c for c in classes if isinstance(c, str)}
+    return isinstance(module, tuple(c for c in classes if isinstance(c, type))) or _class_name(module) in names
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Make a module a unit once it has `min_num_params` parameter elements that no unit below it has taken."""
+    leaves = (nn.MultiheadAttention,) if force_leaf_modules is None else tuple(force_leaf_modules)
+    excluded = NO_FORWARD if exclude_wrap_modules is None else tuple(exclude_wrap_modules)
+    large = nonwrapped_numel >= min_num_params
+    if recurse:
+        return large and not isinstance(module, leaves)
+    return large and not isinstance(module, excluded)
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Make every module a unit for which `lambda_fn(module)` holds."""
+    return recurse or lambda_fn(module)
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Make every module a unit that has parameters of its own left."""
+    return True
+
+
+def resolve(policy: Any, root: nn.Module) -> Policy | None:
+    """The policy meant by what the user gave: a policy function, classes, names, or None."""
+    if policy is None:
+        return None
+    if isinstance(policy, str):
+        policy = {name.strip() for name in policy.split(",")}
+    if isinstance(policy, type) and issubclass(policy, nn.Module):
+        policy = {policy}
+    if isinstance(policy, set | frozenset | list | tuple):
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(policy))
+    if not callable(policy):
+        raise FSDPError(
+            f"auto_wrap_policy={policy!r}: expected a policy such as transformer_auto_wrap_policy, a set of "
+            f"module classes "
+            f"or class names, or None"
+        )
+    function, given = policy, {}
+    if isinstance(policy, functools.partial):
+        function, given = policy.func, policy.keywords
+    if function is transformer_auto_wrap_policy:
+        classes = given.get("transformer_layer_cls")
+        classes = {classes} if isinstance(classes, str | type) else classes
+        return functools.partial(
+            transformer_auto_wrap_policy, transformer_layer_cls=_check_layers(classes or _no_split_modules(root), root)
+        )
+    if function is lambda_auto_wrap_policy and "lambda_fn" not in given:
+        raise FSDPError(
+            "lambda_auto_wrap_policy needs its function: functools.partial(lambda_auto_wrap_policy, lambda_fn=…)"
+        )
+    return policy
+
+
+def find_units(root: nn.Module, policy: Policy | None, ignored: set[nn.Module]) -> list[nn.Module]:
+    """The modules below `root` that the policy makes units, children before parents."""
+    if policy is None:
+        return []
+    chosen: list[nn.Module] = []
+    seen: set[nn.Module] = {root}
+    taken: set[int] = set()
+
+    def free_numel(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if id(p) not in taken)
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child in seen or child in ignored:
+                continue
+            seen.add(child)
+            if policy(module=child, recurse=True, nonwrapped_numel=free_numel(child)):
+                visit(child)
+            left = free_numel(child)
+            if left == 0 or isinstance(child, NO_FORWARD):
+                continue
+            if policy(module=child, recurse=False, nonwrapped_numel=left):
+                chosen.append(child)
+                taken.update(id(p) for p in child.parameters())
+
+    visit(root)
+    return chosen
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _no_split_modules(root: nn.Module) -> set[str]:
+    names: set[str] = set()
+    for module in root.modules():  # the model may sit inside another, such as a PeftModel
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    if not names:
+        raise FSDPError(
+            f"transformer_auto_wrap_policy: {_class_name(root)} does not name its layers (_no_split_modules); "
+            f"name them "
+            f"yourself: transformer_layer_cls={{...}}. {_candidates(root)}"
+        )
+    # The model lists classes for all its variants; those that are absent here are no mistake.
+    return {n for n in names if any(_class_name(m) == n for m in root.modules())} or names
+
+
+def _check_layers(classes: Iterable[type[nn.Module] | str], root: nn.Module) -> set[type[nn.Module] | str]:
+    wanted = set(classes)
+    for layer in wanted:
+        if not (isinstance(layer, str) or isinstance(layer, type) and issubclass(layer, nn.Module)):
+            raise FSDPError(f"transformer_layer_cls holds {layer!r}; expected module classes or their names")
+        found = any(_class_name(m) == layer if isinstance(layer, str) else isinstance(m, layer) for m in root.modules())
+        if not found:
+            name = layer if isinstance(layer, str) else layer.__name__
+            raise FSDPError(
+                f"transformer_auto_wrap_policy: no module of class {name} in {_class_name(root)}. {_candidates(root)}"
+            )
+    return wanted
+
+
+def _candidates(root: nn.Module) -> str:
+    """The classes a user is likely to mean: those that repeat inside a ModuleList."""
+    repeated: dict[str, int] = {}
+    for module in root.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            for child in module:
+                if any(True for _ in child.parameters()):
+                    repeated[_class_name(child)] = repeated.get(_class_name(child), 0) + 1
+    names = sorted(repeated, key=lambda name: -repeated[name]) or sorted({_class_name(m) for m in root.modules()})
+    return f"Candidates found in the model: {', '.join(names)}"

@@ -1,0 +1,147 @@
+"""From a module to its shards: who owns which parameter, and each rank's piece of it.
+
+Parameters are taken one by one, so that beside the module itself only one whole parameter is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fullshard import runtime
+from fullshard.errors import FSDPError
+from fullshard.fsdp.offload import host_copy
+from fullshard.fsdp.parameter import ShardedParameter, Site
+from fullshard.fsdp.plan import ParameterPlan, Terms, plan_parameter
+from fullshard.fsdp.strategy import dtype_of
+from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.sharding import sharding_of
+from fullshard.spmd.spec import Layout
+from fullshard.spmd.tensor import ShardedTensor, is_sharded, meta_of, relaid, torch_layout
+
+replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters that a shard has taken the place of. An optimizer that still holds one was built too early."""
+
+
+def find_sites(root: nn.Module, ignored: set[nn.Module]) -> dict[int, tuple[nn.Parameter, list[tuple[str, Site]]]]:
+    """Every parameter of the module with all its names and places, in module order."""
+    found: dict[int, tuple[nn.Parameter, list[tuple[str, Site]]]] = {}
+    for prefix, module in root.named_modules():
+        if module in ignored:
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                full_name = f"{prefix}.{name}" if prefix else name
+                found.setdefault(id(parameter), (parameter, []))[1].append((full_name, (module, name)))
+    return found
+
+
+def owner_of(sites: Iterable[Site], inside: dict[nn.Module, set[nn.Module]]) -> nn.Module:
+    """The smallest unit that contains every place of a parameter: tied ones belong to the unit around all of them."""
+    modules = {module for module, _ in sites}
+    return min((unit for unit, below in inside.items() if modules <= below), key=lambda unit: len(inside[unit]))
+
+
+def plan_for(names: list[str], parameter: nn.Parameter, terms: Terms) -> ParameterPlan:
+    annotation = sharding_of(parameter)
+    if annotation is not None and annotation.mesh != terms.mesh:
+        raise FSDPError(
+            f"{names[0]} is marked on {annotation.mesh} and the module is wrapped over {terms.mesh}; use one "
+            f"mesh for both"
+        )
+    return plan_parameter(names, parameter.shape, parameter.dtype, parameter.requires_grad, annotation, terms)
+
+
+def make_shard(parameter: nn.Parameter, plan: ParameterPlan, mesh: Mesh, *, sync: bool, offload: bool) -> nn.Parameter:
+    """This rank's piece of a parameter, as a parameter that knows the whole it belongs to."""
+    layout = Layout.of(mesh, plan.spec, plan.shape)
+    device_mesh, placements = torch_layout(layout, plan.shape)
+    # torch's own class has the fastest optimizer steps; ours is needed where tensors of several torch meshes meet.
+    kind = DTensor if device_mesh == mesh.device_mesh else ShardedTensor
+    dtype = dtype_of(plan.dtype)
+    value = parameter.detach()
+    if is_sharded(value):
+        local = relaid(value, device_mesh, placements)._local_tensor.to(dtype)
+    else:
+        if value.is_meta and sync:
+            value = torch.empty(value.shape, dtype=value.dtype, device=runtime.device())
+        if sync:
+            value = broadcast(value.to(runtime.device()).contiguous(), mesh)
+        piece = value[layout.slices(plan.shape, runtime.rank())]
+        where = piece.device if piece.is_meta else runtime.device()
+        local = piece.to(device=where, dtype=dtype, memory_format=torch.contiguous_format)
+        if plan.parts > 1 or local.shape != value.shape:
+            local = local.clone() if local.untyped_storage().nbytes() > local.numel() * local.itemsize else local
+    if offload and not local.is_meta:
+        local = host_copy(local)
+    meta = meta_of(torch.empty(plan.shape, dtype=dtype, device="meta"))
+    tensor = kind(local, DTensorSpec(device_mesh, placements, tensor_meta=meta), requires_grad=False)
+    shard = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    for name, extra in vars(parameter).items():
+        if name != "_fullshard_layout" and not hasattr(shard, name):
+            setattr(shard, name, extra)
+    return shard
+
+
+def install(parameter: nn.Parameter, sharded: ShardedParameter) -> None:
+    """Put the shard in the parameter's place, everywhere."""
+    sharded.show_shard()
+    replaced[parameter] = sharded
+
+
+def broadcast(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The value of the mesh's first rank, on every rank; `value` is overwritten."""
+    where = mesh.coordinate(runtime.rank())
+    assert where is not None
+    for axis in range(mesh.ndim):
+        if mesh.mesh_shape[axis] > 1:
+            first = tuple(0 if a == axis else i for a, i in enumerate(where))
+            dist.broadcast(value, src=int(mesh.get_logical_mesh()[first]), group=mesh.get_group(axis))
+    return value
+
+
+def materialize(modules: Iterable[nn.Module], init: Callable[[nn.Module], Any]) -> None:
+    """Give every meta parameter and buffer of the modules memory, ties kept, and let `init` fill it."""
+    made: dict[int, torch.Tensor] = {}
+    touched = []
+    for module in modules:
+        if isinstance(module, nn.Module) and any(
+            t is not None and t.is_meta for t in [*module._parameters.values(), *module._buffers.values()]
+        ):
+            touched.append(module)
+        for name, old in module._parameters.items():
+            if old is not None and old.is_meta:
+                if id(old) not in made:
+                    new = nn.Parameter(torch.empty_like(old, device=runtime.device()), requires_grad=old.requires_grad)
+                    if (layout := sharding_of(old)) is not None:
+                        new._fullshard_layout = layout
+                    made[id(old)] = new
+                module._parameters[name] = made[id(old)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=runtime.device())
+    for module in touched:
+        init(module)
+
+
+def place_buffers(root: nn.Module, mesh: Mesh, ignored: set[nn.Module], dtype: torch.dtype | None, sync: bool) -> None:
+    """Buffers stay whole: on the device, alike on every rank, floating-point ones in the dtype asked for."""
+    for module in root.modules():
+        if module in ignored:
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.is_meta or is_sharded(buffer):
+                continue
+            value = buffer.to(runtime.device())
+            if dtype is not None and value.is_floating_point():
+                value = value.to(dtype)
+            if sync and value.numel() and mesh.size() > 1:
+                value = broadcast(value.contiguous(), mesh)
+            module._buffers[name] = value

@@ -1,0 +1,128 @@
+"""Reading and writing a sharded model's values: whole, sharded, and as files that transformers reads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import runtime
+from fullshard.errors import FSDPError
+from fullshard.fsdp.engine import Engine
+from fullshard.fsdp.parameter import ShardedParameter
+from fullshard.spmd.tensor import is_sharded, relaid, replicated
+
+
+def whole_value(sharded: ShardedParameter) -> torch.Tensor:
+    """The whole stored value on this rank's device; all ranks of the mesh must ask for it."""
+    shard = sharded.shard
+    assert is_sharded(shard)
+    value = shard.detach()
+    if value._local_tensor.device != runtime.device():
+        value = DTensor(value._local_tensor.to(runtime.device()), value._spec, requires_grad=False)
+    return relaid(value, value.device_mesh, replicated(value.device_mesh))._local_tensor
+
+
+@contextlib.contextmanager
+def summon_full_params(engine: Engine, writeback: bool, offload_to_cpu: bool) -> Iterator[None]:
+    """Modules hold whole parameters inside."""
+    if engine.summoned:
+        yield  # inside another one already
+        return
+    if any(unit.shown for unit in engine.units):
+        raise FSDPError(
+            "summon_full_params inside a forward or backward pass: modules hold whole parameters there already"
+        )
+    whole: list[tuple[ShardedParameter, nn.Parameter]] = []
+    for unit in engine.units:
+        for p in unit.parameters:
+            value = whole_value(p)
+            value = value.cpu() if offload_to_cpu else value
+            value = value.clone() if value.data_ptr() == p.local.data_ptr() else value
+            parameter = nn.Parameter(value, requires_grad=p.shard.requires_grad)
+            for module, name in p.sites:
+                module._parameters[name] = parameter
+            whole.append((p, parameter))
+    engine.summoned = True
+    try:
+        yield
+        if writeback:
+            with torch.no_grad():
+                for p, parameter in whole:
+                    # Whatever stands in the module now counts: an initializer may have put a new parameter there.
+                    module, name = p.sites[0]
+                    current = module._parameters[name]
+                    source = parameter if current is None else current
+                    p.local.copy_(source.detach()[p.layout.slices(p.plan.shape, runtime.rank())])
+    finally:
+        engine.summoned = False
+        for p, _ in whole:
+            p.show_shard()
+
+
+def full_state_dict(model: nn.Module, rank0_only: bool, cpu: bool) -> dict[str, torch.Tensor]:
+    """Whole values, one parameter at a time."""
+    keeps = not rank0_only or runtime.is_main()
+    engine: Engine = model._fullshard_engine
+    by_shard = {id(p.shard): p for unit in engine.units for p in unit.parameters}
+    made: dict[int, torch.Tensor | None] = {}  # tied values stay one tensor
+    out: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            if keeps:
+                out[name] = value
+            continue
+        if id(value) not in made:
+            p = by_shard.get(id(value))
+            whole = whole_value(p) if p is not None else value.detach()
+            whole = whole.cpu() if cpu and keeps else whole
+            shared = p is not None and whole.data_ptr() == p.local.data_ptr()
+            made[id(value)] = None if not keeps else whole.clone() if shared else whole
+        kept = made[id(value)]
+        if kept is not None:
+            out[name] = kept
+    return out
+
+
+def as_shards(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict whose whole values are cut to this rank's pieces; no communication for plain tensors."""
+    engine: Engine = model._fullshard_engine
+    prefix = _prefix(model, engine)
+    by_name = {name: p for unit in engine.units for p in unit.parameters for name in p.plan.names}
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        p = by_name.get(prefix + name)
+        out[name] = value if p is None or not isinstance(value, torch.Tensor) else _cut(name, value, p)
+    return out
+
+
+def _prefix(model: nn.Module, engine: Engine) -> str:
+    names = {module: name for name, module in engine.units[0].module.named_modules()}
+    return f"{names[model]}." if names[model] else ""
+
+
+def _cut(name: str, value: torch.Tensor, p: ShardedParameter) -> torch.Tensor:
+    p.give_memory()
+    shard = p.shard
+    assert is_sharded(shard)
+    if tuple(value.shape) != p.plan.shape:
+        return value  # torch reports it with all other mistakes
+    if is_sharded(value):
+        local = relaid(value.detach(), shard.device_mesh, shard.placements)._local_tensor
+        return type(shard)(local, shard._spec, requires_grad=False)
+    piece = value.detach()[p.layout.slices(p.plan.shape, runtime.rank())].to(p.local.device)
+    return type(shard)(piece, shard._spec, requires_grad=False)
+
+
+def save_pretrained(model: nn.Module, plain: Any, directory: Any, options: dict[str, Any]) -> Any:
+    """Gather whole values and let transformers write them on rank 0."""
+    if options.get("state_dict") is None:
+        options["state_dict"] = full_state_dict(model, rank0_only=True, cpu=True)
+    options.setdefault("is_main_process", runtime.is_main())
+    result = plain.save_pretrained(directory, **options) if runtime.is_main() else None
+    runtime.barrier()
+    return result

@@ -1,0 +1,157 @@
+"""What a user chooses about a fully sharded model: when gathered values may be dropped, and in which dtypes.
+
+Pure choices, without tensors: the plan writes them down (`plan.py`) and the engine acts on them (`engine.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fullshard.errors import FSDPError
+
+
+class ShardingStrategy(enum.IntEnum):
+    """How parameters lie at rest, and how long a gathered value is kept."""
+
+    FULL_SHARD = 1
+    """Parameters, gradients and optimizer state sharded; gathered values dropped after forward."""
+    SHARD_GRAD_OP = 2
+    """As FULL_SHARD, but gathered values are kept until backward is done with them."""
+    NO_SHARD = 3
+    """Every rank holds everything; gradients are averaged."""
+    HYBRID_SHARD = 4
+    """FULL_SHARD inside a group of ranks, copies across the groups."""
+    HYBRID_SHARD_ZERO2 = 5
+    """SHARD_GRAD_OP inside a group of ranks, copies across the groups."""
+
+    @classmethod
+    def of(cls, value: ShardingStrategy | str | int) -> ShardingStrategy:
+        """The strategy with this name or number (numbers may come as text, as in configuration files)."""
+        if isinstance(value, str):
+            name = value.strip().upper().removeprefix("SHARDINGSTRATEGY.")
+            if name in cls.__members__:
+                return cls[name]
+            value = int(name) if name.isdigit() else value
+        if isinstance(value, int) and not isinstance(value, bool) and value in cls._value2member_map_:
+            return cls(value)
+        known = ", ".join(f"{s.name} ({s.value})" for s in cls)
+        raise FSDPError(f"unknown sharding strategy {value!r}; the strategies are {known}")
+
+    @property
+    def shards(self) -> bool:
+        return self is not ShardingStrategy.NO_SHARD
+
+    @property
+    def hybrid(self) -> bool:
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
+
+    @property
+    def keeps_after_forward(self) -> bool:
+        return self not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+class BackwardPrefetch(enum.Enum):
+    """When the next unit of a backward pass is gathered."""
+
+    BACKWARD_PRE = "BACKWARD_PRE"
+    """Before the current unit's gradients are computed: most overlap, one more unit in memory."""
+    BACKWARD_POST = "BACKWARD_POST"
+    """After the current unit's gradients are computed, before they are reduced."""
+    NONE = "NONE"
+    """When it is needed."""
+
+    @classmethod
+    def of(cls, value: BackwardPrefetch | str | None) -> BackwardPrefetch:
+        if isinstance(value, cls):
+            return value
+        name = "NONE" if value is None else str(value).upper().removeprefix("BACKWARDPREFETCH.")
+        name = {"NO_PREFETCH": "NONE"}.get(name, name)
+        if name not in cls.__members__:
+            raise FSDPError(f"unknown backward_prefetch {value!r}; choose {', '.join(cls.__members__)} or None")
+        return cls[name]
+
+
+def dtype_of(value: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype from itself or from its name ("bfloat16", "torch.bfloat16", "bf16", "fp16", "fp32")."""
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+    name = str(value).removeprefix("torch.")
+    found = getattr(torch, short.get(name, name), None)
+    if not isinstance(found, torch.dtype):
+        raise FSDPError(f"unknown dtype {value!r}; write torch.bfloat16, 'bfloat16' or 'bf16', for example")
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes of a training step. None leaves things as they are."""
+
+    param_dtype: Any = None
+    """Forward and backward run in this dtype; parameters are gathered in it."""
+    reduce_dtype: Any = None
+    """Gradients travel in this dtype. None: in the dtype they are computed in. Sums are always kept in fp32 or better
+    where the transport leaves the summing to us."""
+    buffer_dtype: Any = None
+    """Floating-point buffers are cast to this once, when the module is wrapped."""
+    output_dtype: Any = None
+    """Floating-point outputs of the outermost module are cast to this."""
+    master_dtype: Any = torch.float32
+    """What trains is stored and updated in at least this dtype; None keeps the stored dtype. Frozen parameters
+    always keep theirs."""
+    cast_forward_inputs: bool = True
+    """Cast floating-point inputs of every unit to `param_dtype`."""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "master_dtype"):
+            dtype = dtype_of(getattr(self, name))
+            if dtype is not None and not dtype.is_floating_point:
+                raise FSDPError(f"MixedPrecision({name}={dtype}): expected a floating-point dtype")
+            object.__setattr__(self, name, dtype)
+
+    @classmethod
+    def of(cls, value: MixedPrecision | str | torch.dtype | None) -> MixedPrecision:
+        """`None` and "no" change nothing; a dtype or its name is the usual choice for it: compute in it, "
+        "reduce in fp32."""
+        if isinstance(value, MixedPrecision):
+            return value
+        if value is None or value in ("no", "none"):
+            return cls(master_dtype=None)
+        return cls(param_dtype=dtype_of(value), reduce_dtype=torch.float32)
+
+    def stored(self, dtype: torch.dtype, trainable: bool) -> torch.dtype:
+        """The dtype of a parameter at rest."""
+        if not (trainable and dtype.is_floating_point and self.master_dtype is not None):
+            return dtype
+        return torch.promote_types(dtype, self.master_dtype)
+
+    def computed(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype of a gathered parameter. Packed (integer) values are never cast."""
+        return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
+
+    def reduced(self, computed: torch.dtype) -> torch.dtype:
+        """The dtype in which a gradient travels."""
+        return self.reduce_dtype if self.reduce_dtype is not None and computed.is_floating_point else computed
+
+    def __str__(self) -> str:
+        if self == MixedPrecision.of(None):
+            return "as stored"
+        master = "as stored" if self.master_dtype is None else f"{dtype_name(self.master_dtype)} master"
+        parts = [f"trainable parameters: {master}, frozen ones as stored"]
+        for label, dtype in (
+            ("compute", self.param_dtype),
+            ("reduce", self.reduce_dtype),
+            ("buffers", self.buffer_dtype),
+            ("output", self.output_dtype),
+        ):
+            if dtype is not None:
+                parts.append(f"{label} {dtype_name(dtype)}")
+        return ", ".join(parts)

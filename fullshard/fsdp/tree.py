@@ -1,0 +1,46 @@
+"""The tensors inside what modules take and return: tuples, dicts, dataclasses, model outputs, caches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+DEPTH = 6
+"""How deep objects are searched; key-value caches hold tensors three levels down."""
+
+
+def tensors_in(value: Any, depth: int = DEPTH, *, objects: bool = True) -> Iterator[torch.Tensor]:
+    """Every tensor in `value`. Unless told otherwise, objects of unknown classes are searched by their attributes;
+    modules never are."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth == 0 or value is None or isinstance(value, str | bytes | int | float | type | nn.Module | torch.dtype):
+        return
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from tensors_in(inner, depth - 1, objects=objects)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for inner in value:
+            yield from tensors_in(inner, depth - 1, objects=objects)
+    elif objects and hasattr(value, "__dict__") and not callable(value):
+        for inner in list(vars(value).values()):
+            yield from tensors_in(inner, depth - 1)
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The same structure with every tensor changed; containers torch does not know keep theirs."""
+
+    def leaf(inner: Any) -> Any:
+        if isinstance(inner, torch.Tensor):
+            return change(inner)
+        if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
+            fields = {f.name: map_tensors(change, getattr(inner, f.name)) for f in dataclasses.fields(inner) if f.init}
+            return dataclasses.replace(inner, **fields)
+        return inner
+
+    return tree_map(leaf, value)

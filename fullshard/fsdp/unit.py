@@ -1,0 +1,287 @@
+"""One unit: parameters that are gathered, freed and reduced together.
+
+A unit executes its part of the plan and nothing else; when to do what is decided by `engine.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard import runtime
+from fullshard.errors import FSDPError
+from fullshard.fsdp.comm import Link, Pending
+from fullshard.fsdp.meter import Meter
+from fullshard.fsdp.offload import HostGradients, Streams
+from fullshard.fsdp.parameter import ShardedParameter
+from fullshard.fsdp.plan import Bucket, UnitPlan
+from fullshard.fsdp.strategy import dtype_of
+
+
+@dataclass
+class Means:
+    """What units work with; one for all units of an engine."""
+
+    gather_link: Link
+    reduce_link: Link
+    replica_link: Link
+    meter: Meter
+    streams: Streams
+    host_gradients: HostGradients
+    on_gradient: Callable[[torch.Tensor], None] | None = None
+    """Called for each gradient that backward computes; the engine looks there for reductions that have arrived."""
+
+
+class State(enum.Enum):
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+class Unit:
+    """A module's own parameters (those no unit below it has taken), sharded."""
+
+    def __init__(
+        self, plan: UnitPlan, module: nn.Module, parameters: Sequence[ShardedParameter], means: Means, keeps: bool
+    ):
+        self.plan, self.module, self.parameters, self.means = plan, module, list(parameters), means
+        self.keeps_after_forward = keeps
+        self.state = State.SHARDED
+        self.shown = False
+        self._pending: Pending | None = None
+        self._bucket: torch.Tensor | None = None
+        self._versions: list[Any] = []
+        self._moves = False
+        """Whether gathering brings or changes anything; where all shards are whole already it does not."""
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name or '(root)'}, {self.state.value})"
+
+    # --- gathering ----------------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Begin to gather; `finish_gather` must follow before the values are used or freed."""
+        assert self.state is State.SHARDED
+        missing = [p.plan.name for p in self.parameters if p.local.is_meta]
+        if missing:
+            raise FSDPError(
+                f"{len(missing)} parameter(s) have no values yet (meta device): {', '.join(missing[:4])}"
+                f"{', …' if len(missing) > 4 else ''}. Load them (load_state_dict, fullshard.weights), or wrap with "
+                f"param_init_fn=…"
+            )
+        means = self.means
+        self._versions = self._shard_versions()
+        means.meter.allocated(sum(p.allocate(means.on_gradient) for p in self.parameters))
+        self.state = State.GATHERING
+        self._moves = any(p.plan.gathers or not p.shares for p in self.parameters)
+        if not self._moves:
+            return
+        bucket = self.plan.gather_bucket
+        device = runtime.device()
+        with means.streams.aside("gather"), torch.no_grad():
+            for p in self.parameters:
+                if not p.plan.gathers and not p.shares:
+                    assert p.full is not None
+                    p.full.data.copy_(p.local, non_blocking=True)
+            pairs = [
+                (p.full.data, self._placed(p.source()))
+                for p in self.parameters
+                if p.full is not None and p.plan.gathers and p.plan.direct
+            ]
+            if bucket is not None:
+                packed = torch.zeros(bucket.length, dtype=torch.uint8, device=device)
+                for p, slot in self._in_slots(bucket):
+                    p.pack(packed[slot])
+                self._bucket = torch.empty((means.gather_link.size, bucket.length), dtype=torch.uint8, device=device)
+                pairs.append((self._bucket, packed))
+            if pairs:
+                means.meter.gathers[self.name] += 1
+                means.meter.bytes_gathered += sum(whole.numel() * whole.element_size() for whole, _ in pairs)
+                self._pending = means.gather_link.gather(pairs)
+
+    def _placed(self, piece: torch.Tensor) -> torch.Tensor:
+        """A piece where the link wants it. Host shards stay on the host when pieces travel from there anyway."""
+        return piece if self.means.gather_link.from_host else piece.to(runtime.device(), non_blocking=True)
+
+    def finish_gather(self) -> None:
+        """Wait for the gathered values."""
+        if self.state is not State.GATHERING:
+            return
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+        if self._moves:
+            self.means.streams.join("gather")
+        rows, self._bucket = self._bucket, None
+        if rows is not None:
+            assert self.plan.gather_bucket is not None
+            with torch.no_grad():
+                for p, slot in self._in_slots(self.plan.gather_bucket):
+                    p.unpack(rows[:, slot])
+        self.state = State.GATHERED
+        self._views()
+
+    def _views(self) -> None:
+        """Modules that see their gathered values in their own way (packed weights) say how, once."""
+        for module in dict.fromkeys(module for p in self.parameters for module, _ in p.sites):
+            see = getattr(module, "see_gathered", None)
+            mine = {name: p for p in self.parameters for owner, name in p.sites if owner is module}
+            if see is None or any(p.view is not None for p in mine.values()):
+                continue
+            for name, seen in see({name: p.full for name, p in mine.items()}).items():
+                mine[name].view = seen
+
+    def _shard_versions(self) -> list[Any]:
+        return [(id(p.shard), p.shard._version, p.local._version) for p in self.parameters]
+
+    def is_fresh(self) -> bool:
+        """Whether the shards are as they were when the unit was gathered."""
+        return self._versions == self._shard_versions()
+
+    def free(self) -> None:
+        """Give the memory of gathered values back."""
+        if self.state is State.SHARDED:
+            return
+        self.finish_gather()
+        self.show_shards()
+        self.means.meter.freed(sum(p.free() for p in self.parameters))
+        self.state = State.SHARDED
+
+    # --- what modules see ---------------------------------------------------------------------------------------------
+
+    def show_gathered(self, as_global: bool) -> None:
+        for p in self.parameters:
+            p.show_gathered(as_global)
+        self.shown = True
+
+    def show_shards(self) -> None:
+        if self.shown:
+            for p in self.parameters:
+                p.show_shard()
+            self.shown = False
+
+    # --- reducing -----------------------------------------------------------------------------------------------------
+
+    def hold_gradients(self) -> None:
+        """Under `no_sync`: keep this rank's gradients back, in the dtype they will be summed in."""
+        for p in self.parameters:
+            if p.plan.trainable:
+                p.held = p.take_gradient()
+
+    def _in_slots(self, bucket: Bucket) -> list[tuple[ShardedParameter, slice]]:
+        by_name = {p.plan.name: p for p in self.parameters}
+        return [(by_name[s.name], slice(s.offset, s.offset + s.size)) for s in bucket.slots]
+
+
+class Reduction:
+    """One unit's gradients on their way to the shards.
+
+    Every rank sends a term for every trainable parameter, zeros where backward gave it none, so that ranks that took
+    different branches stay in step. A flag per parameter travels along: where no rank had a gradient the shard gets
+    none
+    either, as on one device. Only a rank without one of its own has to look at the flags.
+    """
+
+    def __init__(self, unit: Unit, average: bool):
+        self.unit, self.average = unit, average
+        means = unit.means
+        trained = [p for p in unit.parameters if p.plan.trainable]
+        grads = {p.plan.name: p.take_gradient() for p in trained}
+        self._absent = {name: i for i, (name, grad) in enumerate(grads.items()) if grad is None}
+        self._alone = means.reduce_link.size == 1 and means.replica_link.size == 1 or not trained
+        if self._alone:
+            self._own = [(p, grads[p.plan.name]) for p in trained]
+            return
+        device = runtime.device()
+        with means.streams.aside("reduce"), torch.no_grad():
+            flags = torch.tensor([float(grad is not None) for grad in grads.values()], device=device)
+            terms = {
+                p.plan.name: torch.zeros(p.whole, dtype=dtype_of(p.plan.reduce_dtype), device=device)
+                if grad is None
+                else grad
+                for p, grad in zip(trained, grads.values(), strict=True)
+            }
+            del grads
+            means.meter.reduces[unit.name] += 1
+            means.meter.reduced_parameters.update(terms.keys())
+            means.meter.bytes_reduced += sum(g.numel() * g.element_size() for g in terms.values())
+            self._scattered = [p for p in trained if p.plan.gathers and p.plan.direct]
+            self._copied = [p for p in trained if not p.plan.gathers and p.plan.direct]
+            scatter = [terms[p.plan.name] for p in self._scattered]
+            scatter += [self._packed(b, terms) for b in unit.plan.scatter_buckets]
+            copies = [terms[p.plan.name] for p in self._copied]
+            copies += [self._flat(b, terms) for b in unit.plan.copy_buckets]
+            copies.append(flags)
+            link = means.reduce_link
+            self._scatter = link.scatter_sum(scatter, average) if scatter else None
+            self._copies = link.sum(copies, average) if link.size > 1 else None
+            self._uncombined = copies if self._copies is None else []
+
+    def finish(self) -> None:
+        """Wait for the sums and add them to the shards' gradients."""
+        if self._alone:
+            for p, grad in self._own:
+                if grad is not None:
+                    p.land(p.trim(grad), self.unit.means.host_gradients)
+            self._own = []
+            return
+        pieces, copies = self.wait()
+        flags = copies.pop()
+        if self._absent:
+            came = flags.tolist()
+            self._absent = {name: i for name, i in self._absent.items() if not came[i]}
+        plan = self.unit.plan
+        with torch.no_grad():
+            self._land(self._scattered, plan.scatter_buckets, pieces)
+            self._land(self._copied, plan.copy_buckets, copies)
+
+    def arrived(self) -> bool:
+        """Whether `finish` would not have to wait."""
+        return self._alone or all(p is None or p.arrived() for p in (self._scatter, self._copies))
+
+    def wait(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The sums: this rank's pieces, and the values summed whole."""
+        if self._alone:
+            return [], []
+        means = self.unit.means
+        pieces = self._scatter.wait() if self._scatter is not None else []
+        copies = self._copies.wait() if self._copies is not None else self._uncombined
+        self._scatter = self._copies = None
+        if means.replica_link.size > 1:
+            summed = means.replica_link.sum([*pieces, *copies], self.average).wait()
+            pieces, copies = summed[: len(pieces)], summed[len(pieces) :]
+        means.streams.join("reduce")
+        return pieces, copies
+
+    def _land(self, direct: list[ShardedParameter], buckets: Sequence[Bucket], results: Sequence[Any]) -> None:
+        landing = self.unit.means.host_gradients
+        for p, piece in zip(direct, results[: len(direct)], strict=True):
+            if p.plan.name not in self._absent:
+                p.land(p.trim(piece), landing)
+        for bucket, flat in zip(buckets, results[len(direct) :], strict=True):
+            for p, slot in self.unit._in_slots(bucket):
+                if p.plan.name not in self._absent:
+                    p.land(p.trim(flat.view(-1)[slot]).clone(), landing)
+
+    def _packed(self, bucket: Bucket, terms: dict[str, torch.Tensor]) -> torch.Tensor:
+        shape = (self.unit.means.reduce_link.size, bucket.length)
+        rows = torch.zeros(shape, dtype=dtype_of(bucket.dtype), device=runtime.device())
+        for p, slot in self.unit._in_slots(bucket):
+            p.pack_gradient(terms[p.plan.name], rows[:, slot])
+        return rows
+
+    def _flat(self, bucket: Bucket, terms: dict[str, torch.Tensor]) -> torch.Tensor:
+        flat = torch.zeros(bucket.length, dtype=dtype_of(bucket.dtype), device=runtime.device())
+        for p, slot in self.unit._in_slots(bucket):
+            term = terms[p.plan.name]
+            flat[slot][: term.numel()].copy_(term.reshape(-1))
+        return flat

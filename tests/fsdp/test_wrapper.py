@@ -1,0 +1,389 @@
+"""What `FSDPv2` makes of a module: the same object, its units, its plan; and what it refuses."""
+
+import copy
+import functools
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fullshard
+import fullshard.fsdp.wrap
+import fullshard.spmd as xs
+from fullshard.errors import FSDPError, MeshError, UserError
+from fullshard.fsdp import (
+    BackwardPrefetch,
+    FSDPv2,
+    MixedPrecision,
+    ShardingPlan,
+    ShardingStrategy,
+    SpmdFullyShardedDataParallel,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from tests.fsdp.programs import (
+    Block,
+    Stack,
+    alone,
+    batches,
+    build,
+    exact,
+    llama,
+    loss_of,
+    mean_over_ranks,
+    mesh_for,
+    mine,
+)
+from tests.pool import ranks
+
+DOUBLE = torch.float64
+
+
+def _model(dtype=torch.float32, **options):
+    options = {"auto_wrap_policy": transformer_auto_wrap_policy, "small_parameter_bytes": 2048, **options}
+    return FSDPv2(build("llama", dtype), mesh_for("FULL_SHARD"), **options)
+
+
+# --- the same object ------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_the_module_stays_itself():
+    plain = build("llama", torch.float32)
+    names, cls = list(plain.state_dict()), type(plain)
+    calls = []
+    plain.register_forward_hook(lambda *_: calls.append(1))
+    plain.marker = object()
+    model = FSDPv2(plain, mesh_for("FULL_SHARD"), auto_wrap_policy=transformer_auto_wrap_policy)
+    assert model is plain and isinstance(model, cls) and isinstance(model, FSDPv2)
+    assert type(model).__name__ == cls.__name__ and type(model).__qualname__ == cls.__qualname__
+    assert list(model.state_dict()) == names and [n for n, _ in model.named_parameters()] == names
+    assert model.config is plain.config and model.marker is plain.marker
+    assert isinstance(model.model.layers[0], FSDPv2) and not isinstance(model.model, FSDPv2)
+    loss_of(model, mine(batches(1, torch.float32)[0]))
+    assert calls == [1]
+    again = type(model)(model.config)
+    assert type(again) is cls and not isinstance(again, FSDPv2)
+    assert not hasattr(FSDPv2(Stack(), mesh_for("FULL_SHARD")), "save_pretrained")
+
+
+def test_names_are_where_the_seeds_import_them():
+    assert fullshard.FSDPv2 is FSDPv2 is SpmdFullyShardedDataParallel is fullshard.SpmdFullyShardedDataParallel
+    assert fullshard.fsdp.wrap.transformer_auto_wrap_policy is fullshard.transformer_auto_wrap_policy
+    for name in ("checkpoint_module", "ShardingStrategy", "MixedPrecision", "size_based_auto_wrap_policy"):
+        assert getattr(fullshard, name) is getattr(fullshard.fsdp, name)
+
+
+def test_strategies_by_name_number_and_member():
+    for strategy in ShardingStrategy:
+        for spelling in (strategy, strategy.name, strategy.name.lower(), strategy.value, str(strategy.value)):
+            assert ShardingStrategy.of(spelling) is strategy
+    for wrong in ("ZERO3", 0, 6, None, True, 2.5):
+        with pytest.raises(FSDPError, match=r"FULL_SHARD \(1\)"):
+            ShardingStrategy.of(wrong)
+    assert BackwardPrefetch.of(None) is BackwardPrefetch.NONE is BackwardPrefetch.of("NO_PREFETCH")
+    with pytest.raises(FSDPError, match=r"BACKWARD_PRE"):
+        BackwardPrefetch.of("BACKWARD")
+
+
+# --- policies -------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_policies_choose_units():
+    def units(policy, make=Stack, **options):
+        return [
+            unit.name for unit in FSDPv2(make(), mesh_for("FULL_SHARD"), auto_wrap_policy=policy, **options).plan.units
+        ]
+
+    blocks = ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert units(None) == [""]
+    assert units({Block}) == units(Block) == units("Block") == units(["Block"]) == blocks
+    assert units(functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})) == blocks
+    assert units(functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={"Block"})) == blocks
+    assert units(functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, Block))) == blocks
+    assert units(functools.partial(size_based_auto_wrap_policy, min_num_params=200)) == blocks
+    assert len(units(always_wrap_policy)) == 1 + 3 * 2 + 1  # every Linear; a Block has nothing left of its own
+    assert units(transformer_auto_wrap_policy, llama) == ["", "model.layers.0", "model.layers.1"]
+    # The root never goes through the policy, and has what is left.
+    plan = FSDPv2(Stack(), mesh_for("FULL_SHARD"), auto_wrap_policy={Block}).plan
+    assert [p.name for p in plan.units[0].parameters] == ["out.weight", "out.bias"]
+
+
+@ranks(1)
+def test_policy_mistakes_name_the_candidates():
+    mesh = mesh_for("FULL_SHARD")
+    with pytest.raises(FSDPError, match=r"no module of class Blok in Stack.*Candidates.*Block"):
+        FSDPv2(Stack(), mesh, auto_wrap_policy={"Blok"})
+    with pytest.raises(FSDPError, match=r"LlamaDecoderLayer"):
+        FSDPv2(
+            llama(),
+            mesh,
+            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={"GPT2Block"}),
+        )
+    with pytest.raises(FSDPError, match=r"_no_split_modules.*Candidates.*Block"):
+        FSDPv2(Stack(), mesh, auto_wrap_policy=transformer_auto_wrap_policy)
+    with pytest.raises(FSDPError, match=r"lambda_fn"):
+        FSDPv2(Stack(), mesh, auto_wrap_policy=lambda_auto_wrap_policy)
+    with pytest.raises(FSDPError, match=r"auto_wrap_policy=7"):
+        FSDPv2(Stack(), mesh, auto_wrap_policy=7)
+
+
+@ranks(2)
+def test_nested_wrapping_by_hand_and_by_callable():
+    def make():
+        torch.manual_seed(0)
+        return Stack().double()
+
+    x = torch.randn(8, 8, dtype=DOUBLE)
+    reference = make()
+    reference(x).square().mean().backward()
+    mesh = mesh_for("FULL_SHARD")
+    seen = []
+
+    def wrapper(module, *args, **kwargs):
+        seen.append(module)
+        return FSDPv2(module, *args, **kwargs)
+
+    by_hand = make()
+    for block in by_hand.blocks[:2]:
+        FSDPv2(block, mesh, small_parameter_bytes=0)
+    by_hand.blocks[0](x[:2])  # a wrapped part runs by itself, too
+    models = [
+        FSDPv2(by_hand, mesh),
+        FSDPv2(make(), mesh, auto_wrap_policy={Block}, auto_wrapper_callable=wrapper),
+        FSDPv2(make(), mesh, auto_wrap_policy={Block}, auto_wrapper_callable=lambda m, *_, **__: m),
+    ]
+    assert len(seen) == 3
+    assert [len(m.plan.units) for m in models] == [3, 4, 1]
+    assert [u.name for u in models[0].plan.units] == ["", "blocks.0", "blocks.1"]
+    for model in models:
+        assert "blocks.1.up.weight" in model.plan.parameters
+        model(mine(x)).square().mean().backward()
+        for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(
+                q.grad.full_tensor(), p.grad, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@ranks(2)
+def test_a_weight_tied_to_a_part_wrapped_earlier_stays_tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.block = nn.Embedding(10, 8), Block()
+            self.head = nn.Linear(8, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.block(self.embed(ids)))
+
+    torch.manual_seed(0)
+    reference = Tied()
+    torch.manual_seed(0)
+    model = Tied()
+    mesh = mesh_for("FULL_SHARD")
+    FSDPv2(model.embed, mesh)
+    model = FSDPv2(model, mesh)
+    assert model.head.weight is model.embed.weight
+    ids = torch.arange(8)
+    reference(ids).square().mean().backward()
+    model(mine(ids)).square().mean().backward()
+    torch.testing.assert_close(model.embed.weight.grad.full_tensor(), reference.embed.weight.grad)
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_the_plan_is_data():
+    model = _model(mixed_precision="bf16")
+    plan = model.plan
+    again = ShardingPlan.from_json(plan.to_json())
+    assert again == plan and json.loads(plan.to_json())["strategy"] == "FULL_SHARD"
+    text = str(plan)
+    assert "model.layers.1 [LlamaDecoderLayer]" in text and "float32→bfloat16" in text and "padded by 1" in text
+    assert set(plan.parameters) == {n for n, _ in model.named_parameters()}
+    held = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+    assert abs(plan.shard_bytes - held) <= 2 * 32 * 4  # padded rows: the last rank holds one less of each
+    weight = plan.parameters["model.layers.0.mlp.down_proj.weight"]
+    assert weight.spec == ("fsdp", None) and weight.direct and weight.piece == (16, 44)
+    embedding = plan.parameters["model.embed_tokens.weight"]
+    assert not embedding.direct and embedding.padding == 1
+
+
+@ranks(2)
+def test_tied_parameters_are_planned_once():
+    model = FSDPv2(
+        build("llama-tied", torch.float32), mesh_for("FULL_SHARD"), auto_wrap_policy=transformer_auto_wrap_policy
+    )
+    tied = model.plan.parameters["lm_head.weight"]
+    assert tied.names == ("model.embed_tokens.weight", "lm_head.weight")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_misuse_is_explained():
+    mesh = mesh_for("FULL_SHARD")
+    xs.set_global_mesh(None)
+    with pytest.raises(MeshError, match=r"no mesh.*set_global_mesh"):
+        FSDPv2(Stack())
+    with pytest.raises(MeshError, match=r"no axis named 'fsdp'"):
+        FSDPv2(Stack(), xs.Mesh(np.arange(2), (2,), ("data",)))
+    with pytest.raises(MeshError, match=r"expected a fullshard.spmd.Mesh, got int"):
+        FSDPv2(Stack(), 2)
+    with pytest.raises(MeshError, match=r"extra_data_axis='data'"):
+        FSDPv2(Stack(), mesh, extra_data_axis="data")
+    with pytest.raises(MeshError, match=r"HYBRID_SHARD keeps copies.*'replica', 'fsdp'"):
+        FSDPv2(Stack(), mesh, strategy="HYBRID_SHARD")
+    with pytest.raises(FSDPError, match=r"unknown sharding strategy 'ZERO'"):
+        FSDPv2(Stack(), mesh, strategy="ZERO")
+    with pytest.raises(FSDPError, match=r"ModuleList has no forward"):
+        FSDPv2(Stack().blocks, mesh)
+    with pytest.raises(FSDPError, match=r"wraps an nn.Module, not function"):
+        FSDPv2(lambda x: x, mesh)
+    model = FSDPv2(Stack(), mesh)
+    with pytest.raises(FSDPError, match=r"wrapped already"):
+        FSDPv2(model, mesh)
+    inner = Stack()
+    FSDPv2(inner.blocks[0], mesh)
+    with pytest.raises(FSDPError, match=r"blocks.0 is wrapped already"):
+        FSDPv2(inner, mesh, auto_wrap_policy={Block})
+    with pytest.raises(FSDPError, match=r"cannot be deep-copied.*before wrapping"):
+        copy.deepcopy(model)
+    with pytest.raises(FSDPError, match=r"cannot be pickled.*full_state_dict"):
+        pickle.dumps(model)
+    with pytest.raises(FSDPError, match=r"no meaning as a norm"):
+        model.clip_grad_norm_(1.0, 0)
+    with pytest.raises(FSDPError, match=r"unknown dtype"):
+        FSDPv2(Stack(), mesh, mixed_precision="float17")
+    with pytest.raises(FSDPError, match=r"floating-point"):
+        MixedPrecision(param_dtype=torch.int8)
+    assert issubclass(FSDPError, UserError)
+
+
+@ranks(2)
+def test_the_global_mesh_is_used():
+    xs.set_global_mesh(mesh_for("FULL_SHARD"))
+    try:
+        assert FSDPv2(Stack()).mesh == mesh_for("FULL_SHARD")
+    finally:
+        xs.set_global_mesh(None)
+
+
+@ranks(2)
+def test_an_optimizer_built_before_wrapping_is_found_at_its_first_step():
+    module = Stack()
+    early = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = FSDPv2(module, mesh_for("FULL_SHARD"))
+    model(torch.randn(4, 8)).sum().backward()
+    with pytest.raises(FSDPError, match=r"SGD was built before.*blocks.0.up.weight.*after FSDPv2"):
+        early.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@ranks(2)
+def test_parameters_added_after_wrapping_are_found():
+    model = FSDPv2(Stack(), mesh_for("FULL_SHARD"))
+    model.extra = nn.Linear(8, 8)
+    with pytest.raises(FSDPError, match=r"extra.weight was added after"):
+        model(torch.randn(4, 8))
+
+
+# --- torch.compile --------------------------------------------------------------------------------------------------
+
+
+@ranks(2, timeout=240)
+def test_compiled_units_train_alike_and_compile_once():
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = Stack()
+    torch.manual_seed(0)
+    model = FSDPv2(Stack(), mesh_for("FULL_SHARD"), auto_wrap_policy={Block}, small_parameter_bytes=0)
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    assert model.compile_units(backend=backend) is model
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+    counts = []
+    for _ in range(4):
+        x = torch.randn(8, 8)
+        for m, optimizer, part in ((reference, optimizers[0], x), (model, optimizers[1], mine(x))):
+            m(part).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(len(compiled))
+    assert counts[1] == counts[-1] >= 1  # nothing compiles after the second step
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.full_tensor(), p.detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@ranks(2, timeout=300)
+def test_units_compiled_by_inductor():
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = _model(dtype=DOUBLE).compile_units()
+    reference = build("llama", DOUBLE)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+    graphs = []
+    for batch in batches(4, DOUBLE):
+        for m, optimizer, part in ((reference, optimizers[0], batch), (model, optimizers[1], mine(batch))):
+            loss_of(m, part).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1] == graphs[-1] >= 1
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.full_tensor(), p.detach(), rtol=0, atol=1e-6)
+
+
+@ranks(2)
+def test_optimizer_state_is_sharded_and_any_optimizer_works():
+    for make in (
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        functools.partial(torch.optim.AdamW, lr=0.1, foreach=True),
+        functools.partial(torch.optim.AdamW, lr=0.1, fused=True),
+        functools.partial(torch.optim.Adagrad, lr=0.1),
+    ):
+        torch.manual_seed(0)
+        reference = Stack()
+        torch.manual_seed(0)
+        model = FSDPv2(Stack(), mesh_for("FULL_SHARD"))
+        optimizers = [make(m.parameters()) for m in (reference, model)]
+        x = torch.randn(8, 8)
+        for _ in range(3):
+            for m, optimizer, part in ((reference, optimizers[0], x), (model, optimizers[1], mine(x))):
+                m(part).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.full_tensor(), p.detach(), rtol=0, atol=1e-4)
+        for state in optimizers[1].state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    assert value.to_local().numel() < value.numel()
+
+
+@ranks(2)
+def test_losses_reported_by_ranks_average_to_the_global_loss():
+    losses, _, _ = alone("llama", 1, DOUBLE)
+    model = _model(DOUBLE)
+    with exact(DOUBLE):
+        assert abs(mean_over_ranks(loss_of(model, mine(batches(1, DOUBLE)[0]))) - losses[0]) < 1e-12
