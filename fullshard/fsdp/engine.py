@@ -163,9 +163,8 @@ class Engine:
     def _leave(self, unit: Unit, outermost: bool, tracked: bool) -> None:
         if unit in self._stack:
             return  # called from inside its own forward, which goes on
-        # The last unit of a forward is the first of the backward: gathering it anew would bring the same bytes.
-        last = bool(self._order) and self._order[-1] is unit and len(self._recorded) == len(self._order)
-        keep = self._grad_pass and (outermost or last or unit.keeps_after_forward)
+        # The last unit goes too, though its backward comes first: while the loss is computed memory is at its fullest.
+        keep = self._grad_pass and (outermost or unit.keeps_after_forward)
         if keep and not (outermost and not tracked):
             unit.show_shards()
         else:

@@ -238,17 +238,34 @@ def train_sharded(
     return losses, gradients
 
 
-def assert_same_training(name: str, steps: int = 5, checkpointed: bool = False, **options: Any) -> nn.Module:
-    """Wrap, train in fp64, and compare every loss, first gradient and final parameter with one device."""
-    dtype = torch.float64
-    losses, gradients, parameters = alone(name, steps, dtype)
+def wrapped(name: str, dtype: torch.dtype, checkpointed: bool, **options: Any) -> nn.Module:
+    """The model, its layers checkpointed if asked, fully sharded."""
     model = build(name, dtype)
     if checkpointed:
         layers = [m for m in model.modules() if type(m).__name__ in set(model._no_split_modules)]
         assert layers
         for layer in layers:
-            checkpoint_exactly(layer)
-    model = FSDPv2(model, **options)
+            (checkpoint_exactly if dtype == torch.float64 else checkpoint_module)(layer)
+    return FSDPv2(model, **options)
+
+
+def assert_same_first_gradients(name: str, checkpointed: bool = False, **options: Any) -> None:
+    """In fp32, relative to the model's largest gradient: key biases have a true gradient of zero, only noise."""
+    dtype = torch.float32
+    _, gradients, _ = alone(name, 1, dtype)
+    _, got = train_sharded(wrapped(name, dtype, checkpointed, **options), name, 1, dtype)
+    largest = max(g.abs().max().item() for g in gradients.values())
+    assert largest > 1e-3
+    assert got.keys() == gradients.keys()
+    for n, gradient in gradients.items():
+        assert (got[n] - gradient).abs().max().item() <= 1e-5 * largest, n
+
+
+def assert_same_training(name: str, steps: int = 5, checkpointed: bool = False, **options: Any) -> nn.Module:
+    """Wrap, train in fp64, and compare every loss, first gradient and final parameter with one device."""
+    dtype = torch.float64
+    losses, gradients, parameters = alone(name, steps, dtype)
+    model = wrapped(name, dtype, checkpointed, **options)
     got_losses, got_gradients = train_sharded(model, name, steps, dtype)
     assert got_gradients.keys() == gradients.keys()
     for n, gradient in gradients.items():

@@ -87,8 +87,6 @@ def test_each_unit_is_gathered_and_reduced_as_often_as_its_strategy_says(strateg
             assert model.meter.reduces[name] == 1
         assert model.meter.reduces[""] == 1
         assert set(model.meter.reduced_parameters.values()) == {1}
-        if batch and strategy == "FULL_SHARD":  # the last layer of a forward is still there for its backward
-            assert sorted(model.meter.gathers[name] for name in layers) == [1, 2, 2]
     assert model.meter.live == 0
 
 

@@ -14,7 +14,7 @@ from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from tests.fsdp.programs import (
     POLICIES,
     STRATEGIES,
-    alone,
+    assert_same_first_gradients,
     assert_same_training,
     build,
     mesh_for,
@@ -50,12 +50,14 @@ def _cases(world_size):
 
 
 def _check(strategy, policy, checkpointed, offload, name):
-    model = assert_same_training(
-        name, checkpointed=checkpointed, mesh=mesh_for(strategy), strategy=strategy, auto_wrap_policy=POLICIES[policy],
-        cpu_offload=offload, small_parameter_bytes=2048,
-    )  # fmt: skip
+    options = {
+        "checkpointed": checkpointed, "mesh": mesh_for(strategy), "strategy": strategy, "cpu_offload": offload,
+        "auto_wrap_policy": POLICIES[policy], "small_parameter_bytes": 2048,
+    }  # fmt: skip
+    model = assert_same_training(name, **options)
     units = len(model.plan.units)
     assert units == 1 if policy == "none" else units > 2
+    assert_same_first_gradients(name, **options)
 
 
 @ranks(2)
@@ -98,17 +100,9 @@ def test_other_architectures(name, strategy, policy, checkpointed):
 @ranks(2, 4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_first_gradients_in_fp32(strategy):
-    """Relative to the model's largest gradient: key biases have a true gradient of zero, so their own is only noise."""
-    dtype = torch.float32
-    _, gradients, _ = alone("gpt2", 1, dtype)
-    model = FSDPv2(
-        build("gpt2", dtype), mesh_for(strategy), auto_wrap_policy=transformer_auto_wrap_policy, strategy=strategy
+    assert_same_first_gradients(
+        "gpt2", mesh=mesh_for(strategy), auto_wrap_policy=transformer_auto_wrap_policy, strategy=strategy
     )
-    _, got = train_sharded(model, "gpt2", 1, dtype)
-    largest = max(g.abs().max().item() for g in gradients.values())
-    assert largest > 1e-3
-    for name, gradient in gradients.items():
-        assert (got[name] - gradient).abs().max().item() <= 1e-5 * largest, name
 
 
 @ranks(2)
