@@ -202,6 +202,7 @@ def test_no_process_outlives_the_run(end: signal.Signals, tmp_path: Path) -> Non
         stderr=subprocess.STDOUT,
         start_new_session=True,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells let background jobs ignore it
     )
     try:
         wait_until(lambda: (tmp_path / "base" / "started").exists(), 90)
