@@ -6,13 +6,11 @@ Each case runs the same Llama on the same data with every engine. Steps of the e
 whatever else the machine does falls on all of them; reported are medians and their ratios, for wall-clock time and
 for the
 processor time of rank 0 (all threads), which a busy machine disturbs less. Peak memory is measured
-in a job
-per engine: bytes allocated by torch (the profiler sees every allocation and release), and resident memory above what
+in a job per engine: bytes allocated by torch (the profiler sees every allocation and release), and resident memory above what
 the process had before it built its model. One JSON line per case.
 
 `gloo_collectives` is our engine made to use Gloo's own gather and reduce-scatter instead of point-to-point messages:
-its
-distance from ours is what that route is worth.
+its distance from ours is what that route is worth.
 """
 
 from __future__ import annotations

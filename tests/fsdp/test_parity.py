@@ -1,8 +1,7 @@
 """Sharded training equals training on one device: five AdamW steps in fp64, first gradients in fp32.
 
 Everything: five strategies × three policies × checkpointing × offload × (tied, untied) on 2 and 4 ranks. The default
-run
-takes a subset in which every pair of choices occurs; `-m slow` runs the rest.
+run takes a subset in which every pair of choices occurs; `-m slow` runs the rest.
 """
 
 import itertools
