@@ -2,12 +2,11 @@
 
     python benchmarks/engine.py            # every case; `--quick` for the smallest, `--case NAME` for one
 
-Each case runs the same Llama on the same data with every engine. Steps of the engines alternate inside one job, so that
-whatever else the machine does falls on all of them; reported are medians and their ratios, for wall-clock time and
-for the
-processor time of rank 0 (all threads), which a busy machine disturbs less. Peak memory is measured
-in a job per engine: bytes allocated by torch (the profiler sees every allocation and release), and resident memory above what
-the process had before it built its model. One JSON line per case.
+Each case runs the same Llama on the same data with every engine. Steps of the engines alternate inside one job, so
+that whatever else the machine does falls on all of them; reported are medians and their ratios, for wall-clock time
+and for the processor time of rank 0 (all threads), which a busy machine disturbs less. Peak memory is measured in a
+job per engine: bytes allocated by torch (the profiler sees every allocation and release), and resident memory above
+what the process had before it built its model. One JSON line per case.
 
 `gloo_collectives` is our engine made to use Gloo's own gather and reduce-scatter instead of point-to-point messages:
 its distance from ours is what that route is worth.

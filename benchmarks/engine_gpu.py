@@ -2,8 +2,8 @@
 
     python benchmarks/engine_gpu.py            # `--quick` for a smaller model and fewer steps
 
-1. World size 1: the same Llama unwrapped, wrapped by us, and by torch's `fully_shard`; step time and peak memory. In bf16
-   throughout, where wrapping should cost nothing, and in mixed precision, where both engines keep fp32 masters.
+1. World size 1: the same Llama unwrapped, wrapped by us, and by torch's `fully_shard`; step time and peak memory. In
+   bf16 throughout, where wrapping should cost nothing, and in mixed precision, where both engines keep fp32 masters.
 2. Two ranks share the GPU through Gloo: losses and parameters must match one device, with and without offload.
 
 One JSON line per case; the exit status says whether part 2 matched.

@@ -4,9 +4,8 @@ A `Link` is this rank's connection to the others along one axis for one purpose 
 communicator each, so that neither waits for the other). Which tensors travel, and when, is decided by `unit.py`.
 
 On Gloo pieces go point to point, straight from and into their final memory: Gloo's own gather copies through a flat
-buffer, and its reduce-scatter is an all-reduce inside. Sums are then ours: in rank order, so they repeat bit for
-bit, and
-in fp32 for narrower gradients. On NCCL the collectives of a unit are coalesced into one launch.
+buffer, and its reduce-scatter is an all-reduce inside. Sums are then ours: in rank order, so they repeat bit for bit,
+and in fp32 for narrower gradients. On NCCL the collectives of a unit are coalesced into one launch.
 """
 
 from __future__ import annotations

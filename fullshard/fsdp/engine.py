@@ -1,12 +1,10 @@
 """When units are gathered, freed and reduced.
 
-The engine stands around every call of a unit's module. Forward: gather, run, free. Backward is followed through
-hooks on
-the tensors that units return and take: a gradient that arrives at an output means the unit's backward begins; one that
-arrives at an input means it is over. Autograd runs a pass's operations in the reverse of their order, so when the
-backward
-of one call begins, that of every later call is over; reductions are issued in that order on every rank, whatever
-branches its data took.
+The engine stands around every call of a unit's module. Forward: gather, run, free. Backward is followed through hooks
+on the tensors that units return and take: a gradient that arrives at an output means the unit's backward begins; one
+that arrives at an input means it is over. Autograd runs a pass's operations in the reverse of their order, so when
+the backward of one call begins, that of every later call is over; reductions are issued in that order on every rank,
+whatever branches its data took.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Side streams, and shards that lie on the host.
 
 On CUDA what prepares a gather or a reduction (casts, packing, copies from and to the host) runs on a stream of its
-own beside compute. With offload the shards, their gradients and so the optimizer's state lie in pinned host memory. On CPUs all of
-this falls away.
+own beside compute. With offload the shards, their gradients and so the optimizer's state lie in pinned host memory.
+On CPUs all of this falls away.
 """
 
 from __future__ import annotations
