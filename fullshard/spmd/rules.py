@@ -85,10 +85,19 @@ def by_global_draw(op: Any, args: Any, kwargs: Any) -> Any:
 
 def by_whole_draw(op: Any, args: Any, kwargs: Any) -> Any:
     """Any other operator that draws: on whole values, from the shared generator."""
+    return _on_whole(op, args, kwargs, "")
+
+
+@rule_for("linalg_solve_triangular")
+def distrusted(op: Any, args: Any, kwargs: Any) -> Any:
+    return _on_whole(op, args, kwargs, "torch's sharding rule for it leaves one matrix whole where the other is split")
+
+
+def _on_whole(op: Any, args: Any, kwargs: Any, why: str) -> Any:
     from fullshard.spmd.ops import by_copies
 
     flat, tree = tree_flatten((args, kwargs))
-    return by_copies(op, flat, tree, next(leaf for leaf in flat if is_sharded(leaf)).device_mesh)
+    return by_copies(op, flat, tree, next(leaf for leaf in flat if is_sharded(leaf)).device_mesh, why)
 
 
 def _torch_draws(op: Any, flat: list[Any]) -> bool:
