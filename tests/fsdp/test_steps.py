@@ -272,7 +272,7 @@ def test_a_good_step_after_an_exception(strategy, where):
 @pytest.mark.parametrize("cache", [False, True])
 def test_generate_with_ranks_that_stop_at_different_lengths(cache):
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):
-        pytest.skip("generate() of this transformers lets the mask of a finished rank grow past its tokens")
+        pytest.skip("fails inside generate() with transformers 5.17, for a reason not found yet; passes with 5.22")
     torch.manual_seed(3)
     plain = llama()
     model = _wrapped(dtype=torch.float32)
