@@ -173,8 +173,8 @@ def _torch_rule(op: Op, flat: list[Any], tree: Any) -> tuple[tuple[Placement, ..
 
 
 def _exact(op: Op, spec: DTensorSpec) -> bool:
-    if any(isinstance(p, Shard) and type(p) is not Shard for p in spec.placements):
-        return False
+    if not all(p.is_replicate() or p.is_partial() or type(p) is Shard for p in spec.placements):
+        return False  # a piece that is several stripes has no place in a partition spec
     dims = _uneven_dims(spec)
     if not dims:
         return True

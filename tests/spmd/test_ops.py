@@ -193,6 +193,16 @@ def test_writes_into_views_reach_the_tensor(write):
 
 
 @ranks(4)
+def test_merging_a_split_dim_into_one_before_it():
+    value = torch.arange(8.0).reshape(2, 4)
+    merged = xs.mark_sharding(value.clone(), square(), (None, "data")).reshape(8)
+    assert torch.equal(merged.full_tensor(), value.reshape(8))
+    assert torch.equal(merged.local_shards[0].data, value.reshape(8)[merged.local_shards[0].indices])
+    both = torch.stack([merged, xs.mark_sharding(torch.ones(8), square(), ("data",))])
+    assert torch.equal(both.full_tensor(), torch.stack([value.reshape(8), torch.ones(8)]))
+
+
+@ranks(4)
 def test_writes_into_a_pending_sum():
     value = torch.randn(4, 6, dtype=torch.float64)
     pending = xs.mark_sharding(value.clone(), square(), ("data", None)).sum(0)
