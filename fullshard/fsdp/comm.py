@@ -10,6 +10,7 @@ and in fp32 for narrower gradients. On NCCL the collectives of a unit are coales
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -66,7 +67,7 @@ class Pending:
         return finish() if finish is not None else []
 
 
-class Link:
+class Link(ABC):
     """The ranks along one axis. `size` 1 means there is nobody else, and no method is ever called."""
 
     from_host = False
@@ -77,17 +78,17 @@ class Link:
         self.size = group.size() if group is not None else 1
         self.index = group.rank() if group is not None else 0
 
+    @abstractmethod
     def gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending:
         """Fill each `whole` (contiguous, `size` equal pieces along dim 0) from every rank's `piece`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scatter_sum(self, wholes: Sequence[torch.Tensor], average: bool) -> Pending:
         """Sum each contiguous `whole` over the ranks; the results are this rank's pieces (1/size of the elements)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sum(self, values: Sequence[torch.Tensor], average: bool) -> Pending:
         """Sum each contiguous value over the ranks; the results are whole."""
-        raise NotImplementedError
 
 
 class PointToPoint(Link):

@@ -238,6 +238,22 @@ def train_sharded(
     return losses, gradients
 
 
+def sharded(
+    name: str = "llama", dtype: torch.dtype = torch.float32, strategy: str = "FULL_SHARD", **options: Any
+) -> Any:
+    """The model in units of its layers, with parameters both large and small enough to share a bucket."""
+    options.setdefault("auto_wrap_policy", None if name == "branches" else transformer_auto_wrap_policy)
+    options.setdefault("small_parameter_bytes", 2048)
+    return FSDPv2(build(name, dtype), mesh_for(strategy), strategy=strategy, **options)
+
+
+def step(model: nn.Module, name: str = "llama", dtype: torch.dtype = torch.float32, batch: int = 0) -> torch.Tensor:
+    """Forward and backward on this rank's rows of a batch."""
+    loss = loss_of(model, mine(batches(batch + 1, dtype, name)[batch]))
+    loss.backward()
+    return loss
+
+
 def wrapped(name: str, dtype: torch.dtype, checkpointed: bool, **options: Any) -> nn.Module:
     """The model, its layers checkpointed if asked, fully sharded."""
     model = build(name, dtype)

@@ -7,28 +7,15 @@ from torch import nn
 from fullshard.fsdp import FSDPv2, checkpoint_module, transformer_auto_wrap_policy
 from tests.fsdp.programs import (
     assert_same_training,
-    batches,
     build,
     llama,
-    loss_of,
     mesh_for,
-    mine,
+    sharded,
+    step,
 )
 from tests.pool import ranks
 
 DOUBLE = torch.float64
-
-
-def _wrapped(name="llama", dtype=torch.float32, strategy="FULL_SHARD", **options):
-    options.setdefault("auto_wrap_policy", None if name == "branches" else transformer_auto_wrap_policy)
-    options.setdefault("small_parameter_bytes", 2048)
-    return FSDPv2(build(name, dtype), mesh_for(strategy), strategy=strategy, **options)
-
-
-def _step(model, name="llama", dtype=torch.float32, batch=0):
-    loss = loss_of(model, mine(batches(batch + 1, dtype, name)[batch]))
-    loss.backward()
-    return loss
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
@@ -77,7 +64,7 @@ def test_each_unit_is_gathered_and_reduced_as_often_as_its_strategy_says(strateg
     model = _checkpointed_llama(kind, strategy)
     for batch in range(3):
         model.meter.reset()
-        _step(model, batch=batch)
+        step(model, batch=batch)
         layers = [unit.name for unit in model.plan.units[1:]]
         assert len(layers) == 3
         allowed = 2 if strategy == "FULL_SHARD" else 1
@@ -95,8 +82,8 @@ def test_each_unit_is_gathered_and_reduced_as_often_as_its_strategy_says(strateg
 def test_checkpointing_changes_no_gradient(kind):
     model = _checkpointed_llama("off", "FULL_SHARD")
     other = _checkpointed_llama(kind, "FULL_SHARD")
-    _step(model)
-    _step(other)
+    step(model)
+    step(other)
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(p.grad.to_local(), q.grad.to_local()) for p, q in pairs)
 
@@ -120,7 +107,7 @@ def test_gathered_memory_stays_within_the_plans_bound(strategy, in_flight):
         layer.register_forward_hook(lambda *_: seen.append(held()))
     for batch in range(3):
         model.meter.reset()
-        _step(model, batch=batch)
+        step(model, batch=batch)
         assert model.meter.peak <= model.plan.gathered_bound(in_flight)
         assert max(seen) <= model.meter.peak
     # The bound is not idle: this much is needed.
@@ -141,7 +128,7 @@ def test_frozen_parameters_are_never_reduced_and_keep_their_dtype():
         small_parameter_bytes=2048,
     )  # fmt: skip
     model.meter.reset()
-    _step(model)
+    step(model)
     assert set(model.meter.reduced_parameters) == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
     for name, parameter in model.named_parameters():
         assert parameter.dtype == (torch.float32 if "q_proj" in name else torch.bfloat16), name
@@ -161,20 +148,20 @@ def test_units_that_no_gradient_reaches_are_gathered_once():
         parameter.requires_grad_("layers.3" in name)
     for batch in range(2):
         model.meter.reset()
-        _step(model, batch=batch)
+        step(model, batch=batch)
         assert [model.meter.gathers[f"model.layers.{i}"] for i in range(3)] == [1, 1, 1]
         assert list(model.meter.reduces) == ["model.layers.3"]
 
 
 @ranks(2)
 def test_freezing_after_wrapping_is_noticed():
-    model = _wrapped()
-    _step(model)
+    model = sharded()
+    step(model)
     model.zero_grad()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
     model.meter.reset()
-    _step(model)
+    step(model)
     assert model.meter.reduced_parameters and all("norm" in name for name in model.meter.reduced_parameters)
     assert all((p.grad is not None) == ("norm" in n) for n, p in model.named_parameters())
 

@@ -22,22 +22,12 @@ from tests.fsdp.programs import (
     mean_over_ranks,
     mesh_for,
     mine,
+    sharded,
+    step,
 )
 from tests.pool import ranks
 
 DOUBLE = torch.float64
-
-
-def _wrapped(name="llama", dtype=torch.float32, strategy="FULL_SHARD", **options):
-    options.setdefault("auto_wrap_policy", None if name == "branches" else transformer_auto_wrap_policy)
-    options.setdefault("small_parameter_bytes", 2048)
-    return FSDPv2(build(name, dtype), mesh_for(strategy), strategy=strategy, **options)
-
-
-def _step(model, name="llama", dtype=torch.float32, batch=0):
-    loss = loss_of(model, mine(batches(batch + 1, dtype, name)[batch]))
-    loss.backward()
-    return loss
 
 
 def _gradients(model):
@@ -60,7 +50,7 @@ def _reference_gradients(program, name="llama"):
 
 def _compare(program, name="llama", **options):
     expected = _reference_gradients(program, name)
-    model = _wrapped(name, DOUBLE, **options)
+    model = sharded(name, DOUBLE, **options)
     with exact(DOUBLE):
         program(model, mine)
     _assert_gradients(model, expected)
@@ -87,13 +77,13 @@ def test_accumulated_gradients(strategy, sync_each):
 
 @ranks(2)
 def test_no_sync_keeps_narrow_gradients_in_the_dtype_they_are_summed_in():
-    model = _wrapped(mixed_precision="bf16")
+    model = sharded(mixed_precision="bf16")
     with model.no_sync():
-        _step(model)
+        step(model)
     held = [p.held for u in model._fullshard_engine.units for p in u.parameters]
     assert all(h is not None and h.dtype == torch.float32 for h in held)
     assert all(p.grad is None for p in model.parameters())
-    _step(model)
+    step(model)
     assert all(p.held is None for u in model._fullshard_engine.units for p in u.parameters)
 
 
@@ -146,7 +136,7 @@ def test_a_forward_without_a_backward_leaves_nothing_behind(strategy):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_a_kept_forward_does_not_hide_an_optimizer_step(strategy):
     """Values gathered for an earlier forward, whose graph still lives, are gathered anew once the shards changed."""
-    model, reference = _wrapped(dtype=DOUBLE, strategy=strategy), build("llama", DOUBLE)
+    model, reference = sharded(dtype=DOUBLE, strategy=strategy), build("llama", DOUBLE)
     data = batches(2, DOUBLE)
     with exact(DOUBLE):
         kept = loss_of(model, mine(data[0]))
@@ -200,7 +190,7 @@ def test_outputs_that_pass_through_the_module_around_a_unit(strategy):
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_evaluation_without_gradients(strategy):
-    model = _wrapped(dtype=DOUBLE, strategy=strategy)
+    model = sharded(dtype=DOUBLE, strategy=strategy)
     batch = batches(1, DOUBLE)[0]
     with torch.inference_mode(), exact(DOUBLE):  # the very first pass
         loss_of(model, mine(batch))
@@ -213,7 +203,7 @@ def test_evaluation_without_gradients(strategy):
     assert all(count == 1 for count in model.meter.gathers.values())
     with torch.inference_mode(), exact(DOUBLE):
         loss_of(model, mine(batch))
-    _step(model, dtype=DOUBLE)
+    step(model, dtype=DOUBLE)
 
 
 @ranks(2, 4)
@@ -247,10 +237,10 @@ def _raise(*_):
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
 def test_a_good_step_after_an_exception(strategy, where):
     expected = _reference_gradients(lambda m, part: loss_of(m, batches(1, DOUBLE)[0]).backward())
-    model = _wrapped(dtype=DOUBLE, strategy=strategy)
+    model = sharded(dtype=DOUBLE, strategy=strategy)
     layer = model.model.layers[0].mlp
     with exact(DOUBLE):
-        _step(model, dtype=DOUBLE)
+        step(model, dtype=DOUBLE)
         model.zero_grad()
         if where == "forward":
             handle = layer.register_forward_hook(_raise)
@@ -259,11 +249,11 @@ def test_a_good_step_after_an_exception(strategy, where):
         else:
             handle = model.lm_head.register_forward_hook(_raise)
         with pytest.raises(_Boom):
-            _step(model, dtype=DOUBLE)
+            step(model, dtype=DOUBLE)
         handle.remove()
         assert not any(unit.shown for unit in model._fullshard_engine.units) or where == "backward"
         model.zero_grad()
-        _step(model, dtype=DOUBLE)
+        step(model, dtype=DOUBLE)
     _assert_gradients(model, expected)
     assert model.meter.live == 0
 
@@ -275,7 +265,7 @@ def test_generate_with_ranks_that_stop_at_different_lengths(cache):
         pytest.skip("fails inside generate() with transformers 5.17, for a reason not found yet; passes with 5.22")
     torch.manual_seed(3)
     plain = llama()
-    model = _wrapped(dtype=torch.float32)
+    model = sharded(dtype=torch.float32)
     prompts = [torch.tensor([[5, 9, 11]]), torch.tensor([[7, 3, 30]])]
     # Each rank ends at a token that its own continuation contains early or late.
     free = [plain.generate(p, max_new_tokens=8, do_sample=False, eos_token_id=None) for p in prompts]
@@ -294,7 +284,7 @@ def test_generate_with_ranks_that_stop_at_different_lengths(cache):
     lengths = [None, None]
     torch.distributed.all_gather_object(lengths, alone_.shape[1])
     assert lengths[0] != lengths[1]
-    _step(model)  # and it still trains
+    step(model)  # and it still trains
 
 
 # --- shapes ---------------------------------------------------------------------------------------------------------
@@ -399,7 +389,7 @@ def test_one_device_shares_storage_and_calls_no_collective():
 def test_the_reference_is_not_what_is_tested():
     """The one-device program and the sharded one really differ in what each rank sees."""
     losses, _, _ = alone("llama", 5, DOUBLE)
-    model = _wrapped(dtype=DOUBLE)
+    model = sharded(dtype=DOUBLE)
     with exact(DOUBLE):
         own = loss_of(model, mine(batches(1, DOUBLE)[0])).item()
     assert abs(own - losses[0]) > 1e-6
