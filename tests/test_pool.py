@@ -189,7 +189,8 @@ def test_hangs(tmp_path):
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_run(end: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "test_hangs.py").write_text(RUN_THAT_HANGS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "--rootdir", str(tmp_path)]

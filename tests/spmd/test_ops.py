@@ -81,11 +81,24 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-@ranks(4, timeout=170)
+@ranks(4)
 @pytest.mark.parametrize("program", PROGRAMS)
-@settings(max_examples=12)
+@settings(max_examples=4)
 @given(problem=problems())
 def test_programs_equal_one_device(program, problem):
+    _equal_one_device(program, problem)
+
+
+@ranks(4, timeout=300)
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+@settings(max_examples=40)
+@given(problem=problems())
+def test_programs_equal_one_device_on_many_layouts(program, problem):
+    _equal_one_device(program, problem)
+
+
+def _equal_one_device(program, problem):
     plain, sharded = build(problem)
     run = PROGRAMS[program]
     expected, got = run(**plain), run(**sharded)
@@ -99,7 +112,7 @@ def test_programs_equal_one_device(program, problem):
 
 
 @ranks(4, timeout=120)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(problem=problems())
 def test_gathering_gives_back_every_bit(problem):
     plain, sharded = build(problem)
