@@ -193,7 +193,7 @@ def _make_units(
         plan = shard.plan_for([name for name, _ in named_sites], parameter, options.terms)
         made = shard.make_shard(parameter, plan, options.mesh, sync=sync, offload=options.cpu_offload)
         data_axes = ("fsdp", *options.replica_axes)
-        sharded = ShardedParameter(plan, made, sites, options.mesh, data_axes)
+        sharded = ShardedParameter(plan, made, sites, options.mesh, data_axes, options.cpu_offload)
         shard.install(parameter, sharded)
         owned[shard.owner_of(sites, inside)].append(sharded)
     keeps = options.strategy.keeps_after_forward

@@ -34,7 +34,13 @@ class ShardedParameter:
     """A parameter that is sharded at rest and gathered to be used."""
 
     def __init__(
-        self, plan: ParameterPlan, shard: nn.Parameter, sites: list[Site], mesh: Mesh, data_axes: tuple[str, ...]
+        self,
+        plan: ParameterPlan,
+        shard: nn.Parameter,
+        sites: list[Site],
+        mesh: Mesh,
+        data_axes: tuple[str, ...],
+        offloaded: bool = False,
     ):
         self.plan = plan
         self.shard = shard
@@ -58,6 +64,8 @@ class ShardedParameter:
         """Gradient kept back by `no_sync`, in the dtype it will travel in."""
         self.view: Any = None
         """What the module sees instead of the gathered value, if it has its own way of seeing it."""
+        self.offloaded = offloaded
+        """Whether the shard lies on the host."""
 
     # --- at rest ------------------------------------------------------------------------------------------------------
 
@@ -85,10 +93,14 @@ class ShardedParameter:
         return self.shard.requires_grad != self.plan.trainable
 
     def give_memory(self) -> None:
-        """Give a shard that was planned on the meta device its memory, on this rank's device and without values yet."""
+        """Give a shard that was planned on the meta device its memory where it lies at rest, without values yet."""
         if self.local.is_meta:
             assert is_sharded(self.shard)
-            local = torch.empty_like(self.local, device=runtime.device())
+            if self.offloaded:
+                pin = torch.cuda.is_available()
+                local = torch.empty(self.local.shape, dtype=self.local.dtype, device="cpu", pin_memory=pin)
+            else:
+                local = torch.empty_like(self.local, device=runtime.device())
             new = nn.Parameter(type(self.shard)(local, self.shard._spec, requires_grad=False), self.shard.requires_grad)
             torch.utils.swap_tensors(self.shard, new)  # the same object: an optimizer may hold it already
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,10 @@ from fullshard.errors import FSDPError
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.spmd.tensor import is_sharded, relaid, replicated
+
+streamed_save: Callable[[nn.Module, Any, dict[str, Any]], Any] | None = None
+"""What writes a model's files without gathering all of it first. The room that can (`weights/`) puts itself here when
+it is imported; it returns NotImplemented for models and options it leaves to transformers."""
 
 
 def whole_value(sharded: ShardedParameter) -> torch.Tensor:
@@ -119,7 +123,9 @@ def _cut(name: str, value: torch.Tensor, p: ShardedParameter) -> torch.Tensor:
 
 
 def save_pretrained(model: nn.Module, plain: Any, directory: Any, options: dict[str, Any]) -> Any:
-    """Gather whole values and let transformers write them on rank 0."""
+    """Write them tensor by tensor where that is known how; else gather all and let transformers write on rank 0."""
+    if streamed_save is not None and (result := streamed_save(model, directory, options)) is not NotImplemented:
+        return result
     if options.get("state_dict") is None:
         options["state_dict"] = full_state_dict(model, rank0_only=True, cpu=True)
     options.setdefault("is_main_process", runtime.is_main())

@@ -21,6 +21,7 @@ from fullshard.fsdp.offload import HostGradients, Streams
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import dtype_of
+from fullshard.fsdp.writes import writes_of
 
 
 @dataclass
@@ -141,7 +142,7 @@ class Unit:
                 mine[name].view = seen
 
     def _shard_versions(self) -> list[Any]:
-        return [(id(p.shard), p.shard._version, p.local._version) for p in self.parameters]
+        return [(id(p.shard), writes_of(p.shard)) for p in self.parameters]
 
     def is_fresh(self) -> bool:
         """Whether the shards are as they were when the unit was gathered."""

@@ -103,7 +103,7 @@ class _Here:
     """Where this rank is."""
 
     step: int = 0
-    unit: str = ""
+    unit: str | None = ""
     operation: str = "start"
     waiting: Label | None = None
     since: float = 0.0
@@ -111,11 +111,13 @@ class _Here:
     watches: dict[str, Watch] = field(default_factory=dict)
 
     def text(self) -> str:
-        return f"step {self.step}, unit {self.unit or '(root)'}, {self.operation}"
+        unit = "" if self.unit is None else f"unit {self.unit or '(root)'}, "
+        return f"step {self.step}, {unit}{self.operation}"
 
 
 _here = _Here()
 _thread: threading.Thread | None = None
+_stop = threading.Event()
 failures = 0
 """How often a communicator failed. Ranks may have stopped in different places, so none made before is used again."""
 
@@ -129,8 +131,8 @@ def watch_for(purpose: str, ranks: tuple[int, ...], group: Any) -> Watch:
     return known
 
 
-def at(step: int, unit: str, operation: str) -> None:
-    """Note where this rank is."""
+def at(step: int, unit: str | None, operation: str) -> None:
+    """Note where this rank is; `unit` is None for what concerns the whole job."""
     _here.step, _here.unit, _here.operation = step, unit, operation
 
 
@@ -162,21 +164,22 @@ def _lost(what: str, ranks: tuple[int, ...], error: Exception) -> str:
 
 
 def _thread_runs() -> None:
-    global _thread
+    global _thread, _stop
     if _thread is None or not _thread.is_alive():
         store = dist.distributed_c10d._get_default_store()
         with contextlib.suppress(Exception):
             store = store.clone()  # a connection of its own, where the store has such: nobody else's wait holds it up
-        _thread = threading.Thread(target=_look, args=(store, dist.group.WORLD), name="fullshard-watch", daemon=True)
+        _stop = threading.Event()
+        arguments = (store, dist.group.WORLD, _stop)
+        _thread = threading.Thread(target=_look, args=arguments, name="fullshard-watch", daemon=True)
         _thread.start()
 
 
-def _look(store: Any, world: Any) -> None:
+def _look(store: Any, world: Any, stop: threading.Event) -> None:
     told: tuple[int, float] = (0, 0.0)  # which wait was reported, and when
     suspects: dict[str, Any] = {}
     published = ""
-    while dist.group.WORLD is world:
-        time.sleep(POLL)
+    while not stop.wait(POLL) and dist.group.WORLD is world:
         try:
             note = json.dumps(_note())
             if note != published:
@@ -215,6 +218,9 @@ def _note() -> dict[str, Any]:
 
 @atexit.register
 def _say_goodbye() -> None:
+    _stop.set()
+    if _thread is not None:
+        _thread.join(2 * POLL)  # a thread that is inside torch when the interpreter ends takes the process with it
     if _thread is not None and dist.is_initialized():
         with contextlib.suppress(Exception):
             store = dist.distributed_c10d._get_default_store()

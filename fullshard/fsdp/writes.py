@@ -1,0 +1,40 @@
+"""How often a parameter has been written to: what was gathered or loaded before is out of date once this changes.
+
+torch counts writes to a tensor, but not those that multi-tensor optimizers (`foreach`, `fused`) make to sharded ones,
+so optimizer steps are counted here. Writes through `.data`, and multi-tensor operators called directly, go unseen.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fullshard.spmd.tensor import is_sharded
+
+_STEPS = "_fullshard_steps"
+
+
+def writes_of(shard: torch.Tensor) -> tuple[int, int, int]:
+    """A value that differs after a write, from its first call in the process on."""
+    _count_steps()
+    # Operators on a sharded tensor count on it and not on its piece; those on the piece count there alone.
+    return shard._version, piece_of(shard)._version, getattr(shard, _STEPS, 0)
+
+
+def piece_of(shard: torch.Tensor) -> torch.Tensor:
+    return shard._local_tensor if is_sharded(shard) else shard
+
+
+@functools.cache
+def _count_steps() -> None:
+    register_optimizer_step_post_hook(_count)
+
+
+def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                setattr(parameter, _STEPS, getattr(parameter, _STEPS, 0) + 1)
