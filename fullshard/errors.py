@@ -44,3 +44,27 @@ class BatchKeyError(UserError, KeyError):
 
 class FSDPError(UserError, RuntimeError):
     """A module that cannot be wrapped as asked, or a wrapped one used in a way that cannot work."""
+
+
+class WeightsError(UserError, RuntimeError):
+    """Weight files that cannot be read, do not fit the model, or cannot be written."""
+
+
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint that cannot be written, is damaged, or does not fit what it is loaded into."""
+
+
+class QuantizationError(UserError, ValueError):
+    """A quantisation that does not exist, or weights it cannot be applied to."""
+
+
+class DataError(UserError, ValueError):
+    """Training data that cannot be read or used as it is."""
+
+
+class ConfigError(UserError, ValueError):
+    """Settings that do not exist, do not fit together, or cannot be carried out here."""
+
+
+class TrainingError(UserError, RuntimeError):
+    """A training run that cannot go on."""

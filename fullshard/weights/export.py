@@ -1,0 +1,224 @@
+"""`save_pretrained`: from shards to files that transformers reads, one tensor at a time.
+
+All ranks send their pieces of a tensor to the first, which writes it at its place (`outgoing.py`, `writer.py`).
+Conversions made at load are undone (`reverse.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from fullshard import runtime
+from fullshard.errors import WeightsError
+from fullshard.fsdp import state
+from fullshard.fsdp.engine import Engine
+from fullshard.fsdp.parameter import ShardedParameter
+from fullshard.fsdp.strategy import dtype_name, dtype_of
+from fullshard.weights.dtypes import dtypes_kept
+from fullshard.weights.hooks import WritesFiles, own_readers
+from fullshard.weights.meeting import any_of, front_group
+from fullshard.weights.outgoing import Outgoing
+from fullshard.weights.progress import Bar
+from fullshard.weights.reader import lengths
+from fullshard.weights.report import together
+from fullshard.weights.reverse import Group, Reverse
+from fullshard.weights.writer import total_bytes
+
+
+def save_pretrained(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "10GB",
+    tokenizer: Any = None,
+    verify: bool = True,
+    progress: bool = True,
+) -> Path:
+    """Write a wrapped transformers model so that `from_pretrained` reads it. All ranks must call it.
+
+    - `dtype`: of floating-point weights in the files; None writes each as it is stored, and says which that is.
+    - `max_shard_size`: larger models are written in several files with an index.
+    - `tokenizer`: saved beside the weights; without one, the files of the model's base are copied.
+    - `verify`: read everything back and compare checksums, not only sizes and headers.
+
+    Beside the shards, the first rank holds one tensor at a time, and where tensors are converted its converted form.
+    """
+    plain, tensors = _check(model)
+    kept = dtypes_kept(plain, wanted, tensors) if (wanted := dtype_of(dtype)) is not None else {}
+
+    def dtype_in_file(name: str) -> torch.dtype:
+        stored = tensors[name].dtype
+        return kept.get(name, wanted) if wanted is not None and stored.is_floating_point else stored
+
+    groups = _groups(plain, tensors)
+    made = [
+        group.convert({n: torch.empty(tensors[n].shape, dtype=dtype_in_file(n), device="meta") for n in group.members})
+        for group in groups
+    ]
+    form = {name: torch.empty_like(t) for converted in made for name, t in converted.items()}  # no shared storage
+    runtime.get_logger().info("writing %s to %s", _described(form, wanted), directory)
+    target = Path(directory)
+    writing: list[Outgoing] = []
+
+    def begin() -> None:
+        if runtime.is_main():
+            packed = {n for g, converted in zip(groups, made, strict=True) if isinstance(g, _Packed) for n in converted}
+            writing.append(Outgoing(target, form, max_shard_size, packed))
+
+    try:
+        together(begin, "export")
+        _stream(model, groups, tensors, dtype_in_file, writing, Bar("writing", total_bytes(form), progress))
+
+        def finish() -> None:
+            for w in writing:
+                w.finish(plain, tokenizer, verify)
+
+        together(finish, "export")
+    finally:
+        for w in writing:
+            w.clean_up()
+    return target
+
+
+def _check(model: nn.Module) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """The model and what of it is written, tied values once; or why it cannot be."""
+    if not isinstance(getattr(model, "_fullshard_engine", None), Engine):
+        raise WeightsError(f"save_pretrained writes wrapped models, FSDPv2(module, mesh); got {type(model).__name__}")
+    if not isinstance(model, PreTrainedModel):
+        raise WeightsError(
+            f"save_pretrained writes transformers models; {type(model).__name__} is none. An adapter is written by its "
+            f"own model.save_pretrained(directory), other modules with model.full_state_dict()"
+        )
+    if packed := {name: module for name, module in own_readers(model).items() if not isinstance(module, WritesFiles)}:
+        raise WeightsError(
+            f"{len(packed)} modules ({next(iter(packed))}, …) store packed weights, which transformers would not read; "
+            f"export the model's adapter, or load it without quantisation"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    everything = model.state_dict(keep_vars=True)
+    seen = {id(everything[source]) for source in ties.values() if source in everything}
+    for name, value in everything.items():
+        tied = name in ties and id(value) in seen or id(value) in {id(t) for t in tensors.values()}
+        if not tied and name not in (model._keys_to_ignore_on_save or ()):
+            tensors[name] = value
+    empty = [name for name, value in tensors.items() if getattr(value, "_local_tensor", value).is_meta]
+    if empty or not tensors:
+        raise WeightsError(
+            f"{len(empty)} parameters have no values yet ({', '.join(empty[:3])}); load them before saving"
+            if empty
+            else f"{type(model).__name__} has no parameters to save"
+        )
+    return model, tensors
+
+
+class _Packed(Group):
+    """The parameters of a module that files hold in another form."""
+
+    def __init__(self, reverse: Reverse, name: str, module: WritesFiles):
+        super().__init__(reverse, name)
+        self.module = module
+        self.members = {f"{name}.{part}": None for part in module.made_parameters()}
+
+    def convert(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parts = {member.removeprefix(f"{self.first}."): values[member] for member in self.members}
+        return {self.reverse.renamed(f"{self.first}.{name}"): t for name, t in self.module.as_files(parts).items()}
+
+
+def _groups(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[Group]:
+    """What is converted together: packed modules each for itself, the rest as loading converted it."""
+    reverse = Reverse(model)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, WritesFiles)}
+    packed = [_Packed(reverse, name, module) for name, module in modules.items()]
+    taken = {member for group in packed for member in group.members}
+    return [*reverse.groups(name for name in tensors if name not in taken), *packed]
+
+
+def _described(form: dict[str, torch.Tensor], wanted: torch.dtype | None) -> str:
+    names = sorted({dtype_name(t.dtype) for t in form.values()})
+    how = "as asked" if wanted is not None else "as stored; dtype= writes another"
+    return f"{total_bytes(form) / 1e9:.2f} GB of {', '.join(names)} ({how})"
+
+
+def _stream(
+    model: nn.Module,
+    groups: list[Group],
+    tensors: dict[str, torch.Tensor],
+    dtype_in_file: Callable[[str], torch.dtype],
+    writing: list[Outgoing],
+    bar: Bar,
+) -> None:
+    """One group after another goes to the first rank, which writes it."""
+    engine: Engine = model._fullshard_engine
+    by_shard: dict[int, ShardedParameter] = {id(p.shard): p for unit in engine.units for p in unit.parameters}
+    failure: Exception | None = None
+    done = 0
+    with bar:
+        for group in groups:
+            values = {}
+            for name in group.members:
+                p, dtype = by_shard.get(id(tensors[name])), dtype_in_file(name)
+                whole = _whole(p, dtype) if p is not None else tensors[name].detach().to("cpu", dtype)
+                values[name] = torch.empty(0) if whole is None else whole
+                del whole
+            for w in writing:
+                try:
+                    converted = group.convert(values)
+                    del values
+                    done += w.write(converted)
+                    del converted
+                    bar.at(done)
+                except Exception as error:
+                    failure = error
+            if any_of(failure is not None, 0, "export"):
+                break
+
+    def settle() -> None:
+        if failure is not None:
+            raise failure
+
+    together(settle, "export")
+
+
+def _whole(p: ShardedParameter, dtype: torch.dtype) -> torch.Tensor | None:
+    """The whole value in the first rank's host memory; the others send their pieces and get nothing."""
+    mine = p.local.detach().to("cpu", dtype).contiguous()
+    shape, group, layout = p.plan.shape, front_group(), p.layout
+    if lengths(layout.slices(shape, 0)) == shape:
+        return mine if runtime.is_main() else None  # the first rank has it all
+    senders = [int(rank) for rank in layout.mesh.device_ids if layout.replica_id(int(rank)) == 0]
+    if not runtime.is_main():
+        if runtime.rank() in senders and mine.numel():
+            dist.send(mine, 0, group=group)
+        return None
+    whole = torch.empty(shape, dtype=dtype)
+    for rank in senders:
+        target = whole[layout.slices(shape, rank)]
+        if rank == 0:
+            target.copy_(mine)
+        elif target.numel():
+            into = target if target.is_contiguous() else torch.empty(target.shape, dtype=dtype)
+            dist.recv(into, rank, group=group)
+            if into is not target:
+                target.copy_(into)
+    return whole
+
+
+def _save_for(model: nn.Module, directory: Any, options: dict[str, Any]) -> Any:
+    """What `model.save_pretrained` of a wrapped model does, where this file can do it."""
+    if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
+        return NotImplemented
+    if not set(options) <= {"max_shard_size", "dtype", "tokenizer", "verify", "progress"}:
+        return NotImplemented
+    return save_pretrained(model, directory, **options)
+
+
+state.streamed_save = _save_for

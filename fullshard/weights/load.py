@@ -1,0 +1,248 @@
+"""`load_pretrained`: from a directory or a name on the Hub to a fully sharded model.
+
+The model is built on the meta device, changed as asked, planned and wrapped; then its shards are filled from the files
+(`fill.py`). No rank ever holds the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from fullshard import runtime
+from fullshard.adapters.quantize import Quantization, quantize_model
+from fullshard.errors import WeightsError
+from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
+from fullshard.fsdp.shard import broadcast
+from fullshard.fsdp.strategy import ShardingStrategy, dtype_of
+from fullshard.spmd.mesh import Mesh, get_global_mesh
+from fullshard.weights import export as export  # a loaded model's own save_pretrained streams
+from fullshard.weights import keys
+from fullshard.weights.dtypes import dtypes_kept
+from fullshard.weights.files import Source
+from fullshard.weights.fill import fill
+from fullshard.weights.hooks import Transform
+from fullshard.weights.locate import open_source, resolve
+from fullshard.weights.report import together
+
+UNSET: Any = object()
+
+
+def load_pretrained(
+    path: str | Path,
+    mesh: Mesh | None = None,
+    *,
+    torch_dtype: torch.dtype | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    model_class: Any = None,
+    config: Any = None,
+    quantization_config: Any = None,
+    adapt: Callable[[nn.Module], nn.Module | None] | None = None,
+    annotate: Callable[[nn.Module, Mesh], Any] | None = None,
+    transform: Transform | None = None,
+    resize_vocab: int | None = None,
+    strict: bool = True,
+    seed: int = 0,
+    progress: bool = True,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    token: str | bool | None = None,
+    key_mapping: dict[str, str] | None = None,
+    trust_remote_code: bool = False,
+    auto_wrap_policy: Any = UNSET,
+    **options: Any,
+) -> Any:
+    """A fully sharded model with the weights of a directory or of a model on the Hub. All ranks must call it.
+
+    - `mesh`: over all ranks along `fsdp` if none is given or set globally.
+    - `torch_dtype` (or `dtype`): a dtype, its name, or "auto" (the default): that of the config, else of the files.
+    - `model_class`: a transformers class or its name; by default the one that the config names.
+    - `config`: one to use instead of the files', or a dict of settings that differ.
+    - `quantization_config`: a `BitsAndBytesConfig(load_in_4bit=True, …)`; linear layers are quantised while they load.
+      Files that hold 4-bit weights (bitsandbytes') are loaded as they are, without it.
+    - `adapt(model)`: changes the model before it is planned, on the meta device: adapters, replaced modules.
+    - `annotate(model, mesh)`: marks parameters (`mark_sharding`) for tensor parallelism.
+    - `resize_vocab`: the number of token rows, if more than in the files.
+    - `transform`, `strict`, `seed`, `key_mapping`, `progress`: as in `fill`.
+    - everything else is an option of `FSDPv2`. `auto_wrap_policy` is `transformer_auto_wrap_policy` by default.
+    """
+    runtime.use_spmd()
+    mesh = mesh or get_global_mesh() or _mesh_for(options.get("strategy", ShardingStrategy.FULL_SHARD))
+    where = resolve(path, revision=revision, cache_dir=cache_dir, token=token)
+    opened: list[Source] = []
+
+    def build() -> PreTrainedModel:
+        opened.append(open_source(where))
+        settings = _config(where, config, trust_remote_code)
+        if resize_vocab is not None:
+            settings.get_text_config().vocab_size = resize_vocab
+        wanted = _dtype(torch_dtype if torch_dtype is not None else dtype, settings, opened[0])
+        settings.name_or_path = str(path)
+        return _on_meta(_class_of(model_class, settings), settings, wanted, where, trust_remote_code)
+
+    with contextlib.ExitStack() as stack:
+        made: list[PreTrainedModel] = []
+        together(lambda: made.append(build()), "build")
+        stack.callback(opened[0].close)
+        model: Any = made[0]
+        _untie_what_differs(model, opened[0], key_mapping)
+        model.eval()
+        packed = quantization_config or getattr(model.config, "quantization_config", None)
+        if packed is not None:
+            quantize_model(model, packed, {name: entry.shape for name, entry in opened[0].entries.items()})
+        before = set(model.state_dict())
+        prefix = ""
+        if adapt is not None:
+            model = _adapted(model, adapt)
+            prefix, _ = keys.plain_model(model)
+        if annotate is not None:
+            annotate(model, mesh)
+        new = {n for n, _ in model.named_parameters() if keys.plain_name(n, prefix) not in before}
+        _share_values(model, mesh)
+        policy = transformer_auto_wrap_policy if auto_wrap_policy is UNSET else auto_wrap_policy
+        wrap: Any = FSDPv2
+        model = wrap(model, mesh, auto_wrap_policy=policy, **options)
+        fill(
+            model, opened[0], transform=transform, strict=strict, resize_vocab=resize_vocab is not None, new=new,
+            key_mapping=key_mapping, seed=seed, progress=progress,
+        )  # fmt: skip
+    return model
+
+
+def _mesh_for(strategy: Any) -> Mesh:
+    world = runtime.world_size()
+    if ShardingStrategy.of(strategy).hybrid:
+        inside = runtime.local_world_size()
+        return Mesh(np.arange(world), (world // inside, inside), ("replica", "fsdp"))
+    return Mesh(np.arange(world), (world,), ("fsdp",))
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def _config(where: Path, given: Any, trust_remote_code: bool) -> Any:
+    directory = where if where.is_dir() else where.parent
+    if given is not None and not isinstance(given, dict):
+        return copy.deepcopy(given)
+    try:
+        found = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **(given or {}))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{directory} has no usable config.json: {str(error).splitlines()[0]}") from error
+    if (packed := getattr(found, "quantization_config", None)) is not None:
+        Quantization.of(packed)  # weights that are stored quantised in a way we cannot read are refused here
+    return found
+
+
+def _class_of(given: Any, config: Any) -> Any:
+    """The model class: as given, as the config names it, or for causal language models."""
+    if isinstance(given, str):
+        found = getattr(transformers, given, None)
+        if found is None:
+            raise WeightsError(f"model_class={given!r}: transformers has no class of that name")
+        return found
+    if given is not None:
+        return given
+    for name in config.architectures or ():
+        if isinstance(found := getattr(transformers, name, None), type):
+            return found
+    return AutoModelForCausalLM
+
+
+def _dtype(given: Any, config: Any, source: Source) -> torch.dtype:
+    if given not in (None, "auto"):
+        found = dtype_of(given)
+        assert found is not None
+        return found
+    stated = dtype_of(getattr(config, "dtype", None))
+    if stated is not None:
+        return stated
+    floating = (e.dtype for e in source.entries.values() if e.dtype.is_floating_point and e.dtype.itemsize > 1)
+    return next(floating, torch.get_default_dtype())
+
+
+def _on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trust_remote_code: bool) -> Any:
+    config.dtype = dtype
+    for sub in getattr(config, "sub_configs", ()):
+        if getattr(config, sub, None) is not None:
+            getattr(config, sub).dtype = dtype
+    extra = {"trust_remote_code": True} if trust_remote_code else {}
+    with torch.device("meta"):
+        if hasattr(model_class, "from_config"):  # an Auto class
+            model = model_class.from_config(config, dtype=dtype, **extra)
+        else:
+            model = model_class._from_config(config, dtype=dtype)
+    for name, kept in dtypes_kept(model, dtype, dict(model.named_parameters())).items():
+        module, _, key = name.rpartition(".")
+        held = model.get_submodule(module)._parameters
+        held[key] = nn.Parameter(held[key].to(kept), requires_grad=held[key].requires_grad)
+    if model.can_generate():
+        with contextlib.suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(where if where.is_dir() else where.parent)
+    return model
+
+
+# --- before planning --------------------------------------------------------------------------------------------------
+
+
+def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="for .*: copying from a non-meta parameter")
+        try:
+            return adapt(model) or model
+        except UserWarning as lost:
+            raise WeightsError(
+                "adapt() loads values into the model, which has no memory yet, so they would be lost. Let it lay out "
+                "the adapter only (get_peft_model) and load its values afterwards: peft.set_peft_model_state_dict("
+                "model, safetensors.torch.load_file('…/adapter_model.safetensors'))"
+            ) from lost
+
+
+def _untie_what_differs(model: PreTrainedModel, source: Source, key_mapping: Any) -> None:
+    """Parameters that the config ties and the files store with different values are not tied, as in transformers."""
+    ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    if not ties:
+        return
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+
+    def differing() -> list[str]:
+        readers = keys.find(model, shapes, source, key_mapping).readers
+        both = [(a, b) for a, b in ties.items() if a in readers and b in readers and readers[a] is not readers[b]]
+        return [a for a, b in both if not _equal(readers[a], readers[b])]
+
+    for name in sorted({name for found in together(differing, "compare tied weights") for name in found}):
+        runtime.get_logger().warning(
+            "the config ties %s to %s, but the files hold different values for them; they are not tied",
+            name,
+            ties[name],
+        )
+        module, _, key = name.rpartition(".")
+        old: Any = model.get_submodule(module)._parameters[key]
+        model.get_submodule(module)._parameters[key] = nn.Parameter(torch.empty_like(old), old.requires_grad)
+        model.all_tied_weights_keys.pop(name)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether this rank's share of the rows is the same in both."""
+    if a.shape != b.shape:
+        return False
+    step = max(1, 2**22 // max(1, int(np.prod(a.shape[1:]))))
+    starts = range(0, a.shape[0], step)
+    mine = starts[runtime.rank() :: runtime.world_size()]
+    return all(torch.equal(a[i : i + step], b[i : i + step]) for i in mine)
+
+
+def _share_values(model: nn.Module, mesh: Mesh) -> None:
+    """What `adapt` gave values (an adapter it loaded) is alike on all ranks afterwards."""
+    for p in model.parameters():
+        if not p.is_meta:
+            p.data = broadcast(p.data.to(runtime.device()).contiguous(), mesh)

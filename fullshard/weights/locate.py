@@ -1,0 +1,181 @@
+"""Where a model's files are: a directory, a file, or a name on the Hub; and what to say when they are not there."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fullshard import runtime
+from fullshard.errors import WeightsError
+from fullshard.weights.files import Source
+from fullshard.weights.report import together
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Endings of files that hold pickles: to read one is to run whatever it says."""
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""What is fetched from the Hub: weights without pickles, configuration, tokenizer."""
+
+
+def open_source(path: str | Path) -> Source:
+    """The safetensors files at a path: a directory, one file, or an index."""
+    return Source(path, weight_files(Path(path)))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that hold the weights, in order."""
+    if path.is_file():
+        if path.name.endswith(".index.json"):
+            return _indexed(path)
+        if path.suffix == ".safetensors":
+            return [path]
+        if path.suffix in PICKLES:
+            raise WeightsError(_refuse_pickle(path, path.parent, [path]))
+        raise WeightsError(f"{path} is not a safetensors file; expected one, or a directory that holds some")
+    if not path.is_dir():
+        raise WeightsError(f"{path} does not exist.{_suggest(path)}")
+    if (path / INDEX).exists():
+        return _indexed(path / INDEX)
+    if (path / SINGLE).exists():
+        return [path / SINGLE]
+    indexes = sorted(path.glob("*.safetensors.index.json"))
+    found = sorted(path.glob("*.safetensors"))
+    if len(indexes) == 1:
+        return _indexed(indexes[0])
+    if found and not (path / "adapter_config.json").exists() and not (path / "manifest.json").exists():
+        return found
+    raise WeightsError(_nothing_here(path))
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        listed = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise WeightsError(f"{index} is not a safetensors index ({type(error).__name__}: {error})") from error
+    files = [index.parent / name for name in listed]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise WeightsError(
+            f"{index} lists {len(files)} files, of which {len(absent)} are not there: {', '.join(absent[:5])}. Fetch "
+            f"or copy them again"
+        )
+    return files
+
+
+# --- saying what to do ------------------------------------------------------------------------------------------------
+
+
+def _nothing_here(path: Path) -> str:
+    if (path / "manifest.json").exists():
+        return (
+            f"{path} is a training checkpoint, not a model. Resume from it with fullshard.load_state or "
+            f"CheckpointManager.restore, or turn it into a model: fullshard merge-weights {path} OUT"
+        )
+    if (path / "adapter_config.json").exists():
+        try:
+            base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        except (OSError, ValueError):
+            base = None
+        return (
+            f"{path} holds an adapter, not a model. Load its base model{f' ({base})' if base else ''} with an adapter "
+            f"of the same kind: load_pretrained(base, adapt=lambda model: get_peft_model(model, PeftConfig."
+            f"from_pretrained({str(path)!r}))); then load its values with peft.set_peft_model_state_dict"
+        )
+    pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
+    if pickles:
+        return _refuse_pickle(path, path, pickles)
+    return f"{path} holds no safetensors files.{_suggest(path)}"
+
+
+def _refuse_pickle(given: Path, directory: Path, files: list[Path]) -> str:
+    names = ", ".join(file.name for file in files[:3]) + (", …" if len(files) > 3 else "")
+    if (directory / "config.json").exists():
+        command = (
+            f'python -c "import transformers as t; p = {str(directory)!r}; c = t.AutoConfig.from_pretrained(p); '
+            f"m = getattr(t, c.architectures[0]).from_pretrained(p); m.save_pretrained(p + '-safetensors')\""
+        )
+    else:
+        out = files[0].with_suffix(".safetensors")
+        command = (
+            f'python -c "import torch; from safetensors.torch import save_file; s = torch.load({str(files[0])!r}, '
+            f"map_location='cpu', weights_only=True); "
+            f'save_file({{k: v.clone().contiguous() for k, v in s.items()}}, {str(out)!r})"'
+        )
+    return (
+        f"{given} holds pickle files ({names}), which can run any program when they are read; fullshard reads "
+        f"safetensors only. Convert them once, where you trust them:\n  {command}"
+    )
+
+
+def _suggest(path: Path) -> str:
+    """Directories that would work, near the one that was given."""
+    above = path
+    while not above.is_dir() and above != above.parent:
+        above = above.parent
+    good = [d for d in _below(above if above.is_dir() else Path("."), 2) if _is_model(d)]
+    # Those whose names look like what was asked for come first.
+    good.sort(key=lambda d: -difflib.SequenceMatcher(None, str(d), str(path)).ratio())
+    if good:
+        return " Directories with weights nearby: " + ", ".join(map(str, good[:5]))
+    checkpoints = [d for d in _below(above, 2) if (d / "manifest.json").exists()]
+    if checkpoints:
+        return (
+            f" There are training checkpoints: {', '.join(map(str, checkpoints[:3]))}; resume from one with "
+            f"fullshard.load_state, or turn it into a model with fullshard merge-weights"
+        )
+    return ""
+
+
+def _is_model(directory: Path) -> bool:
+    return (directory / "config.json").exists() and any(directory.glob("*.safetensors"))
+
+
+def _below(directory: Path, depth: int) -> Iterable[Path]:
+    try:
+        children = sorted(c for c in directory.iterdir() if c.is_dir() and not c.name.startswith("."))[:200]
+    except OSError:
+        return
+    for child in children:
+        yield child
+        if depth > 1:
+            yield from _below(child, depth - 1)
+
+
+# --- the Hub ----------------------------------------------------------------------------------------------------------
+
+
+def resolve(name: str | Path, **options: Any) -> Path:
+    """The local directory (or file) of a model, fetched from the Hub if need be. All ranks must call it.
+
+    On each node one rank fetches while the others wait; where it is already in the cache nothing is sent.
+    """
+    path = Path(name).expanduser()
+    on_disk = path.exists() or path.is_absolute() or str(name).startswith((".", "~")) or len(path.parts) > 2
+    if any(together(lambda: on_disk, "resolve")):  # a rank that does not see it will say so
+        return path
+
+    def fetch(mine: bool) -> str | None:
+        return _snapshot(str(name), **options) if mine else None
+
+    first = runtime.local_rank() == 0
+    together(lambda: fetch(first), "download")
+    return Path(together(lambda: fetch(True), "download")[runtime.rank()] or "")
+
+
+def _snapshot(name: str, **options: Any) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return snapshot_download(name, allow_patterns=list(HUB_FILES), **options)
+    except (OSError, ValueError, HFValidationError) as error:  # the Hub's own errors are OSErrors or ValueErrors
+        offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
+        reason = "the Hub is switched off (HF_HUB_OFFLINE is set) and it is not in the cache" if offline else str(error)
+        raise WeightsError(
+            f"{name!r} is neither a directory here nor a model that can be fetched: {reason.splitlines()[0]}."
+            f"{_suggest(Path(name))}"
+        ) from error

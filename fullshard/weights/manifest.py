@@ -1,0 +1,328 @@
+"""The manifest of a checkpoint: what it holds, in which files, and how to tell that they are whole.
+
+A checkpoint is a directory with safetensors files and one `manifest.json`; this file knows the manifest's format and
+the names of directories, reads and checks both. It needs neither torch nor other ranks, so that a checkpoint can be
+looked at anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import CheckpointError
+
+FORMAT = "fullshard checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+BLOCK = 16 * 2**20
+"""Bytes read or written at once."""
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
+    "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
+}  # fmt: skip
+"""safetensors' names of dtypes, and the bytes of one element."""
+
+_STEP = re.compile(r"step-(0|[1-9]\d*)")
+_UNPUBLISHED = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PieceEntry:
+    """One piece of a tensor: where it lies in which file, and where in the tensor."""
+
+    file: int
+    begin: int
+    """Bytes from the start of the file."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor: its global form and its pieces."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[PieceEntry, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass
+class Manifest:
+    """Everything a checkpoint says of itself."""
+
+    step: int | None
+    created: str
+    versions: dict[str, str]
+    world_size: int
+    states: dict[str, dict[str, Any]]
+    """By name, what was saved: its kind, and everything about it that is not a tensor."""
+    tensors: dict[str, TensorEntry]
+    per_rank: tuple[str, ...]
+    """Tensors that differed between ranks; each is stored once per rank, as `NAME@rank-N`."""
+    files: tuple[FileEntry, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def dumps(self) -> str:
+        """The manifest's text, closed by a digest of itself."""
+        body = {"format": FORMAT, "format_version": VERSION, **asdict(self)}
+        body["tensors"] = {
+            name: [t.dtype, t.shape, [[p.file, p.begin, p.offsets, p.sizes] for p in t.pieces]]
+            for name, t in self.tensors.items()
+        }
+        text = json.dumps(body, allow_nan=False)
+        return f'{text[:-1]}, "digest": "{_digest(text)}"}}\n'
+
+    def rank_name(self, name: str, rank: int) -> str:
+        """Under which name a rank finds its value of a tensor; ranks beyond those saved get the first one's."""
+        return f"{name}@rank-{rank if rank < self.world_size else 0}" if name in self.per_rank else name
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(directory: str | Path) -> Manifest:
+    """The manifest of a published checkpoint, with everything checked that can be without reading the other files."""
+    path = Path(directory) / MANIFEST
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        raise CheckpointError(_no_checkpoint(Path(directory))) from None
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path} is damaged: it is not text") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    found = re.fullmatch(r'(.*), "digest": "([0-9a-f]{64})"\}\n', text, re.DOTALL)
+    if found is None:
+        raise CheckpointError(f"{path} is damaged: it does not end as a manifest does ({len(text)} characters)")
+    body, expected = found[1] + "}", found[2]
+    if _digest(body) != expected:
+        raise CheckpointError(f"{path} is damaged: its digest is {_digest(body)}, and it says {expected}")
+    try:
+        data = json.loads(body)
+        if data.pop("format") != FORMAT:
+            raise CheckpointError(f"{path} is not a manifest of a {FORMAT}")
+        version = data.pop("format_version")
+        if version != VERSION:
+            raise CheckpointError(
+                f"{path} has format version {version}; this fullshard reads version {VERSION}. Read it with the "
+                f"version that wrote it ({data.get('versions', {}).get('fullshard', 'unknown')}) or a newer one"
+            )
+        data["files"] = tuple(FileEntry(**file) for file in data["files"])
+        data["tensors"] = {name: _tensor(entry) for name, entry in data["tensors"].items()}
+        data["per_rank"] = tuple(data["per_rank"])
+        manifest = Manifest(**data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a manifest of this format: {type(error).__name__}: {error}") from error
+    _check_sense(manifest, path)
+    return manifest
+
+
+def _tensor(entry: list[Any]) -> TensorEntry:
+    dtype, shape, pieces = entry
+    return TensorEntry(dtype, tuple(shape), tuple(PieceEntry(f, b, tuple(o), tuple(s)) for f, b, o, s in pieces))
+
+
+def _check_sense(manifest: Manifest, path: Path) -> None:
+    """Every piece lies inside its file and its tensor, and the pieces make up the whole tensor."""
+    named = _STEP.fullmatch(path.parent.name)
+    if named and manifest.step is not None and int(named[1]) != manifest.step:
+        raise CheckpointError(f"{path} is of step {manifest.step}, but lies in {path.parent.name}: files were mixed up")
+    for file in manifest.files:
+        if not file.name or Path(file.name).name != file.name:
+            raise CheckpointError(f"{path} names a file outside its directory: {file.name!r}")
+    for name, tensor in manifest.tensors.items():
+        if tensor.dtype not in ITEM_BYTES:
+            raise CheckpointError(f"{path}: tensor {name} has the unknown dtype {tensor.dtype!r}")
+        for piece in tensor.pieces:
+            end = piece.begin + math.prod(piece.sizes) * ITEM_BYTES[tensor.dtype]
+            inside = len(piece.offsets) == len(piece.sizes) == len(tensor.shape) and all(
+                0 <= o <= o + s <= n for o, s, n in zip(piece.offsets, piece.sizes, tensor.shape, strict=True)
+            )
+            if not inside or not 0 <= piece.file < len(manifest.files) or end > manifest.files[piece.file].bytes:
+                raise CheckpointError(f"{path}: a piece of tensor {name} lies outside it or outside its file: {piece}")
+    if gaps := incomplete(manifest.tensors):
+        raise CheckpointError(f"{path}: these tensors are not complete: {', '.join(gaps[:5])}")
+
+
+def incomplete(tensors: dict[str, TensorEntry]) -> list[str]:
+    """Tensors whose pieces do not add up to the whole."""
+    return [
+        name for name, t in tensors.items() if sum(math.prod(p.sizes) for p in t.pieces) != math.prod(t.shape)
+    ]  # fmt: skip
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def missing_or_cut(directory: Path, files: Iterable[FileEntry]) -> list[str]:
+    """What is wrong with the files at a glance: absent, or of another size."""
+    wrong = []
+    for file in files:
+        try:
+            size = os.stat(directory / file.name).st_size
+        except FileNotFoundError:
+            wrong.append(f"{directory / file.name} is missing")
+            continue
+        except OSError as error:
+            wrong.append(f"{directory / file.name} cannot be read: {error.strerror}")
+            continue
+        if size != file.bytes:
+            wrong.append(f"{directory / file.name} has {size} bytes instead of {file.bytes}")
+    return wrong
+
+
+def damaged(directory: Path, files: Iterable[FileEntry], seen: Callable[[int], None] = lambda n: None) -> list[str]:
+    """What is wrong with the files once they are read through. `seen` hears how many bytes were read."""
+    files = list(files)
+    wrong = missing_or_cut(directory, files)
+    for file in files if not wrong else ():
+        path, digest, buffer = directory / file.name, hashlib.sha256(), bytearray(BLOCK)
+        try:
+            with open(path, "rb", buffering=0) as stream:
+                while count := stream.readinto(buffer):
+                    digest.update(memoryview(buffer)[:count])
+                    seen(count)
+        except OSError as error:
+            wrong.append(f"{path} cannot be read: {error.strerror}")
+            continue
+        if digest.hexdigest() != file.sha256:
+            wrong.append(f"{path} is damaged: its sha256 is {digest.hexdigest()}, expected {file.sha256}")
+    return wrong
+
+
+def piece_name(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    """A piece's name in its file, which says what piece it is."""
+    if tuple(sizes) == tuple(shape):
+        return name
+    return f"{name}[{','.join(f'{o}:{o + s}' for o, s in zip(offsets, sizes, strict=True))}]"
+
+
+def misplaced(directory: Path, manifest: Manifest, files: Iterable[int]) -> list[str]:
+    """Where the manifest and the headers of the files do not say the same of what lies where."""
+    said: dict[int, dict[str, Any]] = {i: {} for i in files}
+    for name, tensor in manifest.tensors.items():
+        for piece in tensor.pieces:
+            if piece.file in said:
+                key = piece_name(name, tensor.shape, piece.offsets, piece.sizes)
+                said[piece.file][key] = (tensor.dtype, piece.begin, list(piece.sizes))
+    wrong = []
+    for i, expected in said.items():
+        path = directory / manifest.files[i].name
+        try:
+            with open(path, "rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(length, manifest.files[i].bytes)))
+            header.pop("__metadata__", None)
+            found = {
+                key: (entry["dtype"], 8 + length + entry["data_offsets"][0], entry["shape"])
+                for key, entry in header.items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            wrong.append(f"{path} has no header that can be read: {type(error).__name__}")
+            continue
+        odd = sorted(key for key in {*found, *expected} if found.get(key) != expected.get(key))
+        if odd:
+            wrong.append(
+                f"{path} and the manifest disagree about {odd[0]}: {found.get(odd[0])} and {expected.get(odd[0])}"
+            )
+    return wrong
+
+
+# --- directories ----------------------------------------------------------------------------------------------------
+
+
+def step_name(step: int) -> str:
+    return f"step-{step}"
+
+
+def published_steps(path: str | Path) -> list[int]:
+    """The steps that were published under `path`, in order."""
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be listed: {error.strerror}") from error
+    found = (_STEP.fullmatch(name) for name in names)
+    return sorted(int(m[1]) for m in found if m and (Path(path) / m[0] / MANIFEST).is_file())
+
+
+def unpublished(path: str | Path) -> list[str]:
+    """Directories that a save left behind before it could publish them."""
+    try:
+        return sorted(name for name in os.listdir(path) if _UNPUBLISHED.fullmatch(name))
+    except OSError:
+        return []
+
+
+def unpublished_name(name: str, token: str) -> str:
+    """Where a checkpoint is written before it is published as `name`."""
+    return f".{name}.{token}.tmp"
+
+
+def _no_checkpoint(directory: Path) -> str:
+    """What to say of a directory that is no checkpoint: the ones that are, near it."""
+    if not directory.exists():
+        near = nearby(directory.parent)
+        return f"{directory} does not exist" + (f"; checkpoints near it: {_list(near)}" if near else "")
+    near = nearby(directory)
+    if _UNPUBLISHED.fullmatch(directory.name):
+        why = "is a save that was not finished, and cannot be loaded"
+    elif any((directory / name).exists() for name in ("pytorch_model_fsdp_0", "optimizer_0", ".metadata")):
+        why = (
+            "was written by another tool (Accelerate, or torch.distributed.checkpoint with pickled metadata), "
+            "which fullshard does not read; merge it with the tool that wrote it"
+        )
+    elif any(directory.glob("*.safetensors")):
+        why = f"holds whole weights, not a sharded checkpoint (it has no {MANIFEST})"
+    else:
+        why = f"is not a checkpoint (it has no {MANIFEST})"
+    return f"{directory} {why}" + (f"; checkpoints near it: {_list(near)}" if near else "")
+
+
+def nearby(directory: Path) -> list[Path]:
+    """Checkpoints in a directory, below it, and beside it; newest steps first."""
+    around = [
+        directory,
+        directory.parent,
+        *([d for d in directory.iterdir() if d.is_dir()] if directory.is_dir() else []),
+    ]
+    found: list[Path] = []
+    for place in around:
+        if (place / MANIFEST).is_file() and place != directory:
+            found.append(place)
+        found += [place / step_name(s) for s in reversed(published_steps(place)) if place.is_dir()]
+    return list(dict.fromkeys(found))
+
+
+def _list(paths: list[Path]) -> str:
+    shown = ", ".join(str(p) for p in paths[:5])
+    return shown + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")

@@ -1,0 +1,131 @@
+"""What a model wants and what files offer, compared by names and shapes alone: the work that loading has to do.
+
+No data is read here and nothing is communicated; every rank comes to the same result from the same headers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fullshard.fsdp.engine import Engine
+from fullshard.fsdp.parameter import ShardedParameter
+from fullshard.weights import grow, keys
+from fullshard.weights.files import Source
+from fullshard.weights.hooks import own_readers
+from fullshard.weights.reader import Reader
+from fullshard.weights.report import Problems
+
+
+@dataclass
+class Work:
+    """What has to be read, computed and noted."""
+
+    source: Source
+    parameters: list[ShardedParameter]
+    plain: PreTrainedModel | None
+    reads: list[tuple[ShardedParameter, Reader]] = field(default_factory=list)
+    grows: list[tuple[ShardedParameter, Reader]] = field(default_factory=list)
+    own: list[tuple[Any, dict[str, Reader], dict[str, ShardedParameter]]] = field(default_factory=list)
+    """Modules that read files themselves, their readers, their parameters."""
+    buffers: list[tuple[str, nn.Module, str, Reader]] = field(default_factory=list)
+    initialise: list[ShardedParameter] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
+    conversions: list[Any] | None = None
+
+    changed: list[ShardedParameter] = field(default_factory=list)
+    """Parameters that a transform gave another value than the files."""
+
+    @property
+    def provided(self) -> list[ShardedParameter]:
+        """Parameters that reading the files again gives again."""
+        made = [p for _, _, parameters in self.own for p in parameters.values()]
+        return [p for p, _ in self.reads if p not in self.changed] + made
+
+
+def match(
+    model: nn.Module, engine: Engine, source: Source, key_mapping: Any, new: set[str], resize_vocab: bool
+) -> Work:
+    """Compare names and shapes, and lay out the work."""
+    prefix, plain = keys.plain_model(model)
+    parameters = [p for unit in engine.units for p in unit.parameters]
+    work = Work(source, parameters, plain)
+    by_site = {(module, name): p for p in parameters for module, name in p.sites}
+    readers_own = own_readers(model)
+    made = {id(by_site[module, name]) for module in readers_own.values() for name in module.made_parameters()}
+
+    wanted: dict[str, tuple[int, ...]] = {}
+    for p in parameters:
+        if id(p) not in made:
+            wanted.update({keys.plain_name(name, prefix): p.plan.shape for name in p.plan.names})
+    buffers = _persistent_buffers(model)
+    wanted.update({keys.plain_name(name, prefix): tuple(b.shape) for name, (_, _, b) in buffers.items()})
+    for name, module in readers_own.items():
+        for tensor, shape in module.file_tensors().items():
+            wanted[keys.plain_name(f"{name}.{tensor}", prefix)] = tuple(shape)
+
+    found = keys.find(plain, wanted, source, key_mapping)
+    work.conversions, work.problems.unexpected = found.conversions, found.unexpected
+    work.problems.unconvertible = found.unconvertible
+    excused = keys.may_be_missing(plain, wanted)
+    grows = grow.may_grow(plain, {id(p.shard): list(p.plan.names) for p in parameters}) if resize_vocab else set()
+
+    def fits(name: str, reader: Reader | None, shape: tuple[int, ...]) -> bool:
+        if reader is not None and reader.shape != shape:
+            work.problems.misshaped.append((name, reader.shape, shape))
+        return reader is not None and reader.shape == shape
+
+    for p in parameters:
+        if id(p) in made:
+            continue
+        plain_names = [keys.plain_name(name, prefix) for name in p.plan.names]
+        reader = next((found.readers[n] for n in plain_names if n in found.readers), None)
+        if reader is None:
+            expected = any(n in new or _in_adapter(model, n) for n in p.plan.names) or excused & set(plain_names)
+            if not expected:
+                work.problems.missing.append(plain_names[0])
+            if p.local.is_meta:
+                work.initialise.append(p)
+        elif p.plan.name in grows and reader.shape[1:] == p.plan.shape[1:] and reader.shape[0] < p.plan.shape[0]:
+            work.grows.append((p, reader))
+        elif fits(plain_names[0], reader, p.plan.shape):
+            work.reads.append((p, reader))
+    for name, (module, key, buffer) in buffers.items():
+        reader = found.readers.get(keys.plain_name(name, prefix))
+        if reader is not None and fits(name, reader, tuple(buffer.shape)):
+            work.buffers.append((name, module, key, reader))
+    for name, module in readers_own.items():
+        tensors = {t: keys.plain_name(f"{name}.{t}", prefix) for t in module.file_tensors()}
+        held = {t: found.readers.get(n) for t, n in tensors.items()}
+        lacking = [tensors[t] for t, reader in held.items() if reader is None]
+        # Nothing else could give these layers their values, so this is an error even if not strict.
+        work.problems.unconvertible += [(n, f"{type(module).__name__} needs it") for n in lacking]
+        if all(fits(tensors[t], held[t], wanted[tensors[t]]) for t in tensors):
+            parts = {n: by_site[module, n] for n in module.made_parameters()}
+            work.own.append((module, held, parts))  # type: ignore[arg-type]
+    return work
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Tensor]]:
+    return {
+        f"{prefix}.{name}" if prefix else name: (module, name, buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _in_adapter(model: nn.Module, name: str) -> bool:
+    """Whether a parameter belongs to an adapter rather than to the layer it adapts."""
+    parts = name.split(".")
+    module: Any = model
+    for part, child in itertools.pairwise(parts):
+        module = getattr(module, part)
+        if child in getattr(module, "adapter_layer_names", ()):
+            return True
+    return False
