@@ -3,21 +3,21 @@
     python examples/llama_fsdp.py                                          # one process
     torchrun --nproc_per_node 2 examples/llama_fsdp.py                     # two ranks
     torchrun --nproc_per_node 4 examples/llama_fsdp.py --strategy HYBRID_SHARD --mixed-precision bf16
+    fullshard launch --config_file fsdp.yaml examples/llama_fsdp.py        # as the file says
 
 The model is small and random; give `--model NAME_OR_PATH` for another one. The same global batch is trained at any
-number
-of ranks, so the losses agree.
+number of ranks, so the losses agree. Without flags the launched configuration decides how the model is sharded.
 """
 
 import argparse
+import dataclasses
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fullshard.runtime as xr
-import fullshard.spmd as xs
-from fullshard import FSDPv2, ShardingStrategy, checkpoint_module, transformer_auto_wrap_policy
+from fullshard import checkpoint_module
+from fullshard.train.engine import EngineSettings
 
 
 def build(name: str | None) -> torch.nn.Module:
@@ -30,18 +30,25 @@ def build(name: str | None) -> torch.nn.Module:
     return LlamaForCausalLM(config)
 
 
-def mesh_for(strategy: ShardingStrategy) -> xs.Mesh:
-    n = xr.global_runtime_device_count()
-    if strategy.hybrid and n > 1:
-        return xs.Mesh(np.arange(n), (2, n // 2), ("replica", "fsdp"))
-    return xs.Mesh(np.arange(n), (1, n), ("replica", "fsdp"))
+def settings_for(options: argparse.Namespace) -> EngineSettings:
+    """The launched configuration, with what the flags say on top."""
+    settings = EngineSettings.from_environment()
+    if options.strategy is not None:
+        settings = dataclasses.replace(settings, sharding_strategy=options.strategy, reshard_after_forward=None)
+    if options.mixed_precision is not None:
+        settings = dataclasses.replace(settings, mixed_precision=options.mixed_precision)
+    if options.cpu_offload:
+        settings = dataclasses.replace(settings, offload_params=True)
+    if settings.hybrid and settings.dp_replicate_size is None and xr.node_count() == 1 and xr.world_size() > 1:
+        settings = dataclasses.replace(settings, dp_replicate_size=2)
+    return settings
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model")
-    parser.add_argument("--strategy", default="FULL_SHARD")
-    parser.add_argument("--mixed-precision", default=None)
+    parser.add_argument("--strategy")
+    parser.add_argument("--mixed-precision")
     parser.add_argument("--cpu-offload", action="store_true")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rows", type=int, default=8, help="rows of the global batch")
@@ -49,14 +56,10 @@ def main() -> None:
 
     xr.use_spmd()
     xr.seed(0)
-    strategy = ShardingStrategy.of(options.strategy)
     model = build(options.model)
     for layer in model.model.layers:
         checkpoint_module(layer)
-    model = FSDPv2(
-        model, mesh_for(strategy), auto_wrap_policy=transformer_auto_wrap_policy, strategy=strategy,
-        mixed_precision=options.mixed_precision, cpu_offload=options.cpu_offload,
-    )  # fmt: skip
+    model = settings_for(options).wrap(model)
     xr.print0(str(model.plan).splitlines()[0])
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -1,0 +1,1 @@
+"""How processes start: the configuration file, the questionnaire, the launcher. Importing it is cheap."""

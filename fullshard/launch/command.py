@@ -1,0 +1,93 @@
+"""The commands of this room, from words to an exit code; `cli.py` only names them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fullshard.configfile import SUFFIXES, nest, read_file, sort_keys, write_file
+from fullshard.errors import ConfigError
+from fullshard.launch.ask import OPTIONS, Asker, ask_all
+from fullshard.launch.config import accelerate_file, file_options, find_file, own_file
+from fullshard.launch.resolve import LaunchSettings, check_values, resolve, settle
+from fullshard.launch.show import count_gpus, say, show_help, show_settings
+from fullshard.options import convert
+
+
+def launch(words: Sequence[str]) -> int:
+    """`fullshard launch WORDS`."""
+    if words and words[0] in ("--help", "-h"):
+        show_help()
+        return 0
+    settings = settle_here(resolve(words))
+    speaks = settings.slurm is None or settings.slurm.task == 0
+    if speaks and not settings.run.quiet:
+        show_settings(settings)
+    if settings.run.dry_run:
+        return 0
+    from fullshard.launch import run
+
+    return run.launch(settings, say)
+
+
+def settle_here(settings: LaunchSettings) -> LaunchSettings:
+    """The settings for this machine; its GPUs are counted only where they matter."""
+    return settle(settings, 0 if settings.engine.use_cpu else count_gpus())
+
+
+ALWAYS = {
+    "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "FSDP", "downcast_bf16": "no",
+    "enable_cpu_affinity": False, "machine_rank": 0, "main_training_function": "main", "mixed_precision": "no",
+    "num_machines": 1, "rdzv_backend": "static", "same_network": True, "tpu_env": (),
+    "tpu_use_cluster": False, "tpu_use_sudo": False, "use_cpu": False,
+}  # fmt: skip
+"""What every file says, so that Accelerate's reader finds all it expects."""
+
+
+def config(action: str, file: str | None, force: bool, mixed_precision: str | None) -> None:
+    """`fullshard config`: ask, write defaults, or rewrite a file in today's spelling."""
+    target = Path(file).expanduser() if file is not None else own_file()
+    if target.suffix not in SUFFIXES:
+        raise ConfigError(f"--config_file {target}: expected a name that ends in {', '.join(SUFFIXES)}")
+    out = Console(highlight=False, soft_wrap=True)
+    if action == "update":
+        source, _ = find_file(file)
+        if source is None:
+            raise ConfigError(f"there is no file to update: neither {own_file()} nor Accelerate's {accelerate_file()}")
+        notes: list[str] = []
+        values = sort_keys(read_file(source), file_options(), notes).values
+        for note in notes:
+            out.print(note, markup=False)
+    else:
+        if target.exists() and not force:
+            if action == "default":
+                raise ConfigError(f"{target} exists; --force replaces it, --update rewrites it in today's spelling")
+            if not Asker(out).yes(f"{target} exists. Replace it?", False):
+                raise ConfigError(f"{target} was left as it is; --config_file names another file")
+        values = ask_all(out) if action == "ask" else default_values()
+    if mixed_precision is not None:
+        values["mixed_precision"] = convert(OPTIONS["mixed_precision"], mixed_precision, "--mixed_precision")
+    check_values(values)
+    write_file(target, nest({**ALWAYS, **values}, file_options()))
+    out.print(
+        f"written to {target}; fullshard launch{'' if file is None else f' --config_file {target}'} uses it",
+        markup=False,
+    )
+
+
+def default_values() -> dict[str, Any]:
+    """A file for this machine alone: the model sharded over its GPUs, or over two CPU processes."""
+    gpus = count_gpus()
+    return {
+        "num_processes": gpus or 2, "use_cpu": gpus == 0, "version": 2, "reshard_after_forward": True,
+        "offload_params": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "SHARDED_STATE_DICT",
+        "cpu_ram_efficient_loading": True, "activation_checkpointing": False,
+    }  # fmt: skip
+
+
+def test(words: Sequence[str]) -> int:
+    """`fullshard test`: the flags of launch, without a script."""
+    return launch(words if words and words[0] in ("--help", "-h") else [*words, "-m", "fullshard.launch.selftest"])

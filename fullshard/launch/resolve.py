@@ -1,0 +1,351 @@
+"""From a command line, a file and the environment to one value that says everything: `LaunchSettings`.
+
+Flags beat the file, the file beats the environment. Everything that can be wrong with the settings is found here,
+before torch is imported or a process exists. Starting the processes is left to `run.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard import __version__
+from fullshard.configfile import Given, read_file, sort_keys
+from fullshard.errors import ConfigError
+from fullshard.launch.config import (
+    NOT_OFFERED,
+    ProcessSettings,
+    RunSettings,
+    file_options,
+    find_file,
+    launch_options,
+)
+from fullshard.launch.slurm import SlurmPlace, read_slurm
+from fullshard.options import options_of, parse_flags
+from fullshard.train.engine import RESOLVED_VARIABLE, EngineSettings, overlay, values_in
+from fullshard.train.trainer_flags import read_section, read_words
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """Everything `fullshard launch` was told, settled."""
+
+    engine: EngineSettings
+    processes: ProcessSettings
+    run: RunSettings
+    command: tuple[str, ...]
+    """The script and its arguments."""
+    file: Path | None
+    file_reason: str
+    given: dict[str, Any]
+    """What was said, by key of the file; the rest is at its default."""
+    notes: tuple[str, ...]
+    slurm: SlurmPlace | None = None
+    device: str = "cpu"
+    local_processes: int = 1
+    """Processes on this machine."""
+
+    @property
+    def one_task_per_process(self) -> bool:
+        """Whether `srun` has started every process already, so that none is left to start."""
+        return self.slurm is not None and not self.slurm.one_task_per_node
+
+    @property
+    def world_size(self) -> int:
+        if self.slurm is not None and self.one_task_per_process:
+            return self.slurm.tasks
+        return self.local_processes * self.processes.num_machines
+
+    def describe(self) -> dict[str, str]:
+        """The effective settings in words."""
+        machines = self.processes.num_machines
+        said = {"settings from": f"{self.file} ({self.file_reason})" if self.file else "flags and defaults; no file"}
+        said["processes"] = f"{self.world_size} on {machines} machine(s)" if machines > 1 else str(self.world_size)
+        if machines > 1:
+            said["processes"] += f"; this is machine {self.processes.machine_rank}"
+            said["rendezvous"] = f"{self.endpoint} ({self.processes.rdzv_backend})"
+        said |= self.engine.describe()
+        said["device"] = self.device
+        shape = self.engine.mesh_shape(self.world_size, machines)
+        if len(shape) > 1:
+            said["mesh"] = ", ".join(f"{axis}={size}" for axis, size in shape.items())
+        if self.run.max_restarts:
+            said["restarts"] = f"up to {self.run.max_restarts} after a crash"
+        return said
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.processes.main_process_ip}:{self.processes.main_process_port}"
+
+    def without_effect(self) -> dict[str, str]:
+        """The options that were given another value than their default and change nothing, with the reason."""
+        return {
+            one.key: one.no_op
+            for one in file_options()
+            if one.no_op and one.key in self.given and self.given[one.key] not in (one.default, (), {})
+        }
+
+    def to_json(self) -> str:
+        """What the run writes down beside its results."""
+        settings = {
+            one.key: getattr(owner, one.name)
+            for owner in (self.processes, self.engine)
+            for one in options_of(type(owner))
+            if getattr(owner, one.name) is not None
+        }
+        return json.dumps(
+            {
+                "fullshard": __version__,
+                "config_file": str(self.file) if self.file else None,
+                "given": self.given,
+                "settings": settings,
+                "effective": self.describe(),
+                "without_effect": self.without_effect(),
+                "notes": list(self.notes),
+                "command": list(self.command),
+            }
+        )
+
+    def environment(self, outer: Mapping[str, str]) -> dict[str, str]:
+        """The variables of every process; those of the engine that `outer` holds are replaced."""
+        ours = {one.env for one in options_of(EngineSettings)} | {"ACCELERATE_USE_FSDP", RESOLVED_VARIABLE}
+        ours |= {f"FSDP_{one.name.upper()}" for one in options_of(EngineSettings) if one.prefix == "fsdp_"}
+        made = {name: value for name, value in outer.items() if name not in ours}
+        made |= self.engine.to_environment()
+        made[RESOLVED_VARIABLE] = self.to_json()
+        made["OMP_NUM_THREADS"] = str(self._threads(outer))
+        if self.device == "cpu":
+            made["FULLSHARD_DEVICE"] = "cpu"
+        gpus = self.processes.gpu_ids
+        if gpus not in (None, "all"):
+            made["CUDA_VISIBLE_DEVICES"] = gpus
+        if self.processes.enable_cpu_affinity:
+            made["ACCELERATE_CPU_AFFINITY"] = "1"
+        return made
+
+    def _threads(self, outer: Mapping[str, str]) -> int:
+        if self.run.num_cpu_threads_per_process is not None:
+            return self.run.num_cpu_threads_per_process
+        if outer.get("OMP_NUM_THREADS", "").isdigit():
+            return int(outer["OMP_NUM_THREADS"])
+        return max(1, (os.cpu_count() or 1) // self.local_processes) if self.device == "cpu" else 1
+
+
+def resolve(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> LaunchSettings:
+    """The settings that `fullshard launch WORDS` has, without looking at the devices: `settle` does that."""
+    parsed = parse_flags(words, launch_options(), "launch")
+    run = RunSettings(**_of(RunSettings, parsed.values))
+    notes: list[str] = []
+    path, reason = find_file(run.config_file, environment)
+    file = sort_keys(read_file(path), file_options(), notes) if path is not None else Given()
+    if path is not None and reason == "Accelerate's":
+        notes.append(f"there is no default file of fullshard's, so Accelerate's is used: {path}")
+    slurm = read_slurm(environment)
+    values: dict[str, Any] = {}
+    for layer in (
+        _environment_values(environment),
+        file.values,
+        {"use_cpu": True} if environment.get("FULLSHARD_DEVICE") == "cpu" else {},
+        _slurm_values(slurm),
+        read_section(run.fsdp_config, notes),
+        read_words(run.fsdp),
+        _typed(run),
+        {k: v for k, v in parsed.values.items() if k not in _of(RunSettings, parsed.values)},
+    ):
+        values = overlay(values, layer)
+    processes, engine = check_values(values, notes)
+    _check_run(run)
+    _check_command(run, parsed.rest)
+    keys = {one.name: one.key for one in file_options()}
+    given = {keys[name]: value for name, value in values.items() if name in keys}
+    return LaunchSettings(
+        engine, processes, run, tuple(parsed.rest), path, reason, given, tuple(dict.fromkeys(notes)), slurm
+    )
+
+
+def check_values(values: dict[str, Any], notes: list[str] | None = None) -> tuple[ProcessSettings, EngineSettings]:
+    """The two typed configurations that a file's values make, or the error in them."""
+    if values.pop("fp16", None) and "mixed_precision" not in values:
+        values["mixed_precision"] = "fp16"
+    processes = ProcessSettings(**_of(ProcessSettings, values))
+    _check_processes(processes)
+    return processes, _engine(values, processes, notes if notes is not None else [])
+
+
+def _of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values}
+
+
+def _environment_values(environment: Mapping[str, str]) -> dict[str, Any]:
+    return {k: v for k, v in values_in(environment).items() if k != "cpu_ram_efficient_loading"}
+
+
+def _slurm_values(slurm: SlurmPlace | None) -> dict[str, Any]:
+    if slurm is None or slurm.tasks == 1:
+        return {}
+    return {
+        "num_machines": slurm.nodes, "machine_rank": slurm.node, "main_process_ip": slurm.hosts[0],
+        "main_process_port": slurm.port,
+    }  # fmt: skip
+
+
+def _typed(run: RunSettings) -> dict[str, Any]:
+    kinds = {
+        "use_fsdp": "FSDP", "multi_gpu": "MULTI_GPU", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM",
+        "tpu": "XLA",
+    }  # fmt: skip
+    asked = [flag for flag in kinds if getattr(run, flag)]
+    if len(asked) > 1:
+        raise ConfigError(f"--{' and --'.join(asked)} ask for different things; give one of them")
+    return {"distributed_type": kinds[asked[0]]} if asked else {}
+
+
+def _engine(values: Mapping[str, Any], processes: ProcessSettings, notes: list[str]) -> EngineSettings:
+    chosen = _of(EngineSettings, values)
+    kind = processes.distributed_type
+    if kind != "FSDP":
+        if any(name in chosen for name in ("sharding_strategy", "reshard_after_forward")):
+            notes.append(f"distributed_type: {kind} keeps the model whole on every rank; FSDP would shard it")
+        chosen = overlay(chosen, {"sharding_strategy": "NO_SHARD"})
+    if kind == "MULTI_CPU":
+        chosen["use_cpu"] = True
+    engine = EngineSettings(**chosen)
+    if engine.transformer_layer_cls_to_wrap and engine.wrap_policy != "TRANSFORMER_BASED_WRAP":
+        notes.append(f"fsdp_transformer_layer_cls_to_wrap is not used by fsdp_auto_wrap_policy: {engine.wrap_policy}")
+    if engine.min_num_params is not None and engine.wrap_policy != "SIZE_BASED_WRAP":
+        notes.append(f"fsdp_min_num_params is not used by fsdp_auto_wrap_policy: {engine.wrap_policy}")
+    return engine
+
+
+def _check_processes(processes: ProcessSettings) -> None:
+    kind, machines, total = processes.distributed_type, processes.num_machines, processes.num_processes
+    for name in ("deepspeed_config", "megatron_lm_config", "mpirun_config", "fp8_config"):
+        if getattr(processes, name):
+            raise ConfigError(f"{name} is not offered; take it out of the file, or start with accelerate")
+    for wrong, text in (
+        (processes.compute_environment != "LOCAL_MACHINE", "compute_environment: expected LOCAL_MACHINE"),
+        (kind == "XLA", "distributed_type: XLA asks for the XLA engine, which is not there yet; use FSDP"),
+        (kind in NOT_OFFERED, f"distributed_type: {kind} is not offered; use FSDP, MULTI_GPU, MULTI_CPU or NO"),
+        (total == -1, "num_processes: -1 in the file means that it must be given: --num_processes N"),
+        (total is not None and total < 1, f"num_processes: expected 1 or more, got {total}"),
+        (machines < 1, f"num_machines: expected 1 or more, got {machines}"),
+        (
+            not 0 <= processes.machine_rank < max(1, machines),
+            f"machine_rank: expected 0 to {machines - 1} with {machines} machine(s), got {processes.machine_rank}",
+        ),
+        (
+            kind == "NO" and (total or 1) > 1,
+            f"distributed_type: NO is one process, but num_processes is {total}; add --use_fsdp or --num_processes 1",
+        ),
+        (
+            total is not None and total % max(1, machines),
+            f"num_processes {total} does not divide by num_machines {machines}; it counts those of all machines",
+        ),
+        (
+            machines > 1 and not processes.main_process_ip,
+            f"num_machines {machines} needs main_process_ip, the address of machine 0 (--main_process_ip HOST)",
+        ),
+        (
+            processes.main_process_port is not None and not 0 <= processes.main_process_port < 65536,
+            f"main_process_port: expected 0 to 65535, got {processes.main_process_port}",
+        ),
+        (
+            machines > 1 and processes.main_process_port == 0,
+            "main_process_port: 0 takes a free port, which other machines could not know; name one",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(text)
+
+
+def _check_run(run: RunSettings) -> None:
+    for wrong, text in (
+        (run.max_restarts < 0, f"--max_restarts: expected 0 or more, got {run.max_restarts}"),
+        (run.grace < 0, f"--grace: expected 0 or more seconds, got {run.grace:g}"),
+        (run.rdzv_timeout <= 0, f"--rdzv_timeout: expected more than 0 seconds, got {run.rdzv_timeout:g}"),
+        (run.monitor_interval <= 0, f"--monitor_interval: expected more than 0 seconds, got {run.monitor_interval:g}"),
+        (run.module and run.no_python, "--module and --no_python exclude each other"),
+        (
+            run.num_cpu_threads_per_process is not None and run.num_cpu_threads_per_process < 1,
+            f"--num_cpu_threads_per_process: expected 1 or more, got {run.num_cpu_threads_per_process}",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(text)
+
+
+def _check_command(run: RunSettings, command: Sequence[str]) -> None:
+    if not command:
+        if run.dry_run:
+            return
+        raise ConfigError("no script: fullshard launch [flags] script.py [its arguments]")
+    script = command[0]
+    if run.no_python:
+        if shutil.which(script) is None:
+            raise ConfigError(f"the program {script} was not found, or cannot be executed")
+    elif run.module:
+        if not _module_exists(script):
+            raise ConfigError(f"the module {script} was not found")
+    elif not Path(script).is_file():
+        hint = " (a module is started with -m)" if "/" not in script and not script.endswith(".py") else ""
+        raise ConfigError(f"the script {script} does not exist{hint}")
+    if run.log_dir is not None:
+        folder = Path(run.log_dir)
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ConfigError(f"--log_dir {run.log_dir}: {folder} is not a folder that can be written to")
+
+
+def _module_exists(name: str) -> bool:
+    """Whether there is such a package or module, without importing any of it."""
+    top = name.split(".")[0]
+    here = (Path(top).is_dir(), Path(f"{top}.py").is_file())  # processes look in the working folder as well
+    try:
+        return any(here) or importlib.util.find_spec(top) is not None
+    except (ValueError, ImportError):
+        return False
+
+
+def settle(settings: LaunchSettings, gpus: int) -> LaunchSettings:
+    """The settings with device and number of processes, for a machine with this many GPUs."""
+    processes, engine, notes = settings.processes, settings.engine, list(settings.notes)
+    machines = processes.num_machines
+    named = processes.gpu_ids not in (None, "all") and not engine.use_cpu
+    ids = [i.strip() for i in (processes.gpu_ids or "").split(",") if i.strip()] if named else []
+    if any(not i.isdigit() or int(i) >= gpus for i in ids):
+        raise ConfigError(f"gpu_ids: {processes.gpu_ids}: this machine has {gpus} GPU(s); expected all, or ids from 0")
+    available = len(ids) if named else gpus
+    device = "cpu" if engine.use_cpu or available == 0 else "cuda"
+    local = available if device == "cuda" and processes.distributed_type != "NO" else 1
+    if processes.num_processes is not None:
+        local = processes.num_processes // machines
+    if settings.slurm is not None and settings.one_task_per_process:
+        if processes.num_processes not in (None, settings.slurm.tasks):
+            raise ConfigError(
+                f"num_processes is {processes.num_processes}, but srun started {settings.slurm.tasks} tasks, more than "
+                f"one per node, so each is a process; give --num_processes {settings.slurm.tasks}, or srun "
+                "--ntasks-per-node 1"
+            )
+        local = settings.slurm.tasks_here
+    if device == "cuda" and local > available:
+        raise ConfigError(
+            f"{local} processes on this machine, but {available} GPU(s) to run them on; give --num_processes "
+            f"{available * machines}, or --use_cpu to train on CPUs"
+        )
+    if device == "cpu" and not engine.use_cpu and settings.given.get("use_cpu") is False:
+        notes.append("there is no GPU on this machine, so the model is sharded over CPU processes")
+    port = processes.main_process_port if machines == 1 else processes.main_process_port or 29500
+    processes = dataclasses.replace(processes, main_process_port=port)
+    settled = dataclasses.replace(
+        settings, processes=processes, device=device, local_processes=local, notes=tuple(dict.fromkeys(notes))
+    )
+    engine.mesh_shape(settled.world_size, machines)
+    return settled

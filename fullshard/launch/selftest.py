@@ -1,0 +1,141 @@
+"""`fullshard test`: a short sharded training of a tiny model under the user's own configuration, told in words.
+
+Runs on every rank, started like any script. A model of plain torch stands in for the user's; its layers bear the class
+names that the configuration wraps, so that the same policy applies.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard.runtime as xr
+from fullshard.errors import TrainingError, UserError
+from fullshard.fsdp.strategy import dtype_of
+from fullshard.train.engine import EngineSettings
+from fullshard.train.prepare import prepare
+
+STEPS, ROWS, WIDTH = 3, 8, 16
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Relative difference of losses to one device in fp32, by the dtype computed in."""
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
+def tiny_model(layer_names: tuple[str, ...]) -> nn.Module:
+    """Four layers whose classes bear these names, and a head."""
+    classes = [type(name, (Layer,), {}) for name in layer_names or ("Layer",)]
+    layers = [classes[i % len(classes)]() for i in range(max(4, len(classes)))]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+    model._no_split_modules = sorted({c.__name__ for c in classes})
+    return model
+
+
+def main() -> None:
+    settings = EngineSettings.from_environment()
+    xr.use_spmd(device="cpu" if settings.use_cpu else None)
+    xr.seed(0)
+    device, world = xr.device(), xr.world_size()
+    say(f"{world} process(es) on {xr.node_count()} machine(s) have met; each has the device {device.type}")
+    ranks = torch.tensor([float(xr.rank() + 1)], device=device)
+    if world > 1:
+        dist.all_reduce(ranks)
+    check(ranks.item() == world * (world + 1) / 2, f"collectives add up over {dist.get_backend_config()}")
+
+    model = tiny_model(settings.transformer_layer_cls_to_wrap or ())
+    plain = copy.deepcopy(model).to(device)
+    inputs = torch.randn(ROWS * world, WIDTH, device=device)
+    targets = inputs.sum(1, keepdim=True).tanh()
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), inputs, targets)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if settings.ignored_modules is not None:
+        say("fsdp_ignored_modules names modules of your model; not tried on this one")
+        settings = dataclasses.replace(settings, ignored_modules=None)
+    model, optimizer = prepare(model, optimizer, settings=settings)
+    mine = slice(xr.rank() * ROWS, (xr.rank() + 1) * ROWS)
+    losses = train(model, optimizer, inputs[mine], targets[mine])
+    say(f"the model is sharded: {str(model.plan).splitlines()[0]}")
+    computed = dtype_of("fp32" if settings.mixed_precision == "no" else settings.mixed_precision)
+    assert computed is not None
+    worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+    check(
+        worst <= TOLERANCE[computed],
+        f"{STEPS} training steps give one device's losses (largest difference {worst:.1e}, computed in {computed})",
+    )
+    try_checkpoint(model, optimizer)
+    say("everything works under this configuration")
+
+
+def train(model: Any, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> list[float]:
+    """A few steps; the losses over all ranks' rows."""
+    losses = []
+    for _ in range(STEPS):
+        loss = nn.functional.mse_loss(model(inputs).float(), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if xr.world_size() > 1:
+            dist.all_reduce(mean)
+        losses.append(mean.item() / xr.world_size())
+    return losses
+
+
+def try_checkpoint(model: Any, optimizer: Any) -> None:
+    """Write a checkpoint and read it back, where that part of fullshard is installed."""
+    if importlib.util.find_spec("fullshard.weights.checkpoint") is None:
+        return
+    from fullshard import load_state, save_state
+
+    folder = [tempfile.mkdtemp(prefix="fullshard-test-") if xr.is_main() else ""]
+    if xr.world_size() > 1:
+        dist.broadcast_object_list(folder, src=0)
+    before = [p.detach().full_tensor().clone() for p in model.parameters()]
+    save_state(Path(folder[0]) / "checkpoint", model=model, optimizer=optimizer)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    load_state(Path(folder[0]) / "checkpoint", model=model, optimizer=optimizer)
+    same = all(torch.equal(p.detach().full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+    xr.barrier()
+    if xr.is_main():
+        shutil.rmtree(folder[0])
+    check(same, "a checkpoint was written, read back, and is the same bit for bit")
+
+
+def say(line: str) -> None:
+    xr.print0(f"ok      {line}")
+
+
+def check(right: bool, what: str) -> None:
+    """Say that something works, or stop on every rank if it does not on one."""
+    wrong = torch.tensor([0.0 if right else 1.0], device=xr.device())
+    if xr.world_size() > 1:
+        dist.all_reduce(wrong)
+    if wrong.item():
+        raise TrainingError(f"this does not hold on {int(wrong.item())} rank(s): {what}")
+    say(what)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError:
+        xr.print0("failed  see the message below")
+        raise

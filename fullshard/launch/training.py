@@ -1,0 +1,82 @@
+"""`fullshard sft`: the training job with its ranks. Flags of the run and flags of the launcher may stand side by side.
+
+What is wrong with the settings, paths or the output folder is said here, before torch is imported or a process exists.
+Under a launcher, or where one process is all there is, the job runs in this process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from fullshard.launch import command
+from fullshard.launch.config import find_file, launch_options
+from fullshard.launch.show import count_gpus, flag_of, help_of
+from fullshard.options import FALSE, TRUE, Option, options_of
+from fullshard.train.arguments import check_paths, parse
+from fullshard.train.config import SFTConfig
+from fullshard.train.folder import check_folder
+
+MODULE = "fullshard.train"
+
+
+def sft(words: Sequence[str]) -> int:
+    """`fullshard sft WORDS`; the exit code."""
+    if any(word in ("--help", "-h") for word in words):
+        show_help()
+        return 0
+    mine, launchers = split(words)
+    arguments = parse(mine)
+    check_paths(arguments.config)
+    if int(os.environ.get("RANK") or 0) == 0:
+        check_folder(arguments.config)
+    launched = bool(os.environ.get("RANK"))
+    if not launched and (launchers or find_file(None)[0] is not None or count_gpus() > 1):
+        return command.launch([*launchers, "-m", MODULE, *mine])
+    from fullshard.train.sft import run
+
+    run(arguments.config, arguments.notes)
+    return 0
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The run's words and the launcher's. A flag that both know is the run's."""
+    runs = {name for o in options_of(SFTConfig) for name in (o.key, *o.flags)}
+    launchers: dict[str, Option] = {}
+    for one in launch_options():
+        launchers |= {name: one for name in (one.key, *one.flags) if name not in runs}
+    mine: list[str] = []
+    theirs: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        name = word.partition("=")[0].lstrip("-").replace("-", "_")
+        found = launchers.get(name) or launchers.get(name.removeprefix("no_"))
+        if not word.startswith("-") or found is None or name in ("module", "m", "no_python"):
+            mine.append(word)
+            continue
+        theirs.append(word)
+        takes_value = "=" not in word and name in launchers
+        alone = found.kind is bool and not (left and left[0].lower() in (*TRUE, *FALSE))
+        if takes_value and not alone and left:
+            theirs.append(left.pop(0))
+    return mine, theirs
+
+
+def show_help() -> None:
+    """The flags of `fullshard sft`."""
+    out = Console(highlight=False)
+    out.print("Usage: fullshard sft [run.yaml] [flags] [flags of fullshard launch]\n", markup=False)
+    out.print(
+        "Fine-tunes a language model, fully sharded. Settings come from the file, flags beat it; hyphens and "
+        "underscores are the same. --num_processes, --config_file and the other flags of fullshard launch say on which "
+        "processes.\n",
+        markup=False,
+    )
+    table = Table(show_header=False, box=None, padding=(0, 2, 1, 0))
+    for one in options_of(SFTConfig):
+        table.add_row(flag_of(one), help_of(one))
+    out.print(table, markup=False)

@@ -1,0 +1,113 @@
+"""Runs first in every process that `fullshard launch` starts: readies the process and becomes the user's script.
+
+Only the standard library is imported here; the script decides what else is. An error that the user can put right is
+handed to the launcher, which says it once for all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+from pathlib import Path
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+PARENT = "FULLSHARD_LAUNCHER_PID"
+EXIT_USER_ERROR = 2
+
+
+def main(words: list[str]) -> None:
+    """`worker.py file|module|program SCRIPT ARGUMENTS…`"""
+    kind, script, *arguments = words
+    _end_with_launcher()
+    if os.environ.get("ACCELERATE_CPU_AFFINITY") == "1":
+        _keep_own_cores()
+    if kind == "program":
+        os.execvp(script, [script, *arguments])
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.getcwd() if kind == "module" else str(Path(script).resolve().parent)
+    _leave(_run(kind, script))
+
+
+def _run(kind: str, script: str) -> int:
+    """Run the script as Python would; returns its exit code."""
+    try:
+        if kind == "module":
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        if _is_user_error(error):
+            _report(str(error))
+            return EXIT_USER_ERROR
+        shown = error.__traceback__
+        while shown is not None and shown.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            shown = shown.tb_next  # the user's own frames only
+        sys.excepthook(type(error), error.with_traceback(shown), shown)
+        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _leave(code: int) -> None:
+    """End as Python does (threads, exit functions, buffers), but let the system take the memory back.
+
+    Taking torch's communicators apart one by one can last seconds, and at times aborts a process whose work is done.
+    """
+    with contextlib.suppress(Exception):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def _end_with_launcher() -> None:
+    """Ask Linux to end this process when the launcher is gone, however that came about."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(parent):
+        sys.exit(1)
+
+
+def _keep_own_cores() -> None:
+    """Stay on this process's share of the cores that the machine allows."""
+    if not hasattr(os, "sched_setaffinity"):  # not on macOS
+        return
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = sorted(os.sched_getaffinity(0))
+    mine = cores[local * len(cores) // count : (local + 1) * len(cores) // count]
+    if mine:  # more processes than cores: nothing to share out
+        os.sched_setaffinity(0, mine)
+
+
+def _is_user_error(error: BaseException) -> bool:
+    errors = sys.modules.get("fullshard.errors")  # if it was never imported, the error is none of ours
+    return errors is not None and isinstance(error, errors.UserError)
+
+
+def _report(message: str) -> None:
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        print(f"fullshard: rank {os.environ.get('RANK', '0')}: {message}", file=sys.stderr)
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps({"message": message}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,272 @@
+"""What a typed configuration class says about its options: names, kinds, defaults, choices, help.
+
+A configuration is a dataclass; the docstring under a field is its help text, and `option(...)` adds what a type cannot
+say. Files, flags, environment variables, `--help` and `docs/options.md` are all read off the same class. Which options
+there are is the business of those classes.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.errors import ConfigError
+
+TRUE, FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a configuration class."""
+
+    name: str
+    """The field's name."""
+    kind: type
+    """`bool`, `int`, `float`, `str`, `tuple` or `list` (of text), or `dict`."""
+    default: Any
+    help: str
+    optional: bool
+    """Whether None (unset) is a value."""
+    choices: tuple[str, ...] = ()
+    numbers_from: int | None = None
+    """The number of the first choice, where choices may be given by number too."""
+    section: str = ""
+    """The nested part of the file that holds the option; empty for its top level."""
+    prefix: str = ""
+    """What the key starts with in the file and the flag; may be left out inside the section."""
+    aliases: tuple[str, ...] = ()
+    """Other right names of the key."""
+    wrong: tuple[str, ...] = ()
+    """Wrong names that guides print: accepted, with a note."""
+    flags: tuple[str, ...] = ()
+    """Other names of the flag."""
+    env: str = ""
+    """The environment variable that carries the value to the processes."""
+    no_op: str = ""
+    """Why the option changes nothing here; empty for options that do."""
+    in_file: bool = True
+    given_as: str = ""
+    """What to show as the value in help and documentation, such as `PATH`."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return self.prefix + self.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every right name of its key inside its section."""
+        return tuple(dict.fromkeys((self.key, self.name, *self.aliases, *(self.prefix + a for a in self.aliases))))
+
+    @property
+    def values(self) -> str:
+        """The values it takes, in words."""
+        if self.choices and self.numbers_from is not None:
+            return ", ".join(f"{c} ({i})" for i, c in enumerate(self.choices, self.numbers_from))
+        if self.choices:
+            return ", ".join(self.choices)
+        words = {
+            bool: "true or false", int: "a whole number", float: "a number", str: "text",
+            list: "a comma-separated list", tuple: "a comma-separated list", dict: "a mapping",
+        }  # fmt: skip
+        return self.given_as or words[self.kind]
+
+
+def option(default: Any = None, **about: Any) -> Any:
+    """A dataclass field with what its type cannot say; the keywords are the fields of `Option`."""
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata={"option": about})
+    return dataclasses.field(default=default, metadata={"option": about})
+
+
+_known: dict[type, tuple[Option, ...]] = {}
+
+
+def options_of(config: type) -> tuple[Option, ...]:
+    """The options of a configuration class, in the order of its fields."""
+    if config not in _known:
+        _known[config] = _read_options(config)
+    return _known[config]
+
+
+def _read_options(config: type) -> tuple[Option, ...]:
+    hints, texts = typing.get_type_hints(config), _field_texts(config)
+    found = []
+    for field in dataclasses.fields(config):
+        kind, optional, choices = _kind_of(hints[field.name])
+        factory: Any = field.default_factory
+        default = factory() if factory is not dataclasses.MISSING else field.default
+        about = {"choices": choices, **field.metadata.get("option", {})}
+        found.append(Option(field.name, kind, default, texts.get(field.name, ""), optional, **about))
+    return tuple(found)
+
+
+def _kind_of(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
+    """A type hint as (kind, may be None, choices)."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kinds = [a for a in arguments if a is not type(None)]
+        kind, _, choices = _kind_of(kinds[0]) if len(kinds) == 1 else (str, False, ())
+        return kind, type(None) in arguments, choices
+    if typing.get_origin(hint) is typing.Literal:
+        return type(arguments[0]), False, tuple(str(a) for a in arguments)
+    return typing.get_origin(hint) or hint, False, ()
+
+
+def _field_texts(config: type) -> dict[str, str]:
+    """The docstring under each field, base classes included."""
+    texts: dict[str, str] = {}
+    for base in reversed(config.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, after in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+                if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+                    texts[field.target.id] = " ".join(after.value.value.split())
+    return texts
+
+
+def convert(option: Option, value: Any, given: str) -> Any:
+    """A value from a file, a flag or a variable in the option's own type; `given` names the place in errors."""
+    if value is None or (option.optional and isinstance(value, str) and value.strip().lower() in ("", "none", "null")):
+        if value is None and not option.optional:
+            return option.default  # a key without a value says nothing
+        return None
+    try:
+        if option.choices:
+            return _choice(option, value)
+        return _KINDS[option.kind](value)
+    except (ValueError, TypeError):
+        raise ConfigError(f"{given}: expected {option.values}, got {value!r}") from None
+
+
+def _choice(option: Option, value: Any) -> Any:
+    if isinstance(value, bool):
+        value = "yes" if value else "no"  # YAML reads a bare `no` as false
+    text = str(value).strip()
+    number = text.isdigit() and option.numbers_from is not None
+    if number and 0 <= int(text) - option.numbers_from < len(option.choices):  # type: ignore[operator]
+        return option.choices[int(text) - option.numbers_from]  # type: ignore[operator]
+    plain = {_spelt(c): c for c in option.choices}
+    return option.kind(plain[_spelt(text)]) if _spelt(text) in plain else _refuse()
+
+
+def _spelt(text: str) -> str:
+    return text.lower().replace("-", "_").replace(" ", "_")
+
+
+def _refuse() -> Any:
+    raise ValueError
+
+
+def as_bool(value: Any) -> bool:
+    text = str(value).strip().lower()
+    if text not in (*TRUE, *FALSE):
+        raise ValueError
+    return text in TRUE
+
+
+def as_int(value: Any) -> int:
+    """A whole number, also as `1e8`, `100_000_000` or `2.0`."""
+    if isinstance(value, bool):
+        raise ValueError
+    try:
+        return int(value) if not isinstance(value, float) else _whole(value)
+    except ValueError:
+        return _whole(float(value))
+
+
+def _whole(value: float) -> int:
+    if value != int(value):
+        raise ValueError
+    return int(value)
+
+
+def as_list(value: Any) -> list[str]:
+    parts = value if isinstance(value, list | tuple | set) else str(value).split(",")
+    return [str(part).strip() for part in parts if str(part).strip()]
+
+
+def _as_tuple(value: Any) -> tuple[str, ...]:
+    return tuple(as_list(value))
+
+
+def _as_float(value: Any) -> float:
+    return _refuse() if isinstance(value, bool) else float(value)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, dict | list):
+        raise ValueError
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_KINDS: dict[type, typing.Callable[[Any], Any]] = {
+    bool: as_bool, int: as_int, float: _as_float, str: _as_text, list: as_list, tuple: _as_tuple, dict: dict,
+}  # fmt: skip
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """`; did you mean X?` where something is spelt nearly alike, else nothing."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A command line taken apart."""
+
+    values: dict[str, Any]
+    """By the option's name, converted."""
+    given: dict[str, str]
+    """By the option's name, as the user wrote the flag."""
+    rest: list[str]
+    """From the first word that is no flag on."""
+
+
+def parse_flags(words: Sequence[str], options: Iterable[Option], command: str) -> Parsed:
+    """Read flags up to the first other word: hyphen or underscore, `--flag value` or `--flag=value`.
+
+    A flag of a true-or-false option may stand alone; `--no_…` turns it off.
+    """
+    known: dict[str, Option] = {}
+    for one in options:
+        for name in (one.key, *one.flags):
+            known[name] = one
+    values: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    left = list(words)
+    while left and left[0].startswith("-") and left[0] != "-":
+        word = left.pop(0)
+        if word == "--":
+            break
+        flag, equals, value = word.partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        found, negated = known.get(name), False
+        if found is None and name.startswith("no_") and (found := known.get(name[3:])) and found.kind is bool:
+            negated = True
+        if found is None or (negated and equals):
+            raise ConfigError(f"{command}: unknown flag {flag}{nearest(name, known)} See fullshard {command} --help.")
+        if negated:
+            values[found.name], given[found.name] = False, flag
+            continue
+        if not equals:
+            alone = found.kind is bool and not (left and left[0].lower() in (*TRUE, *FALSE))
+            if alone:
+                value = "true"
+            elif not left:
+                raise ConfigError(f"{command}: {flag} needs a value: {found.values}")
+            else:
+                value = left.pop(0)
+        values[found.name], given[found.name] = convert(found, value, flag), flag
+    return Parsed(values, given, left)

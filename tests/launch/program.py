@@ -1,0 +1,56 @@
+"""A script that ends in the way its first argument says; every process leaves its pid, and its children's, in a folder.
+
+No torch in here, so that starting it is a matter of milliseconds.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+how, folder = sys.argv[1], Path(sys.argv[2])
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+(folder / f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}, attempt {attempt}", flush=True)
+
+
+def leave_when_all_are_here(*_: object) -> None:
+    (folder / f"saved-{rank}").touch()
+    time.sleep(0.2 * rank)  # ranks do not end at the same moment
+    sys.exit(75)
+
+
+def wait(seconds: float = 60) -> None:
+    (folder / f"ready-{rank}").touch()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.05)
+
+
+if how == "crash" and attempt == 0:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait()
+elif how == "fail":
+    sys.exit(7 if rank == 1 else 0)
+elif how == "preempted":
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave_when_all_are_here)
+    wait()
+elif how == "preempted by itself":
+    leave_when_all_are_here()
+elif how == "deaf":
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: (folder / f"heard-{rank}").touch())
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (folder / f"pid-child-{rank}").write_text(str(child.pid))
+    wait()
+elif how == "mistaken":
+    from fullshard.errors import MeshError
+
+    raise MeshError("3 devices do not fill a mesh of shape (2, 2)")
+elif how == "cores":
+    (folder / f"cores-{rank}").write_text(str(sorted(os.sched_getaffinity(0))))
+    (folder / f"threads-{rank}").write_text(os.environ["OMP_NUM_THREADS"])

@@ -1,0 +1,15 @@
+"""docs/options.md is what the typed configurations say today."""
+
+import runpy
+
+from tests.pool import ROOT
+
+
+def test_the_page_of_options_is_current():
+    tool = runpy.run_path(str(ROOT / "tools" / "options.py"))
+    text = tool["page"]()
+    assert tool["PAGE"].read_text(encoding="utf-8") == text, "write it anew: python tools/options.py"
+    for _, _, config in tool["PAGES"]:
+        for one in tool["options_of"](config):
+            assert f"`{one.key}`" in text
+            assert one.help or one.no_op, f"{config.__name__}.{one.name} has no text"

@@ -1,0 +1,81 @@
+"""Writes docs/options.md from the typed configuration classes: `python tools/options.py`.
+
+A class is added by a line in `PAGES`; tests/launch/test_page.py fails while the page is not what this writes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fullshard.launch.config import ProcessSettings, RunSettings
+from fullshard.launch.show import default_of
+from fullshard.options import Option, options_of
+from fullshard.train.config import SFTConfig
+from fullshard.train.engine import EngineSettings
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
+PAGES: list[tuple[str, str, type]] = [
+    ("`fullshard launch`: the run", "Flags only.", RunSettings),
+    ("`fullshard launch`: processes", "Flags, and keys at the top level of the configuration file.", ProcessSettings),
+    (
+        "`fullshard launch`: the engine",
+        "Flags, keys of the configuration file (the section is named where there is one; inside it the prefix `fsdp_`, "
+        "`dynamo_` or `parallelism_config_` may be left out), and environment variables.",
+        EngineSettings,
+    ),
+    ("`fullshard sft`", "Flags, keys of the run's YAML file, and arguments of `SFTConfig`.", SFTConfig),
+]
+HEAD = """# Options
+
+Written by `tools/options.py` from the typed configuration classes. Flags take hyphens or underscores.
+[launch.md](launch.md) explains the first three tables.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for title, text, config in PAGES:
+        options = options_of(config)
+        rows = [row(one) for one in options if not one.no_op]
+        parts.append(
+            f"## {title}\n\n{text}\n\n| option | values | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
+        )
+    without = [(one, title) for title, _, config in PAGES for one in options_of(config) if one.no_op]
+    rows = [f"| {name_of(one)} | {title} | {cell(one.no_op)} |\n" for one, title in without]
+    parts.append(
+        "## Accepted, without effect here\n\nFor files and commands written for other launchers and trainers.\n\n"
+        f"| option | of | why |\n|---|---|---|\n{''.join(rows)}"
+    )
+    return "\n".join(parts)
+
+
+def row(one: Option) -> str:
+    return f"| {name_of(one)} | {cell(one.values)} | {cell(default_of(one))} | {cell(one.help)} |\n"
+
+
+def name_of(one: Option) -> str:
+    """Its key, where it stands, and its other names."""
+    text = f"`{one.key}`"
+    if one.section:
+        text += f" in `{one.section}`"
+    others = [
+        *(f"`{'-' if len(name) == 1 else '--'}{name}`" for name in one.flags),
+        *(f"`{name}`" for name in one.aliases),
+    ]
+    if others:
+        text += f"; also {', '.join(others)}"
+    if one.wrong:
+        text += f"; read with a note: {', '.join(f'`{one.prefix}{name}`' for name in one.wrong)}"
+    if one.env:
+        text += f"; variable `{one.env}`"
+    return text
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"written: {PAGE}")
