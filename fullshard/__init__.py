@@ -12,28 +12,44 @@ from fullshard.errors import UserError
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointManager",
     "FSDPv2",
     "MixedPrecision",
+    "SFTConfig",
+    "SFTTrainer",
     "ShardingPlan",
     "ShardingStrategy",
     "SpmdFullyShardedDataParallel",
     "UserError",
     "__version__",
+    "adapters",
     "always_wrap_policy",
     "checkpoint_module",
     "fsdp",
     "lambda_auto_wrap_policy",
+    "load_pretrained",
+    "load_state",
+    "prepare",
     "runtime",
+    "save_pretrained",
+    "save_state",
     "size_based_auto_wrap_policy",
     "spmd",
     "transformer_auto_wrap_policy",
     "use_spmd",
+    "weights",
     "xm",
 ]
 
-_ROOMS = ("fsdp", "runtime", "spmd", "xm")
+_ROOMS = ("adapters", "fsdp", "runtime", "spmd", "weights", "xm")
 _HOMES = {
     "use_spmd": "runtime",
+    "load_pretrained": "weights.load",
+    "SFTConfig": "train.config",
+    "SFTTrainer": "train.sft",
+    "prepare": "train.prepare",
+    "save_pretrained": "weights.export",
+    **dict.fromkeys(("CheckpointManager", "load_state", "save_state"), "weights.checkpoint"),
     **dict.fromkeys(
         (
             "FSDPv2",

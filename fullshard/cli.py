@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from fullshard import UserError, __version__
+from fullshard.errors import ConfigError
 
 app = typer.Typer(
     name="fullshard",
@@ -64,14 +65,109 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
     Console().print(table)
 
 
+_PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
+"""For commands whose flags come from a typed configuration."""
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False)
+def launch(words: Annotated[list[str] | None, typer.Argument(metavar="[FLAGS] SCRIPT [ARGUMENTS]…")] = None) -> None:
+    """Start a script on every rank, with the settings of a configuration file. See fullshard launch --help."""
+    from fullshard.launch import command
+
+    raise typer.Exit(command.launch(words or []))
+
+
+@app.command()
+def config(
+    action: Annotated[str, typer.Argument(help="ask (the questionnaire), default or update")] = "ask",
+    config_file: Annotated[
+        str | None, typer.Option("--config_file", "--config-file", help="The file to write; YAML or JSON.")
+    ] = None,
+    default: Annotated[bool, typer.Option("--default", help="Write a file for this machine without asking.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Rewrite a file in today's spelling.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    mixed_precision: Annotated[
+        str | None, typer.Option("--mixed_precision", "--mixed-precision", help="no, fp16 or bf16.")
+    ] = None,
+) -> None:
+    """Ask how you want to train, and write the configuration file that fullshard launch and Accelerate read."""
+    from fullshard.launch import command
+
+    chosen = "default" if default else "update" if update else action
+    if chosen not in ("ask", "default", "update"):
+        raise ConfigError(f"fullshard config {chosen}: expected ask, default or update")
+    command.config(chosen, config_file, force, mixed_precision)
+
+
+@app.command("test", context_settings=_PASS_ON, add_help_option=False)
+def try_configuration(words: Annotated[list[str] | None, typer.Argument(metavar="[FLAGS]…")] = None) -> None:
+    """Train a tiny model for a moment under your configuration, and say what works. Takes the flags of launch."""
+    from fullshard.launch import command
+
+    raise typer.Exit(command.test(words or []))
+
+
+@app.command("merge-weights")
+def merge_weights(
+    checkpoint: Annotated[str, typer.Argument(help="The checkpoint: a directory such as RUN/checkpoints/step-100.")],
+    out: Annotated[str, typer.Argument(help="Where to write the weights: a directory that does not exist yet.")],
+    dtype: Annotated[str | None, typer.Option(help="Convert to float32, bfloat16 or float16.")] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", "--max_shard_size", help="Larger models become several files.")
+    ] = "10GB",
+    model: Annotated[str | None, typer.Option(help="Which model, where the checkpoint holds several.")] = None,
+    verify: Annotated[bool, typer.Option(help="Compare every file's checksum first.")] = True,
+) -> None:
+    """Turn a sharded checkpoint into whole weights that from_pretrained reads."""
+    from fullshard.weights.merge import merge_weights as merge
+
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "model": model, "verify": verify}
+    for file in merge(checkpoint, out, progress=True, **options):
+        print(file)
+
+
+@app.command("inspect")
+def inspect_checkpoint(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a directory of them.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what is inside a checkpoint: steps, mesh, plan, sizes, versions, health. Exit code 1 if it is damaged."""
+    from fullshard.weights import inspect
+
+    facts = inspect.inspect_checkpoint(checkpoint, verify)
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        for name, value in inspect.lines(facts):
+            table.add_row(name, value)
+        Console().print(table)
+    if any(one["health"] == "damaged" for one in facts.get("checkpoints", [facts])):
+        raise typer.Exit(1)
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False)
+def sft(words: Annotated[list[str] | None, typer.Argument(metavar="[RUN.YAML] [FLAGS]…")] = None) -> None:
+    """Fine-tune a language model, fully sharded. See fullshard sft --help."""
+    from fullshard.launch import training
+
+    raise typer.Exit(training.sft(words or []))
+
+
 def describe_environment() -> dict[str, Any]:
     """The facts that decide how a run behaves here; nothing is initialised to find them."""
     import torch
 
     import fullshard.runtime as xr
+    from fullshard.launch.config import find_file
     from fullshard.launcher import choose_backend, gpu_count
 
     gpus = gpu_count()
+    file, reason = find_file(None)
     return {
         "fullshard": __version__,
         "python": platform.python_version(),
@@ -85,4 +181,5 @@ def describe_environment() -> dict[str, Any]:
         "world_size": xr.world_size(),
         "local_world_size": xr.local_world_size(),
         "nodes": xr.node_count(),
+        "config_file": f"{file} ({reason})" if file else reason,
     }

@@ -102,7 +102,9 @@ def _init_group(launch: Launch, backend: str, seconds: float) -> None:
                 os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
         found, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
-        store = dist.PrefixStore(f"fullshard/{_starts}", found)
+        # A job that is started again may meet the store of its last attempt, with addresses of processes long gone.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"fullshard/{attempt}/{_starts}", found)
         _await_all(store, launch, seconds)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
     except (RuntimeError, ValueError, OSError) as error:
