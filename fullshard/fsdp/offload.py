@@ -8,9 +8,15 @@ On CPUs all of this falls away.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+import weakref
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+
+LARGE = 2**20
+"""Bytes from which on host memory is locked in place: it then has pages of its own."""
 
 
 class Streams:
@@ -68,5 +74,23 @@ class HostGradients:
 
 
 def host_copy(t: torch.Tensor) -> torch.Tensor:
-    """A shard in host memory: pinned where a GPU will read it."""
-    return t.to("cpu").pin_memory() if torch.cuda.is_available() else t.to("cpu")
+    """A shard in host memory."""
+    return host_memory(t.shape, t.dtype).copy_(t)
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Host memory without values: page-locked where there is a GPU to read it.
+
+    Large pieces are ordinary memory that is locked afterwards: what torch allocates as pinned it rounds up to a power
+    of two, which for a large model's shards adds up to gigabytes.
+    """
+    if not torch.cuda.is_available():
+        return torch.empty(shape, dtype=dtype)
+    size = math.prod(shape) * dtype.itemsize
+    if size < LARGE:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    owner = np.empty(size, np.uint8)  # lives as long as the tensor's storage does
+    if int(torch.cuda.cudart().cudaHostRegister(owner.ctypes.data, size, 0)) == 0:
+        # Unlocked before it is freed: numpy tells of an array's end before it gives the memory back.
+        weakref.finalize(owner, torch.cuda.cudart().cudaHostUnregister, owner.ctypes.data).atexit = False
+    return torch.from_numpy(owner).view(dtype).view(tuple(shape))

@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard import runtime
 from fullshard.errors import FSDPError
+from fullshard.fsdp.offload import host_memory
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import Mesh, origin
@@ -97,8 +98,7 @@ class ShardedParameter:
         if self.local.is_meta:
             assert is_sharded(self.shard)
             if self.offloaded:
-                pin = torch.cuda.is_available()
-                local = torch.empty(self.local.shape, dtype=self.local.dtype, device="cpu", pin_memory=pin)
+                local = host_memory(self.local.shape, self.local.dtype)
             else:
                 local = torch.empty_like(self.local, device=runtime.device())
             new = nn.Parameter(type(self.shard)(local, self.shard._spec, requires_grad=False), self.shard.requires_grad)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from fullshard.fsdp.offload import host_memory
 from fullshard.weights.pieces import Held, as_bytes, share
 
 ALIGNMENT = 64
@@ -22,7 +23,6 @@ class HostBuffer:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._locked = False
 
     def copy(self, pieces: Iterable[Held]) -> list[Held]:
         """The same pieces with their values copied; returns when the originals may change."""
@@ -31,8 +31,7 @@ class HostBuffer:
         for part in parts:
             starts.append(end)
             end += -(-part.local.numel() * part.local.element_size() // ALIGNMENT) * ALIGNMENT
-        cuda = any(part.local.device.type == "cuda" for part in parts)
-        self._reserve(end, cuda)
+        self._reserve(end)
         copies = []
         for part, start in zip(parts, starts, strict=True):
             size = part.local.numel() * part.local.element_size()
@@ -44,20 +43,14 @@ class HostBuffer:
                 copy.copy_(part.local, non_blocking=True)
             # The share is taken already, so that it is not taken again.
             copies.append(replace(part, local=copy, copies=min(part.copies, 1), copy=0))
-        if cuda:
+        if any(part.local.device.type == "cuda" for part in parts):
             torch.cuda.synchronize()
         return copies
 
-    def _reserve(self, size: int, cuda: bool) -> None:
-        if self._memory.numel() >= size and (self._locked or not cuda):
-            return
-        self.release()
-        self._memory = torch.empty(size, dtype=torch.uint8)
-        if cuda and size:
-            # Registered rather than allocated as pinned: torch would round a pinned buffer up to a power of two.
-            self._locked = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)) == 0
+    def _reserve(self, size: int) -> None:
+        if self._memory.numel() < size:
+            self.release()
+            self._memory = host_memory((size,), torch.uint8)
 
     def release(self) -> None:
-        if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-        self._memory, self._locked = torch.empty(0, dtype=torch.uint8), False
+        self._memory = torch.empty(0, dtype=torch.uint8)

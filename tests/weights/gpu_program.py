@@ -63,7 +63,7 @@ def main(folder: Path) -> None:
                     after = torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["allocation.all.allocated"]
                     assert after == before, f"a save allocated on the GPU: {before} before, {after} after"
                 if background:
-                    assert manager._buffer._locked or offload, "the host buffer is not page-locked"
+                    assert manager._buffer._memory.is_pinned(), "the host buffer is not page-locked"
                 resumed = Training(99, offload)
                 state = resumed.state
                 assert manager.restore(None, state) == 3

@@ -1,0 +1,121 @@
+"""The whole system on one screen: from settings to a loop that is ready to run, every part in its order.
+
+launched ranks → mesh → empty model → adapter → tokens → lean head → plan → weights → optimizer → loop
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard import runtime
+from fullshard.data import chat
+from fullshard.data.formats import Source
+from fullshard.data.loader import load_table
+from fullshard.data.once import agree
+from fullshard.data.tokens import TokenTable
+from fullshard.fsdp import checkpoint_module
+from fullshard.train import fit, folder
+from fullshard.train.adapter import add_adapter
+from fullshard.train.batches import describe_data, make_loader, text_settings
+from fullshard.train.config import SFTConfig
+from fullshard.train.engine import EngineSettings
+from fullshard.train.loop import Loop
+from fullshard.train.loss import LeanHead
+from fullshard.train.metrics import Reporter
+from fullshard.train.model import Say, check_rows, embedding_rows, empty_model, read_tokenizer, uses_flash
+from fullshard.train.prepare import rebind
+from fullshard.train.schedule import Schedule, make_optimizer
+from fullshard.weights.checkpoint import CheckpointManager
+from fullshard.weights.fill import fill
+from fullshard.weights.locate import resolve
+
+
+@dataclass
+class Parts:
+    """What a run is made of before it is sharded."""
+
+    config: SFTConfig
+    engine: EngineSettings
+    model: Any
+    base: Path | None
+    """The folder with the weights; None if the model came with its values."""
+    tokenizer: Any
+    train: TokenTable | None
+    evaluation: TokenTable | None
+
+
+def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
+    """How the model is sharded: what the launcher said, overruled by the run's own settings."""
+    engine = EngineSettings.from_trainer_flags(config.fsdp, config.fsdp_config, notes=notes)
+    changes: dict[str, Any] = {"mixed_precision": config.precision} if config.precision else {}
+    if config.torch_compile and engine.backend.lower() == "no":
+        changes["backend"] = "inductor"
+    return dataclasses.replace(engine, **changes)
+
+
+def gather_parts(
+    config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, train: Source | None,
+    evaluation: Source | None, peft_config: Any, say: Say,
+) -> Parts:  # fmt: skip
+    """Ranks, model without values, adapter, tokens."""
+    runtime.use_spmd(device="cpu" if engine.use_cpu else None)
+    runtime.seed(config.seed)
+    base = resolve(model) if isinstance(model, str | Path) else None
+    if tokenizer is None:
+        tokenizer = agree(lambda: read_tokenizer(config, base or _origin(model)), own=True)
+    if base is not None:
+        model = agree(lambda: empty_model(config, base, say), own=True)
+    for note in chat.prepare_tokenizer(tokenizer, config.chat_template_format, embedding_rows(model)):
+        say(note)
+    if peft_config is not None:
+        model = add_adapter(model, peft_config, config.seed)
+    text = text_settings(config, tokenizer)
+    tables = [load_table(s, tokenizer, text, config.cache_dir) if s is not None else None for s in (train, evaluation)]
+    for name, table in zip(("training", "evaluation"), tables, strict=True):
+        if table is not None:
+            say(describe_data(name, table, config))
+            agree(functools.partial(check_rows, model, table, config.packing))
+    return Parts(config, engine, model, base, tokenizer, tables[0], tables[1])
+
+
+def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: Any = None) -> Loop:
+    """Shard the model as planned, fill it, and put a loop around it."""
+    config, engine, model = parts.config, parts.engine, parts.model
+    head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss)
+    if head.why_not:
+        reporter.say(f"chunked_loss: {head.why_not}.")
+    layers = engine.checkpointed(model) if config.gradient_checkpointing and not engine.activation_checkpointing else []
+    sharded = engine.wrap(model, timeout=config.ddp_timeout)
+    for layer in layers:
+        checkpoint_module(layer, reentrant=config.use_reentrant)
+    need = agree(lambda: fit.check_fit(sharded.plan, config.optim, engine.offload_params))[0]
+    for line in fit.describe(sharded.plan, need):
+        reporter.say(line)
+    if parts.base is not None:
+        fill(sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"))
+    optimizer = rebind(optimizer) if optimizer is not None else make_optimizer(sharded, config)
+    schedule = Schedule(optimizer, config.lr_scheduler_type, config.warmup(reporter.total), reporter.total)
+    table = parts.train if parts.train is not None else parts.evaluation
+    assert table is not None
+    loader = make_loader(config, table, parts.tokenizer.pad_token_id, uses_flash(model))
+    precision, more = engine.mixed_precision, {"notify": notify} if notify is not None else {}
+    return Loop(
+        config, sharded, head, optimizer, schedule, loader, reporter, reporter.total, evaluation=parts.evaluation,
+        precision=precision, **more,
+    )  # fmt: skip
+
+
+def open_checkpoints(config: SFTConfig, loop: Loop) -> CheckpointManager:
+    """The run's checkpoints; the best one is never removed."""
+    place = Path(config.output_dir).expanduser() / folder.CHECKPOINTS
+    keep = config.save_total_limit
+    return CheckpointManager(place, config.save_steps, keep, protect=lambda step: step == loop.progress.best_step)
+
+
+def _origin(model: Any) -> str | None:
+    """Where a model of the user's came from, if it says so."""
+    return getattr(getattr(model, "config", None), "_name_or_path", None) or None

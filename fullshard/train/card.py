@@ -1,0 +1,53 @@
+"""The model card of a result: what it is, how it was made, and how to load it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fullshard import __version__
+from fullshard.train.config import SFTConfig
+
+
+def write_card(folder: Path, config: SFTConfig, facts: dict[str, Any]) -> None:
+    """Write README.md. `facts`: base, adapter (or not), data, steps, metrics, versions."""
+    adapter = facts.get("adapter", False)
+    front = {"library_name": "peft" if adapter else "transformers", "tags": ["fullshard", "sft"]}
+    if facts.get("base"):
+        front["base_model"] = str(facts["base"])
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
+    lines += [f"# {config.run_name or folder.resolve().name}", ""]
+    lines += [
+        f"{'A LoRA adapter' if adapter else 'A model'} made by supervised fine-tuning with fullshard {__version__}"
+    ]
+    lines[-1] += f", starting from `{facts['base']}`." if facts.get("base") else "."
+    lines += ["", "```python", *_how_to_load(folder, facts, adapter), "```", ""]
+    lines += ["## Training", "", f"{facts['steps']} steps on {facts['data']}, {facts['ranks']} rank(s).", ""]
+    if facts.get("metrics"):
+        lines += ["| metric | value |", "|---|---|"]
+        lines += [f"| {name} | {_number(value)} |" for name, value in facts["metrics"].items()]
+        lines += [""]
+    lines += ["## Settings", "", "| setting | value |", "|---|---|"]
+    lines += [f"| `{name}` | `{value}` |" for name, value in config.changed().items()]
+    lines += ["", "All others are at their defaults; `settings.json` has every one.", ""]
+    lines += ["## Versions", "", ", ".join(f"{name} {version}" for name, version in facts["versions"].items()), ""]
+    (folder / "README.md").write_text("\n".join(lines))
+
+
+def _how_to_load(folder: Path, facts: dict[str, Any], adapter: bool) -> list[str]:
+    if adapter:
+        return [
+            "from peft import AutoPeftModelForCausalLM",
+            "",
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{folder}")',
+        ]
+    return [
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{folder}")',
+    ]
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,342 @@
+"""The settings of a training run: the one source of flags, YAML keys, `--help`, validation and docs/options.md.
+
+Names and defaults are those of PEFT's training script and of transformers' `TrainingArguments`, so their commands work
+as they are. Nothing here imports torch: a wrong setting is found at once. How a model is sharded is in `engine.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fullshard.errors import ConfigError
+from fullshard.options import as_list, option, options_of
+
+SAME_LENGTH = ("max_seq_length", "max_length")
+LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
+QUANTISED = ("use_4bit_quantization", "use_8bit_quantization", "use_nested_quant")
+"""Options of the quantised route. They are refused here, in `_check_route`, until `adapters/` takes them."""
+
+Strategy = Literal["no", "steps", "epoch"]
+
+
+def _named(default: Any, *others: str, **about: Any) -> Any:
+    """An option that has other names as well, alike in files and flags."""
+    return option(default, aliases=others, flags=others, **about)
+
+
+@dataclass
+class SFTConfig:
+    """Settings of a fine-tuning run."""
+
+    # --- the model ---
+    model_name_or_path: str | None = option(None, given_as="a folder, or a name on the hub")
+    """The model to start from."""
+    tokenizer_name_or_path: str | None = option(None, given_as="a folder, or a name on the hub")
+    """Its tokenizer, if that lies elsewhere."""
+    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _named("auto", "dtype")
+    """The dtype of the weights as they are read; auto keeps that of the files. What trains is stored in fp32 besides
+    when bf16 or fp16 is on."""
+    chat_template_format: Literal["none", "chatml", "zephyr"] = "none"
+    """How conversations become text: by the tokenizer's own template (none), or by a built-in one."""
+    use_flash_attn: bool = False
+    """Use FlashAttention 2. Where it is not installed, or without a GPU, torch's own attention is used, with a note."""
+    attn_implementation: str | None = option(None, given_as="sdpa, eager, flash_attention_2, …")
+    """The attention implementation by transformers' name; overrules `use_flash_attn`."""
+    use_peft_lora: bool = False
+    """Train a LoRA adapter and leave the model as it is."""
+    lora_r: int = 64
+    """Rank of the adapter's matrices."""
+    lora_alpha: int = 16
+    """The adapter's output is scaled by alpha / r."""
+    lora_dropout: float = 0.1
+    """Dropout before the adapter."""
+    lora_target_modules: str = option(LORA_TARGETS, given_as="module names, or all-linear")
+    """Which layers get an adapter: a comma-separated list, or all-linear for every linear layer but the output head."""
+    use_4bit_quantization: bool = False
+    """Hold the frozen model in 4 bits (QLoRA). Not offered yet."""
+    use_8bit_quantization: bool = False
+    """Hold the frozen model in 8 bits. Not offered yet."""
+    use_nested_quant: bool = False
+    """Quantise the scales of a 4-bit model as well. Not offered yet."""
+    bnb_4bit_compute_dtype: Literal["float16", "bfloat16", "float32"] = option(
+        "float16", no_op="it belongs to use_4bit_quantization, which is not offered yet"
+    )
+    """The dtype a 4-bit model computes in."""
+    bnb_4bit_quant_storage_dtype: Literal["uint8", "float16", "bfloat16", "float32"] = option(
+        "uint8", no_op="it belongs to use_4bit_quantization, which is not offered yet"
+    )
+    """The dtype that packed 4-bit values are stored as."""
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option(
+        "nf4", no_op="it belongs to use_4bit_quantization, which is not offered yet"
+    )
+    """The 4-bit format."""
+    use_unsloth: bool = False
+    """Load the model through Unsloth. Refused: Unsloth does not shard."""
+
+    # --- the data ---
+    dataset_name: str | None = option(None, given_as="a file, or a folder with a file per split")
+    """The training data: JSON lines with `messages` or text."""
+    splits: str = "train,test"
+    """Names of the training and the evaluation split: their files' names in the folder."""
+    dataset_text_field: str = "text"
+    """The column with running text."""
+    packing: bool = False
+    """Let documents share rows, so that hardly anything is padding. They never see each other."""
+    max_seq_len: int = _named(1024, *SAME_LENGTH)
+    """The longest row, in tokens. What becomes of longer documents is said by `overflow`, and counted."""
+    overflow: Literal["truncate", "split", "drop"] = "truncate"
+    """What happens to documents longer than `max_seq_len`."""
+    append_concat_token: bool = False
+    """End each document with the end-of-text token."""
+    add_special_tokens: bool = False
+    """Let the tokenizer add its special tokens (such as the one that begins a text) to each document."""
+    assistant_only_loss: bool = False
+    """In conversations, learn only what the assistant says."""
+    train_sampling_strategy: Literal["random", "sequential"] = "random"
+    """The order of rows: shuffled anew each epoch, or as they stand."""
+    data_seed: int | None = None
+    """Seed of the order of rows; `seed` if not given."""
+    dataloader_drop_last: bool = False
+    """Leave out an epoch's last batch if it is not full."""
+    dataloader_num_workers: int = 0
+    """Threads that prepare coming batches."""
+    dataloader_pin_memory: bool = True
+    """Hand batches to a GPU through pinned memory."""
+    cache_dir: str | None = option(None, given_as="a folder")
+    """Where tokenised data is kept; `FULLSHARD_CACHE` or the user's cache folder if not given."""
+
+    # --- where things go ---
+    output_dir: str = option("trainer_output", given_as="a folder")
+    """Where the run writes: checkpoints, metrics, and at the end the model."""
+    overwrite: bool = _named(False, "overwrite_output_dir")
+    """Start anew in an `output_dir` that holds an earlier run; its files are removed."""
+    resume: bool = False
+    """Go on from the newest checkpoint in `output_dir`."""
+    resume_from_checkpoint: str | None = option(None, given_as="true, or a checkpoint's folder")
+    """Go on from this checkpoint; true means the newest in `output_dir`."""
+
+    # --- training ---
+    seed: int = 42
+    """Seed of new weights, dropout and the order of rows."""
+    num_train_epochs: float = 3.0
+    """How often the data is gone through."""
+    max_steps: int = -1
+    """Optimizer steps to take; above 0 it overrules the epochs."""
+    per_device_train_batch_size: int = 8
+    """Rows per rank in one forward pass."""
+    per_device_eval_batch_size: int = 8
+    """The same in evaluation."""
+    gradient_accumulation_steps: int = 1
+    """Forward passes per optimizer step. The loss is the mean over all learnt tokens of all of them, on all ranks."""
+    sync_each_batch: bool = True
+    """Reduce gradients after each of these passes (least memory) or once per step (least communication)."""
+    learning_rate: float = 5e-5
+    """The highest learning rate."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    """How the learning rate goes on from there."""
+    warmup_ratio: float = 0.0
+    """The part of all steps over which the learning rate rises from 0."""
+    warmup_steps: float = 0
+    """The same in steps; overrules `warmup_ratio`. Below 1 it is a part of all steps."""
+    optim: Literal["adamw_torch", "adamw_torch_fused", "sgd"] = "adamw_torch_fused"
+    """The optimizer. Fused falls back to the plain one where torch has no fused kernel."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; vectors (biases, norms) never decay."""
+    adam_beta1: float = 0.9
+    """AdamW's first decay rate."""
+    adam_beta2: float = 0.999
+    """AdamW's second decay rate."""
+    adam_epsilon: float = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them alone."""
+    bf16: bool = False
+    """Compute in bf16, update in fp32."""
+    fp16: bool = False
+    """Compute in fp16 with a loss scale, update in fp32."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in backward instead of keeping them."""
+    use_reentrant: bool = False
+    """Use the re-entrant kind of gradient checkpointing."""
+    chunked_loss: bool = True
+    """Compute the output head and the loss piece by piece, so that the logits never exist as a whole. The numbers are
+    the same."""
+    loss_chunk_tokens: int = 0
+    """Tokens per piece; 0 chooses pieces of about 64 MiB."""
+    torch_compile: bool = False
+    """Compile each layer with torch.compile."""
+    on_nonfinite_loss: Literal["stop", "skip"] = "stop"
+    """What to do when a loss is NaN or infinite: stop before the weights are touched, naming the rows, or leave the
+    step out."""
+    fsdp: str | None = option(None, given_as="full_shard auto_wrap offload, …")
+    """How the model is sharded, in transformers' words; over what the launcher said."""
+    fsdp_config: str | dict[str, Any] | None = option(None, given_as="a file")  # noqa: RUF009 - a field
+    """The same as a file of `fsdp_*` keys."""
+    ddp_timeout: float = 1800
+    """Seconds that a rank may be late before the run is given up."""
+
+    # --- evaluation, saving ---
+    eval_strategy: Strategy = _named("no", "evaluation_strategy")  # noqa: RUF009 - a field
+    """When to evaluate."""
+    eval_steps: int | None = None
+    """Steps between evaluations; `logging_steps` if not given."""
+    eval_on_start: bool = False
+    """Evaluate before the first step as well."""
+    save_strategy: Strategy = "steps"
+    """When to save a checkpoint. The last step is always saved unless this is no."""
+    save_steps: int = 500
+    """Steps between checkpoints."""
+    save_total_limit: int | None = None
+    """How many checkpoints to keep. The best and the newest always stay."""
+    save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype of the model written at the end; auto is the one its weights were read in."""
+    async_save: bool = False
+    """Write checkpoints in the background; training waits only for the copy to host memory."""
+    load_best_model_at_end: bool = False
+    """End with the weights of the best evaluation rather than the last."""
+    metric_for_best_model: str | None = option(None, given_as="eval_loss, eval_mean_token_accuracy, …")
+    """What best means; eval_loss if not given."""
+    greater_is_better: bool | None = None
+    """Whether a higher value is better; for losses not, otherwise yes, if not given."""
+    early_stopping_patience: int | None = None
+    """Stop after this many evaluations in a row without improvement."""
+    early_stopping_threshold: float = 0.0
+    """What counts as an improvement."""
+
+    # --- what is shown ---
+    logging_strategy: Strategy = "steps"
+    """When to log."""
+    logging_steps: int = 10
+    """Steps between log lines."""
+    logging_first_step: bool = False
+    """Log the first step too."""
+    log_level: Literal["passive", "debug", "info", "warning", "error", "critical"] = "passive"
+    """How much the libraries say; passive leaves it as it is."""
+    progress: Literal["auto", "live", "plain", "json", "quiet"] = "auto"
+    """A live display, plain lines, JSON lines, or errors only; auto is live on a terminal and plain elsewhere."""
+    report_to: str = option("tensorboard", given_as="tensorboard, none")
+    """Where metrics go besides metrics.jsonl. TensorBoard is used where it is installed."""
+    run_name: str | None = None
+    """A name for the run in its report."""
+    push_to_hub: bool = False
+    """Upload the result at the end. If that fails the result stays where it is, and the run counts as done."""
+    hub_model_id: str | None = option(None, given_as="name or owner/name")
+    """The repository to upload to; named after `output_dir` if not given."""
+    hub_private_repo: bool | None = None
+    """Whether a new repository is private."""
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = option(
+        "every_save", no_op="the model is uploaded once, at the end"
+    )
+    """transformers: how often to upload."""
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_route()
+        self._check_plan()
+
+    # --- checks -----------------------------------------------------------------------------------------------------
+
+    def _check_numbers(self) -> None:
+        at_least_one = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+                        "save_steps", "logging_steps", "lora_r", "lora_alpha", "max_seq_len", "eval_steps",
+                        "save_total_limit", "early_stopping_patience")  # fmt: skip
+        not_negative = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "seed", "data_seed",
+                        "dataloader_num_workers", "loss_chunk_tokens", "adam_epsilon",
+                        "early_stopping_threshold")  # fmt: skip
+        for names, least in ((at_least_one, 1), (not_negative, 0)):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not (value >= least and math.isfinite(value)):
+                    raise ConfigError(f"{name} is {value}; expected {least} or more.")
+        for name in ("warmup_ratio", "lora_dropout", "adam_beta1", "adam_beta2"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1 or (value == 1 and name != "warmup_ratio"):
+                raise ConfigError(f"{name} is {value}; expected a number from 0 to 1.")
+        for name in ("num_train_epochs", "ddp_timeout"):
+            if not getattr(self, name) > 0 or not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected more than 0.")
+        if self.max_steps == 0 or self.max_steps < -1:
+            raise ConfigError(f"max_steps is {self.max_steps}; expected 1 or more, or -1 for num_train_epochs.")
+        if self.max_seq_len < 2:
+            raise ConfigError(f"max_seq_len is {self.max_seq_len}; a row needs at least 2 tokens to predict one.")
+
+    def _check_route(self) -> None:
+        if self.use_4bit_quantization and self.use_8bit_quantization:
+            raise ConfigError("use_4bit_quantization and use_8bit_quantization are both on; choose one.")
+        for name in QUANTISED:
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} is on, but quantised training is not offered yet. Use use_peft_lora with bf16: a frozen "
+                    f"bf16 model takes 2 bytes per parameter, split over all ranks."
+                )
+        if self.use_unsloth:
+            raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
+        if self.bf16 and self.fp16:
+            raise ConfigError("bf16 and fp16 are both on; choose one.")
+        if self.resume and self.overwrite:
+            raise ConfigError("resume and overwrite are both on; choose one.")
+        unknown = [name for name in as_list(self.report_to) if name not in ("tensorboard", "none", "all")]
+        if unknown:
+            raise ConfigError(f"report_to names {', '.join(unknown)}; expected tensorboard or none.")
+
+    def _check_plan(self) -> None:
+        if self.load_best_model_at_end or self.early_stopping_patience is not None:
+            name = "load_best_model_at_end" if self.load_best_model_at_end else "early_stopping_patience"
+            if self.eval_strategy == "no":
+                raise ConfigError(f"{name} needs evaluations, but eval_strategy is no; set it to steps or epoch.")
+        if self.load_best_model_at_end and self.save_strategy != self.eval_strategy:
+            raise ConfigError(
+                f"load_best_model_at_end needs a checkpoint at each evaluation: eval_strategy is {self.eval_strategy}, "
+                f"save_strategy {self.save_strategy}; make them the same."
+            )
+        if self.load_best_model_at_end and self.eval_strategy == "steps" and self.save_steps % self.evaluates_every:
+            raise ConfigError(
+                f"load_best_model_at_end needs save_steps to be a multiple of eval_steps; they are {self.save_steps} "
+                f"and {self.evaluates_every}."
+            )
+
+    # --- what the settings come to ----------------------------------------------------------------------------------
+
+    @property
+    def evaluates_every(self) -> int:
+        return self.eval_steps or self.logging_steps
+
+    @property
+    def best_metric(self) -> str:
+        """The metric that says which evaluation is best, with its prefix."""
+        name = self.metric_for_best_model or "loss"
+        return name if name.startswith("eval_") else f"eval_{name}"
+
+    @property
+    def higher_is_better(self) -> bool:
+        return "loss" not in self.best_metric if self.greater_is_better is None else self.greater_is_better
+
+    @property
+    def precision(self) -> str | None:
+        """bf16 or fp16 where asked for; None leaves it to the launcher's settings."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else None
+
+    def warmup(self, steps: int) -> int:
+        """Warm-up steps in a run of so many."""
+        if self.warmup_steps:
+            return math.ceil(self.warmup_steps * steps) if self.warmup_steps < 1 else int(self.warmup_steps)
+        return math.ceil(steps * self.warmup_ratio)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def changed(self) -> dict[str, Any]:
+        """The settings that are not at their default."""
+        return {o.name: getattr(self, o.name) for o in options_of(SFTConfig) if getattr(self, o.name) != o.default}
+
+
+# Changing these in a resumed run does not change what is trained.
+HARMLESS = frozenset({
+    "output_dir", "overwrite", "resume", "resume_from_checkpoint", "save_strategy", "save_steps", "save_total_limit",
+    "logging_strategy", "logging_steps", "logging_first_step", "log_level", "progress", "report_to", "run_name",
+    "push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "eval_on_start", "per_device_eval_batch_size",
+    "cache_dir", "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory", "save_dtype", "async_save",
+})  # fmt: skip

@@ -1,0 +1,311 @@
+"""The training loop: steps, evaluations, checkpoints, and when to stop.
+
+The loss of a step is the mean over all learnt tokens of its global batch: every rank knows their number beforehand, and
+since the engine averages gradients over the ranks, each micro-batch's summed loss is scaled by ranks / tokens.
+Decisions are taken from values that all ranks share, so all take the same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard import runtime
+from fullshard.data.loader import Batch, Loader, Step, one_pass
+from fullshard.data.tokens import TokenTable
+from fullshard.errors import TrainingError
+from fullshard.train.config import SFTConfig
+from fullshard.train.loss import LeanHead
+from fullshard.train.metrics import Reporter, memory_gib
+from fullshard.train.schedule import Schedule
+from fullshard.weights.checkpoint import CheckpointManager
+from fullshard.weights.meeting import exchange
+
+ROWS_NAMED = 16
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    batch: int = 0
+    """Rows in a global batch."""
+    tokens: int = 0
+    skipped: int = 0
+    best_step: int | None = None
+    best_value: float | None = None
+    without_improvement: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step came to, alike on every rank."""
+
+    loss: float
+    accuracy: float
+    entropy: float
+    grad_norm: float
+    updated: bool
+
+
+class Loop:
+    """Trains a sharded model. Every rank runs the same loop."""
+
+    def __init__(
+        self, config: SFTConfig, model: Any, head: LeanHead, optimizer: torch.optim.Optimizer, schedule: Schedule,
+        loader: Loader, reporter: Reporter, total: int, manager: CheckpointManager | None = None,
+        evaluation: TokenTable | None = None, precision: str = "no",
+        notify: Callable[..., bool] = lambda event, **facts: False,
+    ) -> None:  # fmt: skip
+        self.config, self.model, self.head, self.optimizer, self.schedule = config, model, head, optimizer, schedule
+        self.loader, self.reporter, self.total, self.manager = loader, reporter, total, manager
+        self.evaluation, self.notify = evaluation, notify
+        self.progress = Progress(batch=loader.order.batch)
+        head.enabled = False  # outside the loop the model is the user's
+        self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
+        self.rate = 0.0
+        self._saved: int | None = None
+        self._window: list[Outcome] = []
+        self._window_tokens, self._window_start = 0, time.monotonic()
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train until the last step, or until something says stop."""
+        config = self.config
+        self.reporter.start(self.progress.step)
+        if config.eval_on_start and self.evaluation is not None and self.progress.step == 0:
+            self.evaluate()
+        self.model.train()
+        self._window_start = time.monotonic()
+        for step in self.loader.steps(self.progress.step, self.total):
+            outcome = self.train_step(step)
+            if self._after(step, outcome):
+                break
+        if config.save_strategy != "no" and self._saved != self.progress.step:
+            self.save()
+        if self.manager is not None:
+            self.manager.join()
+
+    def _after(self, step: Step, outcome: Outcome) -> bool:
+        """Note a step; log, evaluate and save where it is time. Whether to stop."""
+        config, progress = self.config, self.progress
+        progress.step, progress.tokens = step.number + 1, progress.tokens + step.tokens
+        progress.skipped += not outcome.updated
+        self._window.append(outcome)
+        self._window_tokens += step.tokens
+        done, epoch_ends = progress.step, progress.step % self.loader.order.steps_per_epoch == 0
+        last = done == self.total
+        self._show(outcome)
+        first = config.logging_first_step and done == 1
+        if self._due(config.logging_strategy, config.logging_steps, epoch_ends) or first or last:
+            self._log()
+        stop = self.notify("on_step_end", step=done)
+        if self.evaluation is not None and self._due(config.eval_strategy, config.evaluates_every, epoch_ends, last):
+            stop |= self._judge(self.evaluate())
+        if self._due(config.save_strategy, config.save_steps, epoch_ends):
+            self.save()
+        if self.manager is not None and self.manager.reached_preemption(done):
+            self.reporter.close()
+            self.manager.exit_if_preempted(done, self.state())
+        return stop
+
+    def _show(self, outcome: Outcome) -> None:
+        """Move the live display on."""
+        seconds = max(1e-9, time.monotonic() - self._window_start)
+        values = {"loss": outcome.loss, "learning_rate": self.rate, "grad_norm": outcome.grad_norm}
+        values |= {"tokens_per_second": self._window_tokens / seconds, "memory_gib": memory_gib()}
+        self.reporter.tick(self.progress.step, values)
+
+    def _due(self, strategy: str, every: int, epoch_ends: bool, last: bool = False) -> bool:
+        if strategy == "no":
+            return False
+        if strategy == "epoch":
+            return epoch_ends or last
+        return self.progress.step % every == 0
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def train_step(self, step: Step) -> Outcome:
+        """Forward and backward over this rank's part of the global batch, then one update."""
+        rate = self.schedule.set(step.number)
+        self._seed(step.number)
+        targets = max(1, step.targets)
+        self.scaler.scale(torch.zeros(1, device=runtime.device()))  # so that it has a scale before the first step too
+        self.head.scale = self.scaler.get_scale() * runtime.world_size() / targets
+        sums = torch.zeros(3, dtype=torch.float64, device=runtime.device())
+        losses = []
+        for index, batch in enumerate(step.batches):
+            holds_back = index + 1 < len(step.batches) and not self.config.sync_each_batch
+            with self.model.no_sync() if holds_back else contextlib.nullcontext():
+                self.forward(batch).backward()
+            assert self.head.statistics is not None
+            sums += self.head.statistics.sums
+            losses.append(self.head.statistics.loss)
+        if runtime.world_size() > 1:
+            dist.all_reduce(sums)
+        loss_sum, correct, entropy = sums.tolist()
+        self.scaler.unscale_(self.optimizer)
+        norm = float(self.model.clip_grad_norm_(self.config.max_grad_norm or math.inf))
+        updated = math.isfinite(loss_sum) and (math.isfinite(norm) or self.scaler.is_enabled())
+        if not updated:
+            self._nonfinite(step, loss_sum, norm, losses)
+        else:
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.rate = rate
+        return Outcome(loss_sum / targets, correct / targets, entropy / targets, norm, updated)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The summed loss of a micro-batch, scaled for its part in the step."""
+        device, pinned = runtime.device(), self.config.dataloader_pin_memory and runtime.device().type == "cuda"
+        moved = {
+            name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
+            for name, tensor in batch.items()
+        }
+        self.head.enabled = True
+        try:
+            return self.model(**moved, use_cache=False).loss
+        finally:
+            self.head.enabled = False
+
+    def _seed(self, step: int) -> None:
+        """Random numbers (dropout) of a step are a function of seed, step and rank: a resumed run draws the same."""
+        words = f"{self.config.seed}/{step}/{runtime.rank()}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "little"))
+
+    def _nonfinite(self, step: Step, loss: float, norm: float, losses: list[torch.Tensor]) -> None:
+        """Name the rows that gave a loss that is no number, on every rank; stop unless the user chose to skip."""
+        mine = [
+            r for rows, value in zip(step.mine, losses, strict=True) if not math.isfinite(float(value)) for r in rows
+        ]
+        rows = sorted(row for rank in exchange(mine, step.number, "rows without a finite loss") for row in rank)
+        shown = ", ".join(map(str, rows[:ROWS_NAMED])) + (", …" if len(rows) > ROWS_NAMED else "")
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        where = f"; it came from rows {shown} of the training data" if rows else ""
+        if self.config.on_nonfinite_loss == "stop":
+            self.reporter.close()
+            raise TrainingError(
+                f"step {step.number + 1}: {what}{where}. The weights were not touched. Look at those rows, lower "
+                f"learning_rate, or leave such steps out with on_nonfinite_loss skip."
+            )
+        if runtime.is_main():
+            runtime.get_logger().warning("step %d left out: %s%s", step.number + 1, what, where)
+
+    # --- logging, evaluation ----------------------------------------------------------------------------------------
+
+    def _log(self) -> None:
+        now, window = time.monotonic(), self._window
+        finite = [o for o in window if o.updated] or window
+        values = {
+            "loss": _mean([o.loss for o in finite]),
+            "learning_rate": self.rate,
+            "grad_norm": window[-1].grad_norm,
+            "mean_token_accuracy": _mean([o.accuracy for o in finite]),
+            "entropy": _mean([o.entropy for o in finite]),
+            "num_tokens": self.progress.tokens,
+            "epoch": round(self.progress.step / self.loader.order.steps_per_epoch, 4),
+            "tokens_per_second": self._window_tokens / max(1e-9, now - self._window_start),
+            "memory_gib": memory_gib(),
+        }
+        self.reporter.log(self.progress.step, values)
+        self.notify("on_log", step=self.progress.step, logs=values)
+        self._window, self._window_tokens, self._window_start = [], 0, now
+
+    @torch.no_grad()
+    def evaluate(self, table: TokenTable | None = None, prefix: str = "eval") -> dict[str, float]:
+        """Mean loss, accuracy and entropy over all learnt tokens of the evaluation data. All ranks must call it."""
+        table = table if table is not None else self.evaluation
+        assert table is not None
+        began, collator = time.monotonic(), self.loader.collator
+        self.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=runtime.device())
+        for step in one_pass(
+            table, collator, self.config.per_device_eval_batch_size, self.loader.rank, self.loader.world
+        ):
+            for batch in step.batches:
+                self.forward(batch)
+                assert self.head.statistics is not None
+                sums += self.head.statistics.sums
+        self.model.train()
+        if runtime.world_size() > 1:
+            dist.all_reduce(sums)
+        targets, took = int(table.row_targets.sum()), time.monotonic() - began
+        loss, correct, entropy = (value / targets for value in sums.tolist())
+        values = {
+            f"{prefix}_loss": loss, f"{prefix}_mean_token_accuracy": correct, f"{prefix}_entropy": entropy,
+            f"{prefix}_runtime": took, f"{prefix}_samples_per_second": len(table) / max(took, 1e-9),
+        }  # fmt: skip
+        self.reporter.log(self.progress.step, values)
+        self.notify("on_evaluate", step=self.progress.step, metrics=values)
+        self._window_start += time.monotonic() - began
+        return values
+
+    def _judge(self, values: dict[str, float]) -> bool:
+        """Remember the best evaluation; whether to stop early."""
+        config, progress = self.config, self.progress
+        if config.best_metric not in values:
+            names = ", ".join(values)
+            raise TrainingError(f"metric_for_best_model: there is no {config.best_metric}; evaluation gives {names}.")
+        value, best = values[config.best_metric], progress.best_value
+        sign = 1 if config.higher_is_better else -1
+        if best is None or sign * (value - best) > config.early_stopping_threshold:
+            progress.without_improvement = 0
+        else:
+            progress.without_improvement += 1
+        if best is None or sign * (value - best) > 0:
+            progress.best_value, progress.best_step = value, progress.step
+        patience = config.early_stopping_patience
+        stop = patience is not None and progress.without_improvement >= patience
+        if stop:
+            self.reporter.say(f"no improvement of {config.best_metric} in {patience} evaluations: stopping early")
+        return stop
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        scaler = {"scaler": self.scaler} if self.scaler.is_enabled() else {}
+        return {"model": self.model, "optimizer": self.optimizer, "progress": asdict(self.progress), **scaler}
+
+    def save(self) -> None:
+        assert self.manager is not None
+        save = self.manager.save_async if self.config.async_save else self.manager.save
+        save(self.progress.step, self.state(), force=True)
+        self._saved = self.progress.step
+        self.notify("on_save", step=self.progress.step)
+
+    def restore(self, manager: CheckpointManager, step: int | None) -> int:
+        """Go on from a checkpoint; the newest if no step is given."""
+        state = self.state()
+        found = manager.restore(step, state, fallback=step is None)
+        self.adopt(state)
+        return found
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Take over where a restored state stands."""
+        batch, self.progress = self.progress.batch, Progress(**state["progress"])
+        if self.progress.batch != batch and runtime.is_main():
+            runtime.get_logger().warning(
+                "the checkpoint was made with %d rows in a global batch, now there are %d: from here on rows come in "
+                "another order than the run began with",
+                self.progress.batch,
+                batch,
+            )
+        self.progress.batch = batch
+        self._saved = self.progress.step
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)

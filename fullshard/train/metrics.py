@@ -1,0 +1,172 @@
+"""What a run says while it goes on: a live display or lines on the terminal, metrics.jsonl, TensorBoard.
+
+Only the first rank speaks and writes; on the others a `Reporter` only remembers. Which numbers there are is decided in
+`loop.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard import runtime
+
+FILE = "metrics.jsonl"
+TENSORBOARD = "runs"
+SHOWN = {
+    "loss": ("loss", "{:.4f}"),
+    "eval_loss": ("eval loss", "{:.4f}"),
+    "learning_rate": ("lr", "{:.2e}"),
+    "grad_norm": ("grad norm", "{:.3f}"),
+    "mean_token_accuracy": ("accuracy", "{:.3f}"),
+    "eval_mean_token_accuracy": ("eval accuracy", "{:.3f}"),
+    "tokens_per_second": ("tok/s", "{:,.0f}"),
+    "memory_gib": ("GiB", "{:.2f}"),
+}
+
+
+def memory_gib() -> float:
+    """The most memory this rank has needed so far: of the GPU, or of the process."""
+    if runtime.device().type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def shown(values: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name} {form.format(values[key])}" for key, (name, form) in SHOWN.items() if key in values)
+
+
+class Reporter:
+    """Tells the user, and writes down, how the run goes. `history` is there on every rank."""
+
+    def __init__(self, folder: Path, total: int, progress: str, tensorboard: bool) -> None:
+        self.folder, self.total = folder, total
+        self.speaks = runtime.is_main()
+        live = sys.stdout.isatty() if progress == "auto" else progress == "live"
+        self.mode = progress if progress in ("json", "quiet") else "live" if live else "plain"
+        self.history: list[dict[str, Any]] = []
+        self._tensorboard = tensorboard
+        self._file: Any = None
+        self._writer: Any = None
+        self._bar: Any = None
+        self._started = time.monotonic()
+        self._first = 0
+
+    def start(self, step: int) -> None:
+        """Begin at this step; what an earlier, broken-off run wrote beyond it is dropped."""
+        self._started, self._first = time.monotonic(), step
+        if not self.speaks:
+            return
+        path = self.folder / FILE
+        if path.exists():
+            self.history = [r for r in _read(path) if r["step"] <= step] if step else []
+        path.write_text("".join(json.dumps(r) + "\n" for r in self.history))
+        self._file = path.open("a", buffering=1)
+        if self._tensorboard:
+            self._writer = _tensorboard_writer(self.folder / TENSORBOARD, step)
+        if self.mode == "live":
+            self._bar = _LiveBar(self.total, step)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record numbers of a step, and show them."""
+        # JSON has no word for a number that is none.
+        record = {"step": step, **{name: _sayable(value) for name, value in values.items()}}
+        self.history.append(record)
+        if not self.speaks:
+            return
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+        if self._writer is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    group = "eval/" + name[5:] if name.startswith("eval_") else f"train/{name}"
+                    self._writer.add_scalar(group, value, step)
+        if self.mode == "json":
+            print(json.dumps(record), flush=True)
+        elif self.mode == "plain":
+            print(f"step {step}/{self.total}  {shown(values)}{self._eta(step)}", flush=True)
+        elif self._bar is not None:
+            self._bar.say(shown(values) if any(k.startswith("eval_") for k in values) else "")
+
+    def tick(self, step: int, values: Mapping[str, Any]) -> None:
+        """A step is done: move the live display on."""
+        if self._bar is not None:
+            self._bar.move(step, shown(values))
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+        if self.speaks and self.mode in ("plain", "live"):
+            print(text, flush=True)
+
+    def _eta(self, step: int) -> str:
+        done = step - self._first
+        if done <= 0 or step >= self.total:
+            return ""
+        left = (time.monotonic() - self._started) / done * (self.total - step)
+        return f"  ETA {timedelta(seconds=round(left))}"
+
+    def close(self) -> None:
+        for thing in (self._bar, self._writer, self._file):
+            if thing is not None:
+                thing.close()
+        self._bar = self._writer = self._file = None
+
+
+def _sayable(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; a last line that was cut off is left out."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return [r for r in records if isinstance(r, dict) and isinstance(r.get("step"), int)]
+
+
+def _tensorboard_writer(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        runtime.warn_once("tensorboard", "TensorBoard is not installed, so only metrics.jsonl is written.")
+        return None
+    return SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+
+class _LiveBar:
+    """A line at the bottom of the terminal that moves with the steps."""
+
+    def __init__(self, total: int, step: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        # One text column, so that a narrow terminal cuts the end and not the step.
+        self._progress = Progress(BarColumn(bar_width=12), TextColumn("{task.description}"))
+        self._total, self._began, self._first = total, time.monotonic(), step
+        self._task = self._progress.add_task("", total=total, completed=step)
+        self._progress.start()
+
+    def move(self, step: int, text: str) -> None:
+        left = (time.monotonic() - self._began) / max(1, step - self._first) * (self._total - step)
+        shown_left = f"  ETA {timedelta(seconds=round(left))}" if step < self._total else ""
+        self._progress.update(self._task, completed=step, description=f"{step}/{self._total}{shown_left}  {text}")
+
+    def say(self, text: str) -> None:
+        if text:
+            self._progress.console.print(text)
+
+    def close(self) -> None:
+        self._progress.stop()

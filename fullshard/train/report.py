@@ -1,0 +1,79 @@
+"""The run's report: one HTML file with its curves and settings that needs nothing else to be read."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fullshard.train.config import SFTConfig
+
+WIDTH, HEIGHT, MARGIN = 640, 200, 44
+CURVES = {
+    "Loss": ("loss", "eval_loss"),
+    "Token accuracy": ("mean_token_accuracy", "eval_mean_token_accuracy"),
+    "Learning rate": ("learning_rate",),
+    "Gradient norm": ("grad_norm",),
+    "Tokens per second": ("tokens_per_second",),
+}
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:52em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse}td,th{padding:.15em .8em .15em 0;text-align:left}"
+    "svg{display:block;background:#fafafa}h2{margin-top:2em}text{font-size:11px;fill:#555}"
+)
+COLOURS = ("#2563eb", "#dc2626")
+
+
+def write_report(path: Path, config: SFTConfig, history: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
+    """Write the report of a run from what it logged."""
+    title = html.escape(config.run_name or path.parent.resolve().name)
+    parts = [f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style><h1>{title}</h1>"]
+    parts.append(_table(facts))
+    for heading, names in CURVES.items():
+        lines = {
+            name: [(r["step"], r[name]) for r in history if isinstance(r.get(name), int | float)] for name in names
+        }
+        lines = {name: points for name, points in lines.items() if points}
+        if lines:
+            parts.append(f"<h2>{heading}</h2>{_chart(lines)}")
+    parts.append(f"<h2>Settings</h2>{_table(config.changed())}<p>All others are at their defaults.</p>")
+    path.write_text("\n".join(parts))
+
+
+def _table(rows: dict[str, Any]) -> str:
+    cells = (f"<tr><td>{html.escape(str(k))}</td><td>{html.escape(_shown(v))}</td></tr>" for k, v in rows.items())
+    return f"<table>{''.join(cells)}</table>"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _chart(lines: dict[str, list[tuple[int, float]]]) -> str:
+    points = [p for line in lines.values() for p in line if p[1] == p[1] and abs(p[1]) != float("inf")]
+    if not points:
+        return "<p>no finite values</p>"
+    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - left) / (right - left or 1)
+        up = (y - low) / (high - low or 1)
+        return MARGIN + across * (WIDTH - 2 * MARGIN), HEIGHT - MARGIN / 2 - up * (HEIGHT - MARGIN)
+
+    out = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">']
+    for (name, line), colour in zip(lines.items(), COLOURS, strict=False):
+        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in (place(*p) for p in line if p in points))
+        out.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{path}"/>')
+        if len(line) == 1:
+            a, b = place(*line[0])
+            out.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>')
+        where = MARGIN + 130 * list(lines).index(name)
+        out.append(f'<text x="{where}" y="12" style="fill:{colour}">{html.escape(name)}</text>')
+    out.append(
+        f'<text x="2" y="{MARGIN / 2 + 4}">{high:.4g}</text><text x="2" y="{HEIGHT - MARGIN / 2}">{low:.4g}</text>'
+    )
+    out.append(f'<text x="{MARGIN}" y="{HEIGHT - 4}">{left}</text>')
+    out.append(f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 4}" text-anchor="end">step {right}</text></svg>')
+    return "".join(out)

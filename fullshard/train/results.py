@@ -1,0 +1,154 @@
+"""What a run leaves behind: the model or adapter for transformers and peft, card, report, and the closing table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+
+from fullshard import __version__, runtime
+from fullshard.data.once import agree
+from fullshard.errors import WeightsError
+from fullshard.fsdp.state import whole_value
+from fullshard.train.card import write_card
+from fullshard.train.config import SFTConfig
+from fullshard.train.folder import CHECKPOINTS
+from fullshard.train.metrics import FILE
+from fullshard.train.model import causal, local_folder
+from fullshard.train.report import write_report
+from fullshard.weights.export import save_pretrained
+
+if TYPE_CHECKING:
+    from fullshard.train.assemble import Parts
+    from fullshard.train.sft import SFTTrainer
+
+REPORT = "report.html"
+
+
+def export(model: Any, parts: Parts, config: SFTConfig, place: Path) -> None:
+    """Write the model or the adapter, and the tokenizer. All ranks must call it."""
+    dtype = None if config.save_dtype == "auto" else getattr(torch, config.save_dtype)
+    if hasattr(model, "peft_config"):
+        export_adapter(model, place, dtype)
+        agree(lambda: parts.tokenizer.save_pretrained(place) if runtime.is_main() else None)
+    else:
+        dtype = dtype or getattr(model.config, "dtype", None)
+        save_pretrained(model, place, dtype=dtype, tokenizer=parts.tokenizer, progress=False)
+
+
+def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the adapter as PEFT does, gathering nothing else; read it back before it takes its place."""
+    names = set(model.peft_config)
+    values: dict[str, torch.Tensor] = {}
+    for unit in model._fullshard_engine.units:
+        for p in unit.parameters:
+            if names & set(p.plan.name.split(".")):
+                whole = whole_value(p)
+                if runtime.is_main():
+                    values[p.plan.name] = whole.detach().cpu().to(dtype or whole.dtype).clone()
+
+    def write() -> None:
+        if not runtime.is_main():
+            return
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".adapter-", dir=place) as part:
+            type(model)._fullshard_plain.save_pretrained(
+                model, part, state_dict=dict(values), save_embedding_layers=False
+            )
+            written = [f for f in Path(part).rglob("*") if f.is_file() and f.name != "README.md"]
+            _check_adapter([f for f in written if f.suffix == ".safetensors"], values)
+            for file in written:
+                target = place / file.relative_to(part)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file.replace(target)
+
+    agree(write)
+
+
+def _check_adapter(files: list[Path], values: dict[str, torch.Tensor]) -> None:
+    """Every value that was gathered must be in the files, as it is."""
+    there = [tensor for file in files for tensor in load_file(file).values()]
+    for name, value in values.items():
+        if not any(t.shape == value.shape and t.dtype == value.dtype and torch.equal(t, value) for t in there):
+            raise WeightsError(f"the adapter's files do not hold {name} as it was gathered; nothing was kept.")
+
+
+def versions() -> dict[str, str]:
+    found = {"fullshard": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "peft", "safetensors", "tokenizers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def describe(trainer: SFTTrainer, place: Path) -> None:
+    """Write card and report, and upload if asked to; the first rank alone."""
+    if not runtime.is_main():
+        return
+    config, progress = trainer.args, trainer.loop.progress
+    metrics = final_metrics(trainer)
+    facts = {
+        "base": trainer.parts.base or local_folder(causal(trainer.model)),
+        "adapter": hasattr(trainer.model, "peft_config"),
+        "data": config.dataset_name or "data of the user's own",
+        "steps": progress.step,
+        "ranks": runtime.world_size(),
+        "metrics": metrics,
+        "versions": versions(),
+    }
+    write_card(place, config, facts)
+    shown = {"steps": progress.step, "tokens": progress.tokens, "ranks": runtime.world_size(), **metrics, **versions()}
+    write_report(place / REPORT, config, trainer.state.log_history, shown)
+    if config.push_to_hub:
+        upload(config, place)
+
+
+def final_metrics(trainer: SFTTrainer) -> dict[str, float]:
+    """The last value of each number that was logged."""
+    wanted = ("loss", "mean_token_accuracy", "eval_loss", "eval_mean_token_accuracy", "tokens_per_second", "memory_gib")
+    found: dict[str, float] = {}
+    for record in trainer.state.log_history:
+        found |= {name: record[name] for name in wanted if record.get(name) is not None}
+    return found
+
+
+def upload(config: SFTConfig, place: Path) -> None:
+    """Put the result on the hub. A failure is said and changes nothing."""
+    name = config.hub_model_id or place.resolve().name
+    try:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        url = api.create_repo(name, private=config.hub_private_repo, exist_ok=True)
+        api.upload_folder(folder_path=place, repo_id=url.repo_id, ignore_patterns=["checkpoints/**", "runs/**"])
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        runtime.get_logger().warning("not uploaded to %s: %s. The result is in %s.", name, reason, place)
+
+
+def show(trainer: SFTTrainer) -> None:
+    """The closing table, and where everything is."""
+    reporter = trainer.loop.reporter
+    if not runtime.is_main() or reporter.mode in ("quiet", "json"):
+        return
+    place, progress = Path(trainer.args.output_dir).expanduser(), trainer.loop.progress
+    kind = "adapter" if hasattr(trainer.model, "peft_config") else "model"
+    rows = {
+        "steps": f"{progress.step:,}" + (f" ({progress.skipped} left out)" if progress.skipped else ""),
+        "tokens": f"{progress.tokens:,}",
+        **{name.replace("_", " "): f"{value:,.4f}" for name, value in final_metrics(trainer).items()},
+        f"{kind}, tokenizer, card": str(place),
+        "checkpoints": str(place / CHECKPOINTS),
+        "metrics": str(place / FILE),
+        "report": str(place / REPORT),
+    }
+    width = max(map(len, rows))
+    for name, value in rows.items():  # plain lines: a path must not be cut to the width of a terminal
+        print(f"{name:<{width}}  {value}", flush=True)

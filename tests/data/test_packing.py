@@ -1,0 +1,36 @@
+"""Best-fit-decreasing packing against a plain implementation of the rule."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.data.packing import best_fit_decreasing
+
+
+def plain(lengths: list[int], capacity: int) -> list[int]:
+    """How full each row is, by the rule's own words."""
+    left: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in left if room >= length]
+        if fitting:
+            left.remove(min(fitting))
+            left.append(min(fitting) - length)
+        else:
+            left.append(capacity - length)
+    return sorted(left)
+
+
+@given(st.integers(1, 70).flatmap(lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), max_size=60))))
+def test_rows_are_those_of_the_rule(case: tuple[int, list[int]]) -> None:
+    capacity, lengths = case
+    rows = best_fit_decreasing(lengths, capacity)
+    assert sorted(d for row in rows for d in row) == list(range(len(lengths)))
+    assert sorted(capacity - sum(lengths[d] for d in row) for row in rows) == plain(lengths, capacity)
+    assert best_fit_decreasing(lengths, capacity) == rows
+
+
+def test_a_document_that_fits_nowhere_is_refused() -> None:
+    with pytest.raises(ValueError, match="between 0 and 4"):
+        best_fit_decreasing([5], 4)

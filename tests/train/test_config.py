@@ -1,0 +1,151 @@
+"""The settings: one class gives flags, YAML keys and checks; others' arguments are understood."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments, get_scheduler
+
+import fullshard.data
+import fullshard.train
+from fullshard.errors import ConfigError
+from fullshard.launch.training import split
+from fullshard.options import options_of
+from fullshard.train.arguments import parse
+from fullshard.train.config import SFTConfig
+from fullshard.train.folder import changes, check_folder, prepare_folder, write_settings
+from fullshard.train.given import config_of
+from fullshard.train.schedule import factor
+
+SEED_FLAGS = """
+--seed 100 --model_name_or_path meta-llama/Llama-2-70b-hf --dataset_name smangrul/ultrachat-10k-chatml
+--chat_template_format chatml --add_special_tokens False --append_concat_token False --splits train,test --max_seq_len
+2048 --num_train_epochs 1 --logging_steps 5 --log_level info --logging_strategy steps --evaluation_strategy epoch
+--save_strategy epoch --push_to_hub --hub_private_repo True --hub_strategy every_save --bf16 True --packing True
+--learning_rate 1e-4 --lr_scheduler_type cosine --weight_decay 1e-4 --warmup_ratio 0.0 --max_grad_norm 1.0 --output_dir
+llama-sft-lora-fsdp --per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 4
+--gradient_checkpointing True --use_reentrant False --dataset_text_field content --use_flash_attn True --use_peft_lora
+True --lora_r 8 --lora_alpha 16 --lora_dropout 0.1 --lora_target_modules all-linear --use_4bit_quantization False
+""".split()  # noqa: SIM905 - as a command
+
+
+def test_the_guide_s_command() -> None:
+    config = parse(SEED_FLAGS).config
+    assert config.changed() == {
+        "model_name_or_path": "meta-llama/Llama-2-70b-hf", "dataset_name": "smangrul/ultrachat-10k-chatml",
+        "chat_template_format": "chatml", "use_flash_attn": True, "use_peft_lora": True, "lora_r": 8,
+        "lora_target_modules": "all-linear", "dataset_text_field": "content", "packing": True, "max_seq_len": 2048,
+        "output_dir": "llama-sft-lora-fsdp", "seed": 100, "num_train_epochs": 1.0, "gradient_accumulation_steps": 4,
+        "learning_rate": 1e-4, "lr_scheduler_type": "cosine", "weight_decay": 1e-4, "bf16": True,
+        "gradient_checkpointing": True, "eval_strategy": "epoch", "save_strategy": "epoch", "logging_steps": 5,
+        "log_level": "info", "push_to_hub": True, "hub_private_repo": True,
+    }  # fmt: skip
+
+
+def test_defaults_of_the_guide_s_script() -> None:
+    config = SFTConfig()
+    assert (config.lora_r, config.lora_alpha, config.lora_dropout) == (64, 16, 0.1)
+    assert config.lora_target_modules == "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
+    assert (config.bnb_4bit_compute_dtype, config.bnb_4bit_quant_storage_dtype) == ("float16", "uint8")
+    assert (config.bnb_4bit_quant_type, config.chat_template_format, config.splits) == ("nf4", "none", "train,test")
+
+
+def test_a_file_and_flags_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("learning-rate: 1e-3\nmax_length: 77\nbf16: yes\nsave_total_limit: 3\nmax_steps: 1e3\n")
+    config = parse([str(file), "--learning_rate=2e-3", "--no-bf16", "--packing"]).config
+    assert (config.learning_rate, config.max_seq_len, config.bf16, config.packing) == (2e-3, 77, False, True)
+    assert config.save_total_limit == 3 and config.max_steps == 1000
+
+
+def test_the_launcher_s_words_are_told_apart() -> None:
+    mine, theirs = split(
+        ["run.yaml", "--num_processes", "2", "--bf16", "True", "--use-cpu", "--config_file=x.yaml", "--seed", "3", "-q"]
+    )
+    assert mine == ["run.yaml", "--bf16", "True", "--seed", "3"]
+    assert theirs == ["--num_processes", "2", "--use-cpu", "--config_file=x.yaml", "-q"]
+    assert split(["--use_cpu", "true", "--fp16"]) == (["--fp16"], ["--use_cpu", "true"])
+
+
+@pytest.mark.parametrize("name", [o.name for o in options_of(SFTConfig)])
+def test_every_option_has_help_and_is_used(name: str) -> None:
+    """An option that no code reads would be a lie; those without effect say so themselves."""
+    option = next(o for o in options_of(SFTConfig) if o.name == name)
+    assert option.help
+    if not option.no_op:
+        assert name in _names_read(), "no code reads this option"
+
+
+@functools.cache
+def _names_read() -> set[str]:
+    found: set[str] = set()
+    for room in (fullshard.train, fullshard.data):
+        for file in Path(room.__path__[0]).glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Attribute):
+                    found.add(node.attr)
+                elif (
+                    isinstance(node, ast.Constant)
+                    and isinstance(node.value, str)
+                    and file.name in ("config.py", "arguments.py")
+                ):
+                    found.add(node.value)
+    return found
+
+
+def test_transformers_arguments_are_understood(tmp_path: Path) -> None:
+    given = TrainingArguments(
+        output_dir=str(tmp_path), learning_rate=3e-4, lr_scheduler_type="cosine", eval_strategy="steps", eval_steps=7,
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}, label_smoothing_factor=0.1,
+        use_cpu=True, report_to="none",
+    )  # fmt: skip
+    config, notes = config_of(given, packing=True)
+    assert (config.learning_rate, config.lr_scheduler_type, config.eval_strategy) == (3e-4, "cosine", "steps")
+    assert config.use_reentrant and config.gradient_checkpointing and config.packing and config.eval_steps == 7
+    assert notes == ["TrainingArguments: label_smoothing_factor, use_cpu are not used here"]
+    with pytest.raises(ConfigError, match="unknown setting 'lerning_rate'; did you mean learning_rate"):
+        config_of({"lerning_rate": 1})
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup"])
+def test_schedules_are_transformers(kind: str) -> None:
+    import torch
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = get_scheduler(kind, optimizer, num_warmup_steps=5, num_training_steps=20)
+    for step in range(20):
+        assert factor(kind, step, 5, 20) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+def test_warm_up() -> None:
+    assert SFTConfig(warmup_ratio=0.1).warmup(95) == 10
+    assert SFTConfig(warmup_ratio=0.1, warmup_steps=3).warmup(95) == 3
+    assert SFTConfig(warmup_steps=0.5).warmup(95) == 48
+
+
+def test_a_folder_with_an_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = SFTConfig(output_dir=str(tmp_path / "out"), learning_rate=1e-3)
+    check_folder(first)
+    prepare_folder(first)
+    write_settings(first, {})
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    (tmp_path / "out" / "checkpoints").mkdir()
+    second = SFTConfig(output_dir=str(tmp_path / "out"), learning_rate=2e-3, logging_steps=3, packing=True)
+    differ = "packing False → True, learning_rate 0.001 → 0.002"
+    said = rf"holds an earlier run. --resume .*, --overwrite .*Changed since: {differ}\."
+    with pytest.raises(ConfigError, match=said):
+        check_folder(second)
+    with pytest.raises(ConfigError, match="The settings are the same"):
+        check_folder(first)
+    assert set(changes(first.to_dict(), second)) == {"packing", "learning_rate"}
+    check_folder(SFTConfig(output_dir=str(tmp_path / "out"), resume=True))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    check_folder(second)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    prepare_folder(SFTConfig(output_dir=str(tmp_path / "out"), overwrite=True))
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["notes.txt"], "nothing but what a run writes is removed"

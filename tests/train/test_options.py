@@ -1,0 +1,182 @@
+"""Every option changes the run (what is trained, logged, written, how it is computed), or says that it does not."""
+# ruff: noqa: E501 - tables of cases
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from safetensors import safe_open
+
+from fullshard import runtime
+from fullshard.options import options_of
+from fullshard.train import results
+from fullshard.train.config import SFTConfig
+from fullshard.train.engine import EngineSettings
+from fullshard.train.loop import Loop
+from fullshard.train.sft import SFTTrainer
+from fullshard.weights.checkpoint import CheckpointManager
+from tests.data.tiny import make_tokenizer
+from tests.pool import ranks
+from tests.train.runs import settings
+from tests.train.tiny import make_folder
+
+TIMED = ("tokens_per_second", "memory_gib", "eval_runtime", "eval_samples_per_second")
+BASE: dict[str, Any] = {
+    "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 2, "max_seq_len": 24,
+    "warmup_steps": 1, "weight_decay": 0.1, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5,
+    "lr_scheduler_type": "cosine",
+}  # fmt: skip
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
+CHATS = {"dataset_name": "chats", "chat_template_format": "chatml", "max_seq_len": 200}
+LORA = {"use_peft_lora": True, "lora_r": 4, "lora_dropout": 0.0}
+CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
+    # option: (what else is set, its other value)
+    "tokenizer_name_or_path": ({}, "other"), "torch_dtype": ({}, "bfloat16"), "attn_implementation": ({}, "eager"),
+    "chat_template_format": (CHATS, "zephyr"), "use_peft_lora": ({}, True), "lora_r": (LORA, 8),
+    "lora_alpha": (LORA, 32), "lora_dropout": (LORA, 0.5), "lora_target_modules": (LORA, "q_proj"),
+    "dataset_text_field": ({}, "other"), "packing": ({}, True), "max_seq_len": ({}, 12), "overflow": ({"max_seq_len": 8}, "drop"),
+    "append_concat_token": ({}, True), "add_special_tokens": ({}, True),
+    "assistant_only_loss": (CHATS, True),
+    "train_sampling_strategy": ({}, "sequential"), "data_seed": ({}, 5), "dataloader_drop_last": ({"max_steps": 20, "per_device_train_batch_size": 3}, True),
+    "dataloader_num_workers": ({}, 2), "cache_dir": ({}, "cache 2"), "output_dir": ({}, "elsewhere"), "seed": ({}, 7),
+    "num_train_epochs": ({"max_steps": -1, "num_train_epochs": 0.2}, 0.3), "max_steps": ({}, 3),
+    "per_device_train_batch_size": ({}, 3), "per_device_eval_batch_size": (EVALUATES, 1), "gradient_accumulation_steps": ({}, 1),
+    "sync_each_batch": ({}, False), "learning_rate": ({}, 1e-4), "lr_scheduler_type": ({}, "linear"),
+    "warmup_ratio": ({"warmup_steps": 0}, 0.5), "warmup_steps": ({}, 2), "optim": ({}, "sgd"), "weight_decay": ({}, 0.9),
+    "adam_beta1": ({}, 0.5), "adam_beta2": ({}, 0.5), "adam_epsilon": ({}, 1e-2), "max_grad_norm": ({"optim": "sgd"}, 0.01),
+    "bf16": ({}, True), "fp16": ({}, True), "gradient_checkpointing": ({}, True),
+    "use_reentrant": ({"gradient_checkpointing": True}, True), "chunked_loss": ({}, False), "loss_chunk_tokens": ({}, 3),
+    "eval_strategy": ({}, "epoch"), "eval_steps": (EVALUATES, 1), "eval_on_start": (EVALUATES, True),
+    "save_strategy": ({}, "no"), "save_steps": ({}, 3), "save_total_limit": ({}, 1), "save_dtype": ({}, "float16"),
+    "async_save": ({}, True), "early_stopping_patience": ({**EVALUATES, "eval_steps": 1, "learning_rate": 2.0}, 1),
+    "metric_for_best_model": (EVALUATES, "eval_entropy"), "greater_is_better": (EVALUATES, True),
+    "early_stopping_threshold": ({**EVALUATES, "eval_steps": 1, "early_stopping_patience": 1}, 1e9),
+    "load_best_model_at_end": ({**EVALUATES, "learning_rate": 2.0}, True), "logging_strategy": ({}, "epoch"),
+    "logging_steps": ({}, 1), "logging_first_step": ({}, True), "report_to": ({}, "tensorboard"), "run_name": ({}, "mine"),
+    "push_to_hub": ({}, True), "fsdp": ({}, "shard_grad_op"), "fsdp_config": ({}, "section.json"), "ddp_timeout": ({}, 77.0),
+    "progress": ({}, "json"), "log_level": ({}, "error"),
+}  # fmt: skip
+ELSEWHERE = {
+    "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_formats", "overwrite": "test_config",
+    "resume": "test_resume", "resume_from_checkpoint": "test_trainer", "use_4bit_quantization": "test_bad_input",
+    "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
+    "on_nonfinite_loss": "test_trainer", "use_flash_attn": "needs a GPU and flash-attn", "torch_compile": "needs a compiler",
+    "dataloader_pin_memory": "needs a GPU", "hub_model_id": "below", "hub_private_repo": "below",
+}  # fmt: skip
+"""Options that other tests change, and those that this machine cannot show."""
+
+
+def test_every_option_is_accounted_for() -> None:
+    named = {o.name for o in options_of(SFTConfig) if not o.no_op}
+    assert named == CHANGES.keys() | ELSEWHERE.keys() and not CHANGES.keys() & ELSEWHERE.keys()
+
+
+def picture(place: Path, name: str, changes: dict[str, Any], events: list[Any]) -> dict[str, Any]:
+    """What a run did, as far as anyone can tell, times aside."""
+    data = place / changes.pop("dataset_name", "data")
+    values = {**BASE, "output_dir": str(place / f"out {name}"), **changes}
+    for key in ("tokenizer_name_or_path", "cache_dir", "output_dir", "fsdp_config"):
+        if key in values and "/" not in str(values[key]):
+            values[key] = str(place / values[key])
+    events.clear()
+    config = settings(place, **values)
+    train, test = (str(data / f"{split}.jsonl") for split in ("train", "test"))
+    trainer = SFTTrainer(model=str(place / "model"), args=config, train_dataset=train, eval_dataset=test)
+    loop, held = trainer.loop, trainer.loop.model.no_sync
+    vars(loop.model)["no_sync"] = lambda: (events.append("no_sync"), held())[1]
+    trainer.train()
+    trainer.save_model()
+    out = Path(config.output_dir)
+    written: dict[str, Any] = {}
+    for file in out.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for key in list(opened.keys()):
+                tensor = opened.get_tensor(key)
+                written[key] = (str(tensor.dtype), round(float(tensor.float().abs().sum()), 5))
+    layer = loop.model.get_base_model() if hasattr(loop.model, "get_base_model") else loop.model
+    forward = vars(layer.model.layers[0]).get("forward")
+    assert trainer.parts.train is not None
+    return {
+        "history": [{k: v for k, v in r.items() if k not in TIMED} for r in trainer.state.log_history],
+        "checkpoints": sorted(p.name for p in (out / "checkpoints").iterdir()),
+        "written": written,
+        "files": sorted(p.name for p in out.iterdir()),
+        "best": (loop.progress.best_step, loop.progress.best_value),
+        "title": (out / "report.html").read_text().split("<h1>")[1].split("</h1>")[0].replace(f"out {name}", ""),
+        "folders": (str(trainer.parts.train.folder.parent), out.name.replace(f"out {name}", "")),
+        "engine": (loop.model.plan.strategy, len(loop.model.plan.units), str(layer.config._attn_implementation)),
+        "inside": (
+            type(forward).__name__,
+            str(vars(forward).get("reentrant")) if forward is not None else "",
+            loop.head.head is None,
+            loop.head.chunk_tokens,
+            loop.loader.workers,
+        ),
+        "events": list(events),
+        "said": (loop.reporter.mode, runtime.get_logger().level),
+    }
+
+
+@pytest.mark.slow
+@ranks(1, timeout=400)
+def test_every_option_changes_the_run(tmp_path: Path) -> None:
+    make_folder(tmp_path, rows=40)
+    other = make_tokenizer()
+    other.add_tokens(["bird"])
+    other.save_pretrained(tmp_path / "other")
+    (tmp_path / "section.json").write_text(json.dumps({"auto_wrap_policy": "NO_WRAP"}))
+    for split in ("train", "test"):
+        path = tmp_path / "data" / f"{split}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({**r, "other": r["text"][::-1]}) + "\n" for r in rows))
+    events: list[Any] = []
+    before: dict[str, Any] = {}
+    same = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "upload", lambda config, place: events.append("upload"))
+        _note(patch, events, CheckpointManager, "save_async", lambda kwargs: "save_async")
+        _note(patch, events, EngineSettings, "wrap", lambda kwargs: ("wrap", kwargs["timeout"]))
+        _note(patch, events, Loop, "forward", lambda kwargs: "forward")
+        for number, (name, (also, value)) in enumerate(CHANGES.items()):
+            key = json.dumps(also, sort_keys=True)
+            level = runtime.get_logger().level
+            if key not in before:
+                before[key] = picture(tmp_path, f"base {len(before)}", dict(also), events)
+            after = picture(tmp_path, f"run {number}", {**also, name: value}, events)
+            runtime.get_logger().setLevel(level)
+            if after == before[key]:
+                same.append(name)
+        again = picture(tmp_path, "again", {}, events)
+        assert again == before["{}"], "a run repeats itself, or these pictures show nothing"
+    assert not same
+
+
+def _note(patch: pytest.MonkeyPatch, events: list[Any], kind: type, name: str, told: Any) -> None:
+    plain = getattr(kind, name)
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        events.append(told(kwargs))
+        return plain(self, *args, **kwargs)
+
+    patch.setattr(kind, name, noted)
+
+
+def test_uploads_go_where_they_were_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Api:
+        def create_repo(self, name: str, **options: Any) -> Any:
+            calls.append((name, options["private"]))
+            return type("Url", (), {"repo_id": name})()
+
+        def upload_folder(self, **options: Any) -> None:
+            calls.append((options["repo_id"], "checkpoints/**" in options["ignore_patterns"]))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    results.upload(settings(tmp_path, hub_model_id="me/it", hub_private_repo=True), tmp_path)
+    results.upload(settings(tmp_path), tmp_path / "name")
+    assert calls == [("me/it", True), ("me/it", True), ("name", None), ("name", True)]

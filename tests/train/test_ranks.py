@@ -1,0 +1,102 @@
+"""The same losses as one device, whatever the number of ranks, the strategy, packing, or what trains.
+
+The oracle is a plain loop on an unsharded model that gives every document a row of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import get_scheduler
+
+from fullshard import runtime
+from fullshard.weights.meeting import exchange
+from tests.pool import ranks
+from tests.train.runs import global_batch, losses, settings, train
+from tests.train.tiny import make_model
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+WHOLE = [(s, kind, packing) for s, kind, packing in itertools.product(STRATEGIES, ("full", "lora"), (False, True))]
+FEW = [
+    ("FULL_SHARD", "full", True), ("NO_SHARD", "lora", False),
+    ("HYBRID_SHARD", "full", False), ("SHARD_GRAD_OP", "lora", True),
+]  # fmt: skip
+
+
+def model(kind: str) -> Any:
+    made = make_model()
+    if kind == "lora":
+        torch.manual_seed(5)
+        made = get_peft_model(made, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return made
+
+
+def one_device(made: Any, table: Any, order: Any, config: Any) -> list[float]:
+    """The plain loop."""
+    trained = [p for p in made.parameters() if p.requires_grad]
+    decayed = {id(p) for name, p in made.named_parameters() if "norm" not in name}
+    groups = [
+        {"params": [p for p in trained if id(p) in decayed], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if id(p) not in decayed], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate)
+    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=3, num_training_steps=config.max_steps)
+    found = []
+    for step in range(config.max_steps):
+        documents = [torch.tensor(ids.astype("int64")) for row in order.step(step) for ids, _ in table.documents(row)]
+        ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=2)
+        labels = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=-100)[:, 1:].flatten()
+        logits = made(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)  # padding is behind: nobody sees it
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def check(strategy: str, kind: str, packing: bool, world: int, folder: Path) -> None:
+    config = settings(
+        folder, packing=packing, lr_scheduler_type="cosine", warmup_steps=3, weight_decay=0.01, **global_batch(world),
+        learning_rate=5e-3,
+    )  # fmt: skip
+    engine: dict[str, Any] = {"sharding_strategy": strategy}
+    if strategy.startswith("HYBRID"):
+        engine |= {"dp_replicate_size": 2 if world == 4 else world, "dp_shard_size": 2 if world == 4 else 1}
+    trainer = train(model(kind), config, engine=engine)
+    assert trainer.model.plan.strategy == strategy
+    ours = losses(trainer)
+    alone = (
+        one_device(model(kind), trainer.parts.train, trainer.loop.loader.order, config) if runtime.is_main() else None
+    )
+    alone = exchange(alone, 0, "oracle", watched=False)[0]
+    assert alone is not None and alone[0] - alone[-1] > 0.05, "a curve that goes nowhere shows nothing"
+    assert ours == pytest.approx(alone, abs=1e-4)
+
+
+@ranks(2)
+@pytest.mark.parametrize(("strategy", "kind", "packing"), FEW[:2])
+def test_losses_of_one_device_on_2_ranks(strategy: str, kind: str, packing: bool, tmp_path: Path) -> None:
+    check(strategy, kind, packing, 2, tmp_path)
+
+
+@ranks(4)
+@pytest.mark.parametrize(("strategy", "kind", "packing"), FEW[2:])
+def test_losses_of_one_device_on_4_ranks(strategy: str, kind: str, packing: bool, tmp_path: Path) -> None:
+    check(strategy, kind, packing, 4, tmp_path)
+
+
+@pytest.mark.slow
+@ranks(1, 2, 4)
+@pytest.mark.parametrize(("strategy", "kind", "packing"), WHOLE)
+def test_losses_of_one_device_everywhere(
+    strategy: str, kind: str, packing: bool, world_size: int, tmp_path: Path
+) -> None:
+    check(strategy, kind, packing, world_size, tmp_path)

@@ -1,0 +1,34 @@
+"""A tiny Llama, its tokenizer and small data sets in a folder: everything a run needs, made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.data.tiny import chat_rows, make_tokenizer, text_rows, write_rows
+
+VOCABULARY = 416
+
+
+def make_model(seed: int = 0, **changes: Any) -> Any:
+    shape = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**shape, **changes}))
+
+
+def make_folder(place: Path, rows: int = 60, **changes: Any) -> Path:
+    """`model/` and `data/` (train.jsonl, test.jsonl of text) and `chats/` (the same of conversations)."""
+    make_model(**changes).save_pretrained(place / "model")
+    make_tokenizer().save_pretrained(place / "model")
+    write_rows(place / "data" / "train.jsonl", text_rows(rows))
+    write_rows(place / "data" / "test.jsonl", text_rows(10, seed=9))
+    write_rows(place / "chats" / "train.jsonl", chat_rows(rows))
+    write_rows(place / "chats" / "test.jsonl", chat_rows(10, seed=9))
+    return place
