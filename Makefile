@@ -34,8 +34,11 @@ lint:
 
 bench:
 	@$(ENVIRONMENT); \
-	OMP_NUM_THREADS=1 $$py benchmarks/engine.py; \
-	if $$py -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $$py benchmarks/engine_gpu.py; fi
+	export OMP_NUM_THREADS=1; \
+	for name in engine load_save save_stall; do $$py benchmarks/$$name.py; done; \
+	if $$py -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+	for name in engine_gpu qlora_gpu qlora_70b; do $$py benchmarks/$$name.py; done; \
+	$$py -m torch.distributed.run --nproc_per_node 1 benchmarks/weights_gpu.py; fi
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,20 +1,26 @@
-"""LoRA: PEFT's layers and file format, put into a model that has no values yet.
+"""What trains beside a frozen model: the settings' LoRA and 4-bit options, in the terms of `adapters/` and PEFT.
 
-First values are given when the weights are read (`weights/init.py`): a function of seed and parameter name. The
-quantised route, when it comes, changes the base layers before this (`adapters/`).
+Adapters are put into a model that has no values yet, after its layers were quantised if they are. First values are
+given when the weights are read (`weights/init.py`): a function of seed and parameter name.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from fullshard.adapters import lora
+from fullshard.adapters.quantize import Quantization
 from fullshard.errors import ConfigError
+from fullshard.fsdp import MixedPrecision
 from fullshard.options import as_list
 from fullshard.train.config import SFTConfig
 
+Say = Callable[[str], None]
 PLAIN_STARTS = (True, False, "gaussian")
 """Ways to begin an adapter that do not look at the weights it adapts."""
 
@@ -34,6 +40,33 @@ def lora_config(config: SFTConfig) -> Any:
         bias="none",
         task_type="CAUSAL_LM",
     )
+
+
+def quantization(config: SFTConfig) -> Quantization | None:
+    """How the frozen model is held in 4 bits; None where it is not."""
+    return lora.quantization(
+        use_4bit_quantization=config.use_4bit_quantization,
+        use_nested_quant=config.use_nested_quant,
+        bnb_4bit_compute_dtype=config.bnb_4bit_compute_dtype,
+        bnb_4bit_quant_storage_dtype=config.bnb_4bit_quant_storage_dtype,
+        bnb_4bit_quant_type=config.bnb_4bit_quant_type,
+    )
+
+
+def settle_dtypes(config: SFTConfig, model: nn.Module, precision: str, say: Say) -> MixedPrecision:
+    """Give the adapter its dtype; the dtypes of the run."""
+    usual, four_bits = MixedPrecision.of(precision), quantization(config)
+    storage = four_bits.scheme.storage if four_bits is not None else None
+    if storage is not None and (note := lora.storage_note(storage, precision)):
+        say(note)
+    throughout = storage is torch.bfloat16 and precision == "bf16"
+    wanted = config.adapter_dtype if config.adapter_dtype != "auto" else "bfloat16" if throughout else "float32"
+    if wanted == "float32" or not hasattr(model, "peft_config"):
+        return usual
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.data.to(getattr(torch, wanted))
+    return dataclasses.replace(usual, master_dtype=None)
 
 
 def add_adapter(model: nn.Module, peft_config: Any, seed: int) -> nn.Module:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import runtime
+from fullshard.adapters import lora
+from fullshard.adapters.quantize import quantize_model
 from fullshard.data import chat
 from fullshard.data.formats import Source
 from fullshard.data.loader import load_table
@@ -19,14 +21,14 @@ from fullshard.data.once import agree
 from fullshard.data.tokens import TokenTable
 from fullshard.fsdp import checkpoint_module
 from fullshard.train import fit, folder
-from fullshard.train.adapter import add_adapter
+from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes
 from fullshard.train.batches import describe_data, make_loader, text_settings
 from fullshard.train.config import SFTConfig
 from fullshard.train.engine import EngineSettings
 from fullshard.train.loop import Loop
 from fullshard.train.loss import LeanHead
 from fullshard.train.metrics import Reporter
-from fullshard.train.model import Say, check_rows, embedding_rows, empty_model, read_tokenizer, uses_flash
+from fullshard.train.model import check_rows, embedding_rows, empty_model, read_tokenizer, uses_flash
 from fullshard.train.prepare import rebind
 from fullshard.train.schedule import Schedule, make_optimizer
 from fullshard.weights.checkpoint import CheckpointManager
@@ -71,8 +73,11 @@ def gather_parts(
         model = agree(lambda: empty_model(config, base, say), own=True)
     for note in chat.prepare_tokenizer(tokenizer, config.chat_template_format, embedding_rows(model)):
         say(note)
+    if base is None and (four_bits := quantization(config)) is not None:
+        model = quantize_model(model, four_bits)
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed)
+    lora.check_trains(model)
     text = text_settings(config, tokenizer)
     tables = [load_table(s, tokenizer, text, config.cache_dir) if s is not None else None for s in (train, evaluation)]
     for name, table in zip(("training", "evaluation"), tables, strict=True):
@@ -89,11 +94,12 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
     layers = engine.checkpointed(model) if config.gradient_checkpointing and not engine.activation_checkpointing else []
-    sharded = engine.wrap(model, timeout=config.ddp_timeout)
+    dtypes = settle_dtypes(config, model, engine.mixed_precision, reporter.say)
+    sharded = engine.wrap(model, timeout=config.ddp_timeout, mixed_precision=dtypes)
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
     need = agree(lambda: fit.check_fit(sharded.plan, config.optim, engine.offload_params))[0]
-    for line in fit.describe(sharded.plan, need):
+    for line in (*fit.describe(sharded.plan, need), lora.summary(sharded)):
         reporter.say(line)
     if parts.base is not None:
         fill(sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"))

@@ -16,8 +16,6 @@ from fullshard.options import as_list, option, options_of
 
 SAME_LENGTH = ("max_seq_length", "max_length")
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
-QUANTISED = ("use_4bit_quantization", "use_8bit_quantization", "use_nested_quant")
-"""Options of the quantised route. They are refused here, in `_check_route`, until `adapters/` takes them."""
 
 Strategy = Literal["no", "steps", "epoch"]
 
@@ -55,23 +53,21 @@ class SFTConfig:
     """Dropout before the adapter."""
     lora_target_modules: str = option(LORA_TARGETS, given_as="module names, or all-linear")
     """Which layers get an adapter: a comma-separated list, or all-linear for every linear layer but the output head."""
+    adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype the adapter is stored and updated in; auto is float32, but bfloat16 beside a 4-bit model whose
+    `bnb_4bit_quant_storage_dtype` is that."""
     use_4bit_quantization: bool = False
-    """Hold the frozen model in 4 bits (QLoRA). Not offered yet."""
+    """Hold the frozen model in 4 bits (QLoRA): it is quantised while it is read, each rank its own part."""
     use_8bit_quantization: bool = False
-    """Hold the frozen model in 8 bits. Not offered yet."""
+    """Hold the frozen model in 8 bits. Not offered; use 4 bits."""
     use_nested_quant: bool = False
-    """Quantise the scales of a 4-bit model as well. Not offered yet."""
-    bnb_4bit_compute_dtype: Literal["float16", "bfloat16", "float32"] = option(
-        "float16", no_op="it belongs to use_4bit_quantization, which is not offered yet"
-    )
-    """The dtype a 4-bit model computes in."""
-    bnb_4bit_quant_storage_dtype: Literal["uint8", "float16", "bfloat16", "float32"] = option(
-        "uint8", no_op="it belongs to use_4bit_quantization, which is not offered yet"
-    )
-    """The dtype that packed 4-bit values are stored as."""
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option(
-        "nf4", no_op="it belongs to use_4bit_quantization, which is not offered yet"
-    )
+    """Quantise the scales of a 4-bit model as well: 4.127 instead of 4.5 bits per weight."""
+    bnb_4bit_compute_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    """The dtype a 4-bit model multiplies in."""
+    bnb_4bit_quant_storage_dtype: Literal["uint8", "float16", "bfloat16", "float32"] = "uint8"
+    """What stands beside the 4-bit weights: bfloat16 trains in bf16 throughout, float32 keeps the rest wide, uint8
+    leaves it as in the files. The packed values themselves are bytes whatever it says."""
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     """The 4-bit format."""
     use_unsloth: bool = False
     """Load the model through Unsloth. Refused: Unsloth does not shard."""
@@ -266,12 +262,12 @@ class SFTConfig:
     def _check_route(self) -> None:
         if self.use_4bit_quantization and self.use_8bit_quantization:
             raise ConfigError("use_4bit_quantization and use_8bit_quantization are both on; choose one.")
-        for name in QUANTISED:
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name} is on, but quantised training is not offered yet. Use use_peft_lora with bf16: a frozen "
-                    f"bf16 model takes 2 bytes per parameter, split over all ranks."
-                )
+        if self.use_8bit_quantization:
+            raise ConfigError(
+                "use_8bit_quantization is on, but 8-bit weights are not offered; use_4bit_quantization is."
+            )
+        if self.use_nested_quant and not self.use_4bit_quantization:
+            raise ConfigError("use_nested_quant quantises the scales of 4-bit weights; it needs use_4bit_quantization.")
         if self.use_unsloth:
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
         if self.bf16 and self.fp16:

@@ -31,9 +31,6 @@ class Need:
     optimizer: int
     gathered: int
     """The most that is gathered at once, on top of the rest."""
-    parameters: int
-    """Elements in the whole model."""
-    trainable: int
 
     @property
     def total(self) -> int:
@@ -41,13 +38,8 @@ class Need:
 
 
 def need_of(plan: ShardingPlan, optim: str) -> Need:
-    every = {p.name: p for unit in plan.units for p in unit.parameters}.values()
-    trained = [p for p in every if p.trainable]
-    rest = sum(_shard_bytes(p) for p in trained)
-    return Need(
-        plan.shard_bytes, rest, STATES[optim] * rest, plan.gathered_bound(),
-        sum(math.prod(p.shape) for p in every), sum(math.prod(p.shape) for p in trained),
-    )  # fmt: skip
+    rest = sum(_shard_bytes(p) for unit in plan.units for p in unit.parameters if p.trainable)
+    return Need(plan.shard_bytes, rest, STATES[optim] * rest, plan.gathered_bound())
 
 
 def _shard_bytes(p: ParameterPlan) -> int:
@@ -89,8 +81,6 @@ def describe(plan: ShardingPlan, need: Need) -> list[str]:
     units = ", ".join(f"{count} {name}" for name, count in layers.items()) or "none but the whole model"
     return [
         f"plan: {plan.strategy} on {axes}; units: {units}",
-        f"      {need.parameters:,} parameters, {need.trainable:,} of them train "
-        f"({need.trainable / need.parameters:.2%})",
         f"      per rank at rest: shards {size(need.shards)}, gradients {size(need.gradients)}, optimizer "
         f"{size(need.optimizer)}; gathered at once at most {size(need.gathered)}",
     ]

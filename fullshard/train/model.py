@@ -8,20 +8,21 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fullshard import runtime
+from fullshard.adapters import lora
+from fullshard.adapters.quantize import Quantization, quantize_model
 from fullshard.data.tokens import TokenTable
 from fullshard.errors import ConfigError
+from fullshard.train import adapter
+from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
 from fullshard.weights import load as loading
 from fullshard.weights.locate import open_source
-
-Say = Callable[[str], None]
 
 
 def read_tokenizer(config: SFTConfig, place: Path | str | None) -> Any:
@@ -44,14 +45,20 @@ def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
         shape = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no model configuration could be read from {folder}: {_first_line(error)}") from None
-    if getattr(shape, "quantization_config", None):
-        raise ConfigError(f"{folder} is stored quantised; quantised models are not offered yet. Use its plain version.")
+    packed = getattr(shape, "quantization_config", None)
+    if packed is not None and config.use_4bit_quantization:
+        say(f"{folder} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")
+    four_bits = Quantization.of(packed) if packed is not None else adapter.quantization(config)
     shape._attn_implementation = attention(config, say)
     try:
         with contextlib.closing(open_source(folder)) as source:
-            dtype = loading._dtype(config.torch_dtype, shape, source)
-            model = loading._on_meta(AutoModelForCausalLM, shape, dtype, folder, False)
-            loading._untie_what_differs(model, source, None)
+            dtype = loading.choose_dtype(config.torch_dtype, shape, source)
+            if four_bits is not None and config.torch_dtype == "auto":
+                dtype = lora.dtype_beside(four_bits.scheme.storage) or dtype
+            model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, False)
+            loading.untie_what_differs(model, source, None)
+            if four_bits is not None:
+                quantize_model(model, four_bits, {name: entry.shape for name, entry in source.entries.items()})
             return model
     except ValueError as error:
         if "Unrecognized configuration class" in str(error):

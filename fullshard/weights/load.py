@@ -86,16 +86,16 @@ def load_pretrained(
         settings = _config(where, config, trust_remote_code)
         if resize_vocab is not None:
             settings.get_text_config().vocab_size = resize_vocab
-        wanted = _dtype(torch_dtype if torch_dtype is not None else dtype, settings, opened[0])
+        wanted = choose_dtype(torch_dtype if torch_dtype is not None else dtype, settings, opened[0])
         settings.name_or_path = str(path)
-        return _on_meta(_class_of(model_class, settings), settings, wanted, where, trust_remote_code)
+        return on_meta(_class_of(model_class, settings), settings, wanted, where, trust_remote_code)
 
     with contextlib.ExitStack() as stack:
         made: list[PreTrainedModel] = []
         together(lambda: made.append(build()), "build")
         stack.callback(opened[0].close)
         model: Any = made[0]
-        _untie_what_differs(model, opened[0], key_mapping)
+        untie_what_differs(model, opened[0], key_mapping)
         model.eval()
         packed = quantization_config or getattr(model.config, "quantization_config", None)
         if packed is not None:
@@ -158,7 +158,7 @@ def _class_of(given: Any, config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def _dtype(given: Any, config: Any, source: Source) -> torch.dtype:
+def choose_dtype(given: Any, config: Any, source: Source) -> torch.dtype:
     if given not in (None, "auto"):
         found = dtype_of(given)
         assert found is not None
@@ -170,7 +170,7 @@ def _dtype(given: Any, config: Any, source: Source) -> torch.dtype:
     return next(floating, torch.get_default_dtype())
 
 
-def _on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trust_remote_code: bool) -> Any:
+def on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trust_remote_code: bool) -> Any:
     config.dtype = dtype
     for sub in getattr(config, "sub_configs", ()):
         if getattr(config, sub, None) is not None:
@@ -207,7 +207,7 @@ def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None]) -
             ) from lost
 
 
-def _untie_what_differs(model: PreTrainedModel, source: Source, key_mapping: Any) -> None:
+def untie_what_differs(model: PreTrainedModel, source: Source, key_mapping: Any) -> None:
     """Parameters that the config ties and the files store with different values are not tied, as in transformers."""
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     if not ties:

@@ -33,6 +33,7 @@ BASE: dict[str, Any] = {
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
 CHATS = {"dataset_name": "chats", "chat_template_format": "chatml", "max_seq_len": 200}
 LORA = {"use_peft_lora": True, "lora_r": 4, "lora_dropout": 0.0}
+QLORA = {**LORA, "use_4bit_quantization": True}
 CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     # option: (what else is set, its other value)
     "tokenizer_name_or_path": ({}, "other"), "torch_dtype": ({}, "bfloat16"), "attn_implementation": ({}, "eager"),
@@ -58,11 +59,13 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "load_best_model_at_end": ({**EVALUATES, "learning_rate": 2.0}, True), "logging_strategy": ({}, "epoch"),
     "logging_steps": ({}, 1), "logging_first_step": ({}, True), "report_to": ({}, "tensorboard"), "run_name": ({}, "mine"),
     "push_to_hub": ({}, True), "fsdp": ({}, "shard_grad_op"), "fsdp_config": ({}, "section.json"), "ddp_timeout": ({}, 77.0),
-    "progress": ({}, "json"), "log_level": ({}, "error"),
+    "progress": ({}, "json"), "log_level": ({}, "error"), "adapter_dtype": (LORA, "bfloat16"),
+    "bnb_4bit_compute_dtype": (QLORA, "float32"), "bnb_4bit_quant_storage_dtype": (QLORA, "float16"),
+    "bnb_4bit_quant_type": (QLORA, "fp4"),
 }  # fmt: skip
 ELSEWHERE = {
     "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_formats", "overwrite": "test_config",
-    "resume": "test_resume", "resume_from_checkpoint": "test_trainer", "use_4bit_quantization": "test_bad_input",
+    "resume": "test_resume", "resume_from_checkpoint": "test_trainer", "use_4bit_quantization": "test_qlora",
     "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
     "on_nonfinite_loss": "test_trainer", "use_flash_attn": "needs a GPU and flash-attn", "torch_compile": "needs a compiler",
     "dataloader_pin_memory": "needs a GPU", "hub_model_id": "below", "hub_private_repo": "below",

@@ -296,4 +296,3 @@ def test_the_plan_s_bytes(tmp_path: Path) -> None:
     trainer = SFTTrainer(model=model, args=config, train_dataset=text_rows(4), tokenizer=make_tokenizer())
     need = fit.need_of(trainer.loop.model.plan, "adamw_torch")
     assert (need.shards, need.gradients, need.optimizer) == (4 * count, 4 * count, 8 * count)
-    assert need.parameters == need.trainable == count

@@ -1,0 +1,107 @@
+"""QLoRA through the trainer: the losses of one device with the same (rounded) weights, and an adapter that PEFT loads.
+
+The oracle is the plain loop of `test_ranks.py` on a dense model whose weights went through 4 bits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from fullshard import runtime
+from fullshard.adapters.linear import NF4Linear
+from fullshard.adapters.quantize import dequantize_model, quantize_model
+from fullshard.errors import QuantizationError
+from fullshard.train.adapter import quantization
+from fullshard.train.folder import CHECKPOINTS
+from fullshard.weights.manifest import read_manifest
+from fullshard.weights.meeting import exchange
+from tests.pool import ranks
+from tests.train.runs import global_batch, losses, settings, train
+from tests.train.test_ranks import one_device
+from tests.train.tiny import make_folder, make_model
+
+FOUR_BITS = {"use_4bit_quantization": True, "use_nested_quant": True, "bnb_4bit_compute_dtype": "float32"}
+LORA = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def rounded(model: Any, config: Any) -> Any:
+    """A dense model with the weights that 4 bits leave."""
+    return dequantize_model(quantize_model(model, quantization(config)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("packing", [False, True])
+def test_losses_of_one_device(packing: bool, tmp_path: Path) -> None:
+    config = settings(
+        tmp_path, packing=packing, lr_scheduler_type="cosine", warmup_steps=3, weight_decay=0.01, **global_batch(2),
+        **FOUR_BITS,
+    )  # fmt: skip
+    trainer = train(make_model(), config, peft_config=LORA)
+    held = [m for m in trainer.model.modules() if isinstance(m, NF4Linear)]
+    assert len(held) == 14 and all(p.dtype == torch.uint8 for m in held for p in m.parts.values())
+    alone = None
+    if runtime.is_main():
+        dense = rounded(make_model(), config)
+        torch.manual_seed(config.seed)
+        alone = one_device(get_peft_model(dense, LORA), trainer.parts.train, trainer.loop.loader.order, config)
+    alone = exchange(alone, 0, "oracle", watched=False)[0]
+    assert alone is not None and alone[0] - alone[-1] > 0.05
+    assert losses(trainer) == pytest.approx(alone, abs=1e-4)
+
+
+@ranks(2)
+def test_from_files_to_an_adapter_that_peft_loads(tmp_path: Path) -> None:
+    if runtime.is_main():
+        make_folder(tmp_path)
+    runtime.barrier()
+    config = settings(
+        tmp_path, max_steps=6, use_peft_lora=True, lora_r=4, lora_dropout=0.0, lora_target_modules="all-linear",
+        save_strategy="steps", save_steps=3, **global_batch(2), **FOUR_BITS,
+    )  # fmt: skip
+    trainer = train(str(tmp_path / "model"), config, str(tmp_path / "data" / "train.jsonl"))
+    trainer.save_model()
+    assert len(losses(trainer)) == 6
+    ids = torch.arange(24).view(2, 12)
+    trainer.model.eval()
+    with torch.no_grad():
+        got = trainer.model(input_ids=ids).logits
+    dense = rounded(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), config)
+    loaded = PeftModel.from_pretrained(dense, config.output_dir).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(got, loaded(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    saved = read_manifest(Path(config.output_dir) / CHECKPOINTS / "step-6").tensors
+    assert [n for n in saved if "lora_A" in n] and not [n for n in saved if "packed" in n], (
+        "the base is not saved again"
+    )
+
+
+@ranks(2)
+def test_bf16_storage_trains_in_bf16_throughout(tmp_path: Path) -> None:
+    storage = {**FOUR_BITS, "bnb_4bit_quant_storage_dtype": "bfloat16", "bnb_4bit_compute_dtype": "bfloat16"}
+    if runtime.is_main():
+        make_folder(tmp_path)
+    runtime.barrier()
+    model, rows = str(tmp_path / "model"), str(tmp_path / "data" / "train.jsonl")
+    found = {}
+    for name, changes in {"bf16": storage, "wide": {**storage, "adapter_dtype": "float32"}}.items():
+        config = settings(
+            tmp_path / name, max_steps=2, bf16=True, use_peft_lora=True, lora_target_modules="all-linear",
+            **global_batch(2), **changes,
+        )  # fmt: skip
+        trainer = train(model, config, rows)
+        found[name] = {(p.requires_grad, p.dtype) for p in trainer.model.parameters()}
+    frozen = {(False, torch.uint8), (False, torch.bfloat16)}
+    assert found["bf16"] == frozen | {(True, torch.bfloat16)}
+    assert found["wide"] == frozen | {(True, torch.float32)}
+
+
+@ranks(1)
+def test_a_4_bit_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(QuantizationError, match="full fine-tuning of a 4-bit model"):
+        train(make_model(), settings(tmp_path, **FOUR_BITS))
