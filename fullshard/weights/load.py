@@ -83,12 +83,12 @@ def load_pretrained(
 
     def build() -> PreTrainedModel:
         opened.append(open_source(where))
-        settings = _config(where, config, trust_remote_code)
+        settings = read_config(where, config, trust_remote_code)
         if resize_vocab is not None:
             settings.get_text_config().vocab_size = resize_vocab
         wanted = choose_dtype(torch_dtype if torch_dtype is not None else dtype, settings, opened[0])
         settings.name_or_path = str(path)
-        return on_meta(_class_of(model_class, settings), settings, wanted, where, trust_remote_code)
+        return on_meta(class_of(model_class, settings), settings, wanted, where, trust_remote_code)
 
     with contextlib.ExitStack() as stack:
         made: list[PreTrainedModel] = []
@@ -130,7 +130,7 @@ def _mesh_for(strategy: Any) -> Mesh:
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-def _config(where: Path, given: Any, trust_remote_code: bool) -> Any:
+def read_config(where: Path, given: Any, trust_remote_code: bool) -> Any:
     directory = where if where.is_dir() else where.parent
     if given is not None and not isinstance(given, dict):
         return copy.deepcopy(given)
@@ -143,7 +143,7 @@ def _config(where: Path, given: Any, trust_remote_code: bool) -> Any:
     return found
 
 
-def _class_of(given: Any, config: Any) -> Any:
+def class_of(given: Any, config: Any) -> Any:
     """The model class: as given, as the config names it, or for causal language models."""
     if isinstance(given, str):
         found = getattr(transformers, given, None)

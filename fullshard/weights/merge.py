@@ -90,8 +90,8 @@ def _model(manifest: Manifest, directory: Path, wanted: str | None) -> tuple[str
         raise CheckpointError(
             f"{directory} is a checkpoint of an adapter ({', '.join(entry['adapters'])}): it holds what was trained, "
             f"not whole weights. Restore it into the model it was saved from; then model.save_pretrained(ADAPTER), on "
-            f"all ranks, writes PEFT's files, and PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
-            f"{base!r}), ADAPTER).merge_and_unload() gives whole weights"
+            f"all ranks, writes PEFT's files (a run of fullshard sft has written them already), and "
+            f"fullshard.merge_adapter(ADAPTER, OUT, base={base!r}) makes whole weights of them"
         )
     return name, entry
 

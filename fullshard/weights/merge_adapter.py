@@ -1,0 +1,195 @@
+"""An adapter added to the weights it was trained on: whole weights that `from_pretrained` reads, without the model.
+
+PEFT's own layers do the adding, one at a time: each gets its base weight from the files, merges, is written and let go
+of. So memory holds the adapter and one layer, and the result is what PEFT's `merge_and_unload` gives, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.errors import QuantizationError, WeightsError
+from fullshard.weights import keys
+from fullshard.weights.dtypes import dtypes_kept
+from fullshard.weights.load import choose_dtype, class_of, on_meta, read_config
+from fullshard.weights.locate import open_source
+from fullshard.weights.outgoing import Outgoing
+from fullshard.weights.progress import Bar
+from fullshard.weights.reader import Reader
+from fullshard.weights.reverse import Reverse
+from fullshard.weights.writer import total_bytes
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def merge_adapter(
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "10GB",
+    verify: bool = True,
+    progress: bool = True,
+) -> Path:
+    """Write the model that an adapter (PEFT's files) makes of its base. One process; no ranks.
+
+    - `base`: the folder of the model it was trained on; by default the one that the adapter names.
+    - `dtype`: of the result; None keeps the base's. Base weights are converted first, then the adapter is added.
+
+    An adapter trained beside 4-bit weights is added to the weights as they were before quantisation.
+    """
+    from peft import PeftConfig, get_peft_model
+
+    folder, target = Path(adapter), Path(out)
+    if not (folder / WEIGHTS).is_file():
+        raise WeightsError(f"{folder} holds no adapter: it has no {WEIGHTS}")
+    given = PeftConfig.from_pretrained(str(folder))
+    where = Path(base if base is not None else given.base_model_name_or_path or "")
+    if not where.exists() or not str(where):
+        raise WeightsError(f"the adapter's base {str(where)!r} is not here; name its folder with base=")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise WeightsError(f"{target} exists already and is not empty; choose another directory")
+    config = read_config(where, None, False)
+    if getattr(config, "quantization_config", None) is not None:
+        raise QuantizationError(
+            f"{where} holds 4-bit weights, and adding an adapter to those would round it away; name the folder of the "
+            f"model before quantisation with base="
+        )
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(open_source(where))
+        plain = on_meta(class_of(None, config), config, choose_dtype(dtype, config, source), where, False)
+        found = keys.find(plain, {name: tuple(t.shape) for name, t in plain.state_dict().items()}, source)
+        plain._weight_conversions = found.conversions
+        form = _form(plain)
+        with torch.device("meta"):
+            model: Any = get_peft_model(plain, given)
+        _read_adapter(model, folder / WEIGHTS)
+        changed = _changed(model)
+        missing = [name for name in form if name not in found.readers and name not in changed]
+        if missing:
+            raise WeightsError(f"{where} does not hold {len(missing)} of the model's weights: {', '.join(missing[:5])}")
+        groups = Reverse(plain).groups(form)
+        written = {n: t for g in groups for n, t in g.convert({m: form[m] for m in g.members}).items()}
+        written = {name: torch.empty_like(t) for name, t in written.items()}
+        outgoing = Outgoing(target, written, max_shard_size)
+        stack.callback(outgoing.clean_up)
+        with Bar("merging", total_bytes(written), progress) as bar:
+            done = 0
+            for group in groups:
+                values = {name: _value(name, form, found.readers, changed) for name in group.members}
+                done += outgoing.write(group.convert(values))
+                bar.at(done)
+        outgoing.finish(plain, _tokenizer(folder), verify)
+    return target
+
+
+def _read_adapter(model: Any, file: Path) -> None:
+    """Give the adapter's parameters their values. (PEFT's own loading would move them to the base's device: meta.)"""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    sites = {
+        p.untyped_storage()._cdata: (module, name)
+        for module in model.modules()
+        for name, p in module._parameters.items()
+        if p is not None
+    }
+    wanted = {key: (*sites[t.untyped_storage()._cdata], t.shape) for key, t in get_peft_model_state_dict(model).items()}
+    stored = load_file(file)
+    wrong = [f"{key} is missing" for key in wanted.keys() - stored.keys()]
+    wrong += [f"{key} has no place in the model" for key in stored.keys() - wanted.keys()]
+    wrong += [
+        f"{key} has shape {tuple(stored[key].shape)}, the model's {tuple(shape)}"
+        for key, (_, _, shape) in wanted.items()
+        if key in stored and stored[key].shape != shape
+    ]
+    if wrong:
+        raise WeightsError(f"{file} does not fit the model it is to be merged into: {'; '.join(sorted(wrong)[:5])}")
+    for key, (module, name, _) in wanted.items():
+        module._parameters[name] = nn.Parameter(stored[key], requires_grad=False)
+
+
+def _form(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors to write, on the meta device: tied ones once, and in the dtypes that the model keeps."""
+    kept = dtypes_kept(model, model.dtype, dict(model.named_parameters()))
+    form: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen and name not in (model._keys_to_ignore_on_save or ()):
+            form[name] = value.detach().to(kept.get(name, value.dtype))
+        seen.add(id(value))
+    return form
+
+
+def _changed(model: Any) -> dict[str, tuple[Any, str]]:
+    """Tensors that the adapter gives another value: who knows it, and as which of its own."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    prefix, plain = keys.plain_model(model)
+    tied = getattr(plain, "all_tied_weights_keys", None) or {}
+    changed: dict[str, tuple[Any, str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            names = [n for n, _ in module.modules_to_save[module.active_adapter].named_parameters()]
+        elif isinstance(module, BaseTunerLayer):
+            names = [n for n, _ in module.get_base_layer().named_parameters(recurse=False)]
+        else:
+            continue
+        for own in names:
+            full = keys.plain_name(f"{name}.{own}", prefix)
+            if full in tied or full in tied.values():
+                raise WeightsError(
+                    f"the adapter changes {full}, which is tied to another weight; merge it with PEFT, or untie the "
+                    f"base (tie_word_embeddings) first"
+                )
+            changed[full] = (module, own)
+    return changed
+
+
+def _value(
+    name: str, form: dict[str, torch.Tensor], readers: dict[str, Reader], changed: dict[str, tuple[Any, str]]
+) -> torch.Tensor:
+    """A tensor of the result."""
+    from peft.utils import ModulesToSaveWrapper
+
+    if name not in changed:
+        return readers[name][()].to(form[name].dtype)
+    module, own = changed[name]
+    if isinstance(module, ModulesToSaveWrapper):
+        return module.modules_to_save[module.active_adapter].get_parameter(own).detach().to(form[name].dtype)
+    held = module.get_base_layer()._parameters[own]  # an adapter may bring the embedding it was trained beside
+    start = readers[name][()] if held.is_meta else held.detach().clone()
+    with _filled(module, own, start.to(form[name].dtype)) as layer:
+        if own == "weight":
+            module.merge()
+            module.merged_adapters.clear()
+        return layer.get_parameter(own).detach()
+
+
+@contextlib.contextmanager
+def _filled(module: Any, own: str, value: torch.Tensor) -> Iterator[nn.Module]:
+    """The base layer with one of its tensors in memory."""
+    layer = module.get_base_layer()
+    empty = layer._parameters[own]
+    layer._parameters[own] = nn.Parameter(value, requires_grad=False)
+    try:
+        yield layer
+    finally:
+        layer._parameters[own] = empty
+
+
+def _tokenizer(folder: Path) -> Any:
+    """The tokenizer beside the adapter, which may know more tokens than the base's."""
+    if not (folder / "tokenizer_config.json").exists():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)

@@ -1,0 +1,98 @@
+"""An adapter merged into its base equals PEFT's own merge on the whole model, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from fullshard.errors import QuantizationError, WeightsError
+from fullshard.weights.merge_adapter import merge_adapter
+from tests.weights.models import save
+
+KINDS: dict[str, dict[str, Any]] = {
+    "all-linear": {"target_modules": "all-linear"},
+    "rslora": {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, "rank_pattern": {"q_proj": 2}},
+    "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "head": {"target_modules": ["o_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "embedding": {"target_modules": ["embed_tokens", "gate_proj"]},
+}
+
+
+def make_adapter(base: Path, place: Path, **options: Any) -> Path:
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    for name, p in model.named_parameters():
+        if p.requires_grad and "magnitude" not in name:
+            p.data.normal_(std=0.3)
+    model.save_pretrained(place)
+    return place
+
+
+def assert_merged(base: Path, adapter: Path, out: Path, dtype: torch.dtype | None) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=dtype if dtype is not None else "auto")
+    expected = PeftModel.from_pretrained(whole, adapter).merge_and_unload()
+    got = AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=dtype if dtype is not None else "auto").state_dict()
+    assert got.keys() == plain.keys()
+    changed = 0
+    for name, value in expected.state_dict().items():
+        assert got[name].dtype == value.dtype and torch.equal(got[name], value), name
+        changed += not torch.equal(value, plain[name])
+    assert changed, "an adapter that changes nothing shows nothing"
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_peft_s_merge(kind: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    base = save("llama", tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter", **KINDS[kind])
+    merge_adapter(adapter, tmp_path / "out", dtype=dtype, progress=False)
+    assert_merged(base, adapter, tmp_path / "out", dtype)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "mixtral"])
+def test_other_families_and_files(name: str, tmp_path: Path) -> None:
+    base = save(name, tmp_path / "base", torch.bfloat16)
+    targets = ["c_attn"] if name == "gpt2" else ["q_proj", "o_proj"]
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=targets, fan_in_fan_out=name == "gpt2")
+    merge_adapter(adapter, tmp_path / "out", max_shard_size="10KB", progress=False)
+    assert_merged(base, adapter, tmp_path / "out", None)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert names_in(tmp_path / "out") == names_in(base), "in the form that this family's files have"
+
+
+def names_in(directory: Path) -> set[str]:
+    names: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= set(opened.keys())
+    return names
+
+
+def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
+    base = save("llama", tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    with pytest.raises(WeightsError, match=r"base holds no adapter: it has no adapter_model.safetensors"):
+        merge_adapter(base, tmp_path / "out")
+    with pytest.raises(WeightsError, match="exists already and is not empty"):
+        merge_adapter(adapter, base)
+    with pytest.raises(WeightsError, match=r"base '.*nowhere' is not here; name its folder with base="):
+        merge_adapter(adapter, tmp_path / "out", base=tmp_path / "nowhere")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"load_in_4bit": True, "quant_method": "bitsandbytes"}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QuantizationError, match="would round it away"):
+        merge_adapter(adapter, tmp_path / "out")
+    tied = save("llama-tied", tmp_path / "tied")
+    adapter = make_adapter(tied, tmp_path / "tied adapter", target_modules=["embed_tokens"])
+    with pytest.raises(WeightsError, match=r"embed_tokens.weight, which is tied"):
+        merge_adapter(adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
