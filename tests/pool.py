@@ -111,7 +111,7 @@ class _Worker:
         """Ask the process where it stands, without its cooperation."""
         path = Path(f"{self.files}.stacks")
         start = path.stat().st_size
-        os.kill(self.process.pid, signal.SIGUSR1)
+        os.kill(self.process.pid, signal.SIGUSR2)
         for _ in range(20):
             time.sleep(0.05)
             if path.stat().st_size > start:

@@ -38,7 +38,7 @@ def main(rank: int, world_size: int, port: int, link: Connection, files: str) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     _redirect_output(f"{files}.out")
     stacks = open(f"{files}.stacks", "a")  # noqa: SIM115 - open as long as the process lives
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     faulthandler.enable()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)

@@ -43,6 +43,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_one_process_is_a_world_of_one(alone: pytest.MonkeyPatch) -> None:
+    xr.shutdown()  # another test of this process may have been one
     environment = dict(os.environ)
     torch.manual_seed(11)
     expected = torch.rand(1, generator=torch.Generator().manual_seed(11))
