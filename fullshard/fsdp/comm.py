@@ -295,13 +295,31 @@ def _group(line: tuple[int, ...], purpose: str, timeout: float | None) -> dist.P
     known = _groups()
     key = (line, purpose, timeout)
     if key not in known:
-        options: dict[str, Any] = {"use_local_synchronization": True}
-        if timeout is not None:
-            options["timeout"] = timedelta(seconds=timeout)
-        if list(line) != sorted(line):
-            options["sort_ranks"] = False  # `Mesh` has refused such orders where torch lacks this
-        known[key] = dist.new_group(list(line), **options)
+        options: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+        known[key] = new_group(line, **options)
     return known[key]
+
+
+def new_group(line: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
+    """A process group of these ranks; they, and no others, must ask for it.
+
+    Left to itself torch names a group by how many this rank has, so that ranks with different pasts (a mesh of some of
+    the devices, say) would look for each other under different names and never meet. Here the name says the ranks and
+    how many groups of just them there were.
+    """
+    number = _made[line] = _made.get(line, 0) + 1
+    name = f"fullshard/{'-'.join(map(str, line))}/{number}"
+    if list(line) != sorted(line):
+        options["sort_ranks"] = False  # `Mesh` has refused such orders where torch lacks this
+    torch_names = dist.distributed_c10d._process_group_name
+    dist.distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        return dist.new_group(list(line), use_local_synchronization=True, **options)
+    finally:
+        dist.distributed_c10d._process_group_name = torch_names
+
+
+_made: dict[tuple[int, ...], int] = {}
 
 
 _cache: tuple[Any, dict[Any, dist.ProcessGroup]] = (None, {})

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fullshard import runtime
 from fullshard.errors import CheckpointError, FSDPError, UserError
 from fullshard.fsdp import watch
+from fullshard.fsdp.comm import new_group
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ _front: tuple[Any, int, Any] = (None, -1, None)
 
 
 def _new_group() -> Any:
-    return dist.new_group(backend="gloo", timeout=PATIENCE)
+    return new_group(tuple(range(runtime.world_size())), backend="gloo", timeout=PATIENCE)
 
 
 class Lease:

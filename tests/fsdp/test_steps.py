@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 
@@ -396,3 +397,12 @@ def test_the_reference_is_not_what_is_tested():
     assert abs(own - losses[0]) > 1e-6
     assert not isinstance(model.lm_head.weight.to_local(), type(model.lm_head.weight))
     assert model.lm_head.weight.to_local().shape[0] < model.lm_head.weight.shape[0]
+
+
+@ranks(4)
+def test_ranks_with_different_pasts_meet():
+    """torch names groups by how many a rank has; ranks that took part in different ones still find each other."""
+    if runtime.rank() < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    model = sharded(timeout=1234.0)  # groups that no test made before
+    step(model)

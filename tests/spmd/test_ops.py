@@ -83,7 +83,7 @@ PROGRAMS = {
 
 @ranks(4)
 @pytest.mark.parametrize("program", PROGRAMS)
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(problem=problems())
 def test_programs_equal_one_device(program, problem):
     _equal_one_device(program, problem)
@@ -112,7 +112,7 @@ def _equal_one_device(program, problem):
 
 
 @ranks(4, timeout=120)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(problem=problems())
 def test_gathering_gives_back_every_bit(problem):
     plain, sharded = build(problem)

@@ -279,7 +279,7 @@ def compare(choices: dict[str, tuple[dict[str, Any], dict[str, Any], float]], fo
 
 
 def test_what_does_not_fit_is_said_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    need = fit.Need(2**30, 2**30, 2 * 2**30, 0, 1, 1)
+    need = fit.Need(2**30, 2**30, 2 * 2**30, 0)
     monkeypatch.setattr(fit, "need_of", lambda plan, optim: need)
     monkeypatch.setattr(fit, "available", lambda on_host: (3 * 2**30, "host memory"))
     with pytest.raises(
