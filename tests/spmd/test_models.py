@@ -28,7 +28,9 @@ def _tensor_parallel(name, dtype):
 
 @ranks(4)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["fp64", "fp32"]
+)
 def test_loss_logits_and_gradients_equal_one_device(name, dtype):
     with InDouble() if dtype == torch.float64 else contextlib.nullcontext():
         _compare_one_step(name, dtype)
