@@ -227,7 +227,7 @@ class LeanHead:
     """
 
     def __init__(self, model: nn.Module, chunk_tokens: int = 0, chunked: bool = True) -> None:
-        self.model, self.chunk_tokens = _causal(model), chunk_tokens
+        self.model, self.chunk_tokens = causal(model), chunk_tokens
         head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
         self.head = head if chunked and type(head) is nn.Linear else None
         self.why_not = "" if self.head is not None or not chunked else _why_not(head)
@@ -276,7 +276,7 @@ class LeanHead:
         return self.statistics.scaled
 
 
-def _causal(model: nn.Module) -> Any:
+def causal(model: nn.Module) -> Any:
     """The causal language model inside PEFT's wrappers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

@@ -21,6 +21,7 @@ from fullshard.errors import ConfigError
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
+from fullshard.train.loss import causal
 from fullshard.weights import load as loading
 from fullshard.weights.locate import open_source
 
@@ -79,11 +80,6 @@ def attention(config: SFTConfig, say: Say) -> str | None:
     else:
         return "flash_attention_2"
     return None
-
-
-def causal(model: Any) -> Any:
-    """The causal language model inside PEFT's wrappers."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def embedding_rows(model: Any) -> int:

@@ -18,8 +18,9 @@ from fullshard.fsdp.state import whole_value
 from fullshard.train.card import write_card
 from fullshard.train.config import SFTConfig
 from fullshard.train.folder import CHECKPOINTS
+from fullshard.train.loss import causal
 from fullshard.train.metrics import FILE
-from fullshard.train.model import causal, local_folder
+from fullshard.train.model import local_folder
 from fullshard.train.report import write_report
 from fullshard.weights.export import save_pretrained
 

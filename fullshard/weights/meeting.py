@@ -110,16 +110,24 @@ def lost(what: str, error: Exception) -> CheckpointError:
 
 def agree(job: Callable[[], T], step: int, what: str, *, watched: bool = True) -> list[T]:
     """Do a job on every rank and share the results; if it fails on any, the same error is raised on all."""
+    values, failures, cause = attempt(job, _told, step, what, watched=watched)
+    raise_for(failures, cause)
+    return values
+
+
+def attempt(
+    job: Callable[[], T], told: Callable[[Exception], str], step: int, what: str, *, watched: bool
+) -> tuple[list[T], dict[int, str], Exception | None]:
+    """Do a job on every rank: the results, what failed on which rank as `told` puts it, and this rank's own error."""
     mine: Any = None
     failure: Exception | None = None
     try:
         mine = job()
     except Exception as error:
         failure = error
-    told = _told(failure) if failure is not None else None
-    heard = exchange((mine, told), step, what, watched=watched)
-    raise_for({rank: error for rank, (_, error) in enumerate(heard) if error is not None}, failure)
-    return [value for value, _ in heard]
+    heard = exchange((mine, None if failure is None else told(failure)), step, what, watched=watched)
+    failures = {rank: text for rank, (_, text) in enumerate(heard) if text is not None}
+    return [value for value, _ in heard], failures, failure
 
 
 def any_of(flags: int, step: int, what: str) -> int:

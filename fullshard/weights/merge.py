@@ -7,7 +7,6 @@ time), so that memory holds no more. The result appears at once, when it is comp
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,14 +58,14 @@ def merge_weights(
         raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
 
     tensors = dict([*_stored(manifest, directory, name), *_from_base(entry)])
-    from fullshard.weights.publish import discard, new_token, publish, sync_directory
+    from fullshard.weights.publish import discard, new_token, publish, sync
 
     hidden = place.with_name(unpublished_name(place.name, new_token()))
     try:
         hidden.mkdir(parents=True)
         _write_weights(hidden, tensors, entry, dtype, max_shard_size, progress)
         _write_rest(hidden, entry, dtype)
-        sync_directory(hidden)
+        sync(hidden)
         publish(hidden, place)
     except OSError as error:
         raise CheckpointError(f"{place} could not be written: {error.strerror or error}") from error
@@ -251,7 +250,7 @@ def _write_weights(
 
 def _write_rest(directory: Path, entry: dict[str, Any], dtype: str | None) -> None:
     """Config, and the tokenizer's files where it is known which they are."""
-    from fullshard.weights.outgoing import TOKENIZER_FILES
+    from fullshard.weights.outgoing import copy_tokenizer_files
 
     if "config" in entry:
         config = {**entry["config"], **({"dtype": dtype} if dtype is not None else {})}
@@ -259,8 +258,5 @@ def _write_rest(directory: Path, entry: dict[str, Any], dtype: str | None) -> No
     if "generation_config" in entry:
         text = json.dumps(entry["generation_config"], indent=2, sort_keys=True)
         (directory / "generation_config.json").write_text(text + "\n")
-    base = Path(entry["base"]["path"]) if entry["base"] else None
-    for pattern in TOKENIZER_FILES if base is not None and base.is_dir() else ():
-        for found in base.glob(pattern):  # type: ignore[union-attr]
-            copied = shutil.copytree if found.is_dir() else shutil.copyfile
-            copied(found, directory / found.name)
+    if entry["base"]:
+        copy_tokenizer_files(Path(entry["base"]["path"]), directory)

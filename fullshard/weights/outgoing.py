@@ -23,6 +23,7 @@ from fullshard.errors import WeightsError
 from fullshard.fsdp.strategy import dtype_name
 from fullshard.weights.base import base_of
 from fullshard.weights.locate import INDEX, SINGLE
+from fullshard.weights.publish import sync
 from fullshard.weights.writer import FileWriter, total_bytes
 
 TOKENIZER_FILES = (
@@ -98,7 +99,7 @@ class Outgoing:
     def _publish(self) -> None:
         assert self.aside is not None
         for path in [*self.aside.rglob("*"), self.aside]:
-            _sync(path)
+            sync(path)
         if self.fresh:
             os.replace(self.aside, self.target)  # one rename: all or nothing
         else:
@@ -112,8 +113,8 @@ class Outgoing:
             for path in old:
                 path.unlink()
             self.aside.rmdir()
-            _sync(self.target)
-        _sync(self.target.parent)
+            sync(self.target)
+        sync(self.target.parent)
         self.aside = None
 
     def clean_up(self) -> None:
@@ -140,19 +141,15 @@ def _write_config(model: PreTrainedModel, directory: Path, form: dict[str, torch
 def _copy_tokenizer(model: PreTrainedModel, directory: Path) -> None:
     base = base_of(model)
     path = Path(base.path if base is not None else getattr(model.config, "name_or_path", "") or "/nowhere")
-    path = path.parent if path.is_file() else path
-    for pattern in TOKENIZER_FILES if path.is_dir() else ():
-        for found in path.glob(pattern):
+    copy_tokenizer_files(path.parent if path.is_file() else path, directory)
+
+
+def copy_tokenizer_files(source: Path, directory: Path) -> None:
+    """Copy what is there of them; nothing if there is no such folder."""
+    for pattern in TOKENIZER_FILES if source.is_dir() else ():
+        for found in source.glob(pattern):
             copied = shutil.copytree if found.is_dir() else shutil.copyfile
             copied(found, directory / found.name)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _failed(target: Path, error: OSError) -> WeightsError:

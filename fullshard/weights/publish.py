@@ -69,12 +69,12 @@ def make_directory(path: Path) -> None:
     missing = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
-        sync_directory(made.parent)
+        sync(made.parent)
 
 
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -86,7 +86,7 @@ def write_manifest(directory: Path, manifest: manifests.Manifest) -> None:
         file.write(manifest.dumps())
         file.flush()
         os.fsync(file.fileno())
-    sync_directory(directory)
+    sync(directory)
 
 
 def publish(hidden: Path, place: Path) -> None:
@@ -97,7 +97,7 @@ def publish(hidden: Path, place: Path) -> None:
         if place.exists():
             raise CheckpointError(f"{place} exists already; checkpoints are never overwritten") from error
         raise
-    sync_directory(place.parent)
+    sync(place.parent)
 
 
 def require_free(place: Path) -> None:
@@ -118,7 +118,7 @@ def retire(directory: Path) -> None:
     hidden = directory.with_name(manifests.unpublished_name(directory.name, new_token()))
     try:
         os.rename(directory, hidden)
-        sync_directory(directory.parent)
+        sync(directory.parent)
     except OSError as error:
         runtime.get_logger().warning("the old checkpoint %s could not be removed: %s", directory, error.strerror)
         return

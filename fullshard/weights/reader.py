@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,15 +31,15 @@ LONG_ROW = 2**20
 """Rows of more bytes than this are not read for the sake of a short run."""
 
 
-class Reader:
+class Reader(ABC):
     """A tensor in files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @abstractmethod
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
         """What has to run, in any order, for `out` (any dtype, any device) to hold the slice."""
-        raise NotImplementedError
 
     def read_into(self, out: torch.Tensor, cuts: Cuts) -> None:
         for job in self.jobs(out, cuts):

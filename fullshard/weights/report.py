@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fullshard import runtime
 from fullshard.errors import UserError, WeightsError
-from fullshard.weights.meeting import exchange
+from fullshard.weights.meeting import attempt
 
 T = TypeVar("T")
 
@@ -94,18 +94,14 @@ class LoadReport:
 
 def together(job: Callable[[], T], what: str) -> list[T]:
     """Do a job on every rank and share the results. If it fails on any, all raise the same error."""
-    mine: Any = None
-    failure: Exception | None = None
-    try:
-        mine = job()
-    except Exception as error:
-        failure = error
-    told = None if failure is None else str(failure) if isinstance(failure, UserError) else repr(failure)
-    heard = exchange((mine, told), 0, what, watched=False)
-    failures = {rank: text for rank, (_, text) in enumerate(heard) if text is not None}
+    values, failures, failure = attempt(job, _told, 0, what, watched=False)
     if failures:
         first = next(iter(failures.values()))
         alike = len(failures) == runtime.world_size() and len(set(failures.values())) == 1
         text = first if alike else "\n".join(f"rank {rank}: {text}" for rank, text in failures.items())
         raise WeightsError(text) from failure
-    return [value for value, _ in heard]
+    return values
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else repr(error)

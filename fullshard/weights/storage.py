@@ -96,7 +96,7 @@ class CheckpointWriter(StorageWriter):
         with ThreadPoolExecutor(max(1, len(bundles)), "fullshard-write") as pool:
             jobs = [pool.submit(self._write_file, name.format(i), bundle, planner) for i, bundle in enumerate(bundles)]
             results = [result for job in jobs for result in job.result()]
-        publish.sync_directory(self.directory)
+        publish.sync(self.directory)
         publish.stage("files")
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
