@@ -10,13 +10,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
+
+
+Place = Any
+"""Where in a source a row begins: plain data that JSON can hold. None is the beginning."""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A row before it is understood."""
+
+    where: str
+    """Where it stands, for messages: `train.jsonl, line 7`."""
+    value: Any
+    """An object with columns, or the bytes of one in JSON."""
+    after: Place
+    """Where the next row begins."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +98,11 @@ SHAPES = (Shape("input_ids", _read_tokens), Shape("messages", _read_messages), S
 """In the order in which they are looked for."""
 
 
-def understand(row: Any, where: str, text_field: str) -> Document:
+def understand(raw: Raw, text_field: str) -> Document:
     """What a row means. `text_field` names the column that holds running text."""
+    where, row = raw.where, raw.value
+    if isinstance(row, bytes):
+        row = _parse(row, where)
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: {_short(row)} is not an object with columns.")
     for shape in SHAPES:
@@ -104,38 +124,43 @@ def _short(value: Any) -> str:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _parse(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start}).") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}).") from None
+
+
+def _read_json_lines(path: Path, start: Place) -> Iterator[Raw]:
+    offset, number = start or (0, 0)
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                yield where, json.loads(line)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start}).") from None
-            except json.JSONDecodeError as error:
-                raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}).") from None
+        file.seek(offset)
+        for line in file:
+            offset, number = offset + len(line), number + 1
+            if line.strip():
+                yield Raw(f"{path}, line {number}", line, (offset, number))
 
 
-READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+READERS: dict[str, Callable[[Path, Place], Iterator[Raw]]] = {
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
 }
-"""How a file is read, by the end of its name: pairs of (where, row)."""
+"""How a file is read from a place in it on, by the end of its name."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows that can be gone through, and a fingerprint of their content."""
+    """Rows that can be gone through, from any place on, and a fingerprint of their content."""
 
     name: str
-    rows: Callable[[], Iterator[tuple[str, Any]]]
+    rows: Callable[[Place], Iterator[Raw]]
+    """The rows from a place on (None: all); a place is what `Raw.after` gave."""
     fingerprint: Callable[[], str]
 
     def documents(self, text_field: str) -> Iterator[Document]:
-        for where, row in self.rows():
-            yield understand(row, where, text_field)
+        return (understand(row, text_field) for row in self.rows(None))
 
 
 def find_files(dataset: str, splits: str, evaluates: bool) -> tuple[list[Path], list[Path]]:
@@ -178,7 +203,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     )
 
 
-def _reader(path: Path) -> Callable[[Path], Iterator[tuple[str, Any]]]:
+def _reader(path: Path) -> Callable[[Path, Place], Iterator[Raw]]:
     if path.suffix not in READERS:
         raise DataError(f"{path}: a file of kind {path.suffix or 'unknown'!r}; expected {' or '.join(READERS)}.")
     return READERS[path.suffix]
@@ -187,10 +212,12 @@ def _reader(path: Path) -> Callable[[Path], Iterator[tuple[str, Any]]]:
 def file_source(paths: Sequence[Path]) -> Source:
     """Rows of files, one after the other."""
 
-    def rows() -> Iterator[tuple[str, Any]]:
-        for path in paths:
+    def rows(start: Place) -> Iterator[Raw]:
+        first, within = start or (0, None)
+        for number, path in enumerate(paths[first:], first):
             try:
-                yield from _reader(path)(path)
+                for row in _reader(path)(path, within if number == first else None):
+                    yield replace(row, after=(number, row.after))
             except OSError as error:
                 raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
 
@@ -211,13 +238,13 @@ def row_source(rows: Iterable[Any], name: str) -> Source:
     """Rows that are in memory: a list of objects, or a `datasets.Dataset`."""
     kept = rows if hasattr(rows, "__len__") else list(rows)
 
-    def walk() -> Iterator[tuple[str, Any]]:
-        return ((f"{name}, row {number}", row) for number, row in enumerate(kept))
+    def walk(start: Place) -> Iterator[Raw]:
+        return (Raw(f"{name}, row {i}", row, i + 1) for i, row in enumerate(islice(kept, start, None), start or 0))
 
     def fingerprint() -> str:
         digest = hashlib.sha256()
-        for _, row in walk():
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        for row in walk(None):
+            digest.update(json.dumps(row.value, sort_keys=True, default=str).encode())
             digest.update(b"\n")
         return digest.hexdigest()
 

@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fullshard.data.encode import TextSettings
 from fullshard.data.formats import Source
 from fullshard.data.once import agree, once_per_node
-from fullshard.data.tokens import TextSettings, TokenTable, cache_root, make_table, open_table, table_key
+from fullshard.data.tokens import TokenTable, cache_root, make_table, open_table, table_key
 from fullshard.errors import DataError
 
 IGNORED = -100

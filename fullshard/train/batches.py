@@ -7,8 +7,9 @@ from typing import Any
 
 from fullshard import runtime
 from fullshard.data import chat
+from fullshard.data.encode import TextSettings
 from fullshard.data.loader import Collator, Loader, Order
-from fullshard.data.tokens import TextSettings, TokenTable
+from fullshard.data.tokens import TokenTable
 from fullshard.train.config import SFTConfig
 
 

@@ -39,12 +39,16 @@ class SFTConfig:
     when bf16 or fp16 is on."""
     chat_template_format: Literal["none", "chatml", "zephyr"] = "none"
     """How conversations become text: by the tokenizer's own template (none), or by a built-in one."""
+    chat_template_path: str | None = option(None, given_as="a Jinja file, or a folder with a tokenizer")
+    """A chat template of your own; overrules `chat_template_format`."""
     use_flash_attn: bool = False
     """Use FlashAttention 2. Where it is not installed, or without a GPU, torch's own attention is used, with a note."""
     attn_implementation: str | None = option(None, given_as="sdpa, eager, flash_attention_2, …")
     """The attention implementation by transformers' name; overrules `use_flash_attn`."""
     use_peft_lora: bool = False
     """Train a LoRA adapter and leave the model as it is."""
+    adapter_name_or_path: str | None = option(None, given_as="a folder, or a name on the hub")
+    """Go on training this adapter instead of starting a new one; its own rank, targets and new tokens are kept."""
     lora_r: int = 64
     """Rank of the adapter's matrices."""
     lora_alpha: int = 16
@@ -73,12 +77,30 @@ class SFTConfig:
     """Load the model through Unsloth. Refused: Unsloth does not shard."""
 
     # --- the data ---
-    dataset_name: str | None = option(None, given_as="a file, or a folder with a file per split")
-    """The training data: JSON lines with `messages` or text."""
+    dataset_name: str | None = option(None, given_as="a file, a folder, or a name on the hub; several with commas")
+    """The training data."""
+    dataset_config_name: str | None = None
+    """Which part of a data set on the hub, where it has several."""
+    dataset_weights: str | None = option(None, given_as="numbers, one per data set")
+    """Shares of several data sets in the mix, by rows; without it they follow one another."""
+    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
+    """When a weighted mix has been gone through once: when each set has, smaller ones repeating, or when the first
+    has."""
+    dataset_columns: str | None = option(None, given_as="name=column,…")
+    """Columns under other names, such as prompt=question,completion=answer."""
     splits: str = "train,test"
     """Names of the training and the evaluation split: their files' names in the folder."""
+    val_size: float = 0.0
+    """Hold back this many rows of the training data for evaluation; below 1 it is a part of them."""
     dataset_text_field: str = "text"
     """The column with running text."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """What to do with a row that cannot be understood: stop and show it, or leave it out and count it."""
+    streaming: bool = False
+    """Read and tokenise the data while training instead of before: for sets larger than memory or disk. Rows come in
+    the order of the files, shuffled over `shuffle_buffer_size` of them. Needs `max_steps`."""
+    shuffle_buffer_size: int = 4096
+    """Rows of the data that are tokenised, packed and shuffled together when streaming."""
     packing: bool = False
     """Let documents share rows, so that hardly anything is padding. They never see each other."""
     max_seq_len: int = _named(1024, *SAME_LENGTH)
@@ -91,6 +113,12 @@ class SFTConfig:
     """Let the tokenizer add its special tokens (such as the one that begins a text) to each document."""
     assistant_only_loss: bool = False
     """In conversations, learn only what the assistant says."""
+    completion_only_loss: bool | None = None
+    """Of rows with a prompt, learn only the completion; on if not given."""
+    preview: bool = False
+    """Show a few rows as the model will see them, and the numbers of the data, and stop."""
+    preview_rows: int = 3
+    """How many rows to show."""
     train_sampling_strategy: Literal["random", "sequential"] = "random"
     """The order of rows: shuffled anew each epoch, or as they stand."""
     data_seed: int | None = None
@@ -98,7 +126,7 @@ class SFTConfig:
     dataloader_drop_last: bool = False
     """Leave out an epoch's last batch if it is not full."""
     dataloader_num_workers: int = 0
-    """Threads that prepare coming batches."""
+    """Processes that tokenise, and threads that prepare coming batches."""
     dataloader_pin_memory: bool = True
     """Hand batches to a GPU through pinned memory."""
     cache_dir: str | None = option(None, given_as="a folder")
@@ -181,6 +209,12 @@ class SFTConfig:
     """Steps between evaluations; `logging_steps` if not given."""
     eval_on_start: bool = False
     """Evaluate before the first step as well."""
+    eval_samples: int = 0
+    """At each evaluation, answer this many prompts of the evaluation data and show them."""
+    sample_prompts: str | None = option(None, given_as="a file: a prompt per line, or JSON lines with messages")
+    """Answer these prompts at each evaluation instead."""
+    sample_max_new_tokens: int = 64
+    """The longest answer, in tokens."""
     save_strategy: Strategy = "steps"
     """When to save a checkpoint. The last step is always saved unless this is no."""
     save_steps: int = 500
@@ -213,8 +247,8 @@ class SFTConfig:
     """How much the libraries say; passive leaves it as it is."""
     progress: Literal["auto", "live", "plain", "json", "quiet"] = "auto"
     """A live display, plain lines, JSON lines, or errors only; auto is live on a terminal and plain elsewhere."""
-    report_to: str = option("tensorboard", given_as="tensorboard, none")
-    """Where metrics go besides metrics.jsonl. TensorBoard is used where it is installed."""
+    report_to: str = option("tensorboard", given_as="tensorboard, wandb, all, none")
+    """Where metrics go besides metrics.jsonl. Each is used where it is installed."""
     run_name: str | None = None
     """A name for the run in its report."""
     push_to_hub: bool = False
@@ -238,10 +272,11 @@ class SFTConfig:
     def _check_numbers(self) -> None:
         at_least_one = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
                         "save_steps", "logging_steps", "lora_r", "lora_alpha", "max_seq_len", "eval_steps",
-                        "save_total_limit", "early_stopping_patience")  # fmt: skip
+                        "save_total_limit", "early_stopping_patience", "shuffle_buffer_size", "preview_rows",
+                        "sample_max_new_tokens")  # fmt: skip
         not_negative = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "seed", "data_seed",
                         "dataloader_num_workers", "loss_chunk_tokens", "adam_epsilon",
-                        "early_stopping_threshold")  # fmt: skip
+                        "early_stopping_threshold", "val_size", "eval_samples")  # fmt: skip
         for names, least in ((at_least_one, 1), (not_negative, 0)):
             for name in names:
                 value = getattr(self, name)
@@ -274,9 +309,9 @@ class SFTConfig:
             raise ConfigError("bf16 and fp16 are both on; choose one.")
         if self.resume and self.overwrite:
             raise ConfigError("resume and overwrite are both on; choose one.")
-        unknown = [name for name in as_list(self.report_to) if name not in ("tensorboard", "none", "all")]
+        unknown = [name for name in as_list(self.report_to) if name not in ("tensorboard", "wandb", "none", "all")]
         if unknown:
-            raise ConfigError(f"report_to names {', '.join(unknown)}; expected tensorboard or none.")
+            raise ConfigError(f"report_to names {', '.join(unknown)}; expected tensorboard, wandb, all or none.")
 
     def _check_plan(self) -> None:
         if self.load_best_model_at_end or self.early_stopping_patience is not None:
@@ -334,5 +369,6 @@ HARMLESS = frozenset({
     "output_dir", "overwrite", "resume", "resume_from_checkpoint", "save_strategy", "save_steps", "save_total_limit",
     "logging_strategy", "logging_steps", "logging_first_step", "log_level", "progress", "report_to", "run_name",
     "push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "eval_on_start", "per_device_eval_batch_size",
+    "preview", "preview_rows", "eval_samples", "sample_prompts", "sample_max_new_tokens",
     "cache_dir", "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory", "save_dtype", "async_save",
 })  # fmt: skip

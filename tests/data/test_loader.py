@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.data.encode import TextSettings
 from fullshard.data.formats import row_source
 from fullshard.data.loader import IGNORED, Collator, Loader, Order, load_table, one_pass, share
-from fullshard.data.tokens import TextSettings, TokenTable
+from fullshard.data.tokens import TokenTable
 from tests.data.tiny import make_tokenizer, text_rows
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from fullshard import runtime
 from fullshard.data import chat
-from fullshard.data.formats import Source, file_source, row_source
+from fullshard.data.encode import TextSettings
+from fullshard.data.formats import Raw, Source, file_source, row_source
 from fullshard.data.loader import load_table
-from fullshard.data.tokens import TextSettings, TokenTable, make_table, open_table, table_key
+from fullshard.data.tokens import TokenTable, make_table, open_table, table_key
 from fullshard.errors import ConfigError, DataError
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows, write_rows
 from tests.pool import ranks
@@ -190,9 +191,9 @@ def test_one_rank_tokenises_and_all_see_it(tmp_path: Path) -> None:
     runtime.use_spmd()
     calls = []
 
-    def rows() -> Any:
+    def rows(start: Any) -> Any:
         calls.append(runtime.rank())
-        return ((f"row {i}", row) for i, row in enumerate(text_rows(9)))
+        return (Raw(f"row {i}", row, i + 1) for i, row in enumerate(text_rows(9)))
 
     source = Source("rows", rows, lambda: "fixed")
     found = load_table(source, make_tokenizer(), TextSettings(), str(tmp_path))

@@ -68,6 +68,10 @@ ELSEWHERE = {
     "resume": "test_resume", "resume_from_checkpoint": "test_trainer", "use_4bit_quantization": "test_qlora",
     "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
     "on_nonfinite_loss": "test_trainer", "use_flash_attn": "needs a GPU and flash-attn", "torch_compile": "needs a compiler",
+    "chat_template_path": "to come", "adapter_name_or_path": "to come", "dataset_config_name": "to come", "dataset_weights": "to come",
+    "stopping_strategy": "to come", "dataset_columns": "to come", "val_size": "to come", "on_bad_row": "to come", "streaming": "to come",
+    "shuffle_buffer_size": "to come", "completion_only_loss": "to come", "preview": "to come", "preview_rows": "to come",
+    "eval_samples": "to come", "sample_prompts": "to come", "sample_max_new_tokens": "to come",
     "dataloader_pin_memory": "needs a GPU", "hub_model_id": "below", "hub_private_repo": "below",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""
