@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: help quickstart test test-all lint bench clean
 
 help:
-	@echo "make quickstart   set up, then run the sharding example on 4 CPU ranks"
+	@echo "make quickstart   set up, then fine-tune a small model on 2 CPU ranks, and see what it learnt"
 	@echo "make test         set up, then lint and run the tests (TEST_OPTIONS=... goes to pytest)"
 	@echo "make test-all     the same with the slow tests"
 	@echo "make lint         ruff and mypy"
@@ -18,10 +18,7 @@ help:
 	@echo "make clean        remove .venv and caches"
 
 quickstart:
-	@$(ENVIRONMENT); \
-	echo "Running examples/spmd_basic.py on 4 CPU ranks: the same program on each, its tensors spread over all."; \
-	OMP_NUM_THREADS=1 FULLSHARD_DEVICE=cpu \
-	$$py -m torch.distributed.run --nproc_per_node 4 examples/spmd_basic.py
+	@$(ENVIRONMENT); $$py -m quickstart.run
 
 test: lint
 	@$(ENVIRONMENT); $$py -m pytest -m "not slow" $(TEST_OPTIONS)
@@ -35,7 +32,7 @@ lint:
 bench:
 	@$(ENVIRONMENT); \
 	export OMP_NUM_THREADS=1; \
-	for name in engine load_save save_stall; do $$py benchmarks/$$name.py; done; \
+	for name in engine load_save save_stall stream; do $$py benchmarks/$$name.py; done; \
 	if $$py -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	for name in engine_gpu qlora_gpu qlora_70b; do $$py benchmarks/$$name.py; done; \
 	$$py -m torch.distributed.run --nproc_per_node 1 benchmarks/weights_gpu.py; fi

@@ -158,6 +158,72 @@ def sft(words: Annotated[list[str] | None, typer.Argument(metavar="[RUN.YAML] [F
     raise typer.Exit(training.sft(words or []))
 
 
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a model, or an adapter.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="Answer this and leave: only the answer is printed. - reads it from stdin.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="Who the assistant is: the conversation's first turn.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max_new_tokens", "--max-new-tokens", help="The longest answer.")
+    ] = 512,
+    temperature: Annotated[
+        float, typer.Option(help="0: the likeliest token each time; above, chosen by chance.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option("--top_p", "--top-p", help="Choose among the likeliest tokens of this probability.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Repeats what chance chooses.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto (that of the files), float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one if not given.")] = None,
+    base: Annotated[str | None, typer.Option(help="Where an adapter's base model lies now.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="A run's checkpoint instead: a step, or latest.")] = None,
+    use_4bit_quantization: Annotated[
+        bool | None,
+        typer.Option(
+            "--use_4bit_quantization/--no-use_4bit_quantization",
+            "--use-4bit-quantization/--no-use-4bit-quantization",
+            help="Hold the model in 4 bits; as the run did if not given.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --prompt: print one JSON object.")] = False,
+) -> None:
+    """Talk to a model, or to what a run has made of one. Answers appear as they come."""
+    from fullshard.after import command
+
+    command.chat(model, command.ChatOptions(
+        prompt, system, max_new_tokens, temperature, top_p, seed, dtype, device, base, checkpoint,
+        use_4bit_quantization, as_json,
+    ))  # fmt: skip
+
+
+@app.command("export")
+def export_result(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, a model, an adapter, or a checkpoint.")],
+    out: Annotated[str, typer.Argument(help="Where to write: a folder that does not exist yet.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Add an adapter to its base: whole weights.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Convert to float32, bfloat16 or float16.")] = None,
+    dequantized: Annotated[
+        bool,
+        typer.Option("--dequantized", help="With --merge: add it to the base as it comes back from 4 bits (QLoRA)."),
+    ] = False,
+    base: Annotated[str | None, typer.Option(help="Where an adapter's base model lies now.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="A run's checkpoint instead: a step, or latest.")] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", "--max_shard_size", help="Larger models become several files.")
+    ] = "10GB",
+    verify: Annotated[bool, typer.Option(help="Read everything back and compare checksums.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write a result as transformers, PEFT, vLLM and llama.cpp read it; with --merge as whole weights."""
+    from fullshard.after import command
+
+    command.export(run, out, command.ExportOptions(
+        merge, dtype, dequantized, base, checkpoint, max_shard_size, verify, as_json
+    ))  # fmt: skip
+
+
 def describe_environment() -> dict[str, Any]:
     """The facts that decide how a run behaves here; nothing is initialised to find them."""
     import torch

@@ -1,113 +1,131 @@
 """Conversations as text: chat templates, and which characters of the result the assistant wrote.
 
-`chatml` and `zephyr` are built in; otherwise the tokenizer's own template is used. Spans are found by rendering the
-conversation turn by turn, so they hold for any template that only ever appends; one that does not is refused.
+What is learnt is exact or refused. A template with `{% generation %}` marks says it itself. Under any other, a turn
+begins where the rendering of what came before it, the assistant's cue included, ends; where it ends is told by
+rendering it once more with another text in its place. Which template there is, and which tokens it wants, is said in
+`templates.py`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fullshard.errors import ConfigError, DataError
+from fullshard.errors import DataError
 
-TEMPLATES = {
-    "chatml": (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-    "zephyr": (
-        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '</s>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-    ),
-}
-MARKERS = {
-    "chatml": ("<|im_start|>", "<|im_end|>"),
-    "zephyr": ("<|system|>", "<|user|>", "<|assistant|>"),
-}
-"""What a template would like to be single tokens."""
-END_OF_TURN = {"chatml": "<|im_end|>", "zephyr": "</s>"}
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+"""Where in a text something begins and ends, in characters."""
+
+MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+"""How a template marks what the assistant wrote."""
+PROBE = "Zq7assistantX0"
+"""Stands in a turn's place where only the text around it matters; longer where a conversation has it."""
 
 
-def choose_template(tokenizer: Any, chat_template_format: str) -> str | None:
-    """The Jinja text of the template to use: a built-in one, or (`none`) the tokenizer's own, if it has one."""
-    if chat_template_format in TEMPLATES:
-        return TEMPLATES[chat_template_format]
-    own = getattr(tokenizer, "chat_template", None)
-    if isinstance(own, dict):
-        own = own.get("default")
-    return own
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation under a template."""
 
+    tokenizer: Any
+    template: str | None
+    messages: Sequence[Message]
+    where: str
 
-def prepare_tokenizer(tokenizer: Any, chat_template_format: str, rows: int) -> list[str]:
-    """Make the tokenizer fit for training; returns notes for the user.
+    def text(self) -> str:
+        return self._render(self.messages)[0]
 
-    A built-in template's markers become single tokens where the model's embedding has rows to spare (`rows` in all);
-    elsewhere they stay spelled in ordinary tokens, which a frozen embedding handles better than untrained rows.
-    """
-    notes = []
-    if chat_template_format in TEMPLATES:
-        tokenizer.chat_template = TEMPLATES[chat_template_format]
-        vocabulary = tokenizer.get_vocab()
-        missing = [m for m in MARKERS[chat_template_format] if m not in vocabulary]
-        if missing and len(tokenizer) + len(missing) <= rows:
-            tokenizer.add_special_tokens({"additional_special_tokens": missing}, replace_extra_special_tokens=False)
-            notes.append(f"added the tokens {' '.join(missing)}: the model's embedding has rows for them.")
-        elif missing:
-            notes.append(
-                f"the tokenizer lacks {' '.join(missing)} and the model's embedding ({rows} rows) has none to "
-                f"spare, so "
-                f"they are spelled in ordinary tokens."
+    def learnt(self, first: int = 0) -> tuple[str, list[Span]]:
+        """The text, and the spans of what the assistant says from this message on, end-of-turn marks included."""
+        if self.template is not None and MARKED.search(self.template):
+            return self._marked(first)
+        whole = self.text()
+        turns = [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and i >= first]
+        return whole, [self._turn(i, whole) for i in turns]
+
+    def _marked(self, first: int) -> tuple[str, list[Span]]:
+        whole, spans = self._render(self.messages, marks=True)
+        if first and any(m["role"] == "assistant" for m in self.messages[:first]):
+            border = self._render(self.messages[:first])[0]
+            if not whole.startswith(border):
+                raise self._refused(first, "it writes the prompt differently once the completion follows")
+            spans = [span for span in spans if span[0] >= len(border)]
+        return whole, spans
+
+    def _turn(self, i: int, whole: str) -> Span:
+        """Where the assistant's turn lies in the whole: from its cue to its end-of-turn mark."""
+        before = self._render(self.messages[:i], cue=True)[0] if i else self._cue()
+        around = self._around(self.messages[: i + 1], i)
+        if around is None or not around[0].startswith(before):
+            raise self._refused(i, "it does not write the turn after the cue that it gives the assistant")
+        # A line break behind an end-of-turn mark leads the next turn in. Blanks alone are the mark themselves.
+        behind = around[1]
+        mark = behind.rstrip() or behind
+        upto = self._render(self.messages[: i + 1])[0]
+        if whole.startswith(upto):
+            end = len(upto) - len(behind) + len(mark)
+            exact = upto.endswith(behind) and upto.startswith(before)
+        else:  # the turn is written differently once others follow: look for it among those
+            around = self._around(self.messages, i)
+            if around is None:
+                raise self._refused(i, "it changes earlier turns when later ones follow")
+            end = len(whole) - len(around[1]) + len(mark)
+            exact = whole.endswith(around[1]) and around[1].startswith(mark)
+            exact &= whole.startswith(before) and around[0].startswith(before)
+        if not exact or end < len(before):
+            raise self._refused(i, "it changes earlier turns when later ones follow, or leaves this one out")
+        return len(before), end
+
+    def _around(self, messages: Sequence[Message], i: int) -> tuple[str, str] | None:
+        """What the template writes before and after what message `i` says; None where it does not write that once."""
+        probe = PROBE
+        while any(probe in str(m.get("content")) for m in messages):
+            probe += "X"
+        shown = self._render([*messages[:i], {**messages[i], "content": probe}, *messages[i + 1 :]])[0]
+        start, _, end = shown.partition(probe)
+        return (start, end) if shown.count(probe) == 1 else None
+
+    def _cue(self) -> str:
+        """What leads an assistant in who speaks first."""
+        try:
+            return self._render([], cue=True)[0]
+        except DataError:
+            raise self._refused(0, "it cannot begin with the assistant") from None
+
+    def _refused(self, i: int, why: str) -> DataError:
+        return DataError(
+            f"{self.where}: what the assistant says in turn {i} cannot be told apart exactly with this chat template: "
+            f"{why}. Use chat_template_format chatml, a template with {{% generation %}} marks (chat_template_path), "
+            f"or learn everything (assistant_only_loss and completion_only_loss false)."
+        )
+
+    def _render(self, messages: Sequence[Message], cue: bool = False, marks: bool = False) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if self.template is None:
+            raise DataError(
+                f"{self.where}: the row is a conversation, but the tokenizer has no chat template. Choose one with "
+                f"chat_template_format (chatml or zephyr) or chat_template_path."
             )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-        notes.append(f"the tokenizer has no padding token; {tokenizer.pad_token!r} is used (padding is never learnt).")
-    if tokenizer.pad_token_id is None:
-        raise ConfigError("the tokenizer has neither a padding nor an end-of-text token; set tokenizer.pad_token.")
-    if len(tokenizer) > rows:
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: they do not belong "
-            f"together. "
-            f"Name the model's own tokenizer, or resize the model's embedding first."
-        )
-    return notes
-
-
-def render(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], prompt: bool, where: str) -> str:
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), chat_template=template, tokenize=False, add_generation_prompt=prompt
-        )
-    except Exception as error:
-        if type(error).__module__.split(".")[0] != "jinja2":
-            raise
-        raise DataError(f"{where}: the chat template refuses this conversation: {error}.") from None
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[[dict(m) for m in messages]],
+                chat_template=self.template,
+                add_generation_prompt=cue,
+                return_assistant_tokens_mask=marks,
+                **self.tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # a template is a program: anything may go wrong in it
+            kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
+            said = str(error).strip().rstrip(".") or type(error).__name__
+            raise DataError(f"{self.where}: the chat template refuses this conversation: {kind}{said}.") from None
+        return texts[0], [(int(a), int(b)) for a, b in spans[0]] if marks else []
 
 
 def conversation(
-    tokenizer: Any, template: str | None, messages: Sequence[Mapping[str, Any]], where: str
-) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation as text, and the character spans of what the assistant says, its end-of-turn mark included."""
-    if template is None:
-        raise DataError(
-            f"{where}: the row is a conversation, but the tokenizer has no chat template. Choose one with "
-            f"chat_template_format (chatml or zephyr)."
-        )
-    whole = render(tokenizer, template, messages, False, where)
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = render(tokenizer, template, messages[:i], True, where)
-        upto = render(tokenizer, template, messages[: i + 1], False, where)
-        if not (whole.startswith(upto) and upto.startswith(before)):
-            raise DataError(
-                f"{where}: the chat template changes earlier turns when later ones follow (turn {i}), so what the "
-                f"assistant wrote cannot be told apart. Use chat_template_format chatml, or assistant_only_loss false."
-            )
-        # What follows the end-of-turn mark (a line break) is the next turn's lead-in, not the assistant's.
-        content = message["content"].strip()
-        at = upto.find(content, len(before))
-        tail = at + len(content) if at >= 0 else len(upto)
-        spans.append((len(before), tail + len(upto[tail:].rstrip())))
-    return whole, spans
+    tokenizer: Any, template: str | None, messages: Sequence[Message], where: str
+) -> tuple[str, list[Span]]:
+    """The conversation as text, and the spans of what the assistant says, its end-of-turn marks included."""
+    return Conversation(tokenizer, template, messages, where).learnt()

@@ -6,6 +6,8 @@ A pure function of its arguments, so that it can run in any process, in any orde
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fullshard.data import chat
-from fullshard.data.formats import Document, Raw, understand
+from fullshard.data.chat import Conversation, Span
+from fullshard.data.formats import AS_USUAL, Document, Reading, count_bad, documents
+from fullshard.data.rows import Raw
 from fullshard.errors import DataError
 
 BATCH = 512
@@ -30,20 +33,26 @@ class TextSettings:
     add_special_tokens: bool = False
     append_concat_token: bool = False
     assistant_only_loss: bool = False
-    text_field: str = "text"
+    completion_only_loss: bool | None = None
+    """Of rows with a prompt only the completion is learnt. None: yes; True: and every row must have one."""
     template: str | None = None
     overflow: str = "truncate"
     """What becomes of documents longer than `max_length`: truncate, split, drop."""
+    reading: Reading = AS_USUAL
+    """What the rows' columns mean."""
 
 
 Piece = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
 """Tokens, and 1 for those that are learnt."""
+Written = tuple[str, list[Span] | None]
+"""A text, and the parts of it that are learnt; None is all of it."""
+TRIMS, TRIMS_NOT = b'"trim_offsets":true', b'"trim_offsets":false'
+"""How a tokenizer's post-processor writes down whether offsets leave blanks out."""
 
 
 def pieces(batch: Sequence[Raw], tokenizer: Any, settings: TextSettings, counts: dict[str, Any]) -> Iterator[Piece]:
     """Each row's tokens and loss mask, none longer than `max_length`; what is left out is counted in `counts`."""
-    documents = [understand(row, settings.text_field) for row in batch]
-    for ids, mask in _tokenize(documents, tokenizer, settings):
+    for ids, mask in _tokenize(documents(batch, settings.reading, counts), tokenizer, settings, counts):
         if not len(ids):
             counts["empty"] += 1
             continue
@@ -59,47 +68,75 @@ def pieces(batch: Sequence[Raw], tokenizer: Any, settings: TextSettings, counts:
             yield ids[piece], mask[piece]
 
 
-def _tokenize(batch: list[Document], tokenizer: Any, settings: TextSettings) -> Iterator[Piece]:
-    texts: list[str] = []
-    spans: list[list[tuple[int, int]] | None] = []
+def _tokenize(batch: list[Document], tokenizer: Any, settings: TextSettings, counts: dict[str, Any]) -> Iterator[Piece]:
+    kept: list[Document] = []
+    written: list[Written] = []
     for document in batch:
-        if document.messages is not None:
-            text, found = chat.conversation(tokenizer, settings.template, document.messages, document.where)
-            texts.append(text)
-            spans.append(found if settings.assistant_only_loss else None)
-        else:
-            texts.append(document.text or "")
-            spans.append(None)
-    with_offsets = any(s is not None for s in spans)
-    if with_offsets and not getattr(tokenizer, "is_fast", False):
+        try:
+            written.append(write(document, tokenizer, settings))
+            kept.append(document)
+        except DataError as error:
+            if settings.reading.on_bad_row != "skip":
+                raise
+            count_bad(counts, str(error))
+    if not kept:
+        return
+    masked = any(spans is not None for _, spans in written)
+    if masked and not getattr(tokenizer, "is_fast", False):
         raise DataError(
-            f"assistant_only_loss needs the characters each token stands for, which {type(tokenizer).__name__} does "
-            f"not "
-            f"give; use a fast tokenizer (tokenizer.json)."
+            f"to learn only a part of a text its tokens must say which characters they stand for, which "
+            f"{type(tokenizer).__name__} does not do; use a fast tokenizer (tokenizer.json), or learn everything "
+            f"(assistant_only_loss and completion_only_loss false)."
         )
-    encoded = tokenizer(
-        texts,
-        add_special_tokens=settings.add_special_tokens,
-        return_offsets_mapping=with_offsets,
-        return_attention_mask=False,
-        verbose=False,
-    )
-    for i, document in enumerate(batch):
+    with _whole_offsets(tokenizer) if masked else contextlib.nullcontext():
+        encoded = tokenizer(
+            [text for text, _ in written],
+            add_special_tokens=settings.add_special_tokens,
+            return_offsets_mapping=masked,
+            return_attention_mask=False,
+            verbose=False,
+        )
+    for i, (document, (text, spans)) in enumerate(zip(kept, written, strict=True)):
         if document.input_ids is not None:
             labels = document.labels
             ids = np.asarray(document.input_ids, dtype=np.int32)
             yield ids, np.ones(len(ids), np.uint8) if labels is None else (np.asarray(labels) != -100).astype(np.uint8)
             continue
         numbers = list(encoded["input_ids"][i])
-        span = spans[i]
-        mask = np.ones(len(numbers), np.uint8) if span is None else _inside(encoded["offset_mapping"][i], span)
+        mask = np.ones(len(numbers), np.uint8) if spans is None else _inside(encoded["offset_mapping"][i], spans)
+        if document.messages is not None and numbers[:2] == [tokenizer.bos_token_id] * 2:
+            numbers, mask = numbers[1:], mask[1:]  # the template wrote it already
         if settings.append_concat_token and numbers and numbers[-1] != tokenizer.eos_token_id:
             numbers.append(tokenizer.eos_token_id)
-            mask = np.append(mask, np.uint8(1))
+            last = spans is None or bool(spans and spans[-1][1] >= len(text.rstrip()))
+            mask = np.append(mask, np.uint8(last))
         yield np.asarray(numbers, dtype=np.int32), mask
 
 
-def _inside(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> npt.NDArray[np.uint8]:
+def write(document: Document, tokenizer: Any, settings: TextSettings) -> Written:
+    """A document's text, and the spans of it that are learnt; None where that is everything."""
+    if document.input_ids is not None:
+        return "", None
+    whole = settings.completion_only_loss is False
+    prompted = document.prompt is not None or document.learnt_from is not None
+    if settings.completion_only_loss and not prompted:
+        raise DataError(
+            f"{document.where}: completion_only_loss is on, but the row has no prompt; expected `prompt` and "
+            f"`completion`. Leave completion_only_loss out to learn such rows whole."
+        )
+    if document.messages is not None:
+        talk = Conversation(tokenizer, settings.template, document.messages, document.where)
+        first = None if whole else document.learnt_from
+        if first is None and not settings.assistant_only_loss:
+            return talk.text(), None
+        return talk.learnt(first or 0)
+    text, prompt = document.text or "", document.prompt
+    if prompt is None:
+        return text, None
+    return prompt + text, None if whole else [(len(prompt), len(prompt) + len(text))]
+
+
+def _inside(offsets: list[tuple[int, int]], spans: list[Span]) -> npt.NDArray[np.uint8]:
     """1 for tokens that begin inside a span. One that straddles its start belongs to the prompt."""
     begins = np.asarray([a for a, _ in offsets], dtype=np.int64)
     filled = np.asarray([b > a for a, b in offsets], dtype=bool)
@@ -107,3 +144,21 @@ def _inside(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> npt
     for start, end in spans:
         mask |= filled & (begins >= start) & (begins < end)
     return mask.astype(np.uint8)
+
+
+@contextlib.contextmanager
+def _whole_offsets(tokenizer: Any) -> Iterator[None]:
+    """Offsets that cover the blanks in a token as well: some tokenizers leave those out, and so say too little."""
+    backend = tokenizer.backend_tokenizer
+    old = backend.post_processor
+    state = old.__getstate__() if old is not None else b""
+    if TRIMS not in state:
+        yield
+        return
+    new = copy.copy(old)
+    new.__setstate__(state.replace(TRIMS, TRIMS_NOT))
+    backend.post_processor = new
+    try:
+        yield
+    finally:
+        backend.post_processor = old

@@ -1,39 +1,20 @@
-"""Training data as people keep it: which files belong to a data set, and what one row means.
+"""What a row of training data means: a `Shape` turns a kind of row into a `Document`.
 
-A `Reader` turns a kind of file into rows, a `Shape` turns a kind of row into a `Document`; a new format is one small
-entry in `READERS` or `SHAPES`. Nothing here knows tokenizers, and torch is not imported, so that a bad row is reported
-at once.
+A row is known by its columns, in the fixed order of `SHAPES`; a new kind is one small entry there. What cannot be
+understood stops the run or is counted, as `Reading.on_bad_row` says. Where rows come from is said by `files.py` and
+`sources.py`; nothing here knows tokenizers, and torch is not imported.
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fullshard.errors import DataError
-
-ROLES = ("system", "user", "assistant", "tool")
-
-
-Place = Any
-"""Where in a source a row begins: plain data that JSON can hold. None is the beginning."""
-
-
-@dataclass(frozen=True)
-class Raw:
-    """A row before it is understood."""
-
-    where: str
-    """Where it stands, for messages: `train.jsonl, line 7`."""
-    value: Any
-    """An object with columns, or the bytes of one in JSON."""
-    after: Place
-    """Where the next row begins."""
+from fullshard.data.rows import BadRow, Raw, names, parse, short
+from fullshard.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -43,222 +24,323 @@ class Document:
     where: str
     """Where it stands, for messages: `train.jsonl, line 7`."""
     text: str | None = None
+    prompt: str | None = None
+    """What stands before `text` and is not learnt when completion_only_loss is on; the whole is prompt + text."""
     messages: tuple[Mapping[str, Any], ...] | None = None
+    learnt_from: int | None = None
+    """Of `messages`, the first that belongs to the completion: only assistant turns from here on are learnt when
+    completion_only_loss is on."""
     input_ids: tuple[int, ...] | None = None
     labels: tuple[int, ...] | None = None
     """For `input_ids`: -100 where nothing is learnt; None learns everything."""
 
 
-# --- what a row means -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Reading:
+    """How the user says rows are to be read."""
+
+    text_field: str = "text"
+    """The column with running text."""
+    columns: tuple[tuple[str, str], ...] = ()
+    """(name here, column in the data) for columns that have other names in the data."""
+    on_bad_row: str = "stop"
+    """stop: the first row that cannot be understood is an error. skip: it is left out and counted."""
+
+
+AS_USUAL = Reading()
+
+
+def reading_of(text_field: str, columns: str | None, on_bad_row: str) -> Reading:
+    """How rows are read, from the options' text; `columns` is "name=column,…"."""
+    known = [*(name for shape in SHAPES for name in (*shape.columns, *shape.optional)), text_field]
+    pairs = []
+    for part in (columns or "").split(","):
+        if not part.strip():
+            continue
+        name, equals, column = (word.strip() for word in part.partition("="))
+        if not (name and equals and column):
+            raise ConfigError(f"dataset_columns has {part.strip()!r}; expected name=column, such as prompt=question.")
+        if name not in known:
+            raise ConfigError(
+                f"dataset_columns names {name!r}; expected name=column, with the name one of "
+                f"{', '.join(dict.fromkeys(known))}."
+            )
+        pairs.append((name, column))
+    twice = {name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1}
+    if twice:
+        raise ConfigError(f"dataset_columns names {', '.join(sorted(twice))} twice.")
+    return Reading(text_field, tuple(pairs), on_bad_row)
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+NAMED = 5
+"""How many bad rows are named; all are counted."""
+
+
+def documents(batch: Sequence[Raw], reading: Reading, counts: dict[str, Any]) -> list[Document]:
+    """What the rows of a batch mean. Rows that are skipped are counted in `counts` by `count_bad`."""
+    found = []
+    for raw in batch:
+        try:
+            found.append(_understand(raw, reading))
+        except BadRow as bad:
+            if reading.on_bad_row != "skip":
+                raise _error(raw, bad) from None
+            count_bad(counts, f"{raw.where}: {bad.why}")
+    return found
+
+
+def understand(raw: Raw, reading: Reading = AS_USUAL) -> Document:
+    """What a row means, or a `DataError` that shows it."""
+    try:
+        return _understand(raw, reading)
+    except BadRow as bad:
+        raise _error(raw, bad) from None
+
+
+def count_bad(counts: dict[str, Any], said: str) -> None:
+    """Count a row that is left out: "bad" counts all, "bad_rows" holds what was said of the first few."""
+    counts["bad"] = counts.get("bad", 0) + 1
+    named = counts.setdefault("bad_rows", [])
+    if len(named) < NAMED:
+        named.append(said)
+
+
+def _error(raw: Raw, bad: BadRow) -> DataError:
+    row = bad.row if bad.row is not None else raw.value
+    shown = "" if isinstance(row, BadRow) else f" The row: {short(row, 160)}"
+    return DataError(f"{raw.where}: {bad.why}{shown} (on_bad_row skip leaves such rows out)")
+
+
+def _understand(raw: Raw, reading: Reading) -> Document:
+    row = raw.value
+    if isinstance(row, BadRow):
+        raise row
+    if isinstance(row, bytes):
+        row = parse(row)
+    if not isinstance(row, Mapping):
+        raise BadRow(f"{short(row)} is not an object with columns.", row)
+    row = _renamed(row, reading.columns)
+    shapes = _shapes(reading.text_field)
+    for shape in shapes:
+        if all(_given(row, column) for column in shape.columns):
+            try:
+                return Document(raw.where, **shape.read(row))
+            except BadRow as bad:
+                raise BadRow(bad.why, row) from None
+    raise BadRow(
+        f"columns {names(row)}; expected "
+        f"{', '.join(' and '.join(f'`{c}`' for c in shape.columns) for shape in shapes)}. Name columns that are called "
+        f"otherwise by dataset_columns (such as prompt=question,completion=answer) or dataset_text_field.",
+        row,
+    )
+
+
+def _renamed(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...]) -> Mapping[str, Any]:
+    if not columns:
+        return row
+    absent = [f"{name}={column}" for name, column in columns if column not in row]
+    if absent:
+        raise BadRow(f"dataset_columns says {', '.join(absent)}, but the columns are {names(row)}.", row)
+    old = {column for _, column in columns}
+    return {**{k: v for k, v in row.items() if k not in old}, **{name: row[column] for name, column in columns}}
+
+
+def _given(row: Mapping[str, Any], column: str) -> bool:
+    """Whether a row has a value in this column. Tables write NaN where they have none."""
+    value = row.get(column)
+    return value is not None and not (isinstance(value, float) and value != value)
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of row: the column by which it is known, and how it is read."""
+    """A kind of row: the columns by which it is known, and how a row becomes a `Document`'s fields."""
 
-    column: str
-    """The column's name; empty stands for the text column the user names."""
-    read: Callable[[Any, Mapping[str, Any], str], Document]
-
-
-def _read_messages(value: Any, row: Mapping[str, Any], where: str) -> Document:
-    if not isinstance(value, list | tuple) or not value:
-        raise DataError(f"{where}: `messages` is {_short(value)}; expected a list of {{role, content}} objects.")
-    for i, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise DataError(f"{where}: messages[{i}] is {_short(message)}; expected an object with role and content.")
-        if message.get("role") not in ROLES:
-            raise DataError(
-                f"{where}: messages[{i}] has the role {message.get('role')!r}; expected one of {', '.join(ROLES)}."
-            )
-        if not isinstance(message.get("content"), str):
-            raise DataError(f"{where}: messages[{i}] has the content {_short(message.get('content'))}; expected text.")
-    return Document(where, messages=tuple(dict(m) for m in value))
+    columns: tuple[str, ...]
+    """All of them must be there, and not null."""
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    optional: tuple[str, ...] = ()
+    """Columns that are read where they are there. All others are not looked at."""
 
 
-def _read_tokens(value: Any, row: Mapping[str, Any], where: str) -> Document:
-    labels = row.get("labels")
-    for name, numbers in (("input_ids", value), ("labels", labels)):
-        if numbers is None and name == "labels":
-            continue
-        if not isinstance(numbers, Sequence) or isinstance(numbers, str) or not all(type(n) is int for n in numbers):
-            raise DataError(f"{where}: `{name}` is {_short(numbers)}; expected a list of integers.")
-    if labels is not None and len(labels) != len(value):
-        raise DataError(f"{where}: {len(value)} input_ids but {len(labels)} labels; expected as many.")
-    return Document(where, input_ids=tuple(value), labels=None if labels is None else tuple(labels))
-
-
-def _read_text(value: Any, row: Mapping[str, Any], where: str) -> Document:
-    if not isinstance(value, str):
-        raise DataError(f"{where}: the text is {_short(value)}; expected a string.")
-    return Document(where, text=value)
-
-
-SHAPES = (Shape("input_ids", _read_tokens), Shape("messages", _read_messages), Shape("", _read_text))
-"""In the order in which they are looked for."""
-
-
-def understand(raw: Raw, text_field: str) -> Document:
-    """What a row means. `text_field` names the column that holds running text."""
-    where, row = raw.where, raw.value
-    if isinstance(row, bytes):
-        row = _parse(row, where)
-    if not isinstance(row, Mapping):
-        raise DataError(f"{where}: {_short(row)} is not an object with columns.")
-    for shape in SHAPES:
-        column = shape.column or text_field
-        if row.get(column) is not None:
-            return shape.read(row[column], row, where)
-    columns = ", ".join(map(str, row)) or "none"
-    raise DataError(
-        f"{where}: columns {columns}; expected `messages` (a conversation) or `{text_field}` (running text; "
-        f"dataset_text_field names its column)."
-    )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
-def _parse(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start}).") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}).") from None
-
-
-def _read_json_lines(path: Path, start: Place) -> Iterator[Raw]:
-    offset, number = start or (0, 0)
-    with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            offset, number = offset + len(line), number + 1
-            if line.strip():
-                yield Raw(f"{path}, line {number}", line, (offset, number))
-
-
-READERS: dict[str, Callable[[Path, Place], Iterator[Raw]]] = {
-    ".jsonl": _read_json_lines,
-    ".ndjson": _read_json_lines,
+ROLES = {
+    "system": "system",
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-"""How a file is read from a place in it on, by the end of its name."""
+"""Who speaks, by the names that files give them, in any case."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """Rows that can be gone through, from any place on, and a fingerprint of their content."""
-
-    name: str
-    rows: Callable[[Place], Iterator[Raw]]
-    """The rows from a place on (None: all); a place is what `Raw.after` gave."""
-    fingerprint: Callable[[], str]
-
-    def documents(self, text_field: str) -> Iterator[Document]:
-        return (understand(row, text_field) for row in self.rows(None))
-
-
-def find_files(dataset: str, splits: str, evaluates: bool) -> tuple[list[Path], list[Path]]:
-    """The files of the training and of the evaluation split of `dataset`: a file, or a folder with a file per split.
-
-    `splits` names them, training first ("train,test"). Only existence is checked here.
-    """
-    path = Path(dataset).expanduser()
-    names = [s.strip() for s in splits.split(",") if s.strip()]
-    if not names:
-        raise DataError("splits is empty; expected names such as 'train' or 'train,test'.")
-    if len(names) > 2:
-        raise DataError(f"splits={splits!r}: expected at most two names, training then evaluation.")
-    if not path.exists():
-        raise DataError(
-            f"the data {str(path)!r} does not exist. Give a file ({', '.join(READERS)}) or a folder with one per "
-            f"split, "
-            f"such as {names[0]}.jsonl."
-        )
-    if path.is_file():
-        _reader(path)
-        return [path], []
-    found = [_split_files(path, name) for name in names]
-    if not found[0]:
-        there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-        raise DataError(f"{path}: no file for the split {names[0]!r} ({names[0]}.jsonl); the folder holds {there}.")
-    if evaluates and len(names) == 2 and not found[1]:
-        raise DataError(
-            f"{path}: evaluation is on, but there is no file for the split {names[1]!r} ({names[1]}.jsonl)."
-        )
-    return found[0], found[1] if len(found) > 1 else []
+def _text(value: Any, what: str) -> str:
+    """The value, if it is text that can be encoded."""
+    if not isinstance(value, str):
+        raise BadRow(f"{what} is {short(value)}; expected a string.")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise BadRow(
+                f"{what} holds {value[error.start]!a} at character {error.start}, which is half of a surrogate pair or "
+                f"a byte that is not UTF-8."
+            ) from None
+    return value
 
 
-def _split_files(folder: Path, split: str) -> list[Path]:
-    """`train.jsonl`, or several: `train-00000-of-00002.jsonl`, `train_1.jsonl`."""
-    return sorted(
-        p
-        for p in folder.iterdir()
-        if p.suffix in READERS and p.is_file() and (p.stem == split or p.stem.startswith((f"{split}-", f"{split}_")))
-    )
+def _list(value: Any, what: str, of: str) -> Sequence[Any]:
+    """The value as a list; tables such as CSV hold it as JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = parse(value)
+        except BadRow as bad:
+            raise BadRow(f"`{what}`: {bad.why}") from None
+    if hasattr(value, "tolist"):  # numpy's and torch's
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or not value:
+        raise BadRow(f"`{what}` is {short(value)}; expected a list of {of}.")
+    return value
 
 
-def _reader(path: Path) -> Callable[[Path, Place], Iterator[Raw]]:
-    if path.suffix not in READERS:
-        raise DataError(f"{path}: a file of kind {path.suffix or 'unknown'!r}; expected {' or '.join(READERS)}.")
-    return READERS[path.suffix]
+def _turns(value: Any, what: str) -> list[dict[str, Any]]:
+    return [_turn(turn, f"{what}[{i}]") for i, turn in enumerate(_list(value, what, "{role, content} objects"))]
 
 
-def file_source(paths: Sequence[Path]) -> Source:
-    """Rows of files, one after the other."""
-
-    def rows(start: Place) -> Iterator[Raw]:
-        first, within = start or (0, None)
-        for number, path in enumerate(paths[first:], first):
-            try:
-                for row in _reader(path)(path, within if number == first else None):
-                    yield replace(row, after=(number, row.after))
-            except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
-
-    def fingerprint() -> str:
-        digest = hashlib.sha256()
-        for path in paths:
-            try:
-                with path.open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
-            except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
-        return digest.hexdigest()
-
-    return Source(", ".join(map(str, paths)), rows, fingerprint)
-
-
-def row_source(rows: Iterable[Any], name: str) -> Source:
-    """Rows that are in memory: a list of objects, or a `datasets.Dataset`."""
-    kept = rows if hasattr(rows, "__len__") else list(rows)
-
-    def walk(start: Place) -> Iterator[Raw]:
-        return (Raw(f"{name}, row {i}", row, i + 1) for i, row in enumerate(islice(kept, start, None), start or 0))
-
-    def fingerprint() -> str:
-        digest = hashlib.sha256()
-        for row in walk(None):
-            digest.update(json.dumps(row.value, sort_keys=True, default=str).encode())
-            digest.update(b"\n")
-        return digest.hexdigest()
-
-    return Source(name, walk, fingerprint)
+def _turn(turn: Any, what: str) -> dict[str, Any]:
+    """{role, content}, from that or from ShareGPT's {from, value}. What else is in it is kept for the template."""
+    if not isinstance(turn, Mapping):
+        raise BadRow(f"{what} is {short(turn)}; expected an object with role and content.")
+    speaker, said = ("from", "value") if "from" in turn and "role" not in turn else ("role", "content")
+    role, content = turn.get(speaker), turn.get(said)
+    known = ROLES.get(role.lower()) if isinstance(role, str) else None
+    if known is None:
+        raise BadRow(f"{what} has the role {short(role)}; expected one of {', '.join(dict.fromkeys(ROLES.values()))}.")
+    # Tables give every turn the keys of all turns, and null where a turn has none.
+    more = {k: _without_nulls(v, what) for k, v in turn.items() if k not in (speaker, said) and v is not None}
+    acts = bool(more.get("tool_calls"))
+    if content is None and acts:
+        content = ""
+    if isinstance(content, list | tuple):
+        content = "".join(_part(part, what) for part in content)
+    if not isinstance(content, str):
+        raise BadRow(f"{what} has the content {short(content)}; expected text.")
+    _text(content, f"the content of {what}")
+    if known in ("user", "assistant") and not content.strip() and not acts:
+        raise BadRow(f"{what}: the {known} says nothing; expected text.")
+    return {"role": known, "content": content, **more}
 
 
-def source_of(data: Any, name: str) -> Source:
-    """A source from what a user hands over: a path, a list of paths, or rows."""
-    if isinstance(data, Source):
-        return data
-    if isinstance(data, str | Path):
-        return file_source([Path(data)])
-    if isinstance(data, list | tuple) and data and all(isinstance(item, Path) for item in data):
-        return file_source(list(data))
-    if not isinstance(data, Iterable):
-        raise DataError(f"{name} is {_short(data)}; expected rows (a list of objects, a datasets.Dataset) or a file.")
-    return row_source(data, name)
+def _part(part: Any, what: str) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+    if not isinstance(text, str):
+        raise BadRow(f"{what} has {short(part)} in its content; expected text, or parts of type text.")
+    return text
+
+
+def _without_nulls(value: Any, what: str) -> Any:
+    """Plain data without nulls, checked to be such: a template may write any of it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
+        return json.loads(text, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if v is not None})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow(f"{what} holds {short(value)}, which is no plain data ({error}).") from None
+
+
+def _conversation(row: Mapping[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """The turns, after what the row's `system` column says."""
+    if _given(row, "system") and row["system"] != "":
+        if turns[0]["role"] == "system":
+            raise BadRow("a `system` column and a system turn; expected one of them.")
+        turns = [{"role": "system", "content": _text(row["system"], "`system`")}, *turns]
+    return {"messages": tuple(turns)}
+
+
+def _read_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
+    ids = _integers(row["input_ids"], "input_ids")
+    if not all(0 <= n < 2**31 for n in ids):
+        raise BadRow(f"`input_ids` holds {short(next(n for n in ids if not 0 <= n < 2**31))}, which is no token.")
+    if not _given(row, "labels"):
+        return {"input_ids": ids}
+    labels = _integers(row["labels"], "labels")
+    if len(labels) != len(ids):
+        raise BadRow(f"{len(ids)} input_ids but {len(labels)} labels; expected as many.")
+    for i, (label, token) in enumerate(zip(labels, ids, strict=True)):
+        if label not in (-100, token):
+            raise BadRow(f"labels[{i}] is {short(label)}; expected -100 or its token, {token}.")
+    return {"input_ids": ids, "labels": labels}
+
+
+def _integers(value: Any, what: str) -> tuple[int, ...]:
+    numbers = _list(value, what, "integers")
+    if not all(type(n) is int for n in numbers):
+        raise BadRow(f"`{what}` is {short(value)}; expected a list of integers.")
+    return tuple(numbers)
+
+
+def _read_completion(row: Mapping[str, Any]) -> dict[str, Any]:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise BadRow("`completion` is empty; expected text.")
+        return {"prompt": _text(prompt, "`prompt`"), "text": _text(completion, "`completion`")}
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise BadRow("one of `prompt` and `completion` is text; expected both as text, or both as lists of messages.")
+    before, after = _turns(prompt, "prompt"), _turns(completion, "completion")
+    fields = _conversation(row, before + after)
+    return {**fields, "learnt_from": len(fields["messages"]) - len(after)}
+
+
+def _read_instruction(row: Mapping[str, Any]) -> dict[str, Any]:
+    turns = []
+    if _given(row, "history") and row["history"] not in ("", []):
+        for i, pair in enumerate(_list(row["history"], "history", "[question, answer] pairs")):
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
+                raise BadRow(f"history[{i}] is {short(pair)}; expected [question, answer].")
+            turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    asked = [_text(row[name], f"`{name}`") for name in ("instruction", "input") if _given(row, name)]
+    question = "\n\n".join(text for text in asked if text.strip())
+    answer = _text(row["output"], "`output`")
+    for name, text in (("instruction", question), ("output", answer)):
+        if not text.strip():
+            raise BadRow(f"`{name}` is empty; expected text.")
+    turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return _conversation(row, [_turn(turn, f"turn {i}") for i, turn in enumerate(turns)])
+
+
+SHAPES = (
+    Shape(("input_ids",), _read_tokens, ("labels",)),
+    Shape(("messages",), lambda row: _conversation(row, _turns(row["messages"], "messages")), ("system",)),
+    Shape(
+        ("conversations",), lambda row: _conversation(row, _turns(row["conversations"], "conversations")), ("system",)
+    ),
+    Shape(("prompt", "completion"), _read_completion, ("system",)),
+    Shape(("instruction", "output"), _read_instruction, ("input", "system", "history")),
+)
+"""In the order in which they are looked for; the text column comes after them. One that the user names, by
+`dataset_text_field` other than "text", comes before `prompt` and `instruction`.
+
+- `input_ids`, maybe `labels`: tokens made elsewhere. A label is -100 (not learnt) or the token itself.
+- `messages`: a conversation, as a list of {role, content}. Content is text, or a list of parts of type text, which are
+  joined. Keys besides these are kept for the template, nulls left out.
+- `conversations`: the same in ShareGPT's words, {from, value}. Both columns take both.
+- `prompt` and `completion`: both text: one text, prompt + completion, with nothing put between them. Both lists of
+  messages: one conversation. Only the completion is learnt, unless completion_only_loss is false.
+- `instruction` and `output`, maybe `input`, `history`: Alpaca's columns, read as a conversation. The user says the
+  instruction, an empty line and the input (or one of them, if the other is empty), the assistant the output; pairs of
+  `history` come before.
+- the text column: running text.
+
+A `system` column leads any conversation. A list may also be JSON text, as in CSV. A user or an assistant who says
+nothing makes a row bad, and so does a completion without text; a text that is empty is counted as empty. Null and NaN
+are as if the column were not there; columns that are not named here are not looked at."""
+
+
+@functools.lru_cache(maxsize=8)
+def _shapes(text_field: str) -> tuple[Shape, ...]:
+    text = Shape((text_field,), lambda row: {"text": _text(row[text_field], "the text")})
+    before = len(SHAPES) if text_field == "text" else 3
+    return (*SHAPES[:before], text, *SHAPES[before:])

@@ -1,26 +1,29 @@
 """Which rows make up a step, and what they look like as tensors.
 
-The rows of a step are a function of (seed, step) alone, so every rank knows the whole global batch, takes its slice,
-and training resumes anywhere at once. Documents that share a row are kept apart by positions that start again:
-transformers turns those into block-diagonal attention.
+A feed says which rows each step has: those of a table are a function of (seed, step) alone, those of a stream of the
+position it has come to (`stream.py`). Every rank knows the whole global batch and takes its slice. Documents that share
+a row are kept apart by positions that start again: transformers turns those into block-diagonal attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from fullshard.data.encode import TextSettings
-from fullshard.data.formats import Source
 from fullshard.data.once import agree, once_per_node
+from fullshard.data.sources import Source
+from fullshard.data.tally import Tally
 from fullshard.data.tokens import TokenTable, cache_root, make_table, open_table, table_key
 from fullshard.errors import DataError
 
@@ -28,13 +31,20 @@ IGNORED = -100
 Batch = dict[str, torch.Tensor]
 
 
-def load_table(source: Source, tokenizer: Any, settings: TextSettings, cache: str | None = None) -> TokenTable:
-    """The token table of this data, made by one process per node if it is not there. All ranks must call this."""
+def load_table(
+    source: Source, tokenizer: Any, settings: TextSettings, cache: str | None = None, workers: int = 0,
+    progress: str = "quiet",
+) -> TokenTable:  # fmt: skip
+    """The token table of this data, made by one rank per node if it is not there. All ranks must call this.
+
+    `workers` processes tokenise, with the same result for any number; `progress` is the option of that name.
+    """
 
     def make() -> str:
         folder = cache_root(cache) / table_key(source, tokenizer, settings)
         if open_table(folder) is None:
-            make_table(source, tokenizer, settings, folder)
+            with Tally(source.name, progress) as tally:
+                make_table(source, tokenizer, settings, folder, workers, tally)
         return str(folder)
 
     folder = Path(once_per_node(make))
@@ -52,6 +62,43 @@ def _must_open(folder: Path, source: Source) -> None:
 
 
 # --- the order of rows ----------------------------------------------------------------------------------------------
+
+
+class Rows(Protocol):
+    """Something that has rows."""
+
+    def documents(self, row: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]: ...
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The rows of one step, before they are tensors; alike on every rank."""
+
+    number: int
+    rows: npt.NDArray[np.int64]
+    source: Rows
+    """Where those rows are."""
+    targets: int
+    """Learnt tokens in the global batch: what the loss is divided by. Known to every rank without asking."""
+    tokens: int
+    epoch: float
+    """Epochs gone through when this step is done."""
+    ends_epoch: bool
+    position: dict[str, Any] | None = None
+    """Where the data stands after this step, in plain data, if the step's number does not say it."""
+    facts: dict[str, Any] | None = None
+    """Counts of the data gone through so far, where they are not known beforehand."""
+
+
+class Feed(Protocol):
+    """Says which rows each step has."""
+
+    @property
+    def batch(self) -> int:
+        """Rows in a global batch: of all ranks and micro-batches together."""
+
+    def picks(self, start: int, end: int, position: dict[str, Any] | None) -> Generator[Pick, None, None]:
+        """The rows of steps `start` to `end` - 1; `position` is where an earlier run stood before them."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +121,27 @@ class Order:
         epoch, index = divmod(step, self.steps_per_epoch)
         start = index * self.batch
         return _permutation(self.rows, self.seed, epoch, self.shuffle)[start : start + self.batch]
+
+
+@dataclass(frozen=True)
+class TableFeed:
+    """The rows of a table in an order."""
+
+    table: TokenTable
+    order: Order
+
+    @property
+    def batch(self) -> int:
+        return self.order.batch
+
+    def pick(self, step: int) -> Pick:
+        rows, done = self.order.step(step), step + 1
+        targets, tokens = int(self.table.row_targets[rows].sum()), int(self.table.row_sizes[rows].sum())
+        length = self.order.steps_per_epoch
+        return Pick(step, rows, self.table, targets, tokens, done / length, done % length == 0)
+
+    def picks(self, start: int, end: int, position: dict[str, Any] | None) -> Generator[Pick, None, None]:
+        yield from map(self.pick, range(start, end))
 
 
 @lru_cache(maxsize=2)
@@ -110,7 +178,7 @@ class Collator:
     multiple: int = 8
     """Row lengths are padded up to a multiple of this."""
 
-    def __call__(self, table: TokenTable, rows: Sequence[int]) -> Batch:
+    def __call__(self, table: Rows, rows: Sequence[int]) -> Batch:
         """`input_ids`, `labels`, and what attention needs. A batch without rows is one row that teaches nothing."""
         packed = [_row(table, row) for row in rows]
         if self.flatten and packed:
@@ -134,7 +202,7 @@ class Collator:
         return batch
 
 
-def _row(table: TokenTable, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+def _row(table: Rows, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
     """Tokens, labels and positions of a row. A document's first token is never a target."""
     tokens, labels, positions = [], [], []
     for ids, learnt in table.documents(row):
@@ -150,51 +218,61 @@ def _row(table: TokenTable, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any
 class Step:
     """One global batch, as one rank sees it."""
 
-    number: int
-    rows: npt.NDArray[np.int64]
-    """All rows of the global batch, in order, alike on every rank."""
+    pick: Pick
     mine: list[list[int]]
     """The rows of each of this rank's micro-batches."""
     batches: list[Batch]
-    targets: int
-    """Learnt tokens in the global batch: what the loss is divided by. Known to every rank without asking."""
-    tokens: int
+
+    @property
+    def number(self) -> int:
+        return self.pick.number
 
 
 class Loader:
     """A rank's steps, from any step on. `workers` threads prepare coming steps."""
 
-    def __init__(
-        self, table: TokenTable, order: Order, collator: Collator, size: int, rank: int, world: int, workers: int = 0
-    ) -> None:
-        self.table, self.order, self.collator = table, order, collator
+    def __init__(self, feed: Feed, collator: Collator, size: int, rank: int, world: int, workers: int = 0) -> None:
+        self.feed, self.collator = feed, collator
         self.size, self.rank, self.world, self.workers = size, rank, world, workers
 
-    def load(self, step: int) -> Step:
-        rows = self.order.step(step)
-        mine = share(rows, self.rank, self.world, self.size)
-        batches = [self.collator(self.table, part) for part in mine]
-        targets, tokens = int(self.table.row_targets[rows].sum()), int(self.table.row_sizes[rows].sum())
-        return Step(step, rows, mine, batches, targets, tokens)
+    def load(self, pick: Pick) -> Step:
+        mine = share(pick.rows, self.rank, self.world, self.size)
+        return Step(pick, mine, [self.collator(pick.source, part) for part in mine])
 
-    def steps(self, start: int, end: int) -> Iterator[Step]:
-        """Steps `start` to `end` - 1."""
-        if not self.workers:
-            yield from map(self.load, range(start, end))
-            return
+    def steps(self, start: int, end: int, position: dict[str, Any] | None = None) -> Generator[Step, None, None]:
+        """Steps `start` to `end` - 1. Close it if it is left early: a stream has processes and files."""
+        with contextlib.closing(self.feed.picks(start, end, position)) as picks:
+            yield from self._ahead(picks) if self.workers else map(self.load, picks)
+
+    def _ahead(self, picks: Iterator[Pick]) -> Iterator[Step]:
         with ThreadPoolExecutor(self.workers, thread_name_prefix="fullshard-data") as pool:
-            coming: list[Future[Step]] = []
+            coming: deque[Future[Step]] = deque()
             try:
-                for step in range(start, end):
-                    while len(coming) <= self.workers and step + len(coming) < end:
-                        coming.append(pool.submit(self.load, step + len(coming)))
-                    yield coming.pop(0).result()
+                for pick in _failures_last(picks):
+                    coming.append(pool.submit(self._load, pick))
+                    if len(coming) > self.workers:
+                        yield coming.popleft().result()
+                while coming:
+                    yield coming.popleft().result()
             finally:
                 for future in coming:
                     future.cancel()
+
+    def _load(self, pick: Pick | Exception) -> Step:
+        if isinstance(pick, Exception):
+            raise pick
+        return self.load(pick)
+
+
+def _failures_last(picks: Iterator[Pick]) -> Iterator[Pick | Exception]:
+    """An error takes its turn, so that the steps before it are done first, as they are without threads."""
+    try:
+        yield from picks
+    except Exception as error:
+        yield error
 
 
 def one_pass(table: TokenTable, collator: Collator, size: int, rank: int, world: int) -> Iterator[Step]:
     """Every row once, in order, for evaluation; each rank takes part in every batch."""
     order = Order(len(table), size * world, seed=0, shuffle=False)
-    return Loader(table, order, collator, size, rank, world).steps(0, order.steps_per_epoch)
+    return Loader(TableFeed(table, order), collator, size, rank, world).steps(0, order.steps_per_epoch)

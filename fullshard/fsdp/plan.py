@@ -152,8 +152,7 @@ class ShardingPlan:
         return sum(unit.shard_bytes for unit in self.units)
 
     def gathered_bound(self, in_flight: int = 1) -> int:
-        """The most bytes of gathered values alive at once: the root's, and those of the current and prefetched "
-        "units."""
+        """The most bytes of gathered values alive at once: the root's, the current unit's and prefetched ones'."""
         if not self.units:
             return 0
         rest = sorted((unit.gathered_bytes for unit in self.units[1:]), reverse=True)

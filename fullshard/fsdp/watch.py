@@ -66,9 +66,11 @@ class Watch:
     history: dict[int, str] = field(default_factory=dict)
 
     def next_tag(self) -> int:
-        """A number for the messages of the operation about to be issued. Its upper part tells operations "
-        "apart: ranks that
-        enter different ones never take each other's messages for their own."""
+        """A number for the messages of the operation about to be issued.
+
+        Its upper part tells operations apart: ranks that enter different ones never take each other's messages for
+        their own.
+        """
         kind = zlib.crc32(kind_of(_here.text()).encode()) & 0x3FFF
         return kind << 16 | ((self.number + 1) % (1 << 15)) << 1
 

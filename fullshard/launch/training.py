@@ -31,6 +31,11 @@ def sft(words: Sequence[str]) -> int:
     mine, launchers = split(words)
     arguments = parse(mine)
     check_paths(arguments.config)
+    if arguments.config.preview:
+        from fullshard.train import preview
+
+        preview.run(arguments.config, arguments.notes)
+        return 0
     if int(os.environ.get("RANK") or 0) == 0:
         check_folder(arguments.config)
     launched = bool(os.environ.get("RANK"))

@@ -368,4 +368,5 @@ def sharded_copy(t: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
 def taken_as_global(t: torch.Tensor, mesh: DeviceMesh) -> ShardedTensor:
     """A plain tensor that meets a sharded one: a global value of which every rank has a copy."""
     require_same(t, mesh)
-    return ShardedTensor(t, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta_of(t)), requires_grad=False)
+    # Detached, since torch warns where a piece needs a gradient and its tensor does not; the memory is the same.
+    return ShardedTensor(t.detach(), DTensorSpec(mesh, replicated(mesh), tensor_meta=meta_of(t)), requires_grad=False)

@@ -6,8 +6,11 @@ given when the weights are read (`weights/init.py`): a function of seed and para
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +45,84 @@ def lora_config(config: SFTConfig) -> Any:
     )
 
 
+def continued_config(config: SFTConfig, folder: Path, say: Say) -> Any:
+    """PEFT's configuration of the adapter in a folder, ready to train on. Settings that it overrules are named."""
+    from peft import PeftConfig
+
+    try:
+        found: Any = PeftConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"adapter_name_or_path: {folder} holds no adapter that peft can read: {error}.") from None
+    if found.is_prompt_learning:
+        kind = getattr(found.peft_type, "value", found.peft_type)
+        raise ConfigError(f"adapter_name_or_path: {folder} holds a {kind} adapter; expected one like LoRA.")
+    found.inference_mode = False
+    for name in ("r", "lora_alpha", "lora_dropout"):
+        option = "lora_r" if name == "r" else name
+        asked, own = getattr(config, option), getattr(found, name, None)
+        if asked not in (own, SFTConfig.__dataclass_fields__[option].default):
+            say(f"{option} {asked} is not used: the adapter that is gone on with has {own}.")
+    return found
+
+
+def with_tokens(peft_config: Any, model: Any, tokens: list[int]) -> Any:
+    """The configuration with new tokens' rows trained beside the adapter, in the embedding and in the output head."""
+    if not tokens:
+        return peft_config
+    if not hasattr(peft_config, "trainable_token_indices"):
+        raise ConfigError(
+            f"the template's new tokens cannot train beside a {type(peft_config).__name__}; use a LoraConfig, or a "
+            f"tokenizer that has them already."
+        )
+    peft_config = copy.deepcopy(peft_config)
+    given = peft_config.trainable_token_indices or {}
+    tables = _tables(model)
+    trained = dict(given) if isinstance(given, dict) else {next(iter(tables)): list(given)}
+    for name, layer in tables.items():
+        if _named(name, getattr(peft_config, "modules_to_save", None) or ()):
+            continue  # all of it trains
+        if _named(name, getattr(peft_config, "target_modules", None) or ()):
+            raise ConfigError(
+                f"lora_target_modules names {name}, which needs rows for new tokens: those would not travel with the "
+                f"adapter. Leave it out (new rows train on their own), or name it in modules_to_save."
+            )
+        if getattr(layer, "bias", None) is not None or not isinstance(layer, nn.Embedding | nn.Linear):
+            raise ConfigError(
+                f"{name} is a {type(layer).__name__}{' with a bias' if hasattr(layer, 'bias') else ''}, of which peft "
+                f"cannot train single rows, as the template's new tokens need; use the model's own template."
+            )
+        key = next((known for known in trained if _named(name, [known])), name)
+        trained[key] = sorted({*trained.get(key, ()), *tokens})
+    peft_config.trainable_token_indices = trained or None
+    return peft_config
+
+
+def missing_tokens(peft_config: Any, model: Any, tokens: list[int]) -> list[int]:
+    """Those that an adapter to go on with does not train."""
+    given = getattr(peft_config, "trainable_token_indices", None) or {}
+    known = {index for group in (given.values() if isinstance(given, dict) else [given]) for index in group}
+    whole = getattr(peft_config, "modules_to_save", None) or ()
+    if all(_named(name, whole) for name in _tables(model)):
+        return []
+    return [token for token in tokens if token not in known]
+
+
+def _tables(model: Any) -> dict[str, nn.Module]:
+    """The embedding, and the output head where it is another weight, by name."""
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    if len(ends) == 2 and ends[0].weight is ends[1].weight:
+        ends.pop()
+    names = {id(module): name for name, module in model.named_modules()}
+    return {names[id(end)]: end for end in ends}
+
+
+def _named(name: str, targets: Any) -> bool:
+    """Whether PEFT would find this module by these names, or by this pattern."""
+    if isinstance(targets, str):
+        return targets != lora.ALL_LINEAR and re.fullmatch(targets, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
 def quantization(config: SFTConfig) -> Quantization | None:
     """How the frozen model is held in 4 bits; None where it is not."""
     return lora.quantization(
@@ -69,18 +150,23 @@ def settle_dtypes(config: SFTConfig, model: nn.Module, precision: str, say: Say)
     return dataclasses.replace(usual, master_dtype=None)
 
 
-def add_adapter(model: nn.Module, peft_config: Any, seed: int) -> nn.Module:
-    """The model with the adapter put into it, as a `PeftModel`; only the adapter trains."""
-    from peft import get_peft_model
+def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | None = None) -> nn.Module:
+    """The model with the adapter put into it, as a `PeftModel`; only the adapter trains.
+
+    One that is gone on with (`earlier`) gets its values here if the model has some, else with the model's own.
+    """
+    from peft import PeftModel, get_peft_model
 
     empty = any(p.is_meta for p in model.parameters())
     start, dora = getattr(peft_config, "init_lora_weights", True), getattr(peft_config, "use_dora", False)
-    if empty and (start not in PLAIN_STARTS or dora):
+    if empty and (start not in PLAIN_STARTS or (dora and earlier is None)):
         raise ConfigError(
             f"an adapter that starts from the model's own weights (init_lora_weights={start!r}, use_dora={dora}) "
             f"needs them "
             f"whole: load the model yourself, add the adapter with peft and hand the PeftModel over."
         )
+    if earlier is not None and not empty:
+        return PeftModel.from_pretrained(model, str(earlier), is_trainable=True)
     torch.manual_seed(seed)
     try:
         return get_peft_model(model, peft_config)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fullshard.configfile import SUFFIXES, read_file, sort_keys
-from fullshard.data.formats import find_files
+from fullshard.data.find import find_data, look, names_of, split_names
+from fullshard.data.formats import reading_of
+from fullshard.data.sources import Source, chain, mix
 from fullshard.errors import ConfigError
-from fullshard.options import options_of, parse_flags
+from fullshard.options import as_list, options_of, parse_flags
 from fullshard.train.config import SFTConfig
+from fullshard.train.prompts import read_prompts
+from fullshard.train.start import starting_point
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,13 @@ class Arguments:
 
     config: SFTConfig
     notes: list[str]
+
+
+class Data(NamedTuple):
+    """What a run trains on, and what it is evaluated on, if that is given apart."""
+
+    train: Source
+    evaluation: Source | None
 
 
 def parse(words: Sequence[str]) -> Arguments:
@@ -40,15 +52,61 @@ def read_yaml(path: str, notes: list[str]) -> dict[str, Any]:
     return sort_keys(read_file(path), options_of(SFTConfig), notes).values
 
 
-def check_paths(config: SFTConfig) -> tuple[list[Path], list[Path]]:
-    """What can be said about the run's paths before anything heavy is imported; returns the data files."""
-    for name in ("model_name_or_path", "dataset_name"):
-        if getattr(config, name) is None:
+def check_paths(config: SFTConfig) -> Data:
+    """What can be said about the run's paths before anything heavy is imported; returns the data, yet unread."""
+    model, earlier = starting_point(config.model_name_or_path, config.adapter_name_or_path)
+    for name, value in (("model_name_or_path", model or earlier), ("dataset_name", config.dataset_name)):
+        if value is None:
             raise ConfigError(f"{name} is missing; give --{name}.")
-    check_model_folder(str(config.model_name_or_path))
+    if model is not None:
+        check_model_folder(str(model))
     if config.tokenizer_name_or_path:
         check_model_folder(config.tokenizer_name_or_path, "tokenizer_name_or_path", "tokenizer_config.json")
-    return find_files(str(config.dataset_name), config.splits, config.eval_strategy != "no")
+    if config.sample_prompts:
+        read_prompts(config.sample_prompts)
+    return find(config)
+
+
+def find(config: SFTConfig) -> Data:
+    """The data that the settings name: several sets one after the other, or mixed by their weights. Evaluation data is
+    that of all sets which have some; with `val_size` it is held back from the training data later on."""
+    splits = split_names(config.splits)
+    reading = reading_of(config.dataset_text_field, config.dataset_columns, config.on_bad_row)
+    evaluates = config.eval_strategy != "no" and not config.val_size
+    names = names_of(str(config.dataset_name))
+    if not names:
+        raise ConfigError("dataset_name is empty; expected a file, a folder or a name on the hub.")
+    weights = _weights(config.dataset_weights, names)
+    sets = [find_data(n, splits, evaluates, config.dataset_config_name, config.streaming) for n in names]
+    evaluation = [second for _, second in sets if second is not None]
+    if evaluates and not evaluation:
+        missing = f"has no split {splits[1]!r}" if len(splits) > 1 else f"is asked for the split {splits[0]!r} alone"
+        raise ConfigError(
+            f"evaluation is on (eval_strategy {config.eval_strategy}), but {config.dataset_name} {missing}; name one "
+            f"in splits, or hold rows back with val_size."
+        )
+    train = [first for first, _ in sets]
+    for source in (*train, *evaluation):
+        look(source, reading)
+    mixed = mix(train, weights, config.stopping_strategy) if weights else chain(train)
+    return Data(mixed, chain(evaluation) if evaluation else None)
+
+
+def _weights(text: str | None, names: list[str]) -> list[float]:
+    if text is None:
+        return []
+    try:
+        weights = [float(word) for word in as_list(text)]
+    except ValueError:
+        weights = []
+    if not weights or not all(0 < weight < math.inf for weight in weights):
+        raise ConfigError(f"dataset_weights is {text!r}; expected numbers above 0, one per data set.")
+    if len(weights) != len(names):
+        raise ConfigError(
+            f"dataset_weights has {len(weights)} numbers, dataset_name {len(names)} data sets ({', '.join(names)}); "
+            f"expected one each."
+        )
+    return weights
 
 
 def check_model_folder(name: str, option: str = "model_name_or_path", needs: str = "config.json") -> None:

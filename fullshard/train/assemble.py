@@ -14,23 +14,24 @@ from typing import Any
 from fullshard import runtime
 from fullshard.adapters import lora
 from fullshard.adapters.quantize import quantize_model
-from fullshard.data import chat
-from fullshard.data.formats import Source
-from fullshard.data.loader import load_table
+from fullshard.adapters.token_rows import keep_tables_whole
 from fullshard.data.once import agree
+from fullshard.data.sources import Source
+from fullshard.data.stream import Stream
 from fullshard.data.tokens import TokenTable
 from fullshard.fsdp import checkpoint_module
 from fullshard.train import fit, folder
 from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes
-from fullshard.train.batches import describe_data, make_loader, text_settings
+from fullshard.train.batches import describe_data, make_loader, make_stream, make_table
 from fullshard.train.config import SFTConfig
 from fullshard.train.engine import EngineSettings
 from fullshard.train.loop import Loop
 from fullshard.train.loss import LeanHead
 from fullshard.train.metrics import Reporter
-from fullshard.train.model import check_rows, embedding_rows, empty_model, read_tokenizer, uses_flash
+from fullshard.train.model import check_rows, empty_model, read_tokenizer, settle_vocabulary, uses_flash
 from fullshard.train.prepare import rebind
 from fullshard.train.schedule import Schedule, make_optimizer
+from fullshard.train.start import base_of_adapter
 from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import resolve
@@ -46,8 +47,12 @@ class Parts:
     base: Path | None
     """The folder with the weights; None if the model came with its values."""
     tokenizer: Any
-    train: TokenTable | None
+    train: TokenTable | Stream | None
     evaluation: TokenTable | None
+    earlier: Path | None = None
+    """The folder of the adapter that is gone on with."""
+    grown: bool = False
+    """Whether the model has more token rows than its files."""
 
 
 def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
@@ -66,30 +71,39 @@ def gather_parts(
     """Ranks, model without values, adapter, tokens."""
     runtime.use_spmd(device="cpu" if engine.use_cpu else None)
     runtime.seed(config.seed)
+    named = config.adapter_name_or_path if not hasattr(model, "peft_config") else None
+    earlier = resolve(named) if named is not None else None
+    model = base_of_adapter(earlier) if model is None and earlier is not None else model
     base = resolve(model) if isinstance(model, str | Path) else None
     if tokenizer is None:
-        tokenizer = agree(lambda: read_tokenizer(config, base or _origin(model)), own=True)
+        tokenizer = agree(lambda: read_tokenizer(config, base or _origin(model), earlier), own=True)
     if base is not None:
         model = agree(lambda: empty_model(config, base, say), own=True)
-    for note in chat.prepare_tokenizer(tokenizer, config.chat_template_format, embedding_rows(model)):
-        say(note)
+    settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
+    peft_config, grown = agree(settle, own=True)
     if base is None and (four_bits := quantization(config)) is not None:
         model = quantize_model(model, four_bits)
     if peft_config is not None:
-        model = add_adapter(model, peft_config, config.seed)
+        model = add_adapter(model, peft_config, config.seed, earlier)
     lora.check_trains(model)
-    text = text_settings(config, tokenizer)
-    tables = [load_table(s, tokenizer, text, config.cache_dir) if s is not None else None for s in (train, evaluation)]
-    for name, table in zip(("training", "evaluation"), tables, strict=True):
-        if table is not None:
-            say(describe_data(name, table, config))
-            agree(functools.partial(check_rows, model, table, config.packing))
-    return Parts(config, engine, model, base, tokenizer, tables[0], tables[1])
+    check = functools.partial(check_rows, model, packing=config.packing)
+    data: list[Any] = []
+    for name, source in (("training", train), ("evaluation", evaluation)):
+        if source is None:
+            data.append(None)
+        elif config.streaming and source is train:
+            data.append(make_stream(config, source, tokenizer, check))
+        else:
+            data.append(make_table(config, source, tokenizer))
+            say(describe_data(name, data[-1].facts, config))
+            agree(functools.partial(check, data[-1]))
+    return Parts(config, engine, model, base, tokenizer, data[0], data[1], earlier, grown)
 
 
 def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: Any = None) -> Loop:
     """Shard the model as planned, fill it, and put a loop around it."""
     config, engine, model = parts.config, parts.engine, parts.model
+    keep_tables_whole(model)
     head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss)
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
@@ -102,7 +116,8 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     for line in (*fit.describe(sharded.plan, need), lora.summary(sharded)):
         reporter.say(line)
     if parts.base is not None:
-        fill(sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"))
+        shown = reporter.mode in ("live", "plain")
+        fill(sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier)
     optimizer = rebind(optimizer) if optimizer is not None else make_optimizer(sharded, config)
     schedule = Schedule(optimizer, config.lr_scheduler_type, config.warmup(reporter.total), reporter.total)
     table = parts.train if parts.train is not None else parts.evaluation

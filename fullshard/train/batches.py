@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from fullshard import runtime
-from fullshard.data import chat
 from fullshard.data.encode import TextSettings
-from fullshard.data.loader import Collator, Loader, Order
+from fullshard.data.formats import reading_of
+from fullshard.data.loader import Collator, Feed, Loader, Order, TableFeed, load_table
+from fullshard.data.sources import Source
+from fullshard.data.spool import Pages
+from fullshard.data.stream import Stream, StreamFeed
+from fullshard.data.templates import template_of
 from fullshard.data.tokens import TokenTable
 from fullshard.train.config import SFTConfig
 
@@ -20,40 +25,65 @@ def text_settings(config: SFTConfig, tokenizer: Any) -> TextSettings:
         add_special_tokens=config.add_special_tokens,
         append_concat_token=config.append_concat_token,
         assistant_only_loss=config.assistant_only_loss,
-        text_field=config.dataset_text_field,
-        template=chat.choose_template(tokenizer, config.chat_template_format),
+        reading=reading_of(config.dataset_text_field, config.dataset_columns, config.on_bad_row),
+        completion_only_loss=config.completion_only_loss,
+        template=template_of(tokenizer),
         overflow=config.overflow,
     )
 
 
-def make_loader(config: SFTConfig, table: TokenTable, pad_token_id: int, flash: bool) -> Loader:
+def make_table(config: SFTConfig, source: Source, tokenizer: Any) -> TokenTable:
+    """The tokens of a data set, made where they are not kept already. All ranks must call this."""
+    text, workers = text_settings(config, tokenizer), config.dataloader_num_workers
+    return load_table(source, tokenizer, text, config.cache_dir, workers, config.progress)
+
+
+def make_stream(
+    config: SFTConfig, source: Source, tokenizer: Any, check: Callable[[TokenTable], None] = lambda page: None
+) -> Stream:
+    """A data set that is tokenised while it is trained on; `check` refuses tokens that the model cannot take."""
+    text = text_settings(config, tokenizer)
+    pages = Pages(source, tokenizer, text, config.shuffle_buffer_size, config.dataloader_num_workers)
+    return Stream(pages, config.cache_dir, check)
+
+
+def make_loader(config: SFTConfig, data: TokenTable | Stream, pad_token_id: int, flash: bool) -> Loader:
     """This rank's steps. Flash attention takes packed rows as one, without padding."""
     collator = Collator(pad_token_id, isolate=config.packing, flatten=config.packing and flash)
     size, workers = config.per_device_train_batch_size, config.dataloader_num_workers
-    return Loader(table, order_of(config, table), collator, size, runtime.rank(), runtime.world_size(), workers)
+    return Loader(feed_of(config, data), collator, size, runtime.rank(), runtime.world_size(), workers)
 
 
-def order_of(config: SFTConfig, table: TokenTable) -> Order:
-    """The order of rows: a function of the seed and the global batch size alone."""
+def feed_of(config: SFTConfig, data: TokenTable | Stream) -> Feed:
+    """Which rows steps have: a function of the data, the seed and the global batch size alone."""
     batch = config.per_device_train_batch_size * runtime.world_size() * config.gradient_accumulation_steps
     seed = config.data_seed if config.data_seed is not None else config.seed
     shuffle = config.train_sampling_strategy == "random"
-    return Order(len(table), batch, seed, shuffle, config.dataloader_drop_last)
+    if isinstance(data, Stream):
+        return StreamFeed(data, batch, seed, shuffle, config.dataloader_drop_last)
+    return TableFeed(data, Order(len(data), batch, seed, shuffle, config.dataloader_drop_last))
 
 
-def total_steps(config: SFTConfig, table: TokenTable) -> int:
+def total_steps(config: SFTConfig, data: TokenTable | Stream) -> int:
     if config.max_steps > 0:
         return config.max_steps
-    return max(1, math.ceil(config.num_train_epochs * order_of(config, table).steps_per_epoch))
+    feed = feed_of(config, data)
+    assert isinstance(feed, TableFeed), "nobody knows beforehand how long a stream is"
+    return max(1, math.ceil(config.num_train_epochs * feed.order.steps_per_epoch))
 
 
-def describe_data(name: str, table: TokenTable, config: SFTConfig) -> str:
-    facts = table.facts
-    fill = f", rows {facts['tokens'] / (facts['rows'] * config.max_seq_len):.0%} full" if config.packing else ""
+def describe_data(name: str, facts: dict[str, Any], config: SFTConfig) -> str:
+    """Documents, rows, tokens, and everything that was left out or cut."""
+    fill = f", rows {facts['tokens'] / max(1, facts['rows'] * config.max_seq_len):.1%} full" if config.packing else ""
     line = f"{name} data: {facts['documents']:,} documents in {facts['rows']:,} rows, {facts['tokens']:,} tokens, "
     line += f"{facts['targets']:,} of them learnt{fill}"
     if facts["long"]:
         done = {"truncate": "cut off", "split": "split", "drop": "left out"}[config.overflow]
         line += f"; {facts['long']:,} documents longer than {config.max_seq_len} tokens were {done}"
         line += f" ({facts['cut']:,} tokens lost; overflow split keeps them)" if facts["cut"] else ""
+    if facts["empty"]:
+        line += f"; {facts['empty']:,} empty rows were left out"
+    if facts["bad"]:
+        line += f"; {facts['bad']:,} rows that cannot be understood were left out"
+        line += "".join(f"\n  {row}" for row in facts.get("bad_rows", ()))
     return line

@@ -80,7 +80,7 @@ class SFTConfig:
     dataset_name: str | None = option(None, given_as="a file, a folder, or a name on the hub; several with commas")
     """The training data."""
     dataset_config_name: str | None = None
-    """Which part of a data set on the hub, where it has several."""
+    """Which part of a data set on the hub, where it has several; of a folder, the folder in it."""
     dataset_weights: str | None = option(None, given_as="numbers, one per data set")
     """Shares of several data sets in the mix, by rows; without it they follow one another."""
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
@@ -89,9 +89,10 @@ class SFTConfig:
     dataset_columns: str | None = option(None, given_as="name=column,…")
     """Columns under other names, such as prompt=question,completion=answer."""
     splits: str = "train,test"
-    """Names of the training and the evaluation split: their files' names in the folder."""
+    """Names of the training and the evaluation split: their files' names in the folder, or those on the hub."""
     val_size: float = 0.0
-    """Hold back this many rows of the training data for evaluation; below 1 it is a part of them."""
+    """Hold back this many rows of the training data for evaluation, in place of an evaluation split; below 1 it is a
+    part of them. Which rows follows from `seed`; when streaming it is the first ones."""
     dataset_text_field: str = "text"
     """The column with running text."""
     on_bad_row: Literal["stop", "skip"] = "stop"
@@ -210,9 +211,10 @@ class SFTConfig:
     eval_on_start: bool = False
     """Evaluate before the first step as well."""
     eval_samples: int = 0
-    """At each evaluation, answer this many prompts of the evaluation data and show them."""
+    """At each evaluation, answer this many prompts of the evaluation data and show them: what stands before the last
+    part that is learnt."""
     sample_prompts: str | None = option(None, given_as="a file: a prompt per line, or JSON lines with messages")
-    """Answer these prompts at each evaluation instead."""
+    """Answer these prompts at each evaluation instead of those of the evaluation data."""
     sample_max_new_tokens: int = 64
     """The longest answer, in tokens."""
     save_strategy: Strategy = "steps"
@@ -252,15 +254,15 @@ class SFTConfig:
     run_name: str | None = None
     """A name for the run in its report."""
     push_to_hub: bool = False
-    """Upload the result at the end. If that fails the result stays where it is, and the run counts as done."""
+    """Upload the result, when `hub_strategy` says. If that fails the result stays where it is, and the run counts as
+    done."""
     hub_model_id: str | None = option(None, given_as="name or owner/name")
     """The repository to upload to; named after `output_dir` if not given."""
     hub_private_repo: bool | None = None
     """Whether a new repository is private."""
-    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = option(
-        "every_save", no_op="the model is uploaded once, at the end"
-    )
-    """transformers: how often to upload."""
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = "every_save"
+    """What `push_to_hub` uploads: the result at the end; the model after every save as well, in the background; and
+    the newest checkpoint besides, as last-checkpoint; or every checkpoint."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -291,6 +293,13 @@ class SFTConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected more than 0.")
         if self.max_steps == 0 or self.max_steps < -1:
             raise ConfigError(f"max_steps is {self.max_steps}; expected 1 or more, or -1 for num_train_epochs.")
+        if self.val_size >= 1 and self.val_size != int(self.val_size):
+            raise ConfigError(f"val_size is {self.val_size:g}; expected a whole number of rows, or a part below 1.")
+        if self.streaming and 0 < self.val_size < 1:
+            raise ConfigError(
+                f"val_size is {self.val_size:g}: the part of a stream is not known beforehand; give a number of rows, "
+                f"which are then the first."
+            )
         if self.max_seq_len < 2:
             raise ConfigError(f"max_seq_len is {self.max_seq_len}; a row needs at least 2 tokens to predict one.")
 
@@ -314,6 +323,13 @@ class SFTConfig:
             raise ConfigError(f"report_to names {', '.join(unknown)}; expected tensorboard, wandb, all or none.")
 
     def _check_plan(self) -> None:
+        if self.streaming and self.max_steps < 0:
+            raise ConfigError(
+                "streaming needs max_steps: how long the data is cannot be known before it has been read."
+            )
+        for name in ("eval_samples", "sample_prompts"):
+            if getattr(self, name) and self.eval_strategy == "no":
+                raise ConfigError(f"{name}: samples are made at evaluations, but eval_strategy is no; set it.")
         if self.load_best_model_at_end or self.early_stopping_patience is not None:
             name = "load_best_model_at_end" if self.load_best_model_at_end else "early_stopping_patience"
             if self.eval_strategy == "no":

@@ -20,8 +20,8 @@ SETTINGS = "settings.json"
 CHECKPOINTS = "checkpoints"
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 WRITTEN = (
-    SETTINGS, CHECKPOINTS, "metrics.jsonl", "runs", "report.html", "README.md", "config.json",
-    "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json",
+    SETTINGS, CHECKPOINTS, "metrics.jsonl", "samples.jsonl", "runs", "wandb", "wandb.json", "report.html", "README.md",
+    "config.json", "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json",
     "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip

@@ -22,6 +22,7 @@ from fullshard import runtime
 from fullshard.data.loader import Batch, Loader, Step, one_pass
 from fullshard.data.tokens import TokenTable
 from fullshard.errors import TrainingError
+from fullshard.train.batches import describe_data
 from fullshard.train.config import SFTConfig
 from fullshard.train.loss import LeanHead
 from fullshard.train.metrics import Reporter, memory_gib
@@ -45,6 +46,10 @@ class Progress:
     best_step: int | None = None
     best_value: float | None = None
     without_improvement: int = 0
+    epoch: float = 0.0
+    """Epochs gone through. In the first pass over a stream parts of one are not known."""
+    position: dict[str, Any] | None = None
+    """Where a stream of data stands; None for a table, whose rows follow from the step."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Loop:
         self.config, self.model, self.head, self.optimizer, self.schedule = config, model, head, optimizer, schedule
         self.loader, self.reporter, self.total, self.manager = loader, reporter, total, manager
         self.evaluation, self.notify = evaluation, notify
-        self.progress = Progress(batch=loader.order.batch)
+        self.progress = Progress(batch=loader.feed.batch)
         head.enabled = False  # outside the loop the model is the user's
         self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
         self.rate = 0.0
@@ -88,10 +93,15 @@ class Loop:
             self.evaluate()
         self.model.train()
         self._window_start = time.monotonic()
-        for step in self.loader.steps(self.progress.step, self.total):
-            outcome = self.train_step(step)
-            if self._after(step, outcome):
-                break
+        progress = self.progress
+        with contextlib.closing(self.loader.steps(progress.step, self.total, progress.position)) as steps:
+            facts = None
+            for step in steps:
+                outcome, facts = self.train_step(step), step.pick.facts
+                if self._after(step, outcome):
+                    break
+        if facts is not None:
+            self.reporter.say(describe_data("streamed", facts, config))
         if config.save_strategy != "no" and self._saved != self.progress.step:
             self.save()
         if self.manager is not None:
@@ -99,14 +109,17 @@ class Loop:
 
     def _after(self, step: Step, outcome: Outcome) -> bool:
         """Note a step; log, evaluate and save where it is time. Whether to stop."""
-        config, progress = self.config, self.progress
-        progress.step, progress.tokens = step.number + 1, progress.tokens + step.tokens
+        config, progress, pick = self.config, self.progress, step.pick
+        progress.step, progress.tokens = step.number + 1, progress.tokens + pick.tokens
+        progress.epoch, progress.position = pick.epoch, pick.position
         progress.skipped += not outcome.updated
         self._window.append(outcome)
-        self._window_tokens += step.tokens
-        done, epoch_ends = progress.step, progress.step % self.loader.order.steps_per_epoch == 0
+        self._window_tokens += pick.tokens
+        done, epoch_ends = progress.step, pick.ends_epoch
         last = done == self.total
         self._show(outcome)
+        if pick.facts is not None and epoch_ends and pick.epoch == 1:
+            self.reporter.say(describe_data("streamed", pick.facts, config))
         first = config.logging_first_step and done == 1
         if self._due(config.logging_strategy, config.logging_steps, epoch_ends) or first or last:
             self._log()
@@ -140,7 +153,7 @@ class Loop:
         """Forward and backward over this rank's part of the global batch, then one update."""
         rate = self.schedule.set(step.number)
         self._seed(step.number)
-        targets = max(1, step.targets)
+        targets = max(1, step.pick.targets)
         self.scaler.scale(torch.zeros(1, device=runtime.device()))  # so that it has a scale before the first step too
         self.head.scale = self.scaler.get_scale() * runtime.world_size() / targets
         sums = torch.zeros(3, dtype=torch.float64, device=runtime.device())
@@ -215,7 +228,7 @@ class Loop:
             "mean_token_accuracy": _mean([o.accuracy for o in finite]),
             "entropy": _mean([o.entropy for o in finite]),
             "num_tokens": self.progress.tokens,
-            "epoch": round(self.progress.step / self.loader.order.steps_per_epoch, 4),
+            "epoch": round(self.progress.epoch, 4),
             "tokens_per_second": self._window_tokens / max(1e-9, now - self._window_start),
             "memory_gib": memory_gib(),
         }
@@ -296,7 +309,8 @@ class Loop:
     def adopt(self, state: dict[str, Any]) -> None:
         """Take over where a restored state stands."""
         batch, self.progress = self.progress.batch, Progress(**state["progress"])
-        if self.progress.batch != batch and runtime.is_main():
+        # A stream goes on with its next row whatever the batch.
+        if self.progress.batch != batch and self.progress.position is None and runtime.is_main():
             runtime.get_logger().warning(
                 "the checkpoint was made with %d rows in a global batch, now there are %d: from here on rows come in "
                 "another order than the run began with",

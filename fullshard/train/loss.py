@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.adapters import token_rows
+from fullshard.adapters.token_rows import Rows, put_over
+
 IGNORED = -100
 CHUNK_BYTES = 64 * 2**20
 """How large the fp32 logits of a chunk may be, unless the user says otherwise."""
@@ -39,17 +42,20 @@ class DeferredLogits(torch.Tensor):
 
     hidden: torch.Tensor
     head: nn.Linear
+    rows: Rows | None
+    """Rows that are trained in place of the head's own."""
     steps: tuple[Step, ...]
 
     @staticmethod
     def of(
-        hidden: torch.Tensor, head: nn.Linear, steps: tuple[Step, ...] = (), dtype: torch.dtype | None = None
-    ) -> Any:
+        hidden: torch.Tensor, head: nn.Linear, rows: Rows | None = None, steps: tuple[Step, ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> Any:  # fmt: skip
         shape = (*hidden.shape[:-1], head.out_features)
         made = torch.Tensor._make_wrapper_subclass(
             DeferredLogits, shape, dtype=dtype or hidden.dtype, device=hidden.device, requires_grad=False
         )
-        made.hidden, made.head, made.steps = hidden, head, steps
+        made.hidden, made.head, made.rows, made.steps = hidden, head, rows, steps
         return made
 
     @classmethod
@@ -65,7 +71,7 @@ class DeferredLogits(torch.Tensor):
             me = args[places[0]]
             step = (_OUT_OF_PLACE.get(func, func), args, kwargs, places[0])
             sample = _take(step, torch.empty(0, dtype=me.dtype, device=me.device))
-            return DeferredLogits.of(me.hidden, me.head, (*me.steps, step), sample.dtype)
+            return DeferredLogits.of(me.hidden, me.head, me.rows, (*me.steps, step), sample.dtype)
         args = tuple(v.materialize() if isinstance(v, DeferredLogits) else v for v in args)
         kwargs = {k: v.materialize() if isinstance(v, DeferredLogits) else v for k, v in kwargs.items()}
         return func(*args, **kwargs)
@@ -78,8 +84,9 @@ class DeferredLogits(torch.Tensor):
     def materialize(self) -> torch.Tensor:
         """The logits themselves."""
         with torch._C.DisableTorchFunctionSubclass():
-            hidden, head, steps = self.hidden, self.head, self.steps
-        return _apply(steps, F.linear(hidden, head.weight, head.bias))
+            hidden, head, rows, steps = self.hidden, self.head, self.rows, self.steps
+        logits = F.linear(hidden, head.weight, head.bias)
+        return _apply(steps, logits if rows is None else put_over(logits, hidden, rows))
 
 
 _OUT_OF_PLACE = {T.mul_: T.mul, T.__imul__: T.mul, T.div_: T.div, T.__itruediv__: T.div, T.tanh_: T.tanh}
@@ -118,22 +125,25 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-        steps: tuple[Step, ...], rows: int, scale: float,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, own: torch.Tensor | None,
+        index: torch.Tensor | None, labels: torch.Tensor, steps: tuple[Step, ...], rows: int, scale: float,
     ) -> Any:  # fmt: skip
-        # hidden [n, h], weight [v, h], labels [n]
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        want = want_hidden or want_weight or want_bias
+        # hidden [n, h], weight [v, h], labels [n]; own [k, h] are rows that stand for those of weight at index [k]
+        want_hidden, want_weight, want_bias, want_own = ctx.needs_input_grad[:4]
+        want = want_hidden or want_weight or want_bias or want_own
         wide = torch.promote_types(torch.float32, weight.dtype)
         sums = torch.zeros(3, dtype=wide, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if want_hidden else None
         d_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if want_bias and bias is not None else None
+        d_own = torch.zeros_like(own, dtype=wide) if want_own and own is not None else None
         for start in range(0, hidden.shape[0], rows):
             piece = slice(start, start + rows)
             learnt = labels[piece] != IGNORED
             targets = labels[piece].masked_fill(~learnt, 0).unsqueeze(1)
             raw = F.linear(hidden[piece], weight, bias)
+            if own is not None and index is not None:
+                raw.index_copy_(1, index, F.linear(hidden[piece], own))
             with torch.enable_grad():
                 raw.requires_grad_(want and bool(steps))
                 logits = _apply(steps, raw)
@@ -157,8 +167,15 @@ class _ChunkedLoss(torch.autograd.Function):
             if steps:
                 (slope,) = torch.autograd.grad(logits, raw, slope)
             slope = slope.to(weight.dtype)
+            if own is not None and index is not None:
+                apart = slope[:, index]
+                slope = slope.index_fill_(1, index, 0)
+                if d_own is not None:
+                    d_own += apart.T @ hidden[piece]
             if d_hidden is not None:
                 d_hidden[piece] = slope @ weight
+                if own is not None:
+                    d_hidden[piece] += apart @ own
             if d_weight is not None:
                 if wide == weight.dtype:
                     d_weight.addmm_(slope.T, hidden[piece])
@@ -166,8 +183,8 @@ class _ChunkedLoss(torch.autograd.Function):
                     d_weight += slope.T @ hidden[piece]
             if d_bias is not None:
                 d_bias += slope.to(wide).sum(0)
-        ctx.gradients = (d_hidden, d_weight, d_bias)
-        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype)
+        ctx.gradients = (d_hidden, d_weight, d_bias, d_own)
+        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype, weight.dtype)
         ctx.mark_non_differentiable(sums)
         return sums[0] * scale, sums
 
@@ -177,13 +194,8 @@ class _ChunkedLoss(torch.autograd.Function):
             ctx.gradients,
             None,
         )  # a second backward would need them; freeing them early matters more
-        return (
-            *(_scaled(g, d_loss, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)),
-            None,
-            None,
-            None,
-            None,
-        )
+        scaled = (_scaled(g, d_loss, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
+        return (*scaled, None, None, None, None, None)
 
 
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -200,10 +212,13 @@ def chunked_cross_entropy(
 ) -> HeadStatistics:
     """Summed cross-entropy of next tokens over positions whose label is not -100."""
     with torch._C.DisableTorchFunctionSubclass():
-        hidden, head, steps = logits.hidden, logits.head, logits.steps
+        hidden, head, own, steps = logits.hidden, logits.head, logits.rows, logits.steps
     hidden, labels = hidden[:, :-1].reshape(-1, hidden.shape[-1]), labels[:, 1:].reshape(-1)
     rows = chunk_tokens or max(1, CHUNK_BYTES // (4 * head.out_features))
-    return HeadStatistics(*_ChunkedLoss.apply(hidden, head.weight, head.bias, labels, steps, rows, scale))
+    index, values = (own.index, own.values) if own is not None else (None, None)
+    return HeadStatistics(
+        *_ChunkedLoss.apply(hidden, head.weight, head.bias, values, index, labels, steps, rows, scale)
+    )
 
 
 def whole_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float = 1.0) -> HeadStatistics:
@@ -229,19 +244,24 @@ class LeanHead:
     def __init__(self, model: nn.Module, chunk_tokens: int = 0, chunked: bool = True) -> None:
         self.model, self.chunk_tokens = causal(model), chunk_tokens
         head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
-        self.head = head if chunked and type(head) is nn.Linear else None
+        plain = token_rows.plain_layer(head)
+        self.head = plain if chunked and type(plain) is nn.Linear else None
+        self.rows = token_rows.layer_of(head)
         self.why_not = "" if self.head is not None or not chunked else _why_not(head)
         self.statistics: HeadStatistics | None = None
         self.active, self.enabled, self.scale = False, True, 1.0
         self.plain_loss = getattr(self.model, "loss_function", None)
-        if self.head is not None:
-            self.head.forward = self._head_forward(self.head.forward)
+        if self.head is not None and head is not None:
+            head.forward = self._head_forward(head.forward)
         self.model.loss_function = self._loss
         self.model.forward = self._model_forward(self.model.forward)
 
     def _head_forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(hidden: torch.Tensor) -> Any:
-            return DeferredLogits.of(hidden, self.head) if self.active and self.head is not None else plain(hidden)
+            if not self.active or self.head is None:
+                return plain(hidden)
+            rows = token_rows.active_rows(self.rows) if self.rows is not None else None
+            return DeferredLogits.of(hidden, self.head, rows)
 
         return forward
 

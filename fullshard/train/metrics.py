@@ -1,16 +1,17 @@
-"""What a run says while it goes on: a live display or lines on the terminal, metrics.jsonl, TensorBoard.
+"""What a run says while it goes on: a live display or lines on the terminal, metrics.jsonl, samples.jsonl, boards.
 
 Only the first rank speaks and writes; on the others a `Reporter` only remembers. Which numbers there are is decided in
-`loop.py`.
+`loop.py`, which answers in `samples.py`; TensorBoard and the like are in `boards.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ from typing import Any
 import torch
 
 from fullshard import runtime
+from fullshard.train.boards import Board, Opens, attempt, none
+from fullshard.train.samples import FILE as SAMPLES
+from fullshard.train.samples import Sample
 
 FILE = "metrics.jsonl"
-TENSORBOARD = "runs"
+PROMPT_SHOWN = 300
+"""Characters of a prompt that the terminal shows: its end."""
 SHOWN = {
     "loss": ("loss", "{:.4f}"),
     "eval_loss": ("eval loss", "{:.4f}"),
@@ -50,15 +55,16 @@ def shown(values: Mapping[str, Any]) -> str:
 class Reporter:
     """Tells the user, and writes down, how the run goes. `history` is there on every rank."""
 
-    def __init__(self, folder: Path, total: int, progress: str, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, total: int, progress: str, boards: Opens = none) -> None:
         self.folder, self.total = folder, total
         self.speaks = runtime.is_main()
         live = sys.stdout.isatty() if progress == "auto" else progress == "live"
         self.mode = progress if progress in ("json", "quiet") else "live" if live else "plain"
         self.history: list[dict[str, Any]] = []
-        self._tensorboard = tensorboard
+        self.answers: list[dict[str, Any]] = []
+        """The samples so far, as in their file; on the first rank."""
+        self._opens, self._boards = boards, list[Board]()
         self._file: Any = None
-        self._writer: Any = None
         self._bar: Any = None
         self._started = time.monotonic()
         self._first = 0
@@ -68,13 +74,11 @@ class Reporter:
         self._started, self._first = time.monotonic(), step
         if not self.speaks:
             return
-        path = self.folder / FILE
-        if path.exists():
-            self.history = [r for r in _read(path) if r["step"] <= step] if step else []
-        path.write_text("".join(json.dumps(r) + "\n" for r in self.history))
-        self._file = path.open("a", buffering=1)
-        if self._tensorboard:
-            self._writer = _tensorboard_writer(self.folder / TENSORBOARD, step)
+        self.history = _keep(self.folder / FILE, step)
+        self._file = (self.folder / FILE).open("a", buffering=1)
+        if (self.folder / SAMPLES).exists():
+            self.answers = _keep(self.folder / SAMPLES, step)
+        self._boards = self._opens(self.folder, step)
         if self.mode == "live":
             self._bar = _LiveBar(self.total, step)
 
@@ -87,17 +91,43 @@ class Reporter:
             return
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
-        if self._writer is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    group = "eval/" + name[5:] if name.startswith("eval_") else f"train/{name}"
-                    self._writer.add_scalar(group, value, step)
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        self._tell(lambda board: board.numbers(step, numbers))
         if self.mode == "json":
             print(json.dumps(record), flush=True)
         elif self.mode == "plain":
             print(f"step {step}/{self.total}  {shown(values)}{self._eta(step)}", flush=True)
         elif self._bar is not None:
             self._bar.say(shown(values) if any(k.startswith("eval_") for k in values) else "")
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Record and show what the model answers."""
+        if not self.speaks or not samples:
+            return
+        records = [sample.record() for sample in samples]
+        self.answers += records
+        if self._file is not None:
+            with (self.folder / SAMPLES).open("a") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+        self._tell(lambda board: board.samples(step, samples))
+        if self.mode == "json":
+            for record in records:
+                print(json.dumps(record), flush=True)
+        for sample in samples:
+            self.say(sample_text(sample))
+
+    def _tell(self, act: Callable[[Board], None]) -> None:
+        """Hand something to every board; one that fails is left out from then on."""
+
+        def told(board: Board) -> bool:
+            act(board)
+            return True
+
+        self._boards = [
+            board
+            for board in self._boards
+            if attempt(f"report_to {type(board).__name__}", functools.partial(told, board))
+        ]
 
     def tick(self, step: int, values: Mapping[str, Any]) -> None:
         """A step is done: move the live display on."""
@@ -117,14 +147,39 @@ class Reporter:
         return f"  ETA {timedelta(seconds=round(left))}"
 
     def close(self) -> None:
-        for thing in (self._bar, self._writer, self._file):
+        self._tell(lambda board: board.close())
+        for thing in (self._bar, self._file):
             if thing is not None:
                 thing.close()
-        self._bar = self._writer = self._file = None
+        self._boards, self._bar, self._file = [], None, None
 
 
 def _sayable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def sample_text(sample: Sample) -> str:
+    """A sample in lines for the terminal."""
+    prompt = sample.prompt.strip()
+    cut = f"… {prompt[-PROMPT_SHOWN:]}" if len(prompt) > PROMPT_SHOWN else prompt
+    parts = {"prompt": cut, "answer": sample.answer.strip() or "(nothing)", "reference": sample.reference}
+    lines = [f"sample at step {sample.step}"]
+    for name, said in parts.items():
+        if said is not None:
+            lines.append(f"  {name:<9}  {printable(said)}".replace("\n", "\n" + " " * 13))
+    return "\n".join(lines)
+
+
+def _keep(path: Path, step: int) -> list[dict[str, Any]]:
+    """What a file of records holds up to this step; the rest, of a run that was broken off later, is dropped."""
+    kept = [r for r in _read(path) if r["step"] <= step] if step and path.exists() else []
+    path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+    return kept
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -136,15 +191,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return [r for r in records if isinstance(r, dict) and isinstance(r.get("step"), int)]
-
-
-def _tensorboard_writer(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        runtime.warn_once("tensorboard", "TensorBoard is not installed, so only metrics.jsonl is written.")
-        return None
-    return SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
 
 class _LiveBar:

@@ -9,13 +9,15 @@ import contextlib
 import importlib.util
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from fullshard import runtime
 from fullshard.adapters import lora
 from fullshard.adapters.quantize import Quantization, quantize_model
+from fullshard.adapters.token_rows import plain_layer
+from fullshard.data.templates import prepare_tokenizer
 from fullshard.data.tokens import TokenTable
 from fullshard.errors import ConfigError
 from fullshard.train import adapter
@@ -23,13 +25,17 @@ from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
 from fullshard.train.loss import causal
 from fullshard.weights import load as loading
+from fullshard.weights.adapter_files import stored_rows
+from fullshard.weights.grow import grow_in_memory
 from fullshard.weights.locate import open_source
 
 
-def read_tokenizer(config: SFTConfig, place: Path | str | None) -> Any:
+def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | None = None) -> Any:
+    """The tokenizer that is named; else that of the adapter that is gone on with, if it has one; else the model's."""
     from transformers import AutoTokenizer
 
-    source = config.tokenizer_name_or_path or place
+    beside = earlier is not None and (earlier / "tokenizer_config.json").is_file()
+    source = config.tokenizer_name_or_path or (earlier if beside else place)
     if source is None:
         raise ConfigError("there is no tokenizer: give processing_class= (or tokenizer=), or tokenizer_name_or_path.")
     try:
@@ -83,7 +89,96 @@ def attention(config: SFTConfig, say: Say) -> str | None:
 
 
 def embedding_rows(model: Any) -> int:
-    return int(causal(model).get_input_embeddings().weight.shape[0])
+    return int(plain_layer(causal(model).get_input_embeddings()).weight.shape[0])
+
+
+class Vocabulary(NamedTuple):
+    """What became of model, tokenizer and adapter when they met."""
+
+    peft_config: Any
+    """The adapter's configuration, new tokens included; None for full fine-tuning."""
+    grown: bool
+    """Whether the model has more token rows than its files."""
+
+
+def settle_vocabulary(
+    config: SFTConfig, model: Any, tokenizer: Any, peft_config: Any, earlier: Path | None, say: Say
+) -> Vocabulary:
+    """Choose the chat template, give tokenizer and model the tokens it needs, and let those train."""
+    prepared = prepare_tokenizer(tokenizer, config.chat_template_format, config.chat_template_path)
+    for note in prepared.notes:
+        say(note)
+    rows = embedding_rows(model)
+    new = make_room(model, tokenizer, prepared.added, say, stored_rows(earlier) if earlier is not None else 0)
+    if prepared.added:
+        end_turns(model, tokenizer)
+    if earlier is not None:
+        peft_config = adapter.continued_config(config, earlier, say)
+        if lost := adapter.missing_tokens(peft_config, model, new):
+            raise ConfigError(
+                f"the adapter {earlier} was trained without {' '.join(tokenizer.convert_ids_to_tokens(lost))}, which "
+                f"the template needs as tokens: go on with the template and tokenizer it was trained with, or start a "
+                f"new adapter."
+            )
+    elif peft_config is not None:
+        peft_config = adapter.with_tokens(peft_config, model, new)
+    elif hasattr(model, "peft_config"):
+        held = model.peft_config[model.active_adapters[0]]
+        if adapter.missing_tokens(held, causal(model), new):
+            say("the new tokens do not train: the adapter is your own; name them in its trainable_token_indices.")
+    return Vocabulary(peft_config, embedding_rows(model) > rows)
+
+
+def make_room(model: Any, tokenizer: Any, added: list[str], say: Say, least: int = 0) -> list[int]:
+    """Give the model's embedding and head a row for every token; the tokens that are new to the model.
+
+    Without values yet, new rows get theirs when the files are read; in a model in memory they start at the mean here.
+    """
+    rows, size = embedding_rows(model), max(len(tokenizer), least)
+    vocabulary = tokenizer.get_vocab()
+    beyond = {token: i for token, i in vocabulary.items() if i >= rows}
+    if foreign := set(beyond) - set(tokenizer.get_added_vocab()):
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows ({len(foreign)} of its "
+            f"words have none): they do not belong together. Name the model's own tokenizer."
+        )
+    new = sorted({*beyond.values(), *(vocabulary[token] for token in added)})
+    if size > rows:
+        _resize(model, size)
+    if new:
+        named = " ".join(sorted((t for t in vocabulary if vocabulary[t] in new), key=vocabulary.__getitem__)[:8])
+        grown = (
+            f"grows from {rows:,} to {size:,} rows; new ones start at the mean" if size > rows else "has rows for them"
+        )
+        say(f"{len(new)} new token{'s' * (len(new) > 1)} ({named}): the model's embedding {grown}.")
+    return new
+
+
+def _resize(model: Any, size: int) -> None:
+    from transformers import PreTrainedModel
+
+    rows = embedding_rows(model)
+    if not isinstance(model, PreTrainedModel) or hasattr(model, "peft_config") or hasattr(model, "_fullshard_engine"):
+        raise ConfigError(
+            f"the tokenizer needs {size} token rows, the {type(model).__name__} has {rows}, and it cannot be resized "
+            f"as it is: call resize_token_embeddings({size}) on the plain model before adapters or shards are added."
+        )
+    model.resize_token_embeddings(size, mean_resizing=False)
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    for weight in {id(p): p for end in ends for p in end.parameters()}.values():
+        if not weight.is_meta:
+            grow_in_memory(weight, rows)
+
+
+def end_turns(model: Any, tokenizer: Any) -> None:
+    """Let the model's generation stop where the tokenizer says that a text ends."""
+    settings = getattr(causal(model), "generation_config", None)
+    if settings is None or tokenizer.eos_token_id is None:
+        return
+    known = settings.eos_token_id
+    ends = list(known) if isinstance(known, list | tuple) else [] if known is None else [known]
+    if tokenizer.eos_token_id not in ends:
+        settings.eos_token_id = [*ends, tokenizer.eos_token_id] if ends else tokenizer.eos_token_id
 
 
 def uses_flash(model: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The run's report: one HTML file with its curves and settings that needs nothing else to be read."""
+"""The run's report: one HTML file with its curves, answers and settings that needs nothing else to be read."""
 
 from __future__ import annotations
 
@@ -21,12 +21,19 @@ STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:52em;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse}td,th{padding:.15em .8em .15em 0;text-align:left}"
     "svg{display:block;background:#fafafa}h2{margin-top:2em}text{font-size:11px;fill:#555}"
+    "pre{white-space:pre-wrap;background:#fafafa;padding:.5em;margin:.3em 0}th{vertical-align:top;font-weight:normal}"
 )
 COLOURS = ("#2563eb", "#dc2626")
 
 
-def write_report(path: Path, config: SFTConfig, history: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
-    """Write the report of a run from what it logged."""
+def write_report(
+    path: Path,
+    config: SFTConfig,
+    history: Sequence[dict[str, Any]],
+    facts: dict[str, Any],
+    samples: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Write the report of a run from what it logged and answered."""
     title = html.escape(config.run_name or path.parent.resolve().name)
     parts = [f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style><h1>{title}</h1>"]
     parts.append(_table(facts))
@@ -37,6 +44,8 @@ def write_report(path: Path, config: SFTConfig, history: Sequence[dict[str, Any]
         lines = {name: points for name, points in lines.items() if points}
         if lines:
             parts.append(f"<h2>{heading}</h2>{_chart(lines)}")
+    if samples:
+        parts.append(f"<h2>Answers</h2>{_answers(samples)}")
     parts.append(f"<h2>Settings</h2>{_table(config.changed())}<p>All others are at their defaults.</p>")
     path.write_text("\n".join(parts))
 
@@ -44,6 +53,21 @@ def write_report(path: Path, config: SFTConfig, history: Sequence[dict[str, Any]
 def _table(rows: dict[str, Any]) -> str:
     cells = (f"<tr><td>{html.escape(str(k))}</td><td>{html.escape(_shown(v))}</td></tr>" for k, v in rows.items())
     return f"<table>{''.join(cells)}</table>"
+
+
+def _answers(samples: Sequence[dict[str, Any]]) -> str:
+    """Each prompt with what the model said to it, step by step."""
+    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample["prompt"], []).append(sample)
+    out = []
+    for prompt, answers in by_prompt.items():
+        said = [(f"step {one['step']}", one["answer"]) for one in answers]
+        if answers[-1]["reference"] is not None:
+            said.append(("reference", answers[-1]["reference"]))
+        rows = (f"<tr><th>{html.escape(name)}</th><td><pre>{html.escape(text)}</pre></td></tr>" for name, text in said)
+        out.append(f"<h3>Prompt</h3><pre>{html.escape(prompt)}</pre><table>{''.join(rows)}</table>")
+    return "".join(out)
 
 
 def _shown(value: Any) -> str:

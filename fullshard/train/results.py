@@ -22,6 +22,7 @@ from fullshard.train.loss import causal
 from fullshard.train.metrics import FILE
 from fullshard.train.model import local_folder
 from fullshard.train.report import write_report
+from fullshard.weights.adapter_files import brought_tables, names_in_files
 from fullshard.weights.export import save_pretrained
 
 if TYPE_CHECKING:
@@ -35,20 +36,25 @@ def export(model: Any, parts: Parts, config: SFTConfig, place: Path) -> None:
     """Write the model or the adapter, and the tokenizer. All ranks must call it."""
     dtype = None if config.save_dtype == "auto" else getattr(torch, config.save_dtype)
     if hasattr(model, "peft_config"):
-        export_adapter(model, place, dtype)
+        tables = parts.earlier is not None and bool(brought_tables(parts.earlier))
+        export_adapter(model, place, dtype, tables)
         agree(lambda: parts.tokenizer.save_pretrained(place) if runtime.is_main() else None)
     else:
         dtype = dtype or getattr(model.config, "dtype", None)
         save_pretrained(model, place, dtype=dtype, tokenizer=parts.tokenizer, progress=False)
 
 
-def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the adapter as PEFT does, gathering nothing else; read it back before it takes its place."""
+def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None, tables: bool = False) -> None:
+    """Write the adapter as PEFT does, gathering nothing else; read it back before it takes its place.
+
+    With `tables` embedding and head are written with it, whole: an adapter that brought its own keeps them.
+    """
     names = set(model.peft_config)
+    whole_tables = {n for a in names for n in names_in_files(model, a)[1].values()} if tables else set()
     values: dict[str, torch.Tensor] = {}
     for unit in model._fullshard_engine.units:
         for p in unit.parameters:
-            if names & set(p.plan.name.split(".")):
+            if names & set(p.plan.name.split(".")) or whole_tables & set(p.plan.names):
                 whole = whole_value(p)
                 if runtime.is_main():
                     values[p.plan.name] = whole.detach().cpu().to(dtype or whole.dtype).clone()
@@ -59,7 +65,7 @@ def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None) ->
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".adapter-", dir=place) as part:
             type(model)._fullshard_plain.save_pretrained(
-                model, part, state_dict=dict(values), save_embedding_layers=False
+                model, part, state_dict=dict(values), save_embedding_layers=tables
             )
             written = [f for f in Path(part).rglob("*") if f.is_file() and f.name != "README.md"]
             _check_adapter([f for f in written if f.suffix == ".safetensors"], values)
@@ -106,9 +112,9 @@ def describe(trainer: SFTTrainer, place: Path) -> None:
     }
     write_card(place, config, facts)
     shown = {"steps": progress.step, "tokens": progress.tokens, "ranks": runtime.world_size(), **metrics, **versions()}
-    write_report(place / REPORT, config, trainer.state.log_history, shown)
-    if config.push_to_hub:
-        upload(config, place)
+    write_report(place / REPORT, config, trainer.state.log_history, shown, trainer.loop.reporter.answers)
+    if trainer.hub is not None:
+        trainer.hub.push(place)
 
 
 def final_metrics(trainer: SFTTrainer) -> dict[str, float]:
@@ -118,20 +124,6 @@ def final_metrics(trainer: SFTTrainer) -> dict[str, float]:
     for record in trainer.state.log_history:
         found |= {name: record[name] for name in wanted if record.get(name) is not None}
     return found
-
-
-def upload(config: SFTConfig, place: Path) -> None:
-    """Put the result on the hub. A failure is said and changes nothing."""
-    name = config.hub_model_id or place.resolve().name
-    try:
-        from huggingface_hub import HfApi
-
-        api = HfApi()
-        url = api.create_repo(name, private=config.hub_private_repo, exist_ok=True)
-        api.upload_folder(folder_path=place, repo_id=url.repo_id, ignore_patterns=["checkpoints/**", "runs/**"])
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        runtime.get_logger().warning("not uploaded to %s: %s. The result is in %s.", name, reason, place)
 
 
 def show(trainer: SFTTrainer) -> None:
@@ -149,6 +141,7 @@ def show(trainer: SFTTrainer) -> None:
         "checkpoints": str(place / CHECKPOINTS),
         "metrics": str(place / FILE),
         "report": str(place / REPORT),
+        "talk to it": f"fullshard chat {place}",
     }
     width = max(map(len, rows))
     for name, value in rows.items():  # plain lines: a path must not be cut to the width of a terminal

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard import runtime
-from fullshard.data.formats import file_source, row_source, source_of
+from fullshard.data.find import source_of
 from fullshard.data.once import agree
+from fullshard.data.sources import Source, hold_back, row_source
 from fullshard.errors import ConfigError
-from fullshard.train import assemble, folder, results
+from fullshard.train import assemble, boards, folder, results
 from fullshard.train.accelerator import Accelerator, Plugin, State
 from fullshard.train.adapter import lora_config
 from fullshard.train.arguments import check_model_folder, check_paths
@@ -25,8 +26,11 @@ from fullshard.train.callbacks import Callbacks, TrainerState
 from fullshard.train.config import SFTConfig
 from fullshard.train.engine import resolved_launch
 from fullshard.train.given import config_of
+from fullshard.train.hub import Hub
 from fullshard.train.loop import Loop
 from fullshard.train.metrics import Reporter
+from fullshard.train.samples import Samples
+from fullshard.train.start import starting_point
 from fullshard.weights.checkpoint import CheckpointManager
 
 
@@ -40,8 +44,8 @@ class SFTTrainer:
     """Fine-tunes a causal language model, fully sharded over the launched ranks. Every rank makes one.
 
     `model` is a name or folder (each rank then reads its own slices only), a model, or a `PeftModel`. `args` is an
-    `SFTConfig`, transformers' `TrainingArguments`, TRL's `SFTConfig` or a dict. Data sets are rows with `messages`,
-    text or `input_ids`: a list, a `datasets.Dataset`, or a file.
+    `SFTConfig`, transformers' `TrainingArguments`, TRL's `SFTConfig` or a dict. Data sets are lists of rows, data sets
+    of `datasets`, or files; `data/formats.py` says which rows are understood.
     """
 
     def __init__(
@@ -74,24 +78,34 @@ class SFTTrainer:
         if optimizers[1] is not None:
             raise ConfigError("optimizers: schedulers are set by lr_scheduler_type; give (optimizer, None).")
         model = model if model is not None else self.args.model_name_or_path
-        if model is None:
+        model, earlier = starting_point(model, self.args.adapter_name_or_path)
+        self.args = dataclasses.replace(self.args, adapter_name_or_path=earlier)
+        if model is None and earlier is None:
             raise ConfigError("there is no model: give model=, or model_name_or_path in args.")
         if isinstance(model, str | Path):
             check_model_folder(str(model))
         engine = assemble.engine_settings(self.args, notes)
-        peft_config = peft_config if peft_config is not None else lora_config(self.args)
-        if peft_config is not None and hasattr(model, "peft_config"):
+        if peft_config is None and earlier is None:
+            peft_config = lora_config(self.args)
+        if peft_config is not None and (hasattr(model, "peft_config") or earlier is not None):
             raise ConfigError("the model has an adapter already, and peft_config asks for another; leave one out.")
         self._say: Callable[[str], None] = _speaker(self.args.progress)
         _set_log_level(self.args)
         train, evaluation = (
-            None if data is None else _source(data, name, formatting_func)
+            None if data is None else _source(data, name, formatting_func, self.args.dataset_text_field)
             for data, name in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset"))
         )
         if train is None and evaluation is None:
             raise ConfigError("there is no data: give train_dataset= (and eval_dataset=).")
+        if self.args.val_size and evaluation is not None:
+            raise ConfigError(f"val_size is {self.args.val_size:g}, and there is an eval_dataset; choose one.")
+        if self.args.val_size and train is not None:
+            train, evaluation = hold_back(train, self.args.val_size, self.args.seed, self.args.streaming)
         if self.args.eval_strategy != "no" and evaluation is None:
-            raise ConfigError(f"eval_strategy is {self.args.eval_strategy}, but there is no eval_dataset.")
+            raise ConfigError(
+                f"eval_strategy is {self.args.eval_strategy}, but there is no eval_dataset; give one, or hold rows "
+                f"back with val_size."
+            )
         for note in notes:
             self._say(f"note: {note}")
         self.parts = assemble.gather_parts(
@@ -99,7 +113,10 @@ class SFTTrainer:
             evaluation, peft_config, self._say,
         )  # fmt: skip
         self.state = TrainerState(is_world_process_zero=runtime.is_main())
-        self._callbacks = Callbacks(callbacks or (), self.args, self.state)
+        self.hub = Hub(self) if self.args.push_to_hub else None
+        samples = Samples(self) if self.args.eval_samples or self.args.sample_prompts else None
+        own = [one for one in (samples, self.hub) if one is not None]
+        self._callbacks = Callbacks(callbacks or (), self.args, self.state, own)
         self._optimizer = optimizers[0]
         self._loop: Loop | None = None
         plugin = Plugin(engine.strategy, engine.offload_params, engine.saved_as)
@@ -124,8 +141,8 @@ class SFTTrainer:
             table = self.parts.train if self.parts.train is not None else self.parts.evaluation
             assert table is not None
             total = self.state.max_steps = total_steps(self.args, table)
-            board = "tensorboard" in self.args.report_to or self.args.report_to == "all"
-            reporter = Reporter(Path(self.args.output_dir).expanduser(), total, self.args.progress, board)
+            place = Path(self.args.output_dir).expanduser()
+            reporter = Reporter(place, total, self.args.progress, boards.opener(self.args))
             self._loop = assemble.build_loop(self.parts, reporter, self._optimizer, self._callbacks)
         return self._loop
 
@@ -160,7 +177,7 @@ class SFTTrainer:
         """Metrics on the evaluation data, before or after training. All ranks must call it."""
         table = self.parts.evaluation
         if eval_dataset is not None:
-            source = _source(eval_dataset, "eval_dataset", None)
+            source = source_of(eval_dataset, "eval_dataset")
             parts = assemble.gather_parts(
                 self.args, self.parts.engine, self.model, self.tokenizer, None, source, None, self._say
             )
@@ -206,6 +223,8 @@ class SFTTrainer:
             engine = self.parts.engine
             facts = {"engine": engine.describe(), "launch": resolved_launch(), "ranks": runtime.world_size()}
             folder.write_settings(self.args, {**facts, "versions": results.versions()})
+            # Beside the checkpoints from the start, so that they can be used before the run has ended.
+            self.parts.tokenizer.save_pretrained(Path(self.args.output_dir).expanduser())
 
     def _load_best(self, manager: CheckpointManager) -> None:
         progress = self.loop.progress
@@ -225,7 +244,7 @@ class SFTTrainer:
             progress.best_value,
             progress.best_step,
         )
-        state.epoch = progress.step / self.loop.loader.order.steps_per_epoch
+        state.epoch = progress.epoch
 
     # --- results ----------------------------------------------------------------------------------------------------
 
@@ -249,7 +268,7 @@ class SFTTrainer:
 
 def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
     """What `fullshard sft` does: build a trainer from files, train, save, say where everything is."""
-    train_files, eval_files = check_paths(config)
+    data = check_paths(config)
     if runtime.rank() == 0:
         folder.check_folder(config)
     say = _speaker(config.progress)
@@ -258,18 +277,18 @@ def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
     trainer = SFTTrainer(
         model=config.model_name_or_path,
         args=config,
-        train_dataset=file_source(train_files),
-        eval_dataset=file_source(eval_files) if eval_files and config.eval_strategy != "no" else None,
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
     )
     trainer.train()
     trainer.save_model()
     results.show(trainer)
 
 
-def _source(data: Any, name: str, formatting: Callable[[Any], str] | None) -> Any:
+def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, text_field: str) -> Source:
     if formatting is None:
         return source_of(data, name)
-    return row_source([{"text": formatting(row)} for row in data], name)
+    return row_source([{text_field: formatting(row)} for row in data], name)
 
 
 def _speaker(progress: str) -> Callable[[str], None]:

@@ -20,14 +20,17 @@ from torch import nn
 from fullshard import runtime
 from fullshard.errors import WeightsError
 from fullshard.fsdp.engine import Engine
+from fullshard.fsdp.parameter import ShardedParameter
+from fullshard.fsdp.strategy import dtype_of
 from fullshard.weights import grow, init
+from fullshard.weights.adapter_files import adapter_readers, open_adapter
 from fullshard.weights.base import ATTRIBUTE, Base, fingerprint_of
 from fullshard.weights.files import Source
 from fullshard.weights.hooks import Transform, piece_of
 from fullshard.weights.locate import open_source
 from fullshard.weights.match import Work, match
 from fullshard.weights.progress import Bar
-from fullshard.weights.reader import Job
+from fullshard.weights.reader import Job, Reader
 from fullshard.weights.report import LoadReport, together
 
 
@@ -39,6 +42,7 @@ def fill(
     strict: bool = True,
     resize_vocab: bool = False,
     new: Iterable[str] = (),
+    adapter: str | Path | None = None,
     key_mapping: dict[str, str] | None = None,
     seed: int = 0,
     threads: int | None = None,
@@ -51,6 +55,7 @@ def fill(
     - `strict`: whether names that only one side has are an error. If not, what is missing is initialised.
     - `resize_vocab`: embeddings may have more rows than the files; new ones start at the mean of the old.
     - `new`: names of parameters that the files need not have. Those of adapter layers never need to be there.
+    - `adapter`: a folder with PEFT's files, whose values the adapter layers get; otherwise they are new.
     - `seed`: new parameters are a function of it and their name.
     - `threads`: how many read at once; None chooses by the cores there are for each rank.
     """
@@ -67,7 +72,11 @@ def fill(
     def prepare() -> str | None:
         files = source if isinstance(source, Source) else open_source(source)
         opened.append(files)
-        work = match(model, engine, files, key_mapping, set(new), resize_vocab)
+        brought = {}
+        if adapter is not None:
+            opened.append(open_adapter(adapter))
+            brought = adapter_readers(model, opened[-1])
+        work = match(model, engine, files, key_mapping, set(new), resize_vocab, brought)
         message = work.problems.text(files.path, type(model).__name__)
         if message and (strict or work.problems.misshaped or work.problems.unconvertible):
             raise WeightsError(message)
@@ -79,8 +88,8 @@ def fill(
         work = laid_out[0]
         report = _carry_out(model, engine, work, transform, seed, threads, progress)
     finally:
-        if not isinstance(source, Source):
-            for files in opened:
+        for files in opened:
+            if files is not source:
                 files.close()
     base = Base(str(work.source.path), next(filter(None, fingerprints)))
     for p in work.provided:
@@ -103,6 +112,10 @@ def _carry_out(
     report = LoadReport(str(work.source.path), left_out=work.problems.unexpected)
     before = work.source.bytes_read
     grown = [(p, grow.grown(reader, p.plan.shape[0])) for p, reader in work.grows]
+    tables = {id(p): (reader, dtype_of(p.plan.dtype)) for p, reader in [*work.reads, *grown, *work.adapts]}
+    rows = [(p, _picked(tables, table, indices)) for p, table, indices in work.rows]
+    for name, module, key, table, indices in work.originals:
+        work.buffers.append((name, module, key, _picked(tables, table, indices)))
 
     def read() -> None:
         for p in work.parameters:
@@ -114,7 +127,7 @@ def _carry_out(
                 f"{', '.join(sorted(unset)[:5])}"
             )
         jobs: list[Job] = []
-        for p, reader in [*work.reads, *grown]:
+        for p, reader in [*work.reads, *grown, *work.adapts, *rows]:
             jobs += reader.jobs(p.local.detach(), p.layout.slices(p.plan.shape, runtime.rank()))
         for _, module, key, reader in work.buffers:
             buffer = module._buffers[key]
@@ -135,12 +148,18 @@ def _carry_out(
         together(lambda: _transform(work, transform), "transform")
     if work.plain is not None and work.conversions is not None:
         work.plain._weight_conversions = work.conversions
-    report.read = [p.plan.name for p, _ in work.reads] + [name for name, *_ in work.buffers]
+    report.read = [p.plan.name for p, _ in [*work.reads, *work.adapts, *rows]]
+    report.read += [name for name, *_ in work.buffers]
     report.read += [p.plan.name for _, _, parameters in work.own for p in parameters.values()]
     report.initialised = [p.plan.name for p in work.initialise]
     report.grown = [p.plan.name for p, _ in work.grows]
     report.bytes = work.source.bytes_read - before
     return report
+
+
+def _picked(tables: dict[int, tuple[Reader, Any]], table: ShardedParameter, indices: list[int]) -> Reader:
+    reader, dtype = tables[id(table)]
+    return grow.Picked(reader, indices, dtype)
 
 
 def _run(jobs: Sequence[Callable[[], None]], source: Source, threads: int | None, bar: Bar) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from fullshard.fsdp.strategy import ShardingStrategy, dtype_of
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.weights import export as export  # a loaded model's own save_pretrained streams
 from fullshard.weights import keys
+from fullshard.weights.adapter_files import stored_rows
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.files import Source
 from fullshard.weights.fill import fill
@@ -47,6 +49,7 @@ def load_pretrained(
     model_class: Any = None,
     config: Any = None,
     quantization_config: Any = None,
+    adapter: str | Path | None = None,
     adapt: Callable[[nn.Module], nn.Module | None] | None = None,
     annotate: Callable[[nn.Module, Mesh], Any] | None = None,
     transform: Transform | None = None,
@@ -70,6 +73,7 @@ def load_pretrained(
     - `config`: one to use instead of the files', or a dict of settings that differ.
     - `quantization_config`: a `BitsAndBytesConfig(load_in_4bit=True, …)`; linear layers are quantised while they load.
       Files that hold 4-bit weights (bitsandbytes') are loaded as they are, without it.
+    - `adapter`: a folder with PEFT's files: its adapter is put into the model, with its values and its token rows.
     - `adapt(model)`: changes the model before it is planned, on the meta device: adapters, replaced modules.
     - `annotate(model, mesh)`: marks parameters (`mark_sharding`) for tensor parallelism.
     - `resize_vocab`: the number of token rows, if more than in the files.
@@ -80,12 +84,15 @@ def load_pretrained(
     mesh = mesh or get_global_mesh() or _mesh_for(options.get("strategy", ShardingStrategy.FULL_SHARD))
     where = resolve(path, revision=revision, cache_dir=cache_dir, token=token)
     opened: list[Source] = []
+    if adapter is not None:
+        adapt = adapt or functools.partial(_with_adapter, folder=adapter)
 
     def build() -> PreTrainedModel:
         opened.append(open_source(where))
         settings = read_config(where, config, trust_remote_code)
-        if resize_vocab is not None:
-            settings.get_text_config().vocab_size = resize_vocab
+        rows = resize_vocab or (stored_rows(adapter) if adapter is not None else 0)
+        if resize_vocab is not None or rows > getattr(settings.get_text_config(), "vocab_size", rows):
+            settings.get_text_config().vocab_size = rows
         wanted = choose_dtype(torch_dtype if torch_dtype is not None else dtype, settings, opened[0])
         settings.name_or_path = str(path)
         return on_meta(class_of(model_class, settings), settings, wanted, where, trust_remote_code)
@@ -113,8 +120,8 @@ def load_pretrained(
         wrap: Any = FSDPv2
         model = wrap(model, mesh, auto_wrap_policy=policy, **options)
         fill(
-            model, opened[0], transform=transform, strict=strict, resize_vocab=resize_vocab is not None, new=new,
-            key_mapping=key_mapping, seed=seed, progress=progress,
+            model, opened[0], transform=transform, strict=strict, new=new, adapter=adapter, key_mapping=key_mapping,
+            resize_vocab=resize_vocab is not None or adapter is not None, seed=seed, progress=progress,
         )  # fmt: skip
     return model
 
@@ -194,6 +201,14 @@ def on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trus
 # --- before planning --------------------------------------------------------------------------------------------------
 
 
+def _with_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
+    from peft import PeftConfig, get_peft_model
+
+    config = PeftConfig.from_pretrained(str(folder))
+    config.base_model_name_or_path = getattr(model, "name_or_path", None)  # where it lies now
+    return get_peft_model(model, config)
+
+
 def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
     with torch.device("meta"), warnings.catch_warnings():
         warnings.filterwarnings("error", message="for .*: copying from a non-meta parameter")
@@ -202,8 +217,7 @@ def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None]) -
         except UserWarning as lost:
             raise WeightsError(
                 "adapt() loads values into the model, which has no memory yet, so they would be lost. Let it lay out "
-                "the adapter only (get_peft_model) and load its values afterwards: peft.set_peft_model_state_dict("
-                "model, safetensors.torch.load_file('…/adapter_model.safetensors'))"
+                "the adapter only (get_peft_model), and name the folder with its values as adapter="
             ) from lost
 
 

@@ -81,9 +81,8 @@ def _nothing_here(path: Path) -> str:
         except (OSError, ValueError):
             base = None
         return (
-            f"{path} holds an adapter, not a model. Load its base model{f' ({base})' if base else ''} with an adapter "
-            f"of the same kind: load_pretrained(base, adapt=lambda model: get_peft_model(model, PeftConfig."
-            f"from_pretrained({str(path)!r}))); then load its values with peft.set_peft_model_state_dict"
+            f"{path} holds an adapter, not a model. Load its base model{f' ({base})' if base else ''} with it: "
+            f"load_pretrained(base, adapter={str(path)!r})"
         )
     pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
     if pickles:

@@ -6,6 +6,7 @@ No data is read here and nothing is communicated; every rank comes to the same r
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +30,16 @@ class Work:
     source: Source
     parameters: list[ShardedParameter]
     plain: PreTrainedModel | None
+    adapted: bool
+    """Whether the model has an adapter."""
     reads: list[tuple[ShardedParameter, Reader]] = field(default_factory=list)
     grows: list[tuple[ShardedParameter, Reader]] = field(default_factory=list)
+    adapts: list[tuple[ShardedParameter, Reader]] = field(default_factory=list)
+    """Parameters that an adapter's files give their values."""
+    rows: list[tuple[ShardedParameter, ShardedParameter, list[int]]] = field(default_factory=list)
+    """Trained rows of a layer, the layer's own table, and which rows of it they begin as."""
+    originals: list[tuple[str, nn.Module, str, ShardedParameter, list[int]]] = field(default_factory=list)
+    """Buffers that keep those rows as they were."""
     own: list[tuple[Any, dict[str, Reader], dict[str, ShardedParameter]]] = field(default_factory=list)
     """Modules that read files themselves, their readers, their parameters."""
     buffers: list[tuple[str, nn.Module, str, Reader]] = field(default_factory=list)
@@ -45,16 +54,19 @@ class Work:
     def provided(self) -> list[ShardedParameter]:
         """Parameters that reading the files again gives again."""
         made = [p for _, _, parameters in self.own for p in parameters.values()]
-        return [p for p, _ in self.reads if p not in self.changed] + made
+        # Beside an adapter, what is trained of the new rows is the adapter's; the table itself can be grown again.
+        read = [*self.reads, *(self.grows if self.adapted else ())]
+        return [p for p, _ in read if p not in self.changed] + made
 
 
 def match(
-    model: nn.Module, engine: Engine, source: Source, key_mapping: Any, new: set[str], resize_vocab: bool
-) -> Work:
+    model: nn.Module, engine: Engine, source: Source, key_mapping: Any, new: set[str], resize_vocab: bool,
+    adapter: Mapping[str, Reader] | None = None,
+) -> Work:  # fmt: skip
     """Compare names and shapes, and lay out the work."""
     prefix, plain = keys.plain_model(model)
     parameters = [p for unit in engine.units for p in unit.parameters]
-    work = Work(source, parameters, plain)
+    work = Work(source, parameters, plain, hasattr(model, "peft_config"))
     by_site = {(module, name): p for p in parameters for module, name in p.sites}
     readers_own = own_readers(model)
     made = {id(by_site[module, name]) for module in readers_own.values() for name in module.made_parameters()}
@@ -80,12 +92,18 @@ def match(
             work.problems.misshaped.append((name, reader.shape, shape))
         return reader is not None and reader.shape == shape
 
+    given = adapter or {}
+    rows = _token_rows(model, by_site, work)
     for p in parameters:
         if id(p) in made:
             continue
         plain_names = [keys.plain_name(name, prefix) for name in p.plan.names]
         reader = next((found.readers[n] for n in plain_names if n in found.readers), None)
-        if reader is None:
+        if brought := next((given[n] for n in p.plan.names if n in given), None):
+            work.adapts.append((p, brought))
+        elif id(p) in rows and p.local.is_meta:
+            work.rows.append((p, *rows[id(p)]))
+        elif reader is None:
             expected = any(n in new or _in_adapter(model, n) for n in p.plan.names) or excused & set(plain_names)
             if not expected:
                 work.problems.missing.append(plain_names[0])
@@ -109,6 +127,25 @@ def match(
             parts = {n: by_site[module, n] for n in module.made_parameters()}
             work.own.append((module, held, parts))  # type: ignore[arg-type]
     return work
+
+
+def _token_rows(
+    model: nn.Module, by_site: dict[Any, ShardedParameter], work: Work
+) -> dict[int, tuple[ShardedParameter, list[int]]]:
+    """Rows that an adapter trains in place of a layer's own (PEFT's trainable tokens): of which table, and which."""
+    found = {}
+    for name, module in model.named_modules():
+        if getattr(module, "token_adapter", None) is None or module.token_adapter.tied_adapter is not None:
+            continue
+        layer: Any = module.token_adapter
+        table = by_site[layer.base_layer, "weight"]
+        for adapter, indices in layer.token_indices.items():
+            found[id(by_site[layer.trainable_tokens_delta, adapter])] = (table, list(indices))
+            kept = layer.trainable_tokens_original
+            if kept._buffers[adapter].is_meta:
+                where = f"{name}.token_adapter.trainable_tokens_original.{adapter}"
+                work.originals.append((where, kept, adapter, table, list(indices)))
+    return found
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Tensor]]:

@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
-class _Whole:
+class Whole:
     """A tensor of the result, to be read when its turn comes."""
 
     dtype: torch.dtype
@@ -38,33 +38,40 @@ def merge_weights(
     dtype: str | None = None,
     max_shard_size: str | int = MAX_SHARD_SIZE,
     model: str | None = None,
+    tokenizer: str | Path | None = None,
     verify: bool = True,
     progress: bool = False,
 ) -> list[Path]:
     """Write the weights of a checkpoint's model to `out`; the files written.
 
-    `dtype` converts floating-point tensors. `model` names the one to take where a checkpoint holds several. `progress`
-    shows a bar on a terminal.
+    `dtype` converts floating-point tensors. `model` names the one to take where a checkpoint holds several. `tokenizer`
+    is a folder whose tokenizer is copied instead of that of the model's base. `progress` shows a bar on a terminal.
     """
     directory, place = Path(checkpoint), Path(out).absolute()
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     manifest = read_manifest(directory)
-    name, entry = _model(manifest, directory, model)
+    name, entry = find_model(manifest, directory, model)
+    if entry.get("adapters"):
+        base = entry["base"]["path"] if entry["base"] else "BASE"
+        raise CheckpointError(
+            f"{directory} is a checkpoint of an adapter ({', '.join(entry['adapters'])}): it holds what was trained, "
+            f"not whole weights. fullshard export {directory} OUT --merge --base {base} adds it to its base"
+        )
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise CheckpointError(f"{place} exists already and is not empty; choose another directory")
     wrong = damaged(directory, manifest.files) if verify else []
     if wrong := wrong or misplaced(directory, manifest, range(len(manifest.files))):
         raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
 
-    tensors = dict([*_stored(manifest, directory, name), *_from_base(entry)])
+    tensors = dict([*stored_tensors(manifest, directory, name), *_from_base(entry)])
     from fullshard.weights.publish import discard, new_token, publish, sync
 
     hidden = place.with_name(unpublished_name(place.name, new_token()))
     try:
         hidden.mkdir(parents=True)
         _write_weights(hidden, tensors, entry, dtype, max_shard_size, progress)
-        _write_rest(hidden, entry, dtype)
+        _write_rest(hidden, entry, dtype, tokenizer)
         sync(hidden)
         publish(hidden, place)
     except OSError as error:
@@ -74,7 +81,8 @@ def merge_weights(
     return sorted(place.iterdir())
 
 
-def _model(manifest: Manifest, directory: Path, wanted: str | None) -> tuple[str, dict[str, Any]]:
+def find_model(manifest: Manifest, directory: Path, wanted: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The checkpoint's model, or the one of several that is wanted: its name, and what the manifest says of it."""
     models = {name: entry for name, entry in manifest.states.items() if entry["kind"] == "model"}
     if not models:
         raise CheckpointError(f"{directory} holds no model; it holds {', '.join(manifest.states)}")
@@ -83,22 +91,13 @@ def _model(manifest: Manifest, directory: Path, wanted: str | None) -> tuple[str
     if wanted is not None and wanted not in models:
         raise CheckpointError(f"{directory} holds no model called {wanted!r}; it holds {', '.join(models)}")
     name = wanted or next(iter(models))
-    entry = models[name]
-    if entry.get("adapters"):
-        base = entry["base"]["path"] if entry["base"] else "BASE"
-        raise CheckpointError(
-            f"{directory} is a checkpoint of an adapter ({', '.join(entry['adapters'])}): it holds what was trained, "
-            f"not whole weights. Restore it into the model it was saved from; then model.save_pretrained(ADAPTER), on "
-            f"all ranks, writes PEFT's files (a run of fullshard sft has written them already), and "
-            f"fullshard.merge_adapter(ADAPTER, OUT, base={base!r}) makes whole weights of them"
-        )
-    return name, entry
+    return name, models[name]
 
 
 # --- where the values come from -------------------------------------------------------------------------------------
 
 
-def _stored(manifest: Manifest, directory: Path, model: str) -> Iterator[tuple[str, _Whole]]:
+def stored_tensors(manifest: Manifest, directory: Path, model: str) -> Iterator[tuple[str, Whole]]:
     """The model's tensors in the checkpoint. Of those that differed from rank to rank, the first rank's."""
     from fullshard.weights import tree
     from fullshard.weights.files import DTYPES as FILE_DTYPES
@@ -117,7 +116,7 @@ def _stored(manifest: Manifest, directory: Path, model: str) -> Iterator[tuple[s
         def read(tensor: TensorEntry = tensor) -> torch.Tensor:
             return _assembled(manifest, directory, tensor)
 
-        yield name, _Whole(FILE_DTYPES[tensor.dtype], tensor.shape, read)
+        yield name, Whole(FILE_DTYPES[tensor.dtype], tensor.shape, read)
 
 
 def _assembled(manifest: Manifest, directory: Path, tensor: TensorEntry) -> torch.Tensor:
@@ -142,7 +141,7 @@ def _assembled(manifest: Manifest, directory: Path, tensor: TensorEntry) -> torc
     return out
 
 
-def _from_base(entry: dict[str, Any]) -> Iterator[tuple[str, _Whole]]:
+def _from_base(entry: dict[str, Any]) -> Iterator[tuple[str, Whole]]:
     """Frozen tensors that the checkpoint leaves to the files it was trained on."""
     if not entry["left_out"]:
         return
@@ -166,7 +165,7 @@ def _from_base(entry: dict[str, Any]) -> Iterator[tuple[str, _Whole]]:
         raise CheckpointError(f"{path} does not hold {', '.join(absent[:5])}, which the checkpoint leaves to it")
     for name in entry["left_out"]:
         if (reader := readers.get(name)) is not None:
-            yield name, _Whole(reader.dtype, tuple(reader.shape), lambda reader=reader: reader[()])  # type: ignore[misc]
+            yield name, Whole(reader.dtype, tuple(reader.shape), lambda reader=reader: reader[()])  # type: ignore[misc]
 
 
 def _empty_model(entry: dict[str, Any]) -> Any:
@@ -187,7 +186,7 @@ def _empty_model(entry: dict[str, Any]) -> Any:
 
 def _write_weights(
     directory: Path,
-    tensors: dict[str, _Whole],
+    tensors: dict[str, Whole],
     entry: dict[str, Any],
     dtype: str | None,
     max_shard_size: str | int,
@@ -248,7 +247,7 @@ def _write_weights(
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_rest(directory: Path, entry: dict[str, Any], dtype: str | None) -> None:
+def _write_rest(directory: Path, entry: dict[str, Any], dtype: str | None, tokenizer: str | Path | None) -> None:
     """Config, and the tokenizer's files where it is known which they are."""
     from fullshard.weights.outgoing import copy_tokenizer_files
 
@@ -258,5 +257,5 @@ def _write_rest(directory: Path, entry: dict[str, Any], dtype: str | None) -> No
     if "generation_config" in entry:
         text = json.dumps(entry["generation_config"], indent=2, sort_keys=True)
         (directory / "generation_config.json").write_text(text + "\n")
-    if entry["base"]:
-        copy_tokenizer_files(Path(entry["base"]["path"]), directory)
+    if tokenizer is not None or entry["base"]:
+        copy_tokenizer_files(Path(tokenizer or entry["base"]["path"]), directory)

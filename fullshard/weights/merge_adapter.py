@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.adapters.quantize import Quantization
 from fullshard.errors import QuantizationError, WeightsError
-from fullshard.weights import keys
+from fullshard.weights import grow, keys
+from fullshard.weights.adapter_files import adapter_readers, open_adapter, stored_rows
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.load import choose_dtype, class_of, on_meta, read_config
 from fullshard.weights.locate import open_source
@@ -23,9 +25,8 @@ from fullshard.weights.outgoing import Outgoing
 from fullshard.weights.progress import Bar
 from fullshard.weights.reader import Reader
 from fullshard.weights.reverse import Reverse
+from fullshard.weights.rounded import rounded_readers
 from fullshard.weights.writer import total_bytes
-
-WEIGHTS = "adapter_model.safetensors"
 
 
 def merge_adapter(
@@ -34,6 +35,8 @@ def merge_adapter(
     *,
     base: str | Path | None = None,
     dtype: torch.dtype | str | None = None,
+    dequantized: Any = None,
+    held_as: torch.dtype | str | None = None,
     max_shard_size: int | str = "10GB",
     verify: bool = True,
     progress: bool = True,
@@ -43,13 +46,15 @@ def merge_adapter(
     - `base`: the folder of the model it was trained on; by default the one that the adapter names.
     - `dtype`: of the result; None keeps the base's. Base weights are converted first, then the adapter is added.
 
-    An adapter trained beside 4-bit weights is added to the weights as they were before quantisation.
+    An adapter trained beside 4-bit weights is added to the weights as they were before quantisation, unless
+    `dequantized` says how they were quantised (a `BitsAndBytesConfig` or a mapping with its fields; True where the base
+    is stored in 4 bits): then to the weights as they come back from 4 bits, converted to `dtype`, which is what was
+    trained. `held_as` is the dtype that they had when the run quantised them; None is the base's.
     """
     from peft import PeftConfig, get_peft_model
 
     folder, target = Path(adapter), Path(out)
-    if not (folder / WEIGHTS).is_file():
-        raise WeightsError(f"{folder} holds no adapter: it has no {WEIGHTS}")
+    rows = stored_rows(folder)
     given = PeftConfig.from_pretrained(str(folder))
     where = Path(base if base is not None else given.base_model_name_or_path or "")
     if not where.exists() or not str(where):
@@ -57,20 +62,35 @@ def merge_adapter(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise WeightsError(f"{target} exists already and is not empty; choose another directory")
     config = read_config(where, None, False)
-    if getattr(config, "quantization_config", None) is not None:
+    packed = getattr(config, "quantization_config", None)
+    if packed is not None and not dequantized:
         raise QuantizationError(
             f"{where} holds 4-bit weights, and adding an adapter to those would round it away; name the folder of the "
-            f"model before quantisation with base="
+            f"model before quantisation with base=, or add it to their dequantised values (dequantized=True, "
+            f"--dequantized)"
         )
+    if packed is None and dequantized is True:
+        raise QuantizationError(f"{where} holds dense weights; say with dequantized= how the run quantised them")
+    if packed is not None:
+        del config.quantization_config
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_source(where))
+        held = choose_dtype(held_as, config, source)
         plain = on_meta(class_of(None, config), config, choose_dtype(dtype, config, source), where, False)
+        if rows > plain.get_input_embeddings().weight.shape[0]:
+            plain.resize_token_embeddings(rows, mean_resizing=False)
         found = keys.find(plain, {name: tuple(t.shape) for name, t in plain.state_dict().items()}, source)
         plain._weight_conversions = found.conversions
         form = _form(plain)
+        if dequantized:
+            how = Quantization.of(packed if packed is not None else dequantized)
+            found.readers |= rounded_readers(plain, source, found.readers, how, held, plain.dtype)
+        for name in grow.may_grow(plain, {id(p): [n] for n, p in plain.named_parameters()}) & found.readers.keys():
+            if found.readers[name].shape[0] < form[name].shape[0]:
+                found.readers[name] = grow.grown(found.readers[name], form[name].shape[0], alone=True)
         with torch.device("meta"):
             model: Any = get_peft_model(plain, given)
-        _read_adapter(model, folder / WEIGHTS)
+        _read_adapter(model, folder)
         changed = _changed(model)
         missing = [name for name in form if name not in found.readers and name not in changed]
         if missing:
@@ -90,30 +110,12 @@ def merge_adapter(
     return target
 
 
-def _read_adapter(model: Any, file: Path) -> None:
+def _read_adapter(model: Any, folder: Path) -> None:
     """Give the adapter's parameters their values. (PEFT's own loading would move them to the base's device: meta.)"""
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    sites = {
-        p.untyped_storage()._cdata: (module, name)
-        for module in model.modules()
-        for name, p in module._parameters.items()
-        if p is not None
-    }
-    wanted = {key: (*sites[t.untyped_storage()._cdata], t.shape) for key, t in get_peft_model_state_dict(model).items()}
-    stored = load_file(file)
-    wrong = [f"{key} is missing" for key in wanted.keys() - stored.keys()]
-    wrong += [f"{key} has no place in the model" for key in stored.keys() - wanted.keys()]
-    wrong += [
-        f"{key} has shape {tuple(stored[key].shape)}, the model's {tuple(shape)}"
-        for key, (_, _, shape) in wanted.items()
-        if key in stored and stored[key].shape != shape
-    ]
-    if wrong:
-        raise WeightsError(f"{file} does not fit the model it is to be merged into: {'; '.join(sorted(wrong)[:5])}")
-    for key, (module, name, _) in wanted.items():
-        module._parameters[name] = nn.Parameter(stored[key], requires_grad=False)
+    with open_adapter(folder) as source:
+        for name, reader in adapter_readers(model, source).items():
+            place, _, own = name.rpartition(".")
+            model.get_submodule(place)._parameters[own] = nn.Parameter(reader[()], requires_grad=False)
 
 
 def _form(model: Any) -> dict[str, torch.Tensor]:
@@ -145,7 +147,7 @@ def _changed(model: Any) -> dict[str, tuple[Any, str]]:
             continue
         for own in names:
             full = keys.plain_name(f"{name}.{own}", prefix)
-            if full in tied or full in tied.values():
+            if (full in tied or full in tied.values()) and not hasattr(module, "trainable_tokens_delta"):
                 raise WeightsError(
                     f"the adapter changes {full}, which is tied to another weight; merge it with PEFT, or untie the "
                     f"base (tie_word_embeddings) first"

@@ -60,6 +60,8 @@ def describe_model(description: Description, name: str, model: nn.Module, omitte
 def _about(model: nn.Module) -> dict[str, Any]:
     """What helps to make sense of the tensors (`states.ABOUT`); the first rank's word is taken for it."""
     about = {"config": _config(model), "generation_config": _json(model, "generation_config")}
+    if isinstance(adapters := getattr(model, "peft_config", None), dict):
+        about["adapter_configs"] = {str(name): _plain(config.to_dict()) for name, config in adapters.items()}
     if hasattr(model, "_fullshard_engine"):
         plan: Any = model.plan
         about["plan"] = json.loads(plan.to_json())
@@ -78,6 +80,11 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
 def _json(model: nn.Module, attribute: str) -> dict[str, Any] | None:
     found = getattr(model, attribute, None)
     return json.loads(found.to_json_string()) if found is not None and hasattr(found, "to_json_string") else None
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """As PEFT writes it into adapter_config.json."""
+    return json.loads(json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
 
 
 # --- loading --------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from fullshard.weights.manifest import Manifest
 from fullshard.weights.pieces import Held, held
 from fullshard.weights.planner import Target, mismatch
 
-ABOUT = ("config", "generation_config", "plan", "mesh")
+ABOUT = ("config", "generation_config", "adapter_configs", "plan", "mesh")
 """What only the first rank says of a model."""
 
 

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.data.encode import TextSettings
-from fullshard.data.formats import row_source
-from fullshard.data.loader import IGNORED, Collator, Loader, Order, load_table, one_pass, share
+from fullshard.data.loader import IGNORED, Collator, Loader, Order, Pick, TableFeed, load_table, one_pass, share
+from fullshard.data.sources import row_source
 from fullshard.data.tokens import TokenTable
+from fullshard.errors import DataError
 from tests.data.tiny import make_tokenizer, text_rows
 
 
-def table(tmp_path: Path, rows: int = 23, **settings: object) -> TokenTable:
-    return load_table(
-        row_source(text_rows(rows), "rows"),
-        make_tokenizer(),
-        TextSettings(**settings),
-        str(tmp_path),  # type: ignore[arg-type]
-    )
+def table(tmp_path: Path, rows: int = 23, **settings: Any) -> TokenTable:
+    return load_table(row_source(text_rows(rows), "rows"), make_tokenizer(), TextSettings(**settings), str(tmp_path))
 
 
 @given(st.integers(1, 50), st.integers(1, 9), st.integers(0, 5), st.booleans())
@@ -55,20 +54,21 @@ def test_the_rows_of_a_step_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
     order = Order(len(found), 8, seed=3)
     seen = []
     for world, size in ((1, 8), (2, 4), (4, 1), (2, 1)):
-        loaders = [Loader(found, order, Collator(2), size, rank, world) for rank in range(world)]
-        steps = [[loader.load(step) for loader in loaders] for step in range(5)]
+        feed = TableFeed(found, order)
+        loaders = [Loader(feed, Collator(2), size, rank, world) for rank in range(world)]
+        steps = [[loader.load(feed.pick(step)) for loader in loaders] for step in range(5)]
         seen.append([sorted(r for part in ranks for micro in part.mine for r in micro) for ranks in steps])
         for ranks in steps:
             learnt = sum(int((b["labels"] != IGNORED).sum()) for part in ranks for b in part.batches)
-            assert {part.targets for part in ranks} == {learnt}
+            assert {part.pick.targets for part in ranks} == {learnt}
     assert all(s == seen[0] for s in seen)
 
 
 def test_threads_give_the_same_steps(tmp_path: Path) -> None:
     found = table(tmp_path)
     order = Order(len(found), 5, seed=1)
-    plain = Loader(found, order, Collator(2), 2, 0, 2)
-    threads = Loader(found, order, Collator(2), 2, 0, 2, workers=3)
+    plain = Loader(TableFeed(found, order), Collator(2), 2, 0, 2)
+    threads = Loader(TableFeed(found, order), Collator(2), 2, 0, 2, workers=3)
     for a, b in zip(plain.steps(3, 14), threads.steps(3, 14), strict=True):
         assert a.number == b.number and a.mine == b.mine
         assert all(torch.equal(x[k], y[k]) for x, y in zip(a.batches, b.batches, strict=True) for k in x)
@@ -100,12 +100,47 @@ def test_tensors_of_packed_rows(tmp_path: Path) -> None:
 
 def test_a_rank_without_rows_gets_a_row_that_teaches_nothing(tmp_path: Path) -> None:
     found = table(tmp_path, rows=1)
-    empty = Loader(found, Order(1, 4, 0), Collator(2), 1, 3, 4).load(0)
+    feed = TableFeed(found, Order(1, 4, 0))
+    empty = Loader(feed, Collator(2), 1, 3, 4).load(feed.pick(0))
     assert empty.mine == [[]] and (empty.batches[0]["labels"] == IGNORED).all()
-    assert empty.batches[0]["input_ids"].shape[0] == 1 and empty.targets == found.facts["targets"]
+    assert empty.batches[0]["input_ids"].shape[0] == 1 and empty.pick.targets == found.facts["targets"]
 
 
 def test_evaluation_sees_each_row_once(tmp_path: Path) -> None:
     found = table(tmp_path)
     rows = [r for rank in range(2) for step in one_pass(found, Collator(2), 3, rank, 2) for m in step.mine for r in m]
     assert sorted(rows) == list(range(len(found)))
+
+
+def test_a_step_says_where_its_epoch_stands(tmp_path: Path) -> None:
+    found = table(tmp_path)
+    feed = TableFeed(found, Order(len(found), 5, seed=1))
+    picks = [feed.pick(step) for step in range(12)]
+    assert [p.ends_epoch for p in picks] == [step % 5 == 4 for step in range(12)]
+    assert [p.epoch for p in picks] == [(step + 1) / 5 for step in range(12)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_comes_after_the_steps_before_it(tmp_path: Path, workers: int) -> None:
+    found = table(tmp_path)
+    plain = TableFeed(found, Order(len(found), 5, seed=1))
+    closed = []
+
+    class Feed:
+        batch = 5
+
+        def picks(self, start: int, end: int, position: Any) -> Generator[Pick, None, None]:
+            try:
+                yield from plain.picks(start, 4, None)
+                raise DataError("no more")
+            finally:
+                closed.append(True)
+
+    seen: list[int] = []
+    with pytest.raises(DataError, match="no more"):
+        seen.extend(step.number for step in Loader(Feed(), Collator(2), 5, 0, 1, workers).steps(0, 9))
+    assert seen == [0, 1, 2, 3] and closed == [True]
+    steps = Loader(Feed(), Collator(2), 5, 0, 1, workers).steps(0, 9)
+    next(steps)
+    steps.close()
+    assert closed == [True, True], "left early, the feed is closed as well"

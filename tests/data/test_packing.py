@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.data import packing
 from fullshard.data.packing import best_fit_decreasing
 
 
@@ -25,12 +28,22 @@ def plain(lengths: list[int], capacity: int) -> list[int]:
 @given(st.integers(1, 70).flatmap(lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), max_size=60))))
 def test_rows_are_those_of_the_rule(case: tuple[int, list[int]]) -> None:
     capacity, lengths = case
-    rows = best_fit_decreasing(lengths, capacity)
-    assert sorted(d for row in rows for d in row) == list(range(len(lengths)))
+    starts, documents = best_fit_decreasing(lengths, capacity)
+    rows = [documents[a:b].tolist() for a, b in itertools.pairwise(starts)]
+    assert sorted(documents.tolist()) == list(range(len(lengths))) and all(rows)
     assert sorted(capacity - sum(lengths[d] for d in row) for row in rows) == plain(lengths, capacity)
-    assert best_fit_decreasing(lengths, capacity) == rows
+    assert all(lengths[a] >= lengths[b] for row in rows for a, b in itertools.pairwise(row)), "longest first"
+
+
+@given(st.lists(st.integers(1, 9), max_size=40))
+def test_what_is_read_at_a_time_does_not_matter(lengths: list[int]) -> None:
+    whole = best_fit_decreasing(lengths, 9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "AT_ONCE", 7)
+        for a, b in zip(best_fit_decreasing(lengths, 9), whole, strict=True):
+            assert a.tolist() == b.tolist()
 
 
 def test_a_document_that_fits_nowhere_is_refused() -> None:
-    with pytest.raises(ValueError, match="between 0 and 4"):
+    with pytest.raises(ValueError, match="between 1 and 4"):
         best_fit_decreasing([5], 4)

@@ -1,4 +1,4 @@
-"""Documents as tokens: templates, what is learnt, long documents, and the cache."""
+"""Documents as tokens: what is learnt, long documents, and the cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 
 from fullshard import runtime
-from fullshard.data import chat
+from fullshard.data import tally, templates
 from fullshard.data.encode import TextSettings
-from fullshard.data.formats import Raw, Source, file_source, row_source
+from fullshard.data.formats import reading_of
 from fullshard.data.loader import load_table
-from fullshard.data.tokens import TokenTable, make_table, open_table, table_key
-from fullshard.errors import ConfigError, DataError
+from fullshard.data.rows import Raw
+from fullshard.data.sources import Source, file_source, row_source
+from fullshard.data.tokens import TokenTable, make_table, open_table, statistics, table_key
+from fullshard.errors import DataError
+from fullshard.train.batches import describe_data
+from fullshard.train.config import SFTConfig
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows, write_rows
 from tests.pool import ranks
 
@@ -37,83 +41,17 @@ def test_tokens_are_the_tokenizer_s(tmp_path: Path) -> None:
             assert found.row_sizes[i] == len(ids) and found.row_targets[i] == len(ids) - 1
 
 
-def test_built_in_templates() -> None:
-    tokenizer = make_tokenizer()
-    messages = [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": "U"},
-        {"role": "assistant", "content": "A"},
-    ]
-    text, spans = chat.conversation(tokenizer, chat.TEMPLATES["chatml"], messages, "here")
-    assert text == (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
-    )
-    assert [text[a:b] for a, b in spans] == ["A<|im_end|>"]
-    text, spans = chat.conversation(tokenizer, chat.TEMPLATES["zephyr"], messages, "here")
-    assert text == "<|system|>\nS</s>\n<|user|>\nU</s>\n<|assistant|>\nA</s>\n"
-    assert [text[a:b] for a, b in spans] == ["A</s>"]
-
-
-OWN_TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}[{% generation %}{{ m.content }}]{% endgeneration %} "
-    "{% else %}({{ m.content }}){% endif %}{% endfor %}{% if add_generation_prompt %}[{% endif %}"
-)
-
-
-def test_what_the_assistant_wrote_is_what_transformers_marks(tmp_path: Path) -> None:
-    """transformers tells by marks inside the template; ours by rendering turn by turn."""
-    tokenizer, rows = make_tokenizer(), chat_rows(30)
-    tokenizer.chat_template = OWN_TEMPLATE
-    found = table(rows, tmp_path, tokenizer, template=OWN_TEMPLATE, assistant_only_loss=True)
-    for i, row in enumerate(rows):
-        marked = tokenizer.apply_chat_template(
-            row["messages"], return_assistant_tokens_mask=True, return_dict=True, tokenizer_kwargs={}
-        )
-        ((tokens, learnt),) = found.documents(i)
-        assert tokens.tolist() == marked["input_ids"]
-        assert learnt.tolist() == marked["assistant_masks"]
-
-
 @pytest.mark.parametrize("name", ["chatml", "zephyr"])
 def test_learnt_tokens_spell_the_answers(tmp_path: Path, name: str) -> None:
     tokenizer, rows = make_tokenizer(), chat_rows(30, seed=2)
-    chat.prepare_tokenizer(tokenizer, name, rows=500)
-    template = chat.choose_template(tokenizer, name)
+    templates.prepare_tokenizer(tokenizer, name)
+    template = templates.template_of(tokenizer)
     found = table(rows, tmp_path, tokenizer, template=template, assistant_only_loss=True)
     for i, row in enumerate(rows):
         ((tokens, learnt),) = found.documents(i)
         spelt = tokenizer.decode(tokens[learnt.astype(bool)])
-        answers = [m["content"] + chat.END_OF_TURN[name] for m in row["messages"] if m["role"] == "assistant"]
+        answers = [m["content"] + templates.END_OF_TURN[name] for m in row["messages"] if m["role"] == "assistant"]
         assert spelt == "".join(answers)
-
-
-def test_markers_become_tokens_only_where_there_are_rows() -> None:
-    tokenizer = make_tokenizer()
-    size = len(tokenizer)
-    notes = chat.prepare_tokenizer(tokenizer, "chatml", rows=size)
-    assert len(tokenizer) == size and "spelled in ordinary tokens" in notes[0]
-    notes = chat.prepare_tokenizer(tokenizer, "chatml", rows=size + 2)
-    assert len(tokenizer) == size + 2 and "added the tokens <|im_start|> <|im_end|>" in notes[0]
-    assert chat.prepare_tokenizer(tokenizer, "chatml", rows=size + 2) == []
-    with pytest.raises(ConfigError, match=rf"the tokenizer has {size + 2} tokens, the model's embedding {size} rows"):
-        chat.prepare_tokenizer(tokenizer, "none", rows=size)
-
-
-def test_a_conversation_needs_a_template(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows, row 0: .*no chat template.*chatml or zephyr"):
-        table(chat_rows(1), tmp_path)
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
-    last_only = "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    rows = [row for row in chat_rows(30) if len(row["messages"]) > 3]
-    with pytest.raises(DataError, match="changes earlier turns"):
-        table(rows, tmp_path, template=last_only, assistant_only_loss=True)
-
-
-def test_a_template_may_refuse_a_conversation(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="row 0: the chat template refuses this conversation: no system"):
-        table(chat_rows(1), tmp_path, template="{{ raise_exception('no system') }}")
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -143,8 +81,61 @@ def test_nothing_to_learn_is_said(tmp_path: Path) -> None:
         table([], tmp_path)
     users_only = [{"messages": [{"role": "user", "content": "hello"}]}]
     with pytest.raises(DataError, match=r"no token in them is learnt \(assistant_only_loss"):
-        table(users_only, tmp_path, tokenizer, template=chat.TEMPLATES["chatml"], assistant_only_loss=True)
+        table(users_only, tmp_path, tokenizer, template=templates.TEMPLATES["chatml"], assistant_only_loss=True)
     assert not [*(tmp_path / "tokens").iterdir()], "nothing half-written"
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path, workers: int) -> None:
+    source = file_source([write_rows(tmp_path / "train.jsonl", text_rows(1500))])
+    settings = TextSettings(max_length=20, packing=True)
+    for name, count in (("here", 0), ("there", workers)):
+        make_table(source, make_tokenizer(), settings, tmp_path / name, count)
+    for path in (tmp_path / "here").iterdir():
+        assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_statistics_are_numpy_s(tmp_path: Path, packing: bool) -> None:
+    tokenizer, rows = make_tokenizer(), text_rows(301)
+    found = table(rows, tmp_path, packing=packing, max_length=100)
+    lengths = [len(tokenizer(row["text"], add_special_tokens=False)["input_ids"]) for row in rows]
+    told = statistics(found)
+    assert told["min"] == min(lengths) and told["max"] == max(lengths)
+    assert told["mean"] == pytest.approx(np.mean(lengths)) and told["median"] == np.median(lengths)
+    assert told["p95"] == pytest.approx(np.percentile(lengths, 95))
+    assert told["documents"] == 301 and told["rows"] == len(found)
+    assert told["efficiency"] == pytest.approx(sum(lengths) / (100 * len(found)))
+    assert found.row_sizes.tolist() == [sum(len(ids) for ids, _ in found.documents(r)) for r in range(len(found))]
+    assert found.row_targets.tolist() == [
+        sum(int(m[1:].sum()) for _, m in found.documents(r)) for r in range(len(found))
+    ]
+
+
+def test_everything_that_was_left_out_is_said(tmp_path: Path) -> None:
+    rows = [*text_rows(40), {"text": ""}, {"other": 1}, {"text": 3}, {"text": ""}]
+    reading = reading_of("text", None, "skip")
+    cases: Any = (("truncate", "were cut off ("), ("drop", "were left out ("), ("split", "were split;"))
+    for overflow, words in cases:
+        found = table(rows, tmp_path, max_length=16, overflow=overflow, reading=reading)
+        line = describe_data("training", found.facts, SFTConfig(max_seq_len=16, overflow=overflow))
+        assert f"; {found.facts['long']} documents longer than 16 tokens {words}" in line
+        assert (f"({found.facts['cut']} tokens lost; overflow split keeps them)" in line) == (overflow != "split")
+        assert "; 2 empty rows were left out; 2 rows that cannot be understood were left out\n  rows, row 41: " in line
+    clean = table(text_rows(5), tmp_path, packing=True)
+    assert ";" not in describe_data("training", clean.facts, SFTConfig(packing=True))
+
+
+@pytest.mark.parametrize(("progress", "said"), [("auto", True), ("plain", True), ("json", False), ("quiet", False)])
+def test_long_work_says_how_far_it_is(
+    progress: str, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tally, "SAYS_EVERY", -1.0)
+    with tally.Tally("the rows", progress) as told:
+        told(512, 1000)
+        told(488, 2000)
+    out = capsys.readouterr().out
+    assert ("tokenising the rows: 1,000 rows, 3,000 tokens, " in out) == said and (said or not out)
 
 
 def test_the_cache_is_named_by_content(tmp_path: Path) -> None:

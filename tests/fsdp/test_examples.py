@@ -22,7 +22,7 @@ def _run(name, *arguments):
     return "\n".join(said)
 
 
-@ranks(1, 2, 4)
+@ranks(1, 4)
 def test_the_guides_examples():
     said = _run("fsdp_train.py")
     losses = set(re.findall(r"loss (\S+ → \S+)", said))

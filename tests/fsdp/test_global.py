@@ -97,7 +97,7 @@ def test_sharded_input_gives_the_global_loss(strategy, policy):
 
 
 @ranks(4)
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tensor_parallel_parameters_are_sharded_over_fsdp_besides(checkpointed):
     mesh = _mesh((2, 2), ("fsdp", "model"))
     model = build("llama", DOUBLE)

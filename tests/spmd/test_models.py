@@ -61,7 +61,8 @@ def _compare_one_step(name, dtype):
 
 
 @ranks(4)
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_ten_adamw_steps_equal_one_device(name):
     reference = MODELS[name][0](torch.float64)
     model, sharded_ids, sharded_labels = _tensor_parallel(name, torch.float64)

@@ -83,7 +83,7 @@ PROGRAMS = {
 
 @ranks(4)
 @pytest.mark.parametrize("program", PROGRAMS)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(problem=problems())
 def test_programs_equal_one_device(program, problem):
     _equal_one_device(program, problem)

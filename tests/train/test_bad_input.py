@@ -28,6 +28,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty").mkdir()
     (folder / "noise").mkdir()
     (folder / "noise" / "train.jsonl").write_text("\n")
+    (folder / "blank").mkdir()
+    (folder / "blank" / "train.jsonl").write_text('{"text": ""}\n')
+    for kind in ("jsonl", "parquet"):
+        (folder / f"odd.{kind}").write_bytes(b"PAR1 and nothing else")
     (folder / "run.yaml").write_text("learning_rat: 1e-3\n")
     (folder / "twice.yaml").write_text("max_seq_len: 12\nmax_length: 13\n")
     (folder / "broken.yaml").write_text("seed: [1\n")
@@ -63,7 +67,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "model folder without config": (lambda p: words(p, model_name_or_path=p / "data"), "has no config.json; it holds test.jsonl"),
     "data missing": (lambda p: words(p, dataset_name=p / "nowhere"), "the data '.*nowhere' does not exist"),
     "no file for the split": (lambda p: words(p, dataset_name=p / "empty"), "no file for the split 'train'"),
-    "no evaluation split": (lambda p: words(p, dataset_name=p / "noise", eval_strategy="epoch"), "evaluation is on, but there is no file"),
+    "no evaluation split": (lambda p: words(p, dataset_name=p / "noise", eval_strategy="epoch"), "evaluation is on .eval_strategy epoch., but .*noise has no split 'test'; .*val_size"),
     "a kind of file that is not read": (lambda p: words(p, dataset_name=p / "run.yaml"), "a file of kind '.yaml'; expected .jsonl"),
     "output is a file": (lambda p: words(p, output_dir=p / "run.yaml"), "output_dir: .*run.yaml is a file"),
     "output holds other things": (lambda p: words(p, output_dir=p / "data"), "is not empty .* and holds no earlier run"),
@@ -78,7 +82,15 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "unsloth": (lambda p: words(p, use_unsloth=True), "Unsloth's models cannot be sharded"),
     "best without evaluation": (lambda p: words(p, load_best_model_at_end=True), "load_best_model_at_end needs evaluations"),
     "resume and overwrite": (lambda p: words(p, resume=True, overwrite=True), "resume and overwrite are both on"),
-    "unknown reporter": (lambda p: words(p, report_to="wandb"), "report_to names wandb; expected tensorboard or none"),
+    "no evaluation data": (lambda p: words(p, dataset_name=p / "data" / "train.jsonl", eval_strategy="epoch"), "train.jsonl has no split 'test'; .*val_size"),
+    "no rows": (lambda p: words(p, dataset_name=p / "noise"), "noise/train.jsonl: no rows in it; expected at least one"),
+    "a first row that is not understood": (lambda p: words(p, dataset_text_field="body"), "train.jsonl, line 1: columns text; expected .*dataset_columns"),
+    "a file by another name": (lambda p: words(p, dataset_name=p / "odd.jsonl"), "odd.jsonl: by its content a .parquet file"),
+    "half a parquet": (lambda p: words(p, dataset_name=p / "odd.parquet"), "odd.parquet cannot be read as parquet"),
+    "columns that are not there": (lambda p: words(p, dataset_columns="text=body"), "line 1: dataset_columns says text=body, but the columns are text"),
+    "weights of other sets": (lambda p: words(p, dataset_weights="1,2"), "dataset_weights has 2 numbers, dataset_name 1 data sets"),
+    "a part of a row": (lambda p: words(p, val_size=1.5), "val_size is 1.5; expected a whole number of rows"),
+    "unknown reporter": (lambda p: words(p, report_to="mlflow"), "report_to names mlflow; expected tensorboard, wandb, all or none"),
     "impossible number of processes": (lambda p: [*words(p), "--num_processes", "none at all"], "--num_processes: expected a whole number"),
     "unknown strategy": (lambda p: [*words(p), "--num_processes", "2", "--fsdp_sharding_strategy", "SHARD_ALL"], "expected FULL_SHARD"),
 }  # fmt: skip
@@ -113,7 +125,7 @@ def test_one_line_exit_code_2_and_no_torch(place: Path) -> None:
 
 LATE: dict[str, tuple[dict[str, Any], str]] = {
     "malformed row": ({"dataset_name": "bad"}, r"bad.train\.jsonl, line 3: the text is 5; expected a string"),
-    "empty data": ({"dataset_name": "noise"}, "no documents with tokens in it"),
+    "empty data": ({"dataset_name": "blank"}, r"no documents with tokens \(left out: 1 empty\)"),
     "conversation without template": ({"dataset_name": "chats"}, "line 1: the row is a conversation, but the tokenizer has no chat"),
     "wrong tokenizer": ({"model_name_or_path": "small"}, "the tokenizer has 400 tokens, the model's embedding 300 rows"),
     "documents too long": ({"model_name_or_path": "short"}, "documents of .* tokens, LlamaForCausalLM has 8 positions"),

@@ -17,7 +17,7 @@ VALUES = {"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.25, "tokens_per_sec
 
 
 def test_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(tmp_path, 10, "auto", tensorboard=False)
+    reporter = Reporter(tmp_path, 10, "auto")
     reporter.start(0)
     reporter.log(5, VALUES)
     reporter.log(10, VALUES)
@@ -30,7 +30,7 @@ def test_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_json_and_quiet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for mode, said in (("json", {"step": 1, "loss": None, "epoch": 0.5}), ("quiet", None)):
-        reporter = Reporter(tmp_path, 10, mode, tensorboard=False)
+        reporter = Reporter(tmp_path, 10, mode)
         reporter.start(0)
         reporter.log(1, {"loss": math.nan, "epoch": 0.5})
         reporter.say("not now")
@@ -41,7 +41,7 @@ def test_json_and_quiet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_live_display(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(tmp_path, 10, "live", tensorboard=False)
+    reporter = Reporter(tmp_path, 10, "live")
     reporter.start(0)
     reporter.tick(3, VALUES)
     reporter.log(3, {"eval_loss": 2.5})
@@ -51,14 +51,14 @@ def test_the_live_display(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
-    first = Reporter(tmp_path, 10, "quiet", tensorboard=False)
+    first = Reporter(tmp_path, 10, "quiet")
     first.start(0)
     for step in range(1, 6):
         first.log(step, {"loss": float(step)})
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # the run was killed here
-    second = Reporter(tmp_path, 10, "quiet", tensorboard=False)
+    second = Reporter(tmp_path, 10, "quiet")
     second.start(3)
     second.log(4, {"loss": 40.0})
     second.close()
@@ -70,23 +70,14 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> N
     )
 
 
-def test_tensorboard(tmp_path: Path) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    reporter = Reporter(tmp_path, 10, "quiet", tensorboard=True)
-    reporter.start(0)
-    reporter.log(2, {**VALUES, "eval_loss": 2.5})
-    reporter.close()
-    events = reader.EventAccumulator(str(tmp_path / "runs"))
-    events.Reload()
-    assert events.Scalars("train/loss")[0].value == 1.5 and events.Scalars("eval/loss")[0].step == 2
-
-
 def test_report_and_card(tmp_path: Path) -> None:
     config = SFTConfig(learning_rate=3e-4, run_name="a <run>")
     history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "eval_loss": 1.5}, {"step": 3, "loss": None}]
-    write_report(tmp_path / "report.html", config, history, {"steps": 3})
+    samples = [{"step": n, "prompt": "<p>", "answer": f"a{n}", "reference": "r"} for n in (1, 2)]
+    write_report(tmp_path / "report.html", config, history, {"steps": 3}, samples)
     page = (tmp_path / "report.html").read_text()
     assert "<h1>a &lt;run&gt;</h1>" in page and page.count("<polyline") == 2 and "0.0003" in page
+    assert "<pre>&lt;p&gt;</pre>" in page and page.index("<pre>a1") < page.index("<pre>a2") < page.index("<pre>r<")
     facts = {"base": "llama", "adapter": True, "data": "x.jsonl", "steps": 3, "ranks": 2, "metrics": {"loss": 1.0}}
     write_card(tmp_path, config, {**facts, "versions": {"torch": "2"}})
     card = (tmp_path / "README.md").read_text()

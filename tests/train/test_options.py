@@ -7,15 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 from safetensors import safe_open
 
 from fullshard import runtime
 from fullshard.options import options_of
-from fullshard.train import results
 from fullshard.train.config import SFTConfig
 from fullshard.train.engine import EngineSettings
+from fullshard.train.hub import Hub
 from fullshard.train.loop import Loop
 from fullshard.train.sft import SFTTrainer
 from fullshard.weights.checkpoint import CheckpointManager
@@ -37,9 +36,9 @@ QLORA = {**LORA, "use_4bit_quantization": True}
 CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     # option: (what else is set, its other value)
     "tokenizer_name_or_path": ({}, "other"), "torch_dtype": ({}, "bfloat16"), "attn_implementation": ({}, "eager"),
-    "chat_template_format": (CHATS, "zephyr"), "use_peft_lora": ({}, True), "lora_r": (LORA, 8),
+    "chat_template_format": (CHATS, "zephyr"), "chat_template_path": (CHATS, "own.jinja"), "use_peft_lora": ({}, True), "lora_r": (LORA, 8),
     "lora_alpha": (LORA, 32), "lora_dropout": (LORA, 0.5), "lora_target_modules": (LORA, "q_proj"),
-    "dataset_text_field": ({}, "other"), "packing": ({}, True), "max_seq_len": ({}, 12), "overflow": ({"max_seq_len": 8}, "drop"),
+    "dataset_text_field": ({}, "other"), "dataset_columns": ({}, "text=other"), "packing": ({}, True), "max_seq_len": ({}, 12), "overflow": ({"max_seq_len": 8}, "drop"),
     "append_concat_token": ({}, True), "add_special_tokens": ({}, True),
     "assistant_only_loss": (CHATS, True),
     "train_sampling_strategy": ({}, "sequential"), "data_seed": ({}, 5), "dataloader_drop_last": ({"max_steps": 20, "per_device_train_batch_size": 3}, True),
@@ -58,7 +57,9 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "early_stopping_threshold": ({**EVALUATES, "eval_steps": 1, "early_stopping_patience": 1}, 1e9),
     "load_best_model_at_end": ({**EVALUATES, "learning_rate": 2.0}, True), "logging_strategy": ({}, "epoch"),
     "logging_steps": ({}, 1), "logging_first_step": ({}, True), "report_to": ({}, "tensorboard"), "run_name": ({}, "mine"),
-    "push_to_hub": ({}, True), "fsdp": ({}, "shard_grad_op"), "fsdp_config": ({}, "section.json"), "ddp_timeout": ({}, 77.0),
+    "eval_samples": (EVALUATES, 2), "sample_prompts": ({**EVALUATES, "eval_samples": 1}, "prompts.txt"),
+    "sample_max_new_tokens": ({**EVALUATES, "eval_samples": 1}, 3),
+    "push_to_hub": ({}, True), "hub_strategy": ({"push_to_hub": True}, "end"), "fsdp": ({}, "shard_grad_op"), "fsdp_config": ({}, "section.json"), "ddp_timeout": ({}, 77.0),
     "progress": ({}, "json"), "log_level": ({}, "error"), "adapter_dtype": (LORA, "bfloat16"),
     "bnb_4bit_compute_dtype": (QLORA, "float32"), "bnb_4bit_quant_storage_dtype": (QLORA, "float16"),
     "bnb_4bit_quant_type": (QLORA, "fp4"),
@@ -68,11 +69,10 @@ ELSEWHERE = {
     "resume": "test_resume", "resume_from_checkpoint": "test_trainer", "use_4bit_quantization": "test_qlora",
     "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
     "on_nonfinite_loss": "test_trainer", "use_flash_attn": "needs a GPU and flash-attn", "torch_compile": "needs a compiler",
-    "chat_template_path": "to come", "adapter_name_or_path": "to come", "dataset_config_name": "to come", "dataset_weights": "to come",
-    "stopping_strategy": "to come", "dataset_columns": "to come", "val_size": "to come", "on_bad_row": "to come", "streaming": "to come",
-    "shuffle_buffer_size": "to come", "completion_only_loss": "to come", "preview": "to come", "preview_rows": "to come",
-    "eval_samples": "to come", "sample_prompts": "to come", "sample_max_new_tokens": "to come",
-    "dataloader_pin_memory": "needs a GPU", "hub_model_id": "below", "hub_private_repo": "below",
+    "adapter_name_or_path": "test_continue", "dataset_config_name": "test_formats", "dataset_weights": "test_mixture",
+    "stopping_strategy": "test_mixture", "val_size": "test_data_options", "on_bad_row": "test_data_options", "streaming": "test_stream",
+    "shuffle_buffer_size": "test_stream", "completion_only_loss": "test_chat", "preview": "test_preview", "preview_rows": "test_preview",
+    "dataloader_pin_memory": "needs a GPU", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""
 
@@ -86,7 +86,7 @@ def picture(place: Path, name: str, changes: dict[str, Any], events: list[Any]) 
     """What a run did, as far as anyone can tell, times aside."""
     data = place / changes.pop("dataset_name", "data")
     values = {**BASE, "output_dir": str(place / f"out {name}"), **changes}
-    for key in ("tokenizer_name_or_path", "cache_dir", "output_dir", "fsdp_config"):
+    for key in ("tokenizer_name_or_path", "cache_dir", "output_dir", "fsdp_config", "sample_prompts", "chat_template_path"):
         if key in values and "/" not in str(values[key]):
             values[key] = str(place / values[key])
     events.clear()
@@ -111,6 +111,7 @@ def picture(place: Path, name: str, changes: dict[str, Any], events: list[Any]) 
         "history": [{k: v for k, v in r.items() if k not in TIMED} for r in trainer.state.log_history],
         "checkpoints": sorted(p.name for p in (out / "checkpoints").iterdir()),
         "written": written,
+        "samples": (out / "samples.jsonl").read_text() if (out / "samples.jsonl").exists() else "",
         "files": sorted(p.name for p in out.iterdir()),
         "best": (loop.progress.best_step, loop.progress.best_value),
         "title": (out / "report.html").read_text().split("<h1>")[1].split("</h1>")[0].replace(f"out {name}", ""),
@@ -135,6 +136,8 @@ def test_every_option_changes_the_run(tmp_path: Path) -> None:
     other = make_tokenizer()
     other.add_tokens(["bird"])
     other.save_pretrained(tmp_path / "other")
+    (tmp_path / "prompts.txt").write_text("the red bird\n")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
     (tmp_path / "section.json").write_text(json.dumps({"auto_wrap_policy": "NO_WRAP"}))
     for split in ("train", "test"):
         path = tmp_path / "data" / f"{split}.jsonl"
@@ -144,7 +147,8 @@ def test_every_option_changes_the_run(tmp_path: Path) -> None:
     before: dict[str, Any] = {}
     same = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(results, "upload", lambda config, place: events.append("upload"))
+        patch.setattr(Hub, "push", lambda self, place: events.append("pushed"))
+        patch.setattr(Hub, "_start", lambda self, work: events.append("sent"))
         _note(patch, events, CheckpointManager, "save_async", lambda kwargs: "save_async")
         _note(patch, events, EngineSettings, "wrap", lambda kwargs: ("wrap", kwargs["timeout"]))
         _note(patch, events, Loop, "forward", lambda kwargs: "forward")
@@ -170,20 +174,3 @@ def _note(patch: pytest.MonkeyPatch, events: list[Any], kind: type, name: str, t
         return plain(self, *args, **kwargs)
 
     patch.setattr(kind, name, noted)
-
-
-def test_uploads_go_where_they_were_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-
-    class Api:
-        def create_repo(self, name: str, **options: Any) -> Any:
-            calls.append((name, options["private"]))
-            return type("Url", (), {"repo_id": name})()
-
-        def upload_folder(self, **options: Any) -> None:
-            calls.append((options["repo_id"], "checkpoints/**" in options["ignore_patterns"]))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    results.upload(settings(tmp_path, hub_model_id="me/it", hub_private_repo=True), tmp_path)
-    results.upload(settings(tmp_path), tmp_path / "name")
-    assert calls == [("me/it", True), ("me/it", True), ("name", None), ("name", True)]

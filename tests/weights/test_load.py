@@ -236,9 +236,10 @@ def test_an_adapters_values_are_loaded_after_the_model(files, tmp_path):
     )
     set_peft_model_state_dict(model, load_file(tmp_path / "adapter_model.safetensors"))
     expected = PeftModel.from_pretrained(reference("llama", files["llama"]), tmp_path)
-    full = model.full_state_dict()
-    for name, value in expected.state_dict().items():
-        assert torch.equal(full[name], value), name
+    for loaded in (model, load_pretrained(files["llama"], adapter=tmp_path)):
+        full = loaded.full_state_dict()
+        for name, value in expected.state_dict().items():
+            assert torch.equal(full[name], value), name
 
 
 @ranks(2)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from fullshard import FSDPv2, runtime, save_state
 from fullshard.cli import app
 from fullshard.errors import CheckpointError
+from fullshard.weights.adapter_checkpoint import write_adapter
 from fullshard.weights.base import Base, fingerprint_of
 from fullshard.weights.merge import merge_weights
 from tests.fsdp.programs import HUGGING_FACE, build, mesh_for
@@ -110,14 +111,17 @@ def test_an_adapter_is_refused_with_what_to_do(tmp_path):
     _save_adapter(tmp_path)
     with pytest.raises(CheckpointError, match=r"checkpoint of an adapter \(default\)") as caught:
         merge_weights(tmp_path / "step-1", tmp_path / "out")
-    assert "model.save_pretrained(ADAPTER)" in str(caught.value)
+    assert f"fullshard export {tmp_path / 'step-1'} OUT --merge" in str(caught.value)
     from safetensors.torch import load_file
 
-    written = load_file(tmp_path / "adapter/adapter_model.safetensors")  # what the advice leads to
+    (tmp_path / "made").mkdir()
+    write_adapter(tmp_path / "step-1", tmp_path / "made")  # what the advice leads to
     trained = torch.load(tmp_path / "trained.pt")
-    assert len(written) == len(trained) > 0
-    for name, value in written.items():
-        assert torch.equal(value, trained[name.replace(".weight", ".default.weight")]), name
+    for folder in ("adapter", "made"):
+        written = load_file(tmp_path / folder / "adapter_model.safetensors")
+        assert len(written) == len(trained) > 0
+        for name, value in written.items():
+            assert torch.equal(value, trained[name.replace(".weight", ".default.weight")]), name
 
 
 @ranks(2)

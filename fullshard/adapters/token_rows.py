@@ -1,0 +1,75 @@
+"""Rows of an embedding or output head that train in place of the frozen layer's own: PEFT's trainable tokens.
+
+PEFT's layer copies the whole table in each forward and makes a gradient for all of it. Here the frozen layer is asked
+first and the few trained rows are put over its answer, so that table and gradient stay as small as they are. Modules,
+parameters and files are PEFT's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Rows(NamedTuple):
+    """Rows of a table and what stands in their place."""
+
+    index: torch.Tensor
+    values: torch.Tensor
+
+
+def layer_of(module: Any) -> Any:
+    """PEFT's layer around an embedding or head of which some rows train; None around any other."""
+    return getattr(module, "token_adapter", None)
+
+
+def plain_layer(module: Any) -> Any:
+    """The embedding or head itself."""
+    inner = layer_of(module)
+    return module if inner is None else inner.base_layer
+
+
+def active_rows(layer: Any, adapters: list[str] | None = None) -> Rows | None:
+    """The rows that are in force; None where the layer's own are."""
+    names = layer.active_adapters if adapters is None else adapters
+    names = [] if layer.disable_adapters or layer.merged else [n for n in names if n in layer.trainable_tokens_delta]
+    if not names:
+        return None
+    layer._check_overlapping_tokens(names)
+    values = [layer.trainable_tokens_delta[name] for name in names]
+    numbers = [number for name in names for number in layer.token_indices[name]]
+    index = torch.tensor(numbers, device=values[0].device)
+    return Rows(index, (values[0] if len(values) == 1 else torch.cat(values)).to(layer.base_layer.weight.dtype))
+
+
+def keep_tables_whole(model: nn.Module) -> None:
+    """Let every layer of the model with trained rows compute without a copy of its table."""
+    for module in model.modules():
+        if (layer := layer_of(module)) is not None:
+            layer.forward_adapters = functools.partial(_forward, layer)
+
+
+def _forward(layer: Any, x: torch.Tensor, adapters: list[str], *args: Any, **kwargs: Any) -> torch.Tensor:
+    rows = active_rows(layer, adapters)
+    if rows is None:
+        return type(layer).forward_adapters(layer, x, adapters, *args, **kwargs)
+    result = layer.base_layer(x)
+    if isinstance(layer.base_layer, nn.Linear):
+        return put_over(result, x, rows)
+    order = rows.index.argsort()
+    index = rows.index[order]
+    place = torch.searchsorted(index, x).clamp(max=len(index) - 1)
+    found = F.embedding(order[place], rows.values)
+    scale = layer._get_embed_scale()
+    if scale is not None:
+        found = found * scale.to(found.dtype)
+    return torch.where((index[place] == x).unsqueeze(-1), found.to(result.dtype), result)
+
+
+def put_over(result: torch.Tensor, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """What a linear layer gives, with the outputs of trained rows in place of its own."""
+    return result.index_copy(-1, rows.index, F.linear(x, rows.values).to(result.dtype))

@@ -1,0 +1,235 @@
+"""Rows that can be gone through: files and lists as a `Source`, and sources made of others (one after another, mixed
+by weights, with rows held back).
+
+A source gives its rows in one order, from any place on, and names its content; places are plain data, so that a
+checkpoint can hold one. Nothing is random here but which rows are held back, and that follows from the seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fullshard.data.files import check_kind, read_file
+from fullshard.data.formats import AS_USUAL, Document, Reading, understand
+from fullshard.data.rows import Place, Raw
+from fullshard.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows that can be gone through, from any place on, and a fingerprint of their content."""
+
+    name: str
+    rows: Callable[[Place], Iterator[Raw]]
+    """The rows from a place on (None: all); a place is what `Raw.after` gave."""
+    fingerprint: Callable[[], str]
+    parts: tuple[Source, ...] = ()
+    """The sources that this one is made of."""
+    join: Callable[[Sequence[Source]], Source] | None = None
+    """For a mix: the same mix of other parts."""
+
+    def documents(self, reading: Reading = AS_USUAL) -> Iterator[Document]:
+        return (understand(row, reading) for row in self.rows(None))
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+# --- files and lists ------------------------------------------------------------------------------------------------
+
+
+def file_source(paths: Sequence[Path]) -> Source:
+    """Rows of files, one after the other."""
+    return chain([_one_file(path) for path in paths])
+
+
+def _one_file(path: Path) -> Source:
+    check_kind(path)
+
+    def fingerprint() -> str:
+        try:
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+    return Source(str(path), functools.partial(read_file, path), fingerprint)
+
+
+def row_source(rows: Iterable[Any], name: str) -> Source:
+    """Rows that are in memory: a list of objects, or a data set of `datasets`. A place is the number of a row."""
+    kept = rows if hasattr(rows, "__len__") or hasattr(rows, "skip") else list(rows)
+
+    def walk(start: Place) -> Iterator[Raw]:
+        first = start or 0
+        left = kept.skip(first) if hasattr(kept, "skip") and first else islice(kept, first, None)
+        return (Raw(f"{name}, row {i}", row, i + 1) for i, row in enumerate(left, first))
+
+    def fingerprint() -> str:
+        digest = hashlib.sha256()
+        for row in walk(None):
+            try:
+                digest.update(json.dumps(row.value, default=str, skipkeys=True).encode())
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{row.where}: the row is no plain data ({error}).") from None
+            digest.update(b"\n")
+        return digest.hexdigest()
+
+    return Source(name, walk, fingerprint)
+
+
+# --- several sources ------------------------------------------------------------------------------------------------
+
+
+def chain(sources: Sequence[Source]) -> Source:
+    """Rows of sources, one after the other. A place is (number of the source, place in it)."""
+    if len(sources) == 1:
+        return sources[0]
+
+    def rows(start: Place) -> Iterator[Raw]:
+        first, within = start or (0, None)
+        for number, source in enumerate(sources[first:], first):
+            for row in source.rows(within if number == first else None):
+                yield replace(row, after=(number, row.after))
+
+    def fingerprint() -> str:
+        return _digest([source.fingerprint() for source in sources])
+
+    return Source(", ".join(s.name for s in sources), rows, fingerprint, tuple(sources))
+
+
+def mix(sources: Sequence[Source], weights: Sequence[float], stopping: str = "all_exhausted") -> Source:
+    """Rows of sources by weights: the next row always comes from the source that is furthest behind its share.
+
+    With shares w (weights over their sum), row i (from 0) comes from the source s with the largest
+    w[s] * (i + 1) - taken[s], the first of equals; so after any number of rows each source is within one row (with
+    two sources; within a few with many) of its share. `all_exhausted` ends with the row by which every source has been
+    gone through once; a source that ends earlier begins again. `first_exhausted` ends with the first source's last row.
+    A place is {"taken", "places", "ended"}, each with a value per source.
+    """
+    shares = [weight / sum(weights) for weight in weights]
+    over = all if stopping == "all_exhausted" else any
+
+    def rows(start: Place) -> Iterator[Raw]:
+        begin = start or {
+            "taken": [0] * len(sources),
+            "places": [None] * len(sources),
+            "ended": [False] * len(sources),
+        }
+        taken, places, ended = list(begin["taken"]), list(begin["places"]), list(begin["ended"])
+        walks = [source.rows(place) for source, place in zip(sources, places, strict=True)]
+        coming: list[Raw | None] = [None] * len(sources)
+        while not over(ended):
+            count = sum(taken) + 1
+            s = max(range(len(sources)), key=lambda s: shares[s] * count - taken[s])
+            row = coming[s] or next(walks[s], None)
+            if row is None:
+                raise DataError(f"{sources[s].name}: no rows in it; expected at least one.")
+            taken[s] += 1
+            coming[s] = next(walks[s], None)
+            places[s] = row.after
+            if coming[s] is None:
+                ended[s], places[s], walks[s] = True, None, sources[s].rows(None)
+            yield replace(row, after={"taken": list(taken), "places": list(places), "ended": list(ended)})
+
+    def fingerprint() -> str:
+        return _digest("mix", list(weights), stopping, [source.fingerprint() for source in sources])
+
+    name = " + ".join(f"{share:.0%} {source.name}" for share, source in zip(shares, sources, strict=True))
+    return Source(name, rows, fingerprint, tuple(sources), lambda parts: mix(parts, weights, stopping))
+
+
+# --- rows held back -------------------------------------------------------------------------------------------------
+
+
+def hold_back(source: Source, size: float, seed: int, streaming: bool = False) -> tuple[Source, Source]:
+    """The source without some of its rows, and those rows.
+
+    `size` is a number of rows, or below 1 a part of them (rounded, at least one). Which rows is a function of the seed
+    and the number of rows alone. When streaming, it is the first rows, and `size` must be a number. Of a mix, rows are
+    held back from the sources that it mixes, so that none that comes again is on both sides.
+    """
+    if streaming and size < 1:
+        raise ConfigError(
+            f"val_size is {size:g}: the part of a stream is not known beforehand; give a number of rows, which are "
+            f"then the first."
+        )
+    return _hold_back_first(source, int(size)) if streaming else _hold_back_some(source, size, seed)
+
+
+def _hold_back_some(source: Source, size: float, seed: int) -> tuple[Source, Source]:
+    parts = source.parts if source.join else (source,)
+
+    @functools.cache
+    def held() -> list[frozenset[int]]:
+        ends = np.cumsum([sum(1 for _ in part.rows(None)) for part in parts])
+        rows = int(ends[-1])
+        count = int(size) if size >= 1 else max(1, round(size * rows))
+        if count >= rows:
+            raise DataError(f"val_size {size:g} holds back {count} rows, but {source.name} has {rows}.")
+        chosen = np.sort(np.random.Generator(np.random.PCG64([seed, 1])).choice(rows, count, replace=False))
+        return [
+            frozenset((chosen[(chosen >= begin) & (chosen < end)] - begin).tolist())
+            for begin, end in zip([0, *ends[:-1]], ends, strict=True)
+        ]
+
+    def select(number: int, inside: bool) -> Source:
+        part = parts[number]
+
+        def rows(start: Place) -> Iterator[Raw]:
+            first, place = start or (0, None)
+            mine = held()[number]
+            for i, row in enumerate(part.rows(place), first):
+                if (i in mine) == inside:
+                    yield replace(row, after=(i + 1, row.after))
+
+        def fingerprint() -> str:
+            return _digest("held back" if inside else "kept", size, seed, number, [p.fingerprint() for p in parts])
+
+        return Source(part.name, rows, fingerprint)
+
+    kept, back = ([select(number, inside) for number in range(len(parts))] for inside in (False, True))
+    return source.join(kept) if source.join else kept[0], chain(back)
+
+
+def _hold_back_first(source: Source, count: int) -> tuple[Source, Source]:
+    @functools.cache
+    def place() -> Place:
+        """Where the first row stands that is not held back."""
+        rows = source.rows(None)
+        *_, last = [None, *islice(rows, count)]
+        if next(rows, None) is None or last is None or (source.join and any(last.after["ended"])):
+            raise DataError(
+                f"val_size holds back {count} rows, which is all there is of {source.name}, or of a part of it."
+            )
+        return last.after
+
+    def first(start: Place) -> Iterator[Raw]:
+        begin, within = start or (0, None)
+        for i, row in enumerate(islice(source.rows(within), count - begin), begin + 1):
+            yield replace(row, after=(i, row.after))
+
+    def later(part: Source, begin: Callable[[], Place]) -> Source:
+        return Source(
+            part.name,
+            lambda start: part.rows(begin() if start is None else start),
+            lambda: _digest("after", count, source.fingerprint(), part.fingerprint()),
+        )
+
+    back = Source(
+        f"the first {count} rows of {source.name}", first, lambda: _digest("first", count, source.fingerprint())
+    )
+    if source.join is None:
+        return later(source, place), back
+    begins = [functools.partial(lambda s: place()["places"][s], s) for s in range(len(source.parts))]
+    return source.join([later(part, begin) for part, begin in zip(source.parts, begins, strict=True)]), back

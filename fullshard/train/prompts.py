@@ -1,0 +1,70 @@
+"""Prompts of the user's own for sample generations: a text file with one per line, or JSON lines.
+
+Only reads and checks, without torch, so that a wrong file is found before anything starts. Answers are in `samples.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import ConfigError
+
+EXPECTED = 'expected {"messages": [{"role": …, "content": …}, …]} or {"prompt": …}, and "reference" if there is one'
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, as a conversation; and the answer to compare with, where one is known."""
+
+    messages: tuple[dict[str, Any], ...]
+    reference: str | None = None
+
+
+def read_prompts(name: str) -> list[Question]:
+    """The prompts in a file. A conversation that ends with the assistant's turn is asked without it."""
+    path = Path(name).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"sample_prompts: {path} cannot be read: {error.strerror or error}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"sample_prompts: {path} is not UTF-8 text.") from None
+    json_lines = path.suffix in (".jsonl", ".json", ".ndjson")
+    found = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            found.append(_question(line, f"{path}:{number}") if json_lines else _asked(line.strip()))
+    if not found:
+        raise ConfigError(f"sample_prompts: {path} holds no prompt.")
+    return found
+
+
+def _asked(text: str, reference: str | None = None) -> Question:
+    return Question(({"role": "user", "content": text},), reference)
+
+
+def _question(line: str, where: str) -> Question:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"sample_prompts: {where} is not JSON ({error}); {EXPECTED}.") from None
+    row = row if isinstance(row, dict) else {}
+    messages, prompt, reference = row.get("messages"), row.get("prompt"), row.get("reference")
+    if reference is not None and not isinstance(reference, str):
+        raise ConfigError(f"sample_prompts: {where}: reference is {reference!r}; expected text.")
+    if isinstance(prompt, str) and prompt.strip():
+        return _asked(prompt, reference)
+    if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
+        raise ConfigError(f"sample_prompts: {where}: {EXPECTED}; got {line[:120]}")
+    if messages[-1]["role"] == "assistant":
+        messages, reference = messages[:-1], reference or messages[-1]["content"]
+    if not messages:
+        raise ConfigError(f"sample_prompts: {where} holds an answer and nothing that it answers.")
+    return Question(tuple(messages), reference)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

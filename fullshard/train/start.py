@@ -1,0 +1,60 @@
+"""What a run starts from: a model, or an adapter to go on with and the model it was trained on. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import ConfigError
+from fullshard.weights.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
+
+
+def starting_point(model: Any, adapter: str | None) -> tuple[Any, str | None]:
+    """The model (a name or folder, or one in memory; None where only the adapter's files can tell) and the adapter.
+
+    A folder that is named as the model and holds an adapter is an adapter to go on with.
+    """
+    if isinstance(model, str | Path) and is_adapter(model):
+        if adapter is not None:
+            raise ConfigError(
+                f"model_name_or_path: {model} holds an adapter, and adapter_name_or_path names another ({adapter}); "
+                f"name the model they were trained on, or leave one out."
+            )
+        model, adapter = None, str(model)
+    if adapter is None:
+        return model, None
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            "adapter_name_or_path: the model has an adapter already; give the model without it, or leave the option "
+            "out."
+        )
+    _check_adapter(adapter)
+    return model if model is not None else base_of_adapter(adapter), adapter
+
+
+def base_of_adapter(adapter: str | Path) -> str | None:
+    """The model that an adapter in a folder here was trained on; None if it is not here yet."""
+    if not Path(adapter).expanduser().is_dir():
+        return None
+    base = read_config(adapter).get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise ConfigError(f"{adapter} does not say which model it was trained on; name it with model_name_or_path.")
+    looks_local = base.startswith(("/", ".", "~")) or base.count("/") > 1
+    if looks_local and not Path(base).expanduser().exists():
+        raise ConfigError(
+            f"{adapter} was trained on {base}, which is not here; name the model's folder with model_name_or_path."
+        )
+    return base
+
+
+def _check_adapter(adapter: str) -> None:
+    option, path = "adapter_name_or_path", Path(adapter).expanduser()
+    if path.is_file():
+        raise ConfigError(f"{option}: {path} is a file; expected the folder that holds {CONFIG}.")
+    if path.is_dir():
+        held = ", ".join(sorted(p.name for p in path.iterdir())[:6]) or "nothing"
+        for needs in (CONFIG, WEIGHTS):
+            if not (path / needs).is_file():
+                raise ConfigError(f"{option}: {path} has no {needs}; it holds {held}.")
+    elif path.is_absolute() or adapter.startswith((".", "~")) or adapter.count("/") > 1:
+        raise ConfigError(f"{option}: {path} does not exist.")

@@ -1,0 +1,58 @@
+"""PEFT's files from a checkpoint of an adapter, on one process and without ranks.
+
+A checkpoint holds what was trained under the model's own names, and says what kind of adapter it is. Its files are what
+`peft` reads and `merge_adapter` adds to a base.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from fullshard.errors import CheckpointError
+from fullshard.weights.adapter_config import CONFIG, WEIGHTS
+from fullshard.weights.adapter_files import names_in_files
+from fullshard.weights.load import class_of, on_meta
+from fullshard.weights.manifest import damaged, misplaced, read_manifest
+from fullshard.weights.merge import find_model, stored_tensors
+
+
+def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> None:
+    """Write the adapter of a checkpoint into the folder `out`, which exists."""
+    from peft import PeftConfig, get_peft_model
+
+    directory = Path(checkpoint)
+    manifest = read_manifest(directory)
+    name, entry = find_model(manifest, directory)
+    wrong = damaged(directory, manifest.files) if verify else []
+    if wrong := wrong or misplaced(directory, manifest, range(len(manifest.files))):
+        raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
+    configs, shape = entry.get("adapter_configs") or {}, dict(entry.get("config") or {})
+    if len(configs) != 1 or not shape:
+        raise CheckpointError(
+            f"{directory} does not say what its adapter looks like ({len(configs)} configurations of adapters, "
+            f"{'a' if shape else 'no'} configuration of the model); resume the run from it and let it end"
+        )
+    base = entry["base"]["path"] if entry["base"] else None
+    (config,) = configs.values()
+    config = {**config, "base_model_name_or_path": config.get("base_model_name_or_path") or base}
+    (out / CONFIG).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
+    shape.pop("quantization_config", None)
+    empty = AutoConfig.for_model(**shape)
+    plain = on_meta(class_of(None, empty), empty, torch.float32, directory, False)
+    plain.name_or_path = config["base_model_name_or_path"]
+    with torch.device("meta"):
+        model = get_peft_model(plain, PeftConfig.from_pretrained(str(out)))
+    tensors = dict(stored_tensors(manifest, directory, name))
+    must, may = names_in_files(model, next(iter(model.peft_config)))
+    if absent := [key for key in must.values() if key not in tensors]:
+        raise CheckpointError(f"{directory} does not hold {', '.join(absent[:5])}, which its adapter has")
+    # Beside a base a checkpoint holds what the base does not give: a table that is there was changed or grown.
+    wanted = must | {file_key: key for file_key, key in may.items() if key in tensors and entry["base"]}
+    save_file(
+        {file_key: tensors[key].read() for file_key, key in wanted.items()}, out / WEIGHTS, metadata={"format": "pt"}
+    )

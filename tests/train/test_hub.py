@@ -1,0 +1,125 @@
+"""Uploads: what each strategy sends and when, and that nothing about the hub stops a run."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from fullshard import runtime
+from fullshard.train.hub import Hub
+from fullshard.train.sft import SFTTrainer
+from tests.data.tiny import make_tokenizer, text_rows
+from tests.pool import ranks
+from tests.train.runs import settings
+from tests.train.tiny import make_model
+
+LORA = {"use_peft_lora": True, "lora_r": 2, "lora_target_modules": "q_proj"}
+
+
+class Api:
+    """The hub's programming interface, without a hub."""
+
+    calls: list[Any] = []  # noqa: RUF012 - the same one for all
+    fails = ""
+    gate: threading.Event | None = None
+
+    def create_repo(self, name: str, **options: Any) -> Any:
+        if self.fails == "create":
+            raise ConnectionError("no route to the hub\nmore of it")
+        Api.calls.append(("create", name, options["private"]))
+        return type("Url", (), {"repo_id": f"me/{name}"})()
+
+    def upload_folder(self, **options: Any) -> None:
+        if self.gate is not None and not options["commit_message"].endswith("the end of training"):
+            assert self.gate.wait(60)
+        if self.fails == "upload":
+            raise OSError("413 too large")
+        files = {p.name for p in Path(options["folder_path"]).iterdir()}
+        Api.calls.append((options["commit_message"], options.get("path_in_repo"), files, options))
+
+
+def train(folder: Path, patch: pytest.MonkeyPatch, **changes: Any) -> tuple[list[Any], list[str]]:
+    """A run of four steps with a checkpoint after every other; what was sent, and what was warned of."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    Api.calls = []
+    patch.setattr(huggingface_hub, "HfApi", Api)
+    patch.setattr(huggingface_hub, "get_token", lambda: changes.get("token", "hf_x"))
+    patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", changes.get("offline", False))
+    own = {k: v for k, v in changes.items() if k not in ("token", "offline")}
+    values = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2, **LORA}
+    config = settings(folder, **{**values, "push_to_hub": True, **own})
+    runtime.get_logger().addHandler(handler)
+    try:
+        trainer = SFTTrainer(model=make_model(), args=config, train_dataset=text_rows(8), tokenizer=make_tokenizer())
+        trainer.train()
+        if Api.gate is not None:
+            Api.gate.set()
+        trainer.save_model()
+    finally:
+        runtime.get_logger().removeHandler(handler)
+    assert (folder / "out" / "adapter_model.safetensors").exists(), "whatever the hub does"
+    return Api.calls, said
+
+
+@ranks(1)
+def test_what_each_strategy_sends(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        last, end = "fullshard: checkpoint at step 4", "fullshard: the end of training"
+        calls, said = train(tmp_path / "end", patch, hub_strategy="end", hub_model_id="it", hub_private_repo=True)
+        assert calls[0] == ("create", "it", True) and [c[0] for c in calls[1:]] == [end] and not said
+        assert {"adapter_model.safetensors", "tokenizer.json", "README.md"} <= calls[1][2]
+        assert calls[1][3]["repo_id"] == "me/it" and "checkpoints/**" in calls[1][3]["ignore_patterns"]
+        calls, _ = train(tmp_path / "each", patch, hub_strategy="every_save")
+        assert calls[0] == ("create", "out", None) and calls[-1][0] == end and len(calls) > 2
+        assert {"adapter_model.safetensors", "tokenizer.json"} <= calls[1][2], "the model as it was then"
+        growing = ["metrics.jsonl" in calls[i][3]["ignore_patterns"] for i in (1, -1)]
+        assert growing == [True, False], "a file that grows is sent when it has ended"
+        calls, _ = train(tmp_path / "checkpoint", patch, hub_strategy="checkpoint")
+        sent = [(c[0], c[1]) for c in calls[1:]]
+        assert sent[-2:] == [(end, None), (last, "last-checkpoint")] and calls[-1][3]["delete_patterns"] == ["*"]
+        assert "manifest.json" in calls[-1][2]
+        calls, _ = train(tmp_path / "all", patch, hub_strategy="all_checkpoints")
+        assert calls[-1][1] == "checkpoints/step-4" and calls[-1][3]["delete_patterns"] is None
+
+
+@ranks(2)
+def test_one_upload_at_a_time_on_several_ranks(tmp_path: Path) -> None:
+    """While one is on its way the next save sends nothing; the end waits for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Api, "gate", threading.Event())
+        calls, _ = train(tmp_path, patch, hub_strategy="every_save", save_steps=1)
+        if runtime.is_main():
+            assert len([c for c in calls if c[0].startswith("fullshard: step")]) == 1
+            assert calls[-1][0] == "fullshard: the end of training"
+        else:
+            assert calls == []
+    runtime.barrier()
+
+
+@ranks(1)
+def test_no_token_no_network_no_luck(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, changes, fails, reason in (
+            ("token", {"token": None}, "", "there is no token; log in with `hf auth login`, or set HF_TOKEN"),
+            ("offline", {"offline": True}, "", "the hub is switched off (HF_HUB_OFFLINE is set)"),
+            ("network", {}, "create", "no route to the hub"),
+            ("upload", {"hub_strategy": "end"}, "upload", "413 too large"),
+        ):
+            patch.setattr(Api, "fails", fails)
+            _, said = train(tmp_path / name, patch, **{"hub_model_id": "me/it", **changes})
+            place = tmp_path / name / "out"
+            command = f"hf upload me/it {place} . --exclude 'checkpoints/**' --exclude 'runs/**' --exclude 'wandb/**'"
+            expected = f"not uploaded to me/it: {reason}. The run goes on, and its result stays in {place}; upload it later with: {command}"  # noqa: E501
+            assert expected in said and all(line.startswith("not uploaded") for line in said) and len(said) <= 2, said
+
+
+def test_the_name_of_the_folder_is_the_name_on_the_hub(tmp_path: Path) -> None:
+    trainer: Any = type("Trainer", (), {"args": settings(tmp_path)})()
+    assert Hub(trainer)._name == "out"
