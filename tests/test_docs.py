@@ -213,3 +213,10 @@ def test_files_mentioned_in_the_text_exist():
             if not (ROOT / name).exists():
                 absent.append(f"{page.name}: {name}")
     assert not absent, absent
+
+
+def test_variables_mentioned_in_the_text_exist():
+    source = "".join(path.read_text() for path in (ROOT / "fullshard").rglob("*.py"))
+    mentioned = {name for page in PAGES for name in re.findall(r"FULLSHARD_[A-Z_]+", page.read_text())}
+    assert "FULLSHARD_CACHE" in mentioned
+    assert not [name for name in mentioned if f'"{name}"' not in source]

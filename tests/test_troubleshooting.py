@@ -27,6 +27,8 @@ LEAST = 10  # letters of a message that an entry must quote
 MOST = 16  # messages that one entry may stand for: that of the shared "expected …, got …" of all options
 
 PASSED_ON = {
+    "fsdp/watch.py": "where each rank is, as `_report` lists it",
+    "runtime.py": "what `warn_once` is given",
     "data/formats.py": "what was wrong with a row, once more with the row",
     "train/given.py": "what SFTConfig says of its own fields",
     "weights/fill.py": "what weights/report.py says of files that do not fit",
@@ -127,9 +129,11 @@ def messages() -> tuple[list[Message], list[Message]]:
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             kind = _called(node)
-            if kind not in ERRORS and kind not in ("warn_once", "problem", "BadRow"):
+            if kind not in ERRORS and kind not in ("warn_once", "warning", "problem", "BadRow"):
                 continue
             found = texts.of(node.args[-1] if kind == "warn_once" else node.args[0])
+            if kind == "warning":
+                found = [re.sub("%[sdgr]", FILLED_IN, text) for text in found]
             told += [Message(kind, file, node.lineno, text) for text in found if re.search("[a-z]{2}", text)]
             if not found:
                 untold.append(Message(kind, file, node.lineno, ast.unparse(node)))

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from quickstart import run  # noqa: E402 - found by the line above
 
 PICTURE = ROOT / "docs" / "quickstart.svg"
-WIDTH = 100
+WIDTH = 108
 KEPT = ("training data", "evaluation data", "plan:", "      per rank", "trainable", "step ")
 
 

@@ -41,9 +41,11 @@ def active_rows(layer: Any, adapters: list[str] | None = None) -> Rows | None:
         return None
     layer._check_overlapping_tokens(names)
     values = [layer.trainable_tokens_delta[name] for name in names]
-    numbers = [number for name in names for number in layer.token_indices[name]]
-    index = torch.tensor(numbers, device=values[0].device)
-    return Rows(index, (values[0] if len(values) == 1 else torch.cat(values)).to(layer.base_layer.weight.dtype))
+    known = layer.__dict__.setdefault("_fullshard_index", {})  # a GPU need not wait for the same numbers again
+    if (key := (*names, values[0].device)) not in known:
+        numbers = [number for name in names for number in layer.token_indices[name]]
+        known[key] = torch.tensor(numbers, device=values[0].device)
+    return Rows(known[key], (values[0] if len(values) == 1 else torch.cat(values)).to(layer.base_layer.weight.dtype))
 
 
 def keep_tables_whole(model: nn.Module) -> None:

@@ -68,6 +68,11 @@ class Chat:
             prompt = chat_tokens(speaker.tokenizer, [*self.messages, turn])
         else:
             prompt = list(speaker.tokenizer(text)["input_ids"])
+        if unknown := [token for token in prompt if token >= speaker.rows]:
+            raise ConfigError(
+                f"the tokenizer gives token {unknown[0]}, the model's embedding has {speaker.rows} rows: they do not "
+                f"belong together."
+            )
         limit = self._room(len(prompt))
         pieces = _Pieces(speaker.ends, show)
         tokens = answer(speaker.model, prompt, speaker.ends, limit, self.sampling, pieces.tell, stopped)

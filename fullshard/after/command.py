@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,8 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"--dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}.")
+        if re.fullmatch(r"\d+(\.\d+)?([KMGT]B)?", self.max_shard_size, re.IGNORECASE) is None:
+            raise ConfigError(f"--max-shard-size is {self.max_shard_size!r}; expected a size such as 5GB or 500MB.")
         if self.dequantized and not self.merge:
             raise ConfigError("--dequantized says what an adapter is added to; it goes with --merge.")
 

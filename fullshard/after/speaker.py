@@ -20,6 +20,7 @@ from fullshard.after.place import Place
 from fullshard.errors import ConfigError
 from fullshard.train.answer import Ends, ends_of
 from fullshard.train.loss import causal
+from fullshard.train.model import embedding_rows
 from fullshard.weights.adapter_checkpoint import write_adapter
 from fullshard.weights.load import load_pretrained
 
@@ -41,6 +42,11 @@ class Speaker:
         found = getattr(causal(self.model).config.get_text_config(), "max_position_embeddings", None)
         return found if isinstance(found, int) else None
 
+    @property
+    def rows(self) -> int:
+        """How many tokens its embedding has rows for."""
+        return embedding_rows(self.model)
+
 
 def open_speaker(
     place: Place, dtype: str = "auto", device: str | None = None, four_bits: bool | None = None
@@ -54,8 +60,9 @@ def open_speaker(
     runtime.use_spmd(device=device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(place.tokenizer)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer could be read from {place.tokenizer}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # damaged files give errors of every kind
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"no tokenizer could be read from {place.tokenizer}: {reason}") from None
     quantization, kept = _quantization(place, four_bits)
     options = {
         "dtype": kept if kept is not None and dtype == "auto" else dtype,

@@ -57,23 +57,16 @@ class Conversation:
     def _turn(self, i: int, whole: str) -> Span:
         """Where the assistant's turn lies in the whole: from its cue to its end-of-turn mark."""
         before = self._render(self.messages[:i], cue=True)[0] if i else self._cue()
-        around = self._around(self.messages[: i + 1], i)
-        if around is None or not around[0].startswith(before):
+        alone = self._around(self.messages[: i + 1], i)
+        if alone is None or not alone[0].startswith(before):
             raise self._refused(i, "it does not write the turn after the cue that it gives the assistant")
         # A line break behind an end-of-turn mark leads the next turn in. Blanks alone are the mark themselves.
-        behind = around[1]
-        mark = behind.rstrip() or behind
-        upto = self._render(self.messages[: i + 1])[0]
-        if whole.startswith(upto):
-            end = len(upto) - len(behind) + len(mark)
-            exact = upto.endswith(behind) and upto.startswith(before)
-        else:  # the turn is written differently once others follow: look for it among those
-            around = self._around(self.messages, i)
-            if around is None:
-                raise self._refused(i, "it changes earlier turns when later ones follow")
-            end = len(whole) - len(around[1]) + len(mark)
-            exact = whole.endswith(around[1]) and around[1].startswith(mark)
-            exact &= whole.startswith(before) and around[0].startswith(before)
+        mark = alone[1].rstrip() or alone[1]
+        within = self._around(self.messages, i) if i + 1 < len(self.messages) else alone
+        if within is None or not within[1].startswith(mark):
+            raise self._refused(i, "it changes earlier turns when later ones follow")
+        end = len(whole) - len(within[1]) + len(mark)
+        exact = whole.startswith(before) and within[0].startswith(before) and whole.endswith(within[1])
         if not exact or end < len(before):
             raise self._refused(i, "it changes earlier turns when later ones follow, or leaves this one out")
         return len(before), end

@@ -6,6 +6,7 @@ so what a killed process left behind is known, and is removed by the next that w
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = "scratch-"
-LOCK = ".lock"
+LOCK, GONE = ".lock", ".gone"
 
 
 class Scratch:
@@ -30,7 +31,7 @@ class Scratch:
 
     def remove(self) -> None:
         """Remove the folder, if it is still there, and give up the lock. Calling it again changes nothing."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self.folder)
         if self._lock >= 0:
             _lock_of(self.folder).unlink(missing_ok=True)
             os.close(self._lock)
@@ -61,9 +62,19 @@ def _sweep(root: Path) -> None:
     for path in root.glob(f"{PREFIX}*{LOCK}"):
         folder = path.with_name(path.name.removesuffix(LOCK))
         # A lock that has no folder yet may belong to a process that is about to take it.
-        if folder.exists() and not is_alive(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        if (folder.exists() or _gone(folder).exists()) and not is_alive(folder):
+            _remove(folder)
             path.unlink(missing_ok=True)
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rename(_gone(folder))  # under another name nobody puts anything into it while it is emptied
+    shutil.rmtree(_gone(folder), ignore_errors=True)
+
+
+def _gone(folder: Path) -> Path:
+    return folder.with_name(folder.name + GONE)
 
 
 def _lock_of(folder: Path) -> Path:

@@ -78,7 +78,11 @@ class Maker:
             self._tokenizing.close()  # the thread may be waiting for a worker that is busy, or stuck
         self._thread.join()
         end = time.monotonic() + PATIENCE
-        while self._failed and min(_marks(self.folder, self._readers)) <= self._number and time.monotonic() < end:
+        while self._failed and time.monotonic() < end:
+            own, *others = _marks(self.folder, self._readers)
+            # An error that was read ahead, and that this rank never came to, is nobody's.
+            if own <= self._number or all(mark > self._number for mark in others):
+                break
             time.sleep(POLLS_EVERY)
         self._scratch.remove()
 

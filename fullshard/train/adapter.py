@@ -18,6 +18,7 @@ from torch import nn
 
 from fullshard.adapters import lora
 from fullshard.adapters.quantize import Quantization
+from fullshard.adapters.token_rows import plain_layer
 from fullshard.errors import ConfigError
 from fullshard.fsdp import MixedPrecision
 from fullshard.options import as_list
@@ -99,6 +100,8 @@ def with_tokens(peft_config: Any, model: Any, tokens: list[int]) -> Any:
 
 def missing_tokens(peft_config: Any, model: Any, tokens: list[int]) -> list[int]:
     """Those that an adapter to go on with does not train."""
+    if not tokens:
+        return []
     given = getattr(peft_config, "trainable_token_indices", None) or {}
     known = {index for group in (given.values() if isinstance(given, dict) else [given]) for index in group}
     whole = getattr(peft_config, "modules_to_save", None) or ()
@@ -110,7 +113,7 @@ def missing_tokens(peft_config: Any, model: Any, tokens: list[int]) -> list[int]
 def _tables(model: Any) -> dict[str, nn.Module]:
     """The embedding, and the output head where it is another weight, by name."""
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
-    if len(ends) == 2 and ends[0].weight is ends[1].weight:
+    if len(ends) == 2 and plain_layer(ends[0]).weight is plain_layer(ends[1]).weight:
         ends.pop()
     names = {id(module): name for name, module in model.named_modules()}
     return {names[id(end)]: end for end in ends}

@@ -60,9 +60,9 @@ def ends_of(model: Any, tokenizer: Any) -> Ends:
     tokens = {tokenizer.eos_token_id, *(stated if isinstance(stated, list | tuple) else [stated])}
     mark = end_mark(tokenizer)
     ids = tokenizer(mark, add_special_tokens=False)["input_ids"] if mark else []
-    if len(ids) == 1:
-        tokens.add(ids[0])
-    texts = (mark,) if len(ids) > 1 else ()
+    single = len(ids) == 1 or (ids and ids[0] in tokenizer.added_tokens_decoder)
+    tokens |= set(ids[:1]) if single else set()
+    texts = (mark,) if ids and not single else ()
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Ends(frozenset(token for token in tokens if token is not None), texts, decode)
 

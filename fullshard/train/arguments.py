@@ -16,7 +16,7 @@ from fullshard.errors import ConfigError
 from fullshard.options import as_list, options_of, parse_flags
 from fullshard.train.config import SFTConfig
 from fullshard.train.prompts import read_prompts
-from fullshard.train.start import starting_point
+from fullshard.train.start import check_template_path, starting_point
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def check_paths(config: SFTConfig) -> Data:
         check_model_folder(str(model))
     if config.tokenizer_name_or_path:
         check_model_folder(config.tokenizer_name_or_path, "tokenizer_name_or_path", "tokenizer_config.json")
+    if config.chat_template_path:
+        check_template_path(config.chat_template_path)
     if config.sample_prompts:
         read_prompts(config.sample_prompts)
     return find(config)

@@ -42,18 +42,17 @@ class Hub:
         """Make the repository, so that what is missing is known before hours of training."""
         if not runtime.is_main():
             return
-        from huggingface_hub import constants, get_token
-
-        if constants.HF_HUB_OFFLINE:
-            self._warn("the hub is switched off (HF_HUB_OFFLINE is set)")
-        elif get_token() is None:
-            self._warn("there is no token; log in with `hf auth login`, or set HF_TOKEN")
+        if reason := _why_not():
+            self._warn(reason)
         else:
             self._start(self._create)
 
     def on_save(self, args: SFTConfig, state: Any, control: Any, **facts: Any) -> None:
         """Send the model as it is now, unless the last one is still on its way. All ranks must call it."""
-        if args.hub_strategy == "end" or any_of(int(self._busy), state.global_step, "uploads"):
+        if args.hub_strategy == "end":
+            return
+        idle = runtime.is_main() and (self._busy or _why_not() is not None)
+        if any_of(int(idle), state.global_step, "uploads"):
             return
         place = self._place
         results.export(self.trainer.loop.model, self.trainer.parts, args, place)
@@ -67,7 +66,9 @@ class Hub:
             self._flight.join()
         steps = published_steps(self._place / CHECKPOINTS)
         self._warned.clear()  # the last word is said again
-        if self._attempt(lambda: self._send(place, "the end of training", list(NEVER), steps[-1:]), place):
+        if reason := _why_not():
+            self._warn(reason, place)
+        elif self._attempt(lambda: self._send(place, "the end of training", list(NEVER), steps[-1:]), place):
             self.trainer.loop.reporter.say(f"uploaded to {self._repository}")
 
     # --- sending ----------------------------------------------------------------------------------------------------
@@ -136,3 +137,12 @@ class Hub:
             "hf upload %s %s . %s",
             self._name, reason.rstrip("."), place, shlex.quote(self._name), shlex.quote(str(place)), leave,
         )  # fmt: skip
+
+
+def _why_not() -> str | None:
+    """What makes it useless to try."""
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        return "the hub is switched off (HF_HUB_OFFLINE is set)"
+    return None if get_token() else "there is no token; log in with `hf auth login`, or set HF_TOKEN"

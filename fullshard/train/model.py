@@ -134,8 +134,8 @@ def make_room(model: Any, tokenizer: Any, added: list[str], say: Say, least: int
 
     Without values yet, new rows get theirs when the files are read; in a model in memory they start at the mean here.
     """
-    rows, size = embedding_rows(model), max(len(tokenizer), least)
-    vocabulary = tokenizer.get_vocab()
+    rows, vocabulary = embedding_rows(model), tokenizer.get_vocab()
+    size = max(len(tokenizer), least, *(i + 1 for i in vocabulary.values()))
     beyond = {token: i for token, i in vocabulary.items() if i >= rows}
     if foreign := set(beyond) - set(tokenizer.get_added_vocab()):
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""What a run starts from: a model, or an adapter to go on with and the model it was trained on. No torch."""
+"""What a run starts from: a model, or an adapter to go on with and the model it was trained on; a template of the
+user's own. Only what paths can tell: no torch."""
 
 from __future__ import annotations
 
@@ -58,3 +59,15 @@ def _check_adapter(adapter: str) -> None:
                 raise ConfigError(f"{option}: {path} has no {needs}; it holds {held}.")
     elif path.is_absolute() or adapter.startswith((".", "~")) or adapter.count("/") > 1:
         raise ConfigError(f"{option}: {path} does not exist.")
+
+
+def check_template_path(name: str) -> None:
+    """Refuse a chat_template_path that cannot be one: a Jinja file, a folder with a tokenizer, a name on the hub."""
+    path = Path(name).expanduser()
+    known = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
+    if path.is_dir() and not any((path / file).is_file() for file in known):
+        held = ", ".join(sorted(p.name for p in path.iterdir())[:6]) or "nothing"
+        raise ConfigError(f"chat_template_path: {path} has no {' or '.join(known[:2])}; it holds {held}.")
+    local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.suffix in (".jinja", ".j2")
+    if local and not path.exists():
+        raise ConfigError(f"chat_template_path: {path} does not exist; expected a Jinja file or a folder.")

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from fullshard import runtime
 from fullshard.adapters.quantize import Quantization, quantize_model
+from fullshard.adapters.token_rows import keep_tables_whole
 from fullshard.errors import WeightsError
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.fsdp.shard import broadcast
@@ -206,7 +207,9 @@ def _with_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
 
     config = PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = getattr(model, "name_or_path", None)  # where it lies now
-    return get_peft_model(model, config)
+    made = get_peft_model(model, config)
+    keep_tables_whole(made)
+    return made
 
 
 def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None]) -> nn.Module:

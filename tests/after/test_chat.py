@@ -72,6 +72,8 @@ def test_answers_are_those_of_generate(tmp_path: Path) -> None:
     speaker.model.save_pretrained(tmp_path / "packed", tokenizer=speaker.tokenizer)
     assert_talks_like(tmp_path / "packed", rounded(plain(), scheme))
     speaker = open_speaker(find(str(base)))
+    with pytest.raises(ConfigError, match=r"the conversation has 3\d\d tokens, the model 256 positions; begin anew"):
+        Chat(speaker).ask("the red bird " * 100)
     for seed in (3, 4):
         torch.manual_seed(seed)
         reply = Chat(speaker, None, LIMIT, Sampling(0.9, 0.8)).ask("salt")
@@ -117,6 +119,12 @@ def test_where_answers_end() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}</s>\n{% endfor %}"
     found = ends_of(torch.nn.Linear(1, 1), tokenizer)
     assert found.tokens == {1} and found.texts == ()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for mark, tokens, texts in (("<|im_end|> ...", {1, end}, ()), ("[end]", {1}, ("[end]",)), ("", {1}, ())):
+        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}" + mark + "\n{% endfor %}"
+        found = ends_of(torch.nn.Linear(1, 1), tokenizer)
+        assert (found.tokens, found.texts) == (tokens, texts), mark
 
 
 def test_text_appears_in_whole_characters_and_without_marks() -> None:
@@ -144,6 +152,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["chat", "MODEL", "--prompt", " "], "--prompt is empty"),
     (["export", "MODEL", "MODEL"], "exists already and is not empty"),
     (["export", "MODEL", "OUT", "--dtype", "int4"], "--dtype is 'int4'; expected one of float32"),
+    (["export", "MODEL", "OUT", "--max-shard-size", "big"], "--max-shard-size is 'big'; expected a size such as 5GB"),
     (["export", "MODEL", "OUT", "--dequantized"], "it goes with --merge"),
     (["export", "MODEL", "OUT", "--merge", "--dequantized"], "holds a whole model; there is no adapter"),
     (["export", "RUN", "OUT"], "has neither a result nor a checkpoint yet"),

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from fullshard.data import chat, encode, templates
 from fullshard.data.formats import Raw
 from fullshard.errors import ConfigError, DataError
 from tests.data import chats
-from tests.data.tiny import chat_rows, make_tokenizer
+from tests.data.tiny import chat_rows, make_tokenizer, text_rows
 
 BUILT_IN = {
     "chatml": (templates.TEMPLATES["chatml"], chats.plain(lambda role: f"<|im_start|>{role}\n", "<|im_end|>", "\n")),
@@ -52,7 +53,19 @@ def make_kind(kind: str) -> Any:
     return tokenizer
 
 
+def with_blanks_in_words() -> Any:
+    """As SentencePiece's are: blanks are written as ▁, and characters that are not known byte by byte."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    special = ["<unk>", "<s>", "</s>", "<pad>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([row["text"] for row in text_rows(200, seed=1)], trainer)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
 KINDS = {kind: make_kind(kind) for kind in ("spells", "spells trims", "marks", "marks trims")}
+KINDS["blanks"] = with_blanks_in_words()
 
 
 def byte_table() -> dict[str, int]:
@@ -70,12 +83,19 @@ def expected(tokenizer: Any, pieces: chats.Pieces) -> tuple[list[int], list[int]
     whole = "".join(text for text, _ in pieces)
     ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
     learnt = [flag for text, flag in pieces for _ in text.encode()]
-    known, at, mask = set(tokenizer.get_added_vocab()), 0, []
+    at, mask = 0, []
     for token in tokenizer.convert_ids_to_tokens(ids):
         mask.append(int(learnt[at]))
-        at += len(token.encode() if token in known else bytes(BYTES[c] for c in token))
+        at += _length(tokenizer, token)
     assert at == len(whole.encode())
     return ids, mask
+
+
+def _length(tokenizer: Any, token: str) -> int:
+    """How many bytes of the text a token stands for."""
+    if tokenizer is KINDS["blanks"]:
+        return 1 if token.startswith("<0x") else len(token.replace("\u2581", " ").encode())
+    return len(token.encode() if token in tokenizer.get_added_vocab() else bytes(BYTES[c] for c in token))
 
 
 def encoded(tokenizer: Any, row: dict[str, Any], **options: Any) -> tuple[list[int], list[int]]:
@@ -208,6 +228,15 @@ def test_what_cannot_be_told_exactly_is_refused(why: str) -> None:
     with pytest.raises(DataError, match=r"here: what the assistant says in turn \d cannot be told apart .*generation"):
         encoded(make_tokenizer(), said, template=REFUSED[why], assistant_only_loss=True)
     assert encoded(make_tokenizer(), said, template=REFUSED[why])[0], "without a mask it does not matter"
+
+
+def test_text_that_repeats_what_was_left_out_is_not_taken_for_it() -> None:
+    said = [("user", "one"), ("assistant", "two"), ("user", "two three"), ("assistant", "four")]
+    messages = tuple({"role": role, "content": content} for role, content in said)
+    with pytest.raises(DataError, match="turn 1 cannot be told apart"):
+        encoded(
+            make_tokenizer(), {"messages": messages}, template=REFUSED["later turns drop it"], assistant_only_loss=True
+        )
 
 
 def test_rows_that_a_template_refuses_can_be_skipped() -> None:

@@ -149,14 +149,19 @@ def test_ranks_share_the_same_rows(tmp_path: Path, world_size: int) -> None:
     assert merged(exchange(mine, 0, "rows")) == expected(26, True)
     # A position says nothing of ranks: after five steps of the second epoch it is this one on any number.
     there = {"epoch": 1, "page": 1, "place": PAGE, "row": 5 * BATCH - PAGE, "before": len(ROWS) + 5 * BATCH}
-    later = [own_documents(step) for step in loader.steps(17, 20, there)]
+    later = []
+    for step in loader.steps(17, 20, there):
+        later.append(own_documents(step))
+        exchange(step.number, 0, "a step, as in training")
     assert merged(exchange(later, 0, "rows")) == expected(20, True)[17:]
     exchange(None, 0, "the maker has closed")
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("packing", "drop_last"),
+    [(False, False), (True, True), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((True, False), (False, True)))],
+)
 def test_resumed_anywhere_it_goes_on_the_same(tmp_path: Path, packing: bool, drop_last: bool) -> None:
     source = file_source([write_rows(tmp_path / "train.jsonl", ROWS)])
     found = feed(source, tmp_path, packing=packing, max_length=40, drop_last=drop_last)
@@ -385,6 +390,7 @@ def test_a_resumed_streamed_run_is_as_never_stopped(tmp_path: Path, workers: int
     assert not list(tmp_path.rglob("scratch-*"))
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_the_page_size_changes_the_run(tmp_path: Path) -> None:
     few = [

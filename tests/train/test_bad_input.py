@@ -127,6 +127,7 @@ LATE: dict[str, tuple[dict[str, Any], str]] = {
     "malformed row": ({"dataset_name": "bad"}, r"bad.train\.jsonl, line 3: the text is 5; expected a string"),
     "empty data": ({"dataset_name": "blank"}, r"no documents with tokens \(left out: 1 empty\)"),
     "conversation without template": ({"dataset_name": "chats"}, "line 1: the row is a conversation, but the tokenizer has no chat"),
+    "bad template": ({"chat_template_path": "bad.jinja"}, r"bad\.jinja is not valid Jinja: line 2: "),
     "wrong tokenizer": ({"model_name_or_path": "small"}, "the tokenizer has 400 tokens, the model's embedding 300 rows"),
     "documents too long": ({"model_name_or_path": "short"}, "documents of .* tokens, LlamaForCausalLM has 8 positions"),
     "unknown target": ({"use_peft_lora": True, "lora_target_modules": "query"}, "lora_target_modules: .*Linear layers of LlamaFor.*q_proj"),
@@ -141,6 +142,9 @@ LATE: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+PATHS = ("dataset_name", "model_name_or_path", "fsdp_config", "chat_template_path")
+
+
 @pytest.fixture(scope="module")
 def late_place(place: Path) -> Path:
     write_rows(place / "bad" / "train.jsonl", [{"text": "a b"}, {"text": "c d"}, {"text": 5}])  # type: ignore[list-item]
@@ -151,6 +155,7 @@ def late_place(place: Path) -> Path:
         shutil.copytree(place / "model", place / name)
     (place / "hollow" / "model.safetensors").unlink()
     (place / "vision" / "config.json").write_text('{"model_type": "vit", "architectures": ["ViTModel"]}')
+    (place / "bad.jinja").write_text("{% for m in messages %}\n{{ m }{% endfor %}")
     (place / "layers.json").write_text('{"transformer_layer_cls_to_wrap": "BertLayer"}')
     return place
 
@@ -160,7 +165,7 @@ def late_place(place: Path) -> Path:
 def test_found_on_every_rank(case: str, late_place: Path) -> None:
     """Every rank raises the same error: none is left waiting for another."""
     changes, said = LATE[case]
-    local = {k: str(late_place / v) if isinstance(v, str) and k in ("dataset_name", "model_name_or_path", "fsdp_config") else v
+    local = {k: str(late_place / v) if isinstance(v, str) and k in PATHS else v
              for k, v in changes.items()}  # fmt: skip
     out = late_place / f"out {case}"
     flags = words(late_place, **{"output_dir": out, "progress": "quiet", **local})

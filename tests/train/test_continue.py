@@ -33,7 +33,7 @@ def test_training_goes_on_from_the_adapter_s_values(tmp_path: Path) -> None:
     first = start(tmp_path, max_steps=4)
     first.train()
     first.save_model()
-    expected = first.evaluate()["eval_loss"]
+    expected = first.evaluate(str(tmp_path / "chats" / "test.jsonl"))["eval_loss"]
     out = first.args.output_dir
     runtime.barrier()
     changes: dict[str, Any] = {"use_peft_lora": False, "lora_r": 9, "chat_template_format": "none"}
@@ -166,6 +166,14 @@ def test_bad_adapters_are_named_before_torch(place: Path, tmp_path: Path) -> Non
             r"holds an adapter, and adapter_",
         ),
         ((), r"model_name_or_path is missing"),
+        (
+            (adapter, str(place / "lora"), "--chat_template_path", "own.jinja"),
+            r"own.jinja does not exist; expected a Jinja",
+        ),
+        (
+            (adapter, str(place / "lora"), "--chat_template_path", str(place / "data")),
+            r"data has no chat_template.jinja or",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             paths(place, *words)

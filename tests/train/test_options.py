@@ -86,7 +86,14 @@ def picture(place: Path, name: str, changes: dict[str, Any], events: list[Any]) 
     """What a run did, as far as anyone can tell, times aside."""
     data = place / changes.pop("dataset_name", "data")
     values = {**BASE, "output_dir": str(place / f"out {name}"), **changes}
-    for key in ("tokenizer_name_or_path", "cache_dir", "output_dir", "fsdp_config", "sample_prompts", "chat_template_path"):
+    for key in (
+        "tokenizer_name_or_path",
+        "cache_dir",
+        "output_dir",
+        "fsdp_config",
+        "sample_prompts",
+        "chat_template_path",
+    ):
         if key in values and "/" not in str(values[key]):
             values[key] = str(place / values[key])
     events.clear()
