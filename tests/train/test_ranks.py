@@ -74,7 +74,9 @@ def check(strategy: str, kind: str, packing: bool, world: int, folder: Path) -> 
     assert trainer.model.plan.strategy == strategy
     ours = losses(trainer)
     alone = (
-        one_device(model(kind), trainer.parts.train, trainer.loop.loader.feed.order, config) if runtime.is_main() else None
+        one_device(model(kind), trainer.parts.train, trainer.loop.loader.feed.order, config)
+        if runtime.is_main()
+        else None
     )
     alone = exchange(alone, 0, "oracle", watched=False)[0]
     assert alone is not None and alone[0] - alone[-1] > 0.05, "a curve that goes nowhere shows nothing"
