@@ -15,7 +15,7 @@ help:
 	@echo "make test-all     the same with the slow tests"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        run the benchmarks"
-	@echo "make clean        remove .venv and caches"
+	@echo "make clean        remove .venv, caches and what the quickstart wrote"
 
 quickstart:
 	@$(ENVIRONMENT); $$py -m quickstart.run
@@ -38,5 +38,5 @@ bench:
 	$$py -m torch.distributed.run --nproc_per_node 1 benchmarks/weights_gpu.py; fi
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info quickstart/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import textwrap
 import types
@@ -20,6 +21,7 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 
+Config = typing.TypeVar("Config", bound=typing.Any)
 TRUE, FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
 
 
@@ -85,6 +87,22 @@ def option(default: Any = None, **about: Any) -> Any:
     if callable(default):
         return dataclasses.field(default_factory=default, metadata={"option": about})
     return dataclasses.field(default=default, metadata={"option": about})
+
+
+def takes_other_names(config: Config) -> Config:
+    """A configuration class whose options may be given to it by any of their names, as in files."""
+    plain = config.__init__
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        names = {name: one.name for one in options_of(config) for name in (*one.names, one.name)}
+        for name in given:
+            if name not in names:
+                raise ConfigError(f"unknown setting {name!r}{nearest(name, names)}")
+        plain(self, *args, **{names[name]: value for name, value in given.items()})
+
+    config.__init__ = init
+    return config
 
 
 _known: dict[type, tuple[Option, ...]] = {}

@@ -190,8 +190,8 @@ def following() -> list[tuple[str, str]]:
     again = f"{fullshard} sft {shown(SETTINGS)} --use_cpu"
     return [
         (f"{fullshard} chat {shown(RUN)}", "Talk to it. It knows its small world only: ask about Mara, or 7 plus 5."),
-        (f"{again} --num_processes 2{more}--output_dir {out}/qlora --use_4bit_quantization "
-         "--bnb_4bit_compute_dtype float32", "QLoRA: the model frozen in 4 bits, the same adapter beside it."),
+        (f"{again} --num_processes 2{more}--output_dir {out}/qlora --use_4bit_quantization",
+         "QLoRA: the model frozen in 4 bits, the same adapter beside it."),
         (f"{again} --num_processes 4{more}--output_dir {out}/four --per_device_train_batch_size 8",
          "Four processes. The same rows make up a step, so the losses are the same."),
         (f"{fullshard} export {shown(RUN)} {out}/merged --merge --dtype bfloat16",

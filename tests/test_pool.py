@@ -85,6 +85,7 @@ def one_rank_fails_before_a_collective() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_a_failed_one_do_not_hide_it() -> None:
     before = pool(2)
     started = time.monotonic()
@@ -138,6 +139,7 @@ def leaves_a_collective_behind() -> None:
         dist.all_reduce(torch.ones(3), async_op=True)
 
 
+@pytest.mark.slow
 def test_ranks_out_of_step_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.pool.SYNC_WITHIN", 2.0)
     assert "left its ranks out of step" in outcome_of(leaves_a_collective_behind)

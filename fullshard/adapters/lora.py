@@ -81,7 +81,7 @@ def quantization(
     use_4bit_quantization: bool = False,
     use_8bit_quantization: bool = False,
     use_nested_quant: bool = False,
-    bnb_4bit_compute_dtype: str = "float16",
+    bnb_4bit_compute_dtype: str = "auto",
     bnb_4bit_quant_storage_dtype: str = "uint8",
     bnb_4bit_quant_type: str = "nf4",
 ) -> Quantization | None:
@@ -95,7 +95,7 @@ def quantization(
             "load_in_4bit": use_4bit_quantization,
             "load_in_8bit": use_8bit_quantization,
             "bnb_4bit_use_double_quant": use_nested_quant,
-            "bnb_4bit_compute_dtype": bnb_4bit_compute_dtype,
+            "bnb_4bit_compute_dtype": None if bnb_4bit_compute_dtype == "auto" else bnb_4bit_compute_dtype,
             "bnb_4bit_quant_storage": bnb_4bit_quant_storage_dtype,
             "bnb_4bit_quant_type": bnb_4bit_quant_type,
         }

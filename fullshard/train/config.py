@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fullshard.errors import ConfigError
-from fullshard.options import as_list, option, options_of
+from fullshard.options import as_list, option, options_of, takes_other_names
 
 SAME_LENGTH = ("max_seq_length", "max_length")
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
@@ -25,6 +25,7 @@ def _named(default: Any, *others: str, **about: Any) -> Any:
     return option(default, aliases=others, flags=others, **about)
 
 
+@takes_other_names
 @dataclass
 class SFTConfig:
     """Settings of a fine-tuning run."""
@@ -66,8 +67,8 @@ class SFTConfig:
     """Hold the frozen model in 8 bits. Not offered; use 4 bits."""
     use_nested_quant: bool = False
     """Quantise the scales of a 4-bit model as well: 4.127 instead of 4.5 bits per weight."""
-    bnb_4bit_compute_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
-    """The dtype a 4-bit model multiplies in."""
+    bnb_4bit_compute_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """The dtype a 4-bit model multiplies in; auto is the one that the run computes in."""
     bnb_4bit_quant_storage_dtype: Literal["uint8", "float16", "bfloat16", "float32"] = "uint8"
     """What stands beside the 4-bit weights: bfloat16 trains in bf16 throughout, float32 keeps the rest wide, uint8
     leaves it as in the files. The packed values themselves are bytes whatever it says."""

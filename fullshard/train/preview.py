@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from fullshard.train.arguments import check_paths
 from fullshard.train.batches import make_table
 from fullshard.train.config import SFTConfig
 from fullshard.train.model import read_tokenizer
+from fullshard.train.start import starting_point
 
 LEARNT, READ, SPECIAL, BORDER = "bold green", "dim", "cyan", "yellow"
 OPEN, CLOSE = "⟦", "⟧"
@@ -37,7 +39,8 @@ def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
     """What `fullshard sft … --preview` does. One process; nothing is written but the token cache."""
     console = Console(highlight=False)
     data = check_paths(config)
-    tokenizer = read_tokenizer(config, config.model_name_or_path)
+    model, adapter = starting_point(config.model_name_or_path, config.adapter_name_or_path)
+    tokenizer = read_tokenizer(config, model, Path(adapter).expanduser() if adapter is not None else None)
     prepared = prepare_tokenizer(tokenizer, config.chat_template_format, config.chat_template_path)
     for note in (*notes, *prepared.notes):
         console.print(f"note: {note}", style=READ, markup=False)

@@ -27,9 +27,7 @@ DEFAULT = {
     ("FULL_SHARD", "kept", True, True),
     ("FULL_SHARD", "", False, False),
     ("SHARD_GRAD_OP", "reentrant", False, True),
-    ("NO_SHARD", "", True, True),
     ("HYBRID_SHARD", "kept", False, True),
-    ("HYBRID_SHARD_ZERO2", "", True, False),
 }
 
 

@@ -231,6 +231,8 @@ def test_talking_on_a_terminal(tmp_path: Path) -> None:
         terminal.until(word)
         os.kill(terminal.process, signal.SIGINT)
         terminal.until("(stopped)")
+        terminal.until("> ")
+        time.sleep(0.5)  # readline takes over after it has printed the prompt
         os.kill(terminal.process, signal.SIGINT)
         terminal.until("(/exit or Ctrl-D leaves)")
         terminal.type(f"/save {tmp_path / 'talk.jsonl'}\n")

@@ -513,6 +513,7 @@ def test_names_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [("me/it", "small", split, streaming) for streaming in (False, True) for split in ("train", "test")]
     find._load.cache_clear()
     monkeypatch.undo()
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)  # whatever the tests run under
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *given, **more: 1 / 0)  # no answer at all
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *_, **__: text_rows(1) if datasets.config.HF_HUB_OFFLINE else None

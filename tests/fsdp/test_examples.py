@@ -22,7 +22,7 @@ def _run(name, *arguments):
     return "\n".join(said)
 
 
-@ranks(1, 4)
+@ranks(2)
 def test_the_guides_examples():
     said = _run("fsdp_train.py")
     losses = set(re.findall(r"loss (\S+ → \S+)", said))
@@ -30,7 +30,7 @@ def test_the_guides_examples():
     assert "laid out as ('fsdp', None, None)" in said
 
 
-@ranks(1, 2, 4)
+@ranks(1, 4)
 def test_a_hugging_face_llama():
     said = _run("llama_fsdp.py", "--steps", "3")
     # The seed and the global batch are the same at any number of ranks, so these are, too.

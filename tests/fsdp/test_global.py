@@ -84,7 +84,7 @@ def _assert_same(model, batch_spec, mesh, steps=3):
 
 
 @ranks(2)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("SHARD_GRAD_OP", marks=pytest.mark.slow), "NO_SHARD"])
 @pytest.mark.parametrize("policy", [None, transformer_auto_wrap_policy], ids=["none", "transformer"])
 def test_sharded_input_gives_the_global_loss(strategy, policy):
     mesh = _mesh((2, 1), ("fsdp", "model"))

@@ -48,6 +48,7 @@ def test_a_wait_is_reported_within_ten_seconds():
     assert watch.REPORT_AFTER + 3 * watch.POLL < 10
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_slow_rank_is_reported_and_left_alone():
     model = FSDPv2(Stack(), mesh_for("FULL_SHARD"), auto_wrap_policy={Block}, small_parameter_bytes=0)

@@ -82,8 +82,10 @@ PROGRAMS = {
 
 
 @ranks(4)
-@pytest.mark.parametrize("program", PROGRAMS)
-@settings(max_examples=2)
+@pytest.mark.parametrize(
+    "program", ["matmul", "softmax", "layer norm", "embedding", "cross-entropy", "means", "slices"]
+)
+@settings(max_examples=3)
 @given(problem=problems())
 def test_programs_equal_one_device(program, problem):
     _equal_one_device(program, problem)

@@ -49,7 +49,7 @@ def test_defaults_of_the_guide_s_script() -> None:
     config = SFTConfig()
     assert (config.lora_r, config.lora_alpha, config.lora_dropout) == (64, 16, 0.1)
     assert config.lora_target_modules == "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
-    assert (config.bnb_4bit_compute_dtype, config.bnb_4bit_quant_storage_dtype) == ("float16", "uint8")
+    assert (config.bnb_4bit_compute_dtype, config.bnb_4bit_quant_storage_dtype) == ("auto", "uint8")
     assert (config.bnb_4bit_quant_type, config.chat_template_format, config.splits) == ("nf4", "none", "train,test")
 
 
@@ -149,3 +149,10 @@ def test_a_folder_with_an_earlier_run(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     prepare_folder(SFTConfig(output_dir=str(tmp_path / "out"), overwrite=True))
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["notes.txt"], "nothing but what a run writes is removed"
+
+
+def test_other_names_work_in_a_script_too() -> None:
+    named = SFTConfig(max_length=77, evaluation_strategy="epoch", dtype="bfloat16")  # type: ignore[call-arg]
+    assert (named.max_seq_len, named.eval_strategy, named.torch_dtype) == (77, "epoch", "bfloat16")
+    with pytest.raises(ConfigError, match="unknown setting 'learnin_rate'; did you mean learning_rate"):
+        SFTConfig(learnin_rate=1)  # type: ignore[call-arg]

@@ -61,7 +61,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "sample_max_new_tokens": ({**EVALUATES, "eval_samples": 1}, 3),
     "push_to_hub": ({}, True), "hub_strategy": ({"push_to_hub": True}, "end"), "fsdp": ({}, "shard_grad_op"), "fsdp_config": ({}, "section.json"), "ddp_timeout": ({}, 77.0),
     "progress": ({}, "json"), "log_level": ({}, "error"), "adapter_dtype": (LORA, "bfloat16"),
-    "bnb_4bit_compute_dtype": (QLORA, "float32"), "bnb_4bit_quant_storage_dtype": (QLORA, "float16"),
+    "bnb_4bit_compute_dtype": (QLORA, "bfloat16"), "bnb_4bit_quant_storage_dtype": (QLORA, "float16"),
     "bnb_4bit_quant_type": (QLORA, "fp4"),
 }  # fmt: skip
 ELSEWHERE = {

@@ -36,7 +36,7 @@ def rounded(model: Any, config: Any) -> Any:
 
 
 @ranks(2)
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_losses_of_one_device(packing: bool, tmp_path: Path) -> None:
     config = settings(
         tmp_path, packing=packing, lr_scheduler_type="cosine", warmup_steps=3, weight_decay=0.01, **global_batch(2),

@@ -43,7 +43,7 @@ def lora_model() -> Any:
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", ["full", "lora with dropout"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "lora with dropout"])
 def test_stopped_in_mid_epoch_and_resumed_is_as_never_stopped(kind: str, tmp_path: Path) -> None:
     """The data has five and a bit steps an epoch; the run is stopped at step 7 of 12 and goes on in new objects."""
 

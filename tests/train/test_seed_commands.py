@@ -91,8 +91,9 @@ def make_place(place: Path) -> None:
 
 
 def config_file(place: Path, four_bits: bool) -> list[str]:
-    (place / "fsdp_config.yaml").write_text(QLORA_CONFIG if four_bits else LORA_CONFIG)
-    return ["--config_file", str(place / "fsdp_config.yaml"), "--num_processes", "2", "--use_cpu"]
+    file = place / f"fsdp_config-{runtime.rank()}.yaml"  # each rank its own: none reads what another is writing
+    file.write_text(QLORA_CONFIG if four_bits else LORA_CONFIG)
+    return ["--config_file", str(file), "--num_processes", "2", "--use_cpu"]
 
 
 @ranks(2)

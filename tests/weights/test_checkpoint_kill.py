@@ -71,13 +71,10 @@ def _killed(job, *args):
 @pytest.mark.parametrize(
     ("at", "who", "background"),
     [
-        ("start", 1, False),
         ("inside a file", 0, True),
         ("file", 1, False),
-        ("manifest", 0, False),
         ("publish", 0, True),
         ("published", 0, False),
-        ("removing", 0, False),
     ],
 )
 def test_killed_at_a_stage(tmp_path, at, who, background):

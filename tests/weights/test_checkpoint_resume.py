@@ -14,13 +14,14 @@ from tests.weights.resume_programs import Case, Training, assert_same_bits
 BEFORE, AFTER = 5, 5
 CASES = [
     *(Case(strategy, background=i % 2 == 1) for i, strategy in enumerate(STRATEGIES)),
-    Case("FULL_SHARD", offload=True, optimizer="sgd"),
-    Case("HYBRID_SHARD", "frozen", "factored", background=True),
     Case("SHARD_GRAD_OP", "llama", "foreach", precision="bf16"),
     Case("FULL_SHARD", "lora", background=True),
-    Case("FULL_SHARD", "parallel", "fused"),
 ]
 ALL = [
+    Case("FULL_SHARD", offload=True, optimizer="sgd"),
+    Case("HYBRID_SHARD", "frozen", "factored", background=True),
+    Case("FULL_SHARD", "parallel", "fused"),
+] + [
     Case(strategy, model, optimizer, offload, background)
     for strategy in STRATEGIES
     for model, optimizer in (("stack", "adamw"), ("frozen", "fused"), ("llama", "foreach"), ("lora", "adamw"))
@@ -98,17 +99,18 @@ def test_every_training_continues_bit_for_bit(halves, case, world):
 
 MOVED = [
     (Case("FULL_SHARD"), 1, Case("FULL_SHARD"), 2),
-    (Case("FULL_SHARD"), 2, Case("NO_SHARD"), 1),
     (Case("FULL_SHARD"), 2, Case("HYBRID_SHARD"), 4),
     (Case("HYBRID_SHARD"), 4, Case("SHARD_GRAD_OP"), 2),
+    (Case("FULL_SHARD", "parallel"), 4, Case("FULL_SHARD", "parallel"), 2),
+]
+EVERYWHERE = [
+    (Case("FULL_SHARD"), 2, Case("NO_SHARD"), 1),
     (Case("NO_SHARD"), 4, Case("HYBRID_SHARD"), 1),
     (Case("HYBRID_SHARD_ZERO2"), 2, Case("HYBRID_SHARD_ZERO2"), 4),
-    (Case("FULL_SHARD", "parallel"), 4, Case("FULL_SHARD", "parallel"), 2),
     (Case("FULL_SHARD", "parallel"), 2, Case("FULL_SHARD", "parallel"), 1),
     (Case("FULL_SHARD", "parallel"), 1, Case("FULL_SHARD", "parallel", offload=True), 4),
     (Case("FULL_SHARD", "frozen", "factored"), 4, Case("HYBRID_SHARD", "frozen", "factored"), 2),
-]
-EVERYWHERE = [
+] + [
     (Case(before, "llama"), n, Case(after, "llama"), m)
     for n in (1, 2, 4)
     for m in (1, 2, 4)
