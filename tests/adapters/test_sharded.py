@@ -26,8 +26,7 @@ CASES = list(itertools.product(STRATEGIES, ["", "kept", "reentrant"], [False, Tr
 DEFAULT = {
     ("FULL_SHARD", "kept", True, True),
     ("FULL_SHARD", "", False, False),
-    ("SHARD_GRAD_OP", "reentrant", False, True),
-    ("HYBRID_SHARD", "kept", False, True),
+    ("HYBRID_SHARD", "reentrant", False, True),
 }
 
 

@@ -8,6 +8,7 @@ import pty
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fullshard import cli
 from fullshard.adapters.groups import Scheme
 from fullshard.after.chat import Chat, _Pieces
 from fullshard.after.place import find
@@ -176,21 +176,13 @@ def test_wrong_words_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class Terminal:
-    """The command on a terminal of its own, in a process forked from this one."""
+    """The command on a terminal of its own. A fresh process: one forked from here would wait for threads it lacks."""
 
     def __init__(self, *words: str) -> None:
-        self.process, self.end = pty.fork()
-        if self.process == 0:
-            try:
-                sys.argv = ["fullshard", *words]
-                sys.stdin = os.fdopen(0)
-                sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-                cli.main()
-                os._exit(0)
-            except SystemExit as left:
-                os._exit(int(left.code or 0))
-            except BaseException:
-                os._exit(70)
+        self.end, side = pty.openpty()
+        command = [sys.executable, "-m", "fullshard", *words]
+        self.process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, start_new_session=True)
+        os.close(side)
         self.said = ""
 
     def until(self, text: str, within: float = 50.0) -> str:
@@ -206,13 +198,21 @@ class Terminal:
         before, _, self.said = self.said.partition(text)
         return before
 
+    def prompt(self) -> None:
+        """Wait for the prompt, and for readline, which takes over the terminal's keys after printing it."""
+        self.until("> ")
+        time.sleep(0.5)
+
     def type(self, text: str) -> None:
         os.write(self.end, text.encode())
 
-    def code(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.end)
 
 
+@pytest.mark.slow
 def test_talking_on_a_terminal(tmp_path: Path) -> None:
     """Commands, an answer that is stopped with Ctrl-C, Ctrl-C and Ctrl-D at the prompt."""
     base = chat_model(tmp_path / "base", max_position_embeddings=100_000)
@@ -229,20 +229,20 @@ def test_talking_on_a_terminal(tmp_path: Path) -> None:
         first = tokenizer.decode(expected(plain, tokenizer, messages), skip_special_tokens=True)
         word = max("".join(c if c.isascii() and c.isalnum() else " " for c in first).split(), key=len)
         terminal.until(word)
-        os.kill(terminal.process, signal.SIGINT)
+        terminal.process.send_signal(signal.SIGINT)
         terminal.until("(stopped)")
-        terminal.until("> ")
-        time.sleep(0.5)  # readline takes over after it has printed the prompt
-        os.kill(terminal.process, signal.SIGINT)
+        terminal.prompt()
+        terminal.process.send_signal(signal.SIGINT)
         terminal.until("(/exit or Ctrl-D leaves)")
         terminal.type(f"/save {tmp_path / 'talk.jsonl'}\n")
         terminal.until("added 2 turns")
         terminal.type("/nothing\n")
         terminal.until("/nothing is no command")
+        terminal.prompt()
         terminal.type("\x04")
-        assert terminal.code() == 0
+        assert terminal.process.wait(60) == 0
     finally:
-        os.close(terminal.end)
+        terminal.close()
     (row,) = (json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines())
     said, first = (text.rstrip("\ufffd") for text in (row["messages"][2]["content"], first))
     assert row["messages"][:2] == messages and word in said

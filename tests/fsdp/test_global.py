@@ -120,6 +120,7 @@ def test_tensor_parallel_parameters_are_sharded_over_fsdp_besides(checkpointed):
     _assert_same(model, ("fsdp", None), mesh)
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_extra_data_axis_splits_the_batch_over_both_axes():
     mesh = _mesh((2, 2), ("data", "fsdp"))

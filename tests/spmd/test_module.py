@@ -108,8 +108,9 @@ def test_an_undistributed_module_takes_sharded_input():
     torch.testing.assert_close(got.full_tensor(), expected)
 
 
+@pytest.mark.slow
 @ranks(4)
-@pytest.mark.parametrize("batch", [pytest.param(8, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("batch", [8, 6])
 def test_a_resnet_with_its_batch_split_equals_one_device(batch):
     resnet = example("resnet_data_parallel")
     mesh = xs.get_1d_mesh("data")
