@@ -289,7 +289,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         ("one raises while one waits", (1, 1)),
         pytest.param("one is killed", (0, -9), marks=pytest.mark.slow),
         pytest.param("both raise with unlike work pending", (1, 1), marks=pytest.mark.slow),
-        ("one raises while the other is elsewhere", (1, None)),
+        pytest.param("one raises while the other is elsewhere", (1, None), marks=pytest.mark.slow),
     ],
 )
 def test_no_rank_hangs_when_they_part(way: str, codes: tuple[int | None, ...]) -> None:

@@ -72,6 +72,7 @@ def test_a_slow_rank_is_reported_and_left_alone():
     assert watch._here.verdict == ""
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_rank_that_never_comes_is_given_up_at_the_timeout():
     model = FSDPv2(Stack(), mesh_for("FULL_SHARD"), timeout=2.0)
