@@ -8,6 +8,11 @@ plain `assert`s and keep their traceback.
 from __future__ import annotations
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in one line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class UserError(Exception):
     """Something the user can put right; the message says how."""
 

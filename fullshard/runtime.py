@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard.errors import RuntimeSetupError, UnsupportedError
+from fullshard.errors import RuntimeSetupError, UnsupportedError, first_line
 from fullshard.launcher import (
     DEVICE_VARIABLE,
     INIT_TIMEOUT_VARIABLE,
@@ -110,7 +110,7 @@ def _init_group(launch: Launch, backend: str, seconds: float) -> None:
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, RuntimeSetupError):
             raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise RuntimeSetupError(
             f"Rank {launch.rank} of {launch.world_size} could not join the process group at {launch.master} "
             f"(MASTER_ADDR:MASTER_PORT) with backend {backend}, within {seconds:g} s: {reason}. Check that every node "

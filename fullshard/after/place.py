@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fullshard.errors import ConfigError
+from fullshard.paths import held
 from fullshard.train.folder import CHECKPOINTS, SETTINGS, read_settings
 from fullshard.weights.adapter_config import WEIGHTS, is_adapter, read_config
 from fullshard.weights.manifest import MANIFEST, published_steps, read_manifest, step_name
@@ -98,10 +99,9 @@ def _from_files(path: Path) -> Place:
         )
     if run is not None:
         raise ConfigError(f"{path} is a run that has neither a result nor a checkpoint yet.")
-    held = ", ".join(sorted(p.name for p in path.iterdir())[:6]) or "nothing"
     raise ConfigError(
         f"{path} holds neither a model (config.json and safetensors files) nor an adapter (adapter_config.json and "
-        f"{WEIGHTS}) nor a checkpoint; it holds {held}."
+        f"{WEIGHTS}) nor a checkpoint; it holds {held(path)}."
     )
 
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from fullshard import runtime
 from fullshard.adapters import lora
 from fullshard.after.place import Place
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, first_line
 from fullshard.train.answer import Ends, ends_of
 from fullshard.train.loss import causal
 from fullshard.train.model import embedding_rows
@@ -61,8 +61,7 @@ def open_speaker(
     try:
         tokenizer = AutoTokenizer.from_pretrained(place.tokenizer)
     except Exception as error:  # damaged files give errors of every kind
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"no tokenizer could be read from {place.tokenizer}: {reason}") from None
+        raise ConfigError(f"no tokenizer could be read from {place.tokenizer}: {first_line(error)}") from None
     quantization, kept = _quantization(place, four_bits)
     options = {
         "dtype": kept if kept is not None and dtype == "auto" else dtype,

@@ -19,7 +19,7 @@ from fullshard.data.files import check_kind, kind_of, stem_of
 from fullshard.data.formats import Reading, understand
 from fullshard.data.rows import Place, Raw, names, short
 from fullshard.data.sources import Source, file_source, row_source
-from fullshard.errors import DataError
+from fullshard.errors import DataError, first_line
 
 Splits = tuple[Source, Source | None]
 """The training and the evaluation data of a data set."""
@@ -239,4 +239,4 @@ def _unreachable(name: str) -> str | None:
 
 
 def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")
+    return first_line(error)[:200].rstrip(".")

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from typing import Any
+
+from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from fullshard import runtime
+from fullshard.weights.progress import Moving, shown_as
 
 SAYS_EVERY = 10.0
 """Seconds between plain lines; shorter work says nothing."""
 
 
-class Tally:
+class Tally(Moving):
     """Counts rows and tokens and shows them as the option `progress` says; it is gone when all is done."""
 
     def __init__(self, name: str, progress: str) -> None:
         self.name, self.rows, self.tokens = name, 0, 0
-        speaks = runtime.is_main() and progress not in ("json", "quiet")
-        live = sys.stdout.isatty() if progress == "auto" else progress == "live"
+        mode = shown_as(progress) if runtime.is_main() else "quiet"
         self._began = self._said = time.monotonic()
-        self._plain = speaks and not live
-        self._bar: Any = None
-        if speaks and live:
-            from rich.progress import Progress, SpinnerColumn, TextColumn
-
+        self._plain = mode == "plain"
+        if mode == "live":
             self._bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), transient=True)
             self._task = self._bar.add_task(f"tokenising {name}", total=None)
 
@@ -39,12 +36,3 @@ class Tally:
     def _line(self) -> str:
         rate = self.tokens / max(1e-9, time.monotonic() - self._began)
         return f"tokenising {self.name}: {self.rows:,} rows, {self.tokens:,} tokens, {rate:,.0f} tok/s"
-
-    def __enter__(self) -> Tally:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()

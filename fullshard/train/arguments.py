@@ -14,6 +14,7 @@ from fullshard.data.formats import reading_of
 from fullshard.data.sources import Source, chain, mix
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, options_of, parse_flags
+from fullshard.paths import held, looks_local
 from fullshard.train.config import SFTConfig
 from fullshard.train.prompts import read_prompts
 from fullshard.train.start import check_template_path, starting_point
@@ -113,11 +114,9 @@ def _weights(text: str | None, names: list[str]) -> list[float]:
 
 def check_model_folder(name: str, option: str = "model_name_or_path", needs: str = "config.json") -> None:
     path = Path(name).expanduser()
-    looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if path.is_dir() and not (path / needs).is_file():
-        held = ", ".join(sorted(p.name for p in path.iterdir())[:6]) or "nothing"
-        raise ConfigError(f"{option}: {path} has no {needs}; it holds {held}.")
+        raise ConfigError(f"{option}: {path} has no {needs}; it holds {held(path)}.")
     if path.is_file():
         raise ConfigError(f"{option}: {path} is a file; expected the folder that holds {needs}.")
-    if looks_local and not path.exists():
+    if looks_local(name) and not path.exists():
         raise ConfigError(f"{option}: {path} does not exist.")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard import runtime
+from fullshard.errors import first_line
 from fullshard.train import results
 from fullshard.train.config import SFTConfig
 from fullshard.train.folder import CHECKPOINTS
@@ -93,8 +94,7 @@ class Hub:
         try:
             work()
         except Exception as error:
-            lines = str(error).strip().splitlines()
-            self._warn(lines[0] if lines else type(error).__name__, place)
+            self._warn(first_line(error), place)
             return False
         return True
 

@@ -22,6 +22,7 @@ from fullshard import runtime
 from fullshard.train.boards import Board, Opens, attempt, none
 from fullshard.train.samples import FILE as SAMPLES
 from fullshard.train.samples import Sample
+from fullshard.weights.progress import shown_as
 
 FILE = "metrics.jsonl"
 PROMPT_SHOWN = 300
@@ -58,8 +59,7 @@ class Reporter:
     def __init__(self, folder: Path, total: int, progress: str, boards: Opens = none) -> None:
         self.folder, self.total = folder, total
         self.speaks = runtime.is_main()
-        live = sys.stdout.isatty() if progress == "auto" else progress == "live"
-        self.mode = progress if progress in ("json", "quiet") else "live" if live else "plain"
+        self.mode = shown_as(progress)
         self.history: list[dict[str, Any]] = []
         self.answers: list[dict[str, Any]] = []
         """The samples so far, as in their file; on the first rank."""

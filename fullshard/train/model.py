@@ -19,7 +19,7 @@ from fullshard.adapters.quantize import Quantization, quantize_model
 from fullshard.adapters.token_rows import plain_layer
 from fullshard.data.templates import prepare_tokenizer
 from fullshard.data.tokens import TokenTable
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, first_line
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
@@ -41,7 +41,7 @@ def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | 
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer could be read from {str(source)!r}: {_first_line(error)}") from None
+        raise ConfigError(f"no tokenizer could be read from {str(source)!r}: {first_line(error)[:200]}") from None
 
 
 def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
@@ -51,7 +51,7 @@ def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
     try:
         shape = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no model configuration could be read from {folder}: {_first_line(error)}") from None
+        raise ConfigError(f"no model configuration could be read from {folder}: {first_line(error)[:200]}") from None
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
         say(f"{folder} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")
@@ -212,7 +212,3 @@ def local_folder(model: Any) -> str | None:
     """Where a model's base lies, for cards and adapters."""
     name = getattr(model.config, "_name_or_path", None)
     return str(Path(name)) if name and Path(name).exists() else name or None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

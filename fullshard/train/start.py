@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError
+from fullshard.paths import held, looks_local
 from fullshard.weights.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
 
 
@@ -40,8 +41,7 @@ def base_of_adapter(adapter: str | Path) -> str | None:
     base = read_config(adapter).get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise ConfigError(f"{adapter} does not say which model it was trained on; name it with model_name_or_path.")
-    looks_local = base.startswith(("/", ".", "~")) or base.count("/") > 1
-    if looks_local and not Path(base).expanduser().exists():
+    if looks_local(base) and not Path(base).expanduser().exists():
         raise ConfigError(
             f"{adapter} was trained on {base}, which is not here; name the model's folder with model_name_or_path."
         )
@@ -53,11 +53,10 @@ def _check_adapter(adapter: str) -> None:
     if path.is_file():
         raise ConfigError(f"{option}: {path} is a file; expected the folder that holds {CONFIG}.")
     if path.is_dir():
-        held = ", ".join(sorted(p.name for p in path.iterdir())[:6]) or "nothing"
         for needs in (CONFIG, WEIGHTS):
             if not (path / needs).is_file():
-                raise ConfigError(f"{option}: {path} has no {needs}; it holds {held}.")
-    elif path.is_absolute() or adapter.startswith((".", "~")) or adapter.count("/") > 1:
+                raise ConfigError(f"{option}: {path} has no {needs}; it holds {held(path)}.")
+    elif looks_local(adapter):
         raise ConfigError(f"{option}: {path} does not exist.")
 
 
@@ -66,8 +65,6 @@ def check_template_path(name: str) -> None:
     path = Path(name).expanduser()
     known = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
     if path.is_dir() and not any((path / file).is_file() for file in known):
-        held = ", ".join(sorted(p.name for p in path.iterdir())[:6]) or "nothing"
-        raise ConfigError(f"chat_template_path: {path} has no {' or '.join(known[:2])}; it holds {held}.")
-    local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.suffix in (".jinja", ".j2")
-    if local and not path.exists():
+        raise ConfigError(f"chat_template_path: {path} has no {' or '.join(known[:2])}; it holds {held(path)}.")
+    if (looks_local(name) or path.suffix in (".jinja", ".j2")) and not path.exists():
         raise ConfigError(f"chat_template_path: {path} does not exist; expected a Jinja file or a folder.")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import WeightsError
+from fullshard.paths import held
 from fullshard.weights.adapter_config import WEIGHTS, read_config
 from fullshard.weights.files import Source
 from fullshard.weights.locate import open_source
@@ -23,8 +24,8 @@ TABLES = {"embed_tokens", "lm_head"}
 def open_adapter(folder: str | Path) -> Source:
     place = Path(folder)
     if not (place / WEIGHTS).is_file():
-        held = ", ".join(sorted(p.name for p in place.iterdir())[:6]) if place.is_dir() else "nothing"
-        raise WeightsError(f"{place} holds no adapter: it has no {WEIGHTS} (it holds {held or 'nothing'})")
+        there = held(place) if place.is_dir() else "nothing"
+        raise WeightsError(f"{place} holds no adapter: it has no {WEIGHTS} (it holds {there})")
     return open_source(place / WEIGHTS)
 
 

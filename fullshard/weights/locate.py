@@ -11,6 +11,7 @@ from typing import Any
 
 from fullshard import runtime
 from fullshard.errors import WeightsError
+from fullshard.weights.adapter_config import CONFIG
 from fullshard.weights.files import Source
 from fullshard.weights.report import together
 
@@ -46,7 +47,7 @@ def weight_files(path: Path) -> list[Path]:
     found = sorted(path.glob("*.safetensors"))
     if len(indexes) == 1:
         return _indexed(indexes[0])
-    if found and not (path / "adapter_config.json").exists() and not (path / "manifest.json").exists():
+    if found and not (path / CONFIG).exists() and not (path / "manifest.json").exists():
         return found
     raise WeightsError(_nothing_here(path))
 
@@ -75,9 +76,9 @@ def _nothing_here(path: Path) -> str:
             f"{path} is a training checkpoint, not a model. Resume from it with fullshard.load_state or "
             f"CheckpointManager.restore, or turn it into a model: fullshard merge-weights {path} OUT"
         )
-    if (path / "adapter_config.json").exists():
+    if (path / CONFIG).exists():
         try:
-            base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+            base = json.loads((path / CONFIG).read_text()).get("base_model_name_or_path")
         except (OSError, ValueError):
             base = None
         return (

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import runtime
-from fullshard.errors import CheckpointError, FSDPError, UserError
+from fullshard.errors import CheckpointError, FSDPError, UserError, first_line
 from fullshard.fsdp import watch
 from fullshard.fsdp.comm import new_group
 
@@ -101,7 +101,7 @@ def exchange(value: T, step: int, what: str, *, watched: bool = True) -> list[T]
 
 def lost(what: str, error: Exception) -> CheckpointError:
     """The error for a connection to another rank that is gone."""
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = first_line(error)
     return CheckpointError(
         f"rank {runtime.rank()} cannot go on in {what}: another rank has failed or exited; its own output says why "
         f"({reason})"

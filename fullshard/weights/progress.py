@@ -1,8 +1,10 @@
-"""How far loading or writing has come: a bar with bytes and rate on the first rank's terminal, nothing elsewhere."""
+"""How far work has come: lines that move on the first rank's terminal and go away; for loading and writing a bar with
+bytes and rate. What else there is to show is its owner's business."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -10,12 +12,32 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from fullshard import runtime
 
 
-class Bar:
-    """A progress bar that goes away when it is done."""
+def shown_as(progress: str) -> str:
+    """What the option `progress` comes to here: live, plain, json or quiet."""
+    live = sys.stdout.isatty() if progress == "auto" else progress == "live"
+    return progress if progress in ("json", "quiet") else "live" if live else "plain"
+
+
+class Moving:
+    """Something that moves on the terminal, where there is one, and goes away when it is done."""
+
+    _bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class Bar(Moving):
+    """A progress bar."""
 
     def __init__(self, what: str, total: int, wanted: bool = True):
         console = Console(stderr=True)
-        self._bar: Progress | None = None
         if wanted and runtime.is_main() and console.is_terminal:
             columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=console, transient=True)
@@ -24,12 +46,3 @@ class Bar:
     def at(self, done: int) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
-
-    def __enter__(self) -> Bar:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()

@@ -7,6 +7,7 @@ quantised and unpacked again, those that lie there in 4 bits are unpacked.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,8 +27,9 @@ class _Whole(Reader):
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype):
         self.shape, self.dtype = shape, dtype
 
+    @abstractmethod
     def value(self) -> torch.Tensor:
-        raise NotImplementedError
+        """All of it."""
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
         if out.numel():

@@ -11,26 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import get_scheduler
 
 from fullshard import runtime
 from fullshard.weights.meeting import exchange
 from tests.pool import ranks
 from tests.train.runs import global_batch, losses, settings, train
-from tests.train.tiny import make_model
+from tests.train.tiny import make_trained
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 WHOLE = [(s, kind, packing) for s, kind, packing in itertools.product(STRATEGIES, ("full", "lora"), (False, True))]
 FEW = [("FULL_SHARD", "full", True), ("NO_SHARD", "lora", False), ("HYBRID_SHARD", "lora", True)]
-
-
-def model(kind: str) -> Any:
-    made = make_model()
-    if kind == "lora":
-        torch.manual_seed(5)
-        made = get_peft_model(made, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    return made
 
 
 def one_device(made: Any, table: Any, order: Any, config: Any) -> list[float]:
@@ -67,11 +58,11 @@ def check(strategy: str, kind: str, packing: bool, world: int, folder: Path) -> 
     engine: dict[str, Any] = {"sharding_strategy": strategy}
     if strategy.startswith("HYBRID"):
         engine |= {"dp_replicate_size": 2 if world == 4 else world, "dp_shard_size": 2 if world == 4 else 1}
-    trainer = train(model(kind), config, engine=engine)
+    trainer = train(make_trained(kind), config, engine=engine)
     assert trainer.model.plan.strategy == strategy
     ours = losses(trainer)
     alone = (
-        one_device(model(kind), trainer.parts.train, trainer.loop.loader.feed.order, config)
+        one_device(make_trained(kind), trainer.parts.train, trainer.loop.loader.feed.order, config)
         if runtime.is_main()
         else None
     )

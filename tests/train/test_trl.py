@@ -12,6 +12,7 @@ import pytest
 from tests.pool import ranks
 from tests.train import trl_curve
 from tests.train.runs import losses, settings, train
+from tests.train.tiny import make_trained
 
 
 def our_losses(kind: str, folder: Path, world: int) -> list[float]:
@@ -21,7 +22,7 @@ def our_losses(kind: str, folder: Path, world: int) -> list[float]:
         {"assistant_only_loss": True} if chat else {"add_special_tokens": True, "append_concat_token": True}
     )
     config = settings(folder, **{**trl_curve.SETTINGS, **share, **special, "max_seq_len": 256})
-    return losses(train(trl_curve.model(kind), config, trl_curve.rows(kind), tokenizer=trl_curve.tokenizer(kind)))
+    return losses(train(make_trained(kind), config, trl_curve.rows(kind), tokenizer=trl_curve.tokenizer(kind)))
 
 
 @ranks(2)

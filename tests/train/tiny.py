@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows, write_rows
@@ -21,6 +22,15 @@ def make_model(seed: int = 0, **changes: Any) -> Any:
     }  # fmt: skip
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**{**shape, **changes}))
+
+
+def make_trained(kind: str) -> Any:
+    """The model as a run of some kind trains it: with an adapter for `lora`, else as it is."""
+    made = make_model()
+    if kind == "lora":
+        torch.manual_seed(5)
+        made = get_peft_model(made, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return made
 
 
 def make_folder(place: Path, rows: int = 60, **changes: Any) -> Path:

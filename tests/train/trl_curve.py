@@ -13,11 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from peft import LoraConfig, get_peft_model
-
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows
-from tests.train.tiny import make_model
+from tests.train.tiny import make_trained
 
 FILE = Path(__file__).with_suffix(".json")
 STEPS = 30
@@ -45,14 +42,6 @@ def tokenizer(kind: str) -> Any:
     return made
 
 
-def model(kind: str) -> Any:
-    made = make_model()
-    if kind == "lora":
-        torch.manual_seed(5)
-        made = get_peft_model(made, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    return made
-
-
 def trl_losses(kind: str) -> list[float]:
     """TRL's loss at every step."""
     from datasets import Dataset
@@ -65,7 +54,10 @@ def trl_losses(kind: str) -> list[float]:
             **SETTINGS,
         )  # fmt: skip
         trainer = SFTTrainer(
-            model=model(kind), args=args, train_dataset=Dataset.from_list(rows(kind)), processing_class=tokenizer(kind)
+            model=make_trained(kind),
+            args=args,
+            train_dataset=Dataset.from_list(rows(kind)),
+            processing_class=tokenizer(kind),
         )
         trainer.train()
         return [r["loss"] for r in trainer.state.log_history if "loss" in r]
