@@ -1,0 +1,57 @@
+"""Process groups: how they are made and named, and what carries a device's tensors in them.
+
+Every question about a backend is asked here. A process group may have one backend per device type, and the string that
+torch gives for it names all of them, so only the backend of the device in question answers what carries its tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries the device's tensors in a group ("nccl", "gloo", "fake"); "" if none does."""
+    if device.type not in {d.type for d in group._device_types}:
+        return ""
+    return str(group._get_backend(torch.device(device.type)).name()).lower()
+
+
+def carries(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether tensors of this device type can travel in the group."""
+    return device_type in {d.type for d in group._device_types}
+
+
+def short_name(ranks: Sequence[int]) -> str:
+    """A name for a set of ranks in their order, short also for thousands: 0-7, 0-28:4, or a digest."""
+    first, last = ranks[0], ranks[-1]
+    step = ranks[1] - first if len(ranks) > 1 else 1
+    if step > 0 and list(ranks) == list(range(first, last + 1, step)):
+        return f"{first}-{last}" + (f":{step}" if step > 1 else "")
+    return f"{len(ranks)}x{hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()}"
+
+
+_made: dict[tuple[int, ...], int] = {}
+
+
+def new_group(ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
+    """A process group of these ranks; they, and no others, must ask for it.
+
+    Left to itself torch names a group by how many this rank has, so that ranks with different pasts (a mesh of some of
+    the devices, say) would look for each other under different names and never meet. Here the name says the ranks and
+    how many groups of just them there were.
+    """
+    number = _made[ranks] = _made.get(ranks, 0) + 1
+    name = f"fullshard/{short_name(ranks)}/{number}"
+    if list(ranks) != sorted(ranks):
+        options["sort_ranks"] = False  # `Mesh` has refused such orders where torch lacks this
+    torch_names = dist.distributed_c10d._process_group_name
+    dist.distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+    finally:
+        dist.distributed_c10d._process_group_name = torch_names
