@@ -119,10 +119,16 @@ def _init_group(launch: Launch, backend: str, seconds: float) -> None:
 
 
 def _await_all(store: dist.Store, launch: Launch, seconds: float) -> None:
-    """Wait until every rank is there, so that the one that is not can be named."""
-    store.set(f"here/{launch.rank}", "1")
+    """Wait until every rank is there, so that the one that is not can be named.
+
+    A handful of calls per rank however many ranks there are: ranks are counted, and the last one opens the door. Each
+    also leaves a key of its own, which nobody reads unless the wait fails.
+    """
+    first_time = store.add(f"here/{launch.rank}", 1) == 1
+    if first_time and store.add("here", 1) == launch.world_size:
+        store.set("all here", "1")
     try:
-        store.wait([f"here/{r}" for r in range(launch.world_size)], timedelta(seconds=seconds))
+        store.wait(["all here"], timedelta(seconds=seconds))
     except RuntimeError as error:
         absent = [r for r in range(launch.world_size) if not store.check([f"here/{r}"])]
         raise RuntimeSetupError(

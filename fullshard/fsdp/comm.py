@@ -23,6 +23,7 @@ from fullshard.errors import MeshError
 from fullshard.fsdp import watch as watching
 from fullshard.fsdp.meter import Meter
 from fullshard.fsdp.watch import Watch, watch_for
+from fullshard.groups import backend_of
 from fullshard.spmd.mesh import Mesh
 
 # torch 2.13 renamed these; the old names warn there, and 2.11 has no others.
@@ -274,7 +275,8 @@ def make_link(mesh: Mesh, axes: tuple[str, ...], purpose: str, timeout: float | 
     """The link along one axis (or along several as one) for one purpose. Every rank of the mesh must ask alike."""
     line = _line(mesh, axes)
     group = _group(line, purpose, timeout)
-    kind = Collectives if group is not None and dist.get_backend(group) == "nccl" else PointToPoint
+    collective = group is not None and backend_of(group, runtime.device()) != "gloo"
+    kind = Collectives if collective else PointToPoint
     return kind(group, watch_for(purpose, line, group), runtime.device(), meter)
 
 
