@@ -245,7 +245,7 @@ class Collectives(Link):
             for whole, piece in pairs:
                 _all_gather(whole.view(-1), piece.view(-1), group=self.group, async_op=True)
                 self.meter.bytes_sent += (self.size - 1) * piece.numel() * piece.element_size()
-        return Pending([works], self.watch, keep=pairs)
+        return Pending(works.works, self.watch, keep=pairs)
 
     def scatter_sum(self, wholes: Sequence[torch.Tensor], average: bool) -> Pending:
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -254,7 +254,7 @@ class Collectives(Link):
             for piece, whole in zip(pieces, wholes, strict=True):
                 _reduce_scatter(piece, whole.view(-1), op=op, group=self.group, async_op=True)
                 self.meter.bytes_sent += (self.size - 1) * piece.numel() * piece.element_size()
-        return Pending([works], self.watch, lambda: pieces, keep=wholes)
+        return Pending(works.works, self.watch, lambda: pieces, keep=wholes)
 
     def sum(self, values: Sequence[torch.Tensor], average: bool) -> Pending:
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -262,7 +262,7 @@ class Collectives(Link):
             for value in values:
                 dist.all_reduce(value, op=op, group=self.group, async_op=True)
                 self.meter.bytes_sent += 2 * (self.size - 1) * value.numel() * value.element_size() // self.size
-        return Pending([works], self.watch, lambda: list(values), keep=values)
+        return Pending(works.works, self.watch, lambda: list(values), keep=values)
 
     def _coalesced(self) -> Any:
         return dist._coalescing_manager(group=self.group, device=self.device, async_ops=True)

@@ -18,7 +18,7 @@ from fullshard.errors import FSDPError
 from fullshard.fsdp.comm import Link, Pending
 from fullshard.fsdp.meter import Meter
 from fullshard.fsdp.offload import HostGradients, Streams
-from fullshard.fsdp.parameter import ShardedParameter
+from fullshard.fsdp.parameter import ShardedParameter, carry_out
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.fsdp.writes import writes_of
@@ -100,8 +100,7 @@ class Unit:
             ]
             if bucket is not None:
                 packed = torch.zeros(bucket.length, dtype=torch.uint8, device=device)
-                for p, slot in self._in_slots(bucket):
-                    p.pack(packed[slot])
+                carry_out([copy for p, slot in self._in_slots(bucket) for copy in p.pack(packed[slot])])
                 self._bucket = torch.empty((means.gather_link.size, bucket.length), dtype=torch.uint8, device=device)
                 pairs.append((self._bucket, packed))
             if pairs:
@@ -126,8 +125,8 @@ class Unit:
         if rows is not None:
             assert self.plan.gather_bucket is not None
             with torch.no_grad():
-                for p, slot in self._in_slots(self.plan.gather_bucket):
-                    p.unpack(rows[:, slot])
+                slots = self._in_slots(self.plan.gather_bucket)
+                carry_out([copy for p, slot in slots for copy in p.unpack(rows[:, slot])])
         self.state = State.GATHERED
         self._views()
 
@@ -271,18 +270,17 @@ class Reduction:
         for bucket, flat in zip(buckets, results[len(direct) :], strict=True):
             for p, slot in self.unit._in_slots(bucket):
                 if p.plan.name not in self._absent:
-                    p.land(p.trim(flat.view(-1)[slot]).clone(), landing)
+                    p.land(p.trim(flat.view(-1)[slot]).contiguous(), landing)
 
     def _packed(self, bucket: Bucket, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         shape = (self.unit.means.reduce_link.size, bucket.length)
         rows = torch.zeros(shape, dtype=dtype_of(bucket.dtype), device=runtime.device())
-        for p, slot in self.unit._in_slots(bucket):
-            p.pack_gradient(terms[p.plan.name], rows[:, slot])
+        slots = self.unit._in_slots(bucket)
+        carry_out([copy for p, slot in slots for copy in p.pack_gradient(terms[p.plan.name], rows[:, slot])])
         return rows
 
     def _flat(self, bucket: Bucket, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         flat = torch.zeros(bucket.length, dtype=dtype_of(bucket.dtype), device=runtime.device())
-        for p, slot in self.unit._in_slots(bucket):
-            term = terms[p.plan.name]
-            flat[slot][: term.numel()].copy_(term.reshape(-1))
+        found = [(flat[slot], terms[p.plan.name].reshape(-1)) for p, slot in self.unit._in_slots(bucket)]
+        carry_out([(target[: term.numel()], term) for target, term in found])
         return flat
