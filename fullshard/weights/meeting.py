@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fullshard import runtime
 from fullshard.errors import CheckpointError, FSDPError, UserError, first_line
 from fullshard.fsdp import watch
-from fullshard.fsdp.comm import new_group
+from fullshard.groups import new_group
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fullshard.fsdp.offload import host_memory
+from fullshard.accelerator import host_memory
 from fullshard.weights.pieces import Held, as_bytes, share
 
 ALIGNMENT = 64
