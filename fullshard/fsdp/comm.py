@@ -5,7 +5,8 @@ communicator each, so that neither waits for the other). Which tensors travel, a
 
 On Gloo pieces go point to point, straight from and into their final memory: Gloo's own gather copies through a flat
 buffer, and its reduce-scatter is an all-reduce inside. Sums are then ours: in rank order, so they repeat bit for bit,
-and in fp32 for narrower gradients. On every other backend (NCCL) the collectives of a unit are coalesced into one launch.
+and in fp32 for narrower gradients. On every other backend (NCCL) the collectives of a unit are one
+launch.
 """
 
 from __future__ import annotations
@@ -225,7 +226,9 @@ class PointToPoint(Link):
 
 
 def _to_host(t: torch.Tensor) -> torch.Tensor:
-    return accelerator.pinned(t.shape, t.dtype).copy_(t, non_blocking=True) if accelerator.is_accelerator(t.device) else t
+    if not accelerator.is_accelerator(t.device):
+        return t
+    return accelerator.pinned(t.shape, t.dtype).copy_(t, non_blocking=True)
 
 
 class Collectives(Link):
