@@ -1,6 +1,6 @@
 """Activation checkpointing: a module's activations are computed again in backward instead of being kept.
 
-With `offload` what is kept, the module's inputs, waits for backward in host memory; copies both ways run beside compute.
+With `offload` what is kept, the module's inputs, waits for backward on the host; copies both ways run beside compute.
 """
 
 from __future__ import annotations

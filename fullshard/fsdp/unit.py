@@ -225,13 +225,15 @@ class Reduction:
             scatter += [self._packed(b, terms) for b in unit.plan.scatter_buckets]
             copies = [terms[p.plan.name] for p in self._copied]
             copies += [self._flat(b, terms) for b in unit.plan.copy_buckets]
-            copies.append(flags)
             link = means.reduce_link
+            if scatter:
+                scatter.insert(0, flags.repeat(link.size))  # to every rank whole, and no collective of their own
+            else:
+                copies.insert(0, flags)
             self._scatter = link.scatter_sum(scatter, average) if scatter else None
-            self._copies = link.sum(copies, average) if link.size > 1 else None
+            self._copies = link.sum(copies, average) if copies and link.size > 1 else None
             self._uncombined = copies if self._copies is None else []
             self._replicas: Pending | None = None
-            self._count = len(scatter)
             if means.replica_link.size > 1 and not (link.size > 1 and link.holds_host):
                 self._sum_replicas()
 
@@ -240,7 +242,7 @@ class Reduction:
         self._replicas = self.unit.means.replica_link.sum(self._own_sums(), self.average)
 
     def _own_sums(self) -> list[torch.Tensor]:
-        """The sums inside this replica: pieces, then copies."""
+        """The sums inside this replica, in the same order."""
         pieces = self._scatter.wait() if self._scatter is not None else []
         copies = self._copies.wait() if self._copies is not None else self._uncombined
         self._scatter, self._copies, self._uncombined = None, None, []
@@ -252,17 +254,17 @@ class Reduction:
             self._land([(p, p.trim(grad)) for p, grad in self._own if grad is not None])
             self._own = []
             return
-        results = self.wait()
-        flags = results.pop()
+        flags, *sums = self.wait()
         if self._absent:
             came = flags.tolist()
             self._absent = {name: i for name, i in self._absent.items() if not came[i]}
-        plan, count = self.unit.plan, self._count
-        self._land(self._cut(self._scattered, plan.scatter_buckets, results[:count]))
-        self._land(self._cut(self._copied, plan.copy_buckets, results[count:]))
+        plan = self.unit.plan
+        count = len(self._scattered) + len(plan.scatter_buckets)
+        self._land(self._cut(self._scattered, plan.scatter_buckets, sums[:count]))
+        self._land(self._cut(self._copied, plan.copy_buckets, sums[count:]))
 
     def wait(self) -> list[torch.Tensor]:
-        """The sums: this rank's pieces, then the values summed whole, the flags last."""
+        """The sums: the flags, this rank's pieces, the values summed whole."""
         if self._alone:
             return []
         if self.unit.means.replica_link.size > 1:
