@@ -229,6 +229,7 @@ def describe_environment() -> dict[str, Any]:
     import torch
 
     import fullshard.runtime as xr
+    from fullshard import accelerator
     from fullshard.launch.config import find_file
     from fullshard.launcher import choose_backend, gpu_count
 
@@ -241,7 +242,7 @@ def describe_environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "device": str(xr.device()),
         "backend": choose_backend(xr.device().type, xr.local_world_size(), gpus),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(gpus)],
+        "gpus": accelerator.names(),
         "cpus": os.cpu_count(),
         "rank": xr.rank(),
         "world_size": xr.world_size(),

@@ -141,13 +141,15 @@ class UnitPlan:
 
     @property
     def reduce_traffic(self) -> tuple[int, int]:
-        """Bytes of gradients that one reduction takes from a rank, padding included, and the parameters' own."""
+        """Bytes of gradients that one reduction takes from a rank, padding and flags (which parameters had a gradient)
+        included, and the parameters' own."""
         trained = [p for p in self.parameters if p.trainable]
         sizes = [math.prod(p.whole) * _item(p.reduce_dtype) for p in trained]
         ranks = max((p.parts for p in trained), default=1)
         buckets = sum(ranks * b.length * _item(b.dtype) for b in self.scatter_buckets)
         buckets += sum(b.length * _item(b.dtype) for b in self.copy_buckets)
-        return buckets + sum(n for p, n in zip(trained, sizes, strict=True) if p.direct), sum(sizes)
+        flags = len(trained) * 4 * (ranks if all(p.gathers for p in trained) else 1)
+        return flags + buckets + sum(n for p, n in zip(trained, sizes, strict=True) if p.direct), sum(sizes)
 
 
 @dataclass(frozen=True)
