@@ -4,16 +4,17 @@
 
 torch's fake process group stands in for the other ranks: its collectives return at once, so that all that is left is
 this rank's own work. (Its gathers fill the result with copies of the rank's own piece, one copy per rank; that is the
-stand-in's work and not this rank's, and is left out: see `without_data`.) A Llama with the widths of Llama-8B (two layers, bf16) is wrapped as rank 0 of 8,
-256 and 4,096, by FULL_SHARD and by HYBRID_SHARD in groups of 8, in full and with LoRA of rank 8, each case in a process
-of its own. Reported per case:
+stand-in's work and not this rank's, and is left out: see `WithoutData`.) A Llama with the widths of Llama-8B (two
+layers, bf16) is wrapped as rank 0 of 8, 256 and 4,096, by FULL_SHARD and by HYBRID_SHARD in groups of 8, in full and
+with LoRA of rank 8, each case in a process of its own. Reported per case:
 
 - starting: `use_spmd()` on the group, the mesh, wrapping on the meta device (no data), process groups made, the longest
   name of one;
 - a step on one token: forward and backward ("pass") and, with clipping and AdamW, the whole of it. On a GPU the host
   time is the wall time until the calls return, without waiting for the GPU, and launches are kernels, copies and fills.
-  On a CPU the kernels run in the same thread; their own time, as the profiler sees it, is taken off, and launches are
-  calls of operators that have a kernel. That is a rough figure, for it leaves the cost of the calls themselves out;
+  On a CPU kernels run in the same thread; their own time, as the profiler sees it, is taken off, and launches are
+  calls of operators that do more than make a view. That time is rough, and leaves out what the calls themselves cost;
+  the number of Python calls in a pass says the same without noise;
 - collectives launched in a step (coalesced ones are one launch), and the tensors that travel in them.
 
 And from the plan alone, for Llama-8B and Llama-70B: bytes that a unit's gathers and reductions move, over the bytes of
@@ -48,6 +49,13 @@ WIDTHS = {
 }
 STEPS = {"cpu": (1, 3), "cuda": (10, 60)}
 """Steps to warm up, and steps measured."""
+VIEWS = {
+    "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "lift_fresh", "permute",
+    "reshape", "resolve_conj", "resolve_neg", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
+    "transpose", "unbind", "unflatten", "unsqueeze", "view", "_reshape_alias", "_unsafe_view", "chunk", "narrow",
+    "movedim", "flatten", "result_type", "to", "is_nonzero", "item", "_local_scalar_dense",
+}  # fmt: skip
+"""Operators without a kernel."""
 
 
 # --- a model on the meta device ---------------------------------------------------------------------------------------
@@ -114,14 +122,14 @@ def join(world: int, device: str) -> float:
     return time.perf_counter() - started
 
 
-class without_data:  # noqa: N801 - reads as a phrase
+class WithoutData:
     """Inside, gathers and reductions of process groups return finished work without touching data, and are counted."""
 
     def __init__(self) -> None:
         self.launches = self.members = 0
         """Calls, and the tensors that travelled in them."""
 
-    def __enter__(self) -> without_data:
+    def __enter__(self) -> WithoutData:
         import torch
         import torch.distributed as dist
 
@@ -182,7 +190,7 @@ def measure(world: int, strategy: str, kind: str, device: str, quick: bool) -> d
         optimizer.zero_grad()
 
     warm, steps = STEPS[device] if not quick else (1, 1 if device == "cpu" else 10)
-    with without_data() as traffic:
+    with WithoutData() as traffic:
         for _ in range(warm):
             forward_backward()
             finish()
@@ -233,6 +241,9 @@ def on_gpu(forward_backward: Any, finish: Any, steps: int) -> dict[str, Any]:
 
 
 def on_cpu(forward_backward: Any, finish: Any, steps: int) -> dict[str, Any]:
+    import cProfile
+    import pstats
+
     import torch
 
     rows: list[dict[str, float]] = []
@@ -245,14 +256,19 @@ def on_cpu(forward_backward: Any, finish: Any, steps: int) -> dict[str, Any]:
                 call()
                 wall = time.perf_counter() - started
             operators = [e for e in profile.events() if e.name.startswith("aten::")]
-            kernels = [e for e in operators if not any(c.name.startswith("aten::") for c in e.cpu_children)]
+            leaves = [e for e in operators if not any(c.name.startswith("aten::") for c in e.cpu_children)]
+            kernels = [e for e in leaves if e.name.removeprefix("aten::") not in VIEWS]
             row[f"{name}_ms"] = 1e3 * wall - sum(e.self_cpu_time_total for e in operators) / 1e3
             row[f"{name}_launches"] = len(kernels)
         rows.append(row)
+    calls = cProfile.Profile()
+    calls.runcall(forward_backward)
+    finish()
     middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     return {
         "pass_launches": int(middle["pass_launches"]),
         "step_launches": int(middle["pass_launches"] + middle["finish_launches"]),
+        "pass_calls": pstats.Stats(calls).total_calls,
         "pass_ms": round(middle["pass_ms"], 3),
         "step_ms": round(middle["pass_ms"] + middle["finish_ms"], 3),
     }
@@ -274,11 +290,12 @@ def unit_ratios(model: Any) -> dict[str, float]:
 def plan_ratios() -> list[dict[str, Any]]:
     join(max(PLAN_WORLDS), "cpu")
     return [
-        {"size": size, "kind": kind, "world": world, **unit_ratios(wrap(build(size, kind, 128256, 1), world, "FULL_SHARD"))}
+        {"size": size, "kind": kind, "world": world}
+        | unit_ratios(wrap(build(size, kind, vocabulary=128256, layers=1), world, "FULL_SHARD"))
         for size in WIDTHS
         for kind in ("full", "lora", "lora in bf16", "qlora")
         for world in PLAN_WORLDS
-    ]  # fmt: skip
+    ]
 
 
 # --- all cases --------------------------------------------------------------------------------------------------------
@@ -298,6 +315,11 @@ def child(arguments: list[str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+RATIOS = (
+    "wrap_s", "collectives", "tensors", "pass_launches", "step_launches", "pass_calls", "pass_ms", "step_ms",
+)  # fmt: skip
+
+
 def against_smallest(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each strategy and kind on the most ranks, over the same on the fewest."""
     found = []
@@ -305,7 +327,7 @@ def against_smallest(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for kind in KINDS:
             mine = [c for c in cases if (c["strategy"], c["kind"]) == (strategy, kind)]
             few, many = min(mine, key=lambda c: c["world"]), max(mine, key=lambda c: c["world"])
-            keys = ("wrap_s", "pass_launches", "step_launches", "collectives", "tensors", "pass_ms", "step_ms")
+            keys = [key for key in RATIOS if key in few]
             row: dict[str, Any] = {key: round(many[key] / few[key], 3) if few[key] else None for key in keys}
             found.append({"strategy": strategy, "kind": kind, "worlds": [many["world"], few["world"]], **row})
     return found

@@ -28,7 +28,7 @@ VOCABULARY = 128_256
 
 
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
-    with mock.patch.object(runtime, "global_runtime_device_count", lambda: math.prod(shape)):
+    with mock.patch.object(runtime, "global_runtime_device_count", return_value=math.prod(shape)):
         return Mesh(range(math.prod(shape)), shape, names)
 
 
