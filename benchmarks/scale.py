@@ -77,7 +77,8 @@ def build(size: str, kind: str, vocabulary: int, layers: int) -> Any:
 
             quantize_model(model, {"load_in_4bit": True, "bnb_4bit_use_double_quant": True})
         lora = LoraConfig(r=8, target_modules="all-linear")
-        return get_peft_model(model, lora, autocast_adapter_dtype=kind != "lora in bf16")
+        model = get_peft_model(model, lora)
+        return model.to(torch.bfloat16) if kind == "lora in bf16" else model
 
 
 def wrap(model: Any, world: int, strategy: str) -> Any:

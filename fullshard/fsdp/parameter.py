@@ -34,12 +34,13 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 
 
 def carry_out(copies: Sequence[Copy]) -> None:
-    """Make copies together: those of plain runs of memory in one launch on a GPU, the others one after another."""
-    plain = [c for c in copies if c[0].dtype == c[1].dtype and c[0].is_contiguous() and c[1].is_contiguous()]
-    others = [c for c in copies if not any(c is p for p in plain)] if len(plain) < len(copies) else []
-    for some in (plain, others):
-        if some:
-            torch._foreach_copy_([target for target, _ in some], [value for _, value in some])
+    """Make copies together: plain runs of memory of one dtype take a single launch on a GPU."""
+    alike: dict[Any, list[Copy]] = {}
+    for target, value in copies:
+        kind = (target.dtype, value.dtype, target.is_contiguous() and value.is_contiguous())
+        alike.setdefault(kind, []).append((target, value))
+    for some in alike.values():
+        torch._foreach_copy_([target for target, _ in some], [value for _, value in some])
 
 
 class ShardedParameter:
