@@ -240,7 +240,9 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": torch.__version__,
         "device": str(xr.device()),
-        "backend": choose_backend(xr.device().type, xr.local_world_size(), gpus),
+        "backend": choose_backend(
+            xr.device().type, xr.local_world_size(), gpus, nccl=torch.distributed.is_nccl_available()
+        ),
         "gpus": [torch.cuda.get_device_name(i) for i in range(gpus)],
         "cpus": os.cpu_count(),
         "rank": xr.rank(),

@@ -109,11 +109,12 @@ def choose_device(wanted: str | None, local_rank: int, gpus: int) -> torch.devic
     return torch.device("cuda", local_rank % gpus)
 
 
-def choose_backend(device_type: str, local_world_size: int, gpus: int) -> str:
-    """Gloo always carries CPU tensors. NCCL carries CUDA tensors unless ranks share a GPU, which it refuses."""
+def choose_backend(device_type: str, local_world_size: int, gpus: int, *, nccl: bool = True) -> str:
+    """Gloo always carries CPU tensors. NCCL carries CUDA tensors, where torch has it, unless ranks share a GPU, which
+    it refuses."""
     if device_type != "cuda":
         return "gloo"
-    return "cpu:gloo,cuda:gloo" if local_world_size > gpus else "cpu:gloo,cuda:nccl"
+    return "cpu:gloo,cuda:nccl" if nccl and local_world_size <= gpus else "cpu:gloo,cuda:gloo"
 
 
 def choose_init_timeout(given: float | None, env: Mapping[str, str]) -> float:

@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.utils._pytree import tree_map
 
-from fullshard import runtime
+from fullshard import groups, runtime
 from fullshard.errors import LayoutError
 from fullshard.spmd.agree import require_same
 from fullshard.spmd.mesh import origin
@@ -261,7 +261,8 @@ GLOO_DTYPES = {
 
 
 def _over_gloo(t: torch.Tensor) -> bool:
-    return not (t.is_cuda and "nccl" in str(dist.get_backend_config()))
+    assert dist.group.WORLD is not None
+    return groups.backend_of(dist.group.WORLD, t.device) != "nccl"
 
 
 def _arrived(t: torch.Tensor) -> torch.Tensor:
