@@ -8,6 +8,7 @@ accelerator is supported by adding its type to `SUPPORTED` and trying `make test
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -15,12 +16,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-SUPPORTED = ("cuda",)
-"""Device types that have been tried."""
+SUPPORTED = {"cuda": "nccl"}
+"""Device types that have been tried, and the backend that carries their tensors between devices."""
 LARGE = 2**20
 """Bytes from which on host memory is locked in place: it then has pages of its own."""
 
 
+@functools.cache
 def kind() -> str:
     """The type of this machine's accelerator; "cpu" where there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -93,6 +95,11 @@ def reset_peak_memory(device: torch.device) -> None:
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Page-locked host memory without values, from torch's own pool: kept until copies from or to it are done."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=kind() != "cpu")
+
+
+def staging(size: int, device: torch.device) -> torch.Tensor:
+    """Bytes of host memory on the way to a device: page-locked for an accelerator."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=is_accelerator(device))
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fullshard import accelerator
 from fullshard.errors import RuntimeSetupError
 
 INIT_TIMEOUT_VARIABLE = "FULLSHARD_INIT_TIMEOUT"
@@ -95,26 +96,28 @@ def read_local_place(env: Mapping[str, str]) -> tuple[int, int] | None:
 
 def gpu_count() -> int:
     """How many GPUs this process sees."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return accelerator.count()
 
 
 def choose_device(wanted: str | None, local_rank: int, gpus: int) -> torch.device:
     """CUDA, the ranks of a node dealt out over its GPUs, where there is one; else the CPU. `wanted` overrules."""
-    if wanted not in (None, "", "cpu", "cuda"):
-        raise RuntimeSetupError(f"Device {wanted!r} is not known: expected 'cpu' or 'cuda' ({DEVICE_VARIABLE}).")
-    if wanted == "cuda" and gpus == 0:
-        raise RuntimeSetupError("Device 'cuda' was asked for, but torch sees no GPU here. Ask for 'cpu'.")
+    if wanted not in (None, "", "cpu", *accelerator.SUPPORTED):
+        known = " or ".join(repr(name) for name in ("cpu", *accelerator.SUPPORTED))
+        raise RuntimeSetupError(f"Device {wanted!r} is not known: expected {known} ({DEVICE_VARIABLE}).")
+    if wanted in accelerator.SUPPORTED and gpus == 0:
+        raise RuntimeSetupError(f"Device {wanted!r} was asked for, but torch sees no GPU here. Ask for 'cpu'.")
     if wanted == "cpu" or gpus == 0:
         return torch.device("cpu")
-    return torch.device("cuda", local_rank % gpus)
+    return torch.device(wanted or next(iter(accelerator.SUPPORTED)), local_rank % gpus)
 
 
-def choose_backend(device_type: str, local_world_size: int, gpus: int, *, nccl: bool = True) -> str:
-    """Gloo always carries CPU tensors. NCCL carries CUDA tensors, where torch has it, unless ranks share a GPU, which
-    it refuses."""
-    if device_type != "cuda":
+def choose_backend(device_type: str, local_world_size: int, gpus: int, has_own: bool = True) -> str:
+    """Gloo always carries CPU tensors. NCCL carries CUDA tensors, if torch has it (`has_own`), unless ranks share a
+    GPU, which it refuses."""
+    own = accelerator.SUPPORTED.get(device_type)
+    if own is None:
         return "gloo"
-    return "cpu:gloo,cuda:nccl" if nccl and local_world_size <= gpus else "cpu:gloo,cuda:gloo"
+    return f"cpu:gloo,{device_type}:{own if has_own and local_world_size <= gpus else 'gloo'}"
 
 
 def choose_init_timeout(given: float | None, env: Mapping[str, str]) -> float:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard import groups
+from fullshard import accelerator, groups
 from fullshard.errors import RuntimeSetupError, UnsupportedError, first_line
 from fullshard.launcher import (
     DEVICE_VARIABLE,
@@ -89,9 +89,9 @@ def use_spmd(
     else:
         launch = read_launcher(os.environ)
         chosen = choose_device(device or os.environ.get(DEVICE_VARIABLE), launch.local_rank, gpu_count())
-        if chosen.type == "cuda":
-            torch.cuda.set_device(chosen)
-        backend = choose_backend(chosen.type, launch.local_world_size, gpu_count(), nccl=dist.is_nccl_available())
+        accelerator.use(chosen)
+        has_own = groups.has_own(chosen.type)
+        backend = choose_backend(chosen.type, launch.local_world_size, gpu_count(), has_own)
         _init_group(launch, backend, seconds)
         _launch, _device, _owns_group = launch, chosen, True
     _announced = False
@@ -175,10 +175,9 @@ def _place_by_host() -> Launch:
 
 def _adopted_device(wanted: str | None) -> torch.device:
     assert dist.group.WORLD is not None
-    reaches_gpu = any(d.type == "cuda" for d in dist.group.WORLD._device_types)
-    chosen = choose_device(wanted, 0, gpu_count() if reaches_gpu else 0)
+    chosen = choose_device(wanted, 0, gpu_count() if groups.carries(dist.group.WORLD, accelerator.kind()) else 0)
     # Whoever made the group has also chosen the GPU.
-    return torch.device("cuda", torch.cuda.current_device()) if chosen.type == "cuda" else chosen
+    return accelerator.current() if accelerator.is_accelerator(chosen) else chosen
 
 
 def _share_generator() -> None:
@@ -186,14 +185,15 @@ def _share_generator() -> None:
     assert _device is not None and dist.group.WORLD is not None
     if dist.get_world_size() == 1:
         return
-    carrier = torch.device("cpu") if torch.device("cpu") in dist.group.WORLD._device_types else _device
+    carrier = torch.device("cpu") if groups.carries(dist.group.WORLD, "cpu") else _device
     state = torch.get_rng_state().to(carrier)
     dist.broadcast(state, src=0)
     torch.set_rng_state(state.cpu())
-    if _device.type == "cuda":
-        state = torch.cuda.get_rng_state(_device).to(carrier)
-        dist.broadcast(state, src=0)
-        torch.cuda.set_rng_state(state.cpu(), _device)
+    own = accelerator.rng_state(_device)
+    if own is not None:
+        own = own.to(carrier)
+        dist.broadcast(own, src=0)
+        accelerator.set_rng_state(_device, own)
 
 
 @atexit.register
@@ -221,8 +221,8 @@ def barrier() -> None:
     """Wait for all ranks. Without a process group there is nobody to wait for."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         assert dist.group.WORLD is not None
-        on_nccl = groups.backend_of(dist.group.WORLD, device()) == "nccl"
-        dist.barrier(device_ids=[device().index] if on_nccl else None)
+        on_gpu = accelerator.is_accelerator(device()) and groups.backend_of(dist.group.WORLD, device()) != "gloo"
+        dist.barrier(device_ids=[device().index] if on_gpu else None)
 
 
 # --------------------------------------------------------------------------------------------------------- who am I
@@ -289,10 +289,8 @@ def transport() -> Transport:
     """How tensors of this rank's device travel to other ranks, and why."""
     assert dist.group.WORLD is not None or world_size() == 1, "use_spmd() comes first"
     backend = groups.backend_of(dist.group.WORLD, device()) if dist.group.WORLD is not None else ""
-    nccl = dist.is_nccl_available()
-    return transport_of(
-        backend, device().type, world_size(), local_world_size(), gpu_count(), nccl=nccl, ours=_owns_group
-    )
+    kind, numbers = device().type, (world_size(), local_world_size(), gpu_count())
+    return transport_of(backend, kind, *numbers, has_own=groups.has_own(kind), ours=_owns_group)
 
 
 def announce_transport(say: Callable[[str], None] | None = None) -> None:

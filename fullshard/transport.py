@@ -25,11 +25,11 @@ class Transport:
 
 
 def transport_of(
-    backend: str, device_type: str, world_size: int, local_world_size: int, gpus: int, *, nccl: bool, ours: bool
+    backend: str, device_type: str, world_size: int, local_world_size: int, gpus: int, *, has_own: bool, ours: bool
 ) -> Transport:
     """How tensors of a device type travel by a backend.
 
-    `gpus` counts those that this rank sees, `nccl` says whether torch has NCCL, `ours` whether fullshard made the
+    `gpus` counts those that this rank sees, `has_own` says whether torch has NCCL, `ours` whether fullshard made the
     process group.
     """
     if world_size == 1:
@@ -42,7 +42,7 @@ def transport_of(
     if local_world_size > gpus:
         counted = f"{local_world_size} on {gpus}"
         return Transport(backend, f"Gloo through host memory: more ranks than GPUs on this node ({counted})")
-    if not nccl:
+    if not has_own:
         fix = "This build of torch has no NCCL: install one that has it."
     elif ours:
         fix = "This rank sees more GPUs than when it started: set CUDA_VISIBLE_DEVICES before the start."

@@ -6,8 +6,7 @@ to do.
 
 from __future__ import annotations
 
-import torch
-
+from fullshard import accelerator
 from fullshard.runtime import device as xla_device
 from fullshard.runtime import print0 as master_print
 from fullshard.runtime import rank as get_ordinal
@@ -24,5 +23,4 @@ def mark_step(wait: bool = False) -> None:
 
 def wait_device_ops() -> None:
     """Wait until this rank's device has finished what it was given."""
-    if xla_device().type == "cuda":
-        torch.cuda.synchronize(xla_device())
+    accelerator.synchronize(xla_device())

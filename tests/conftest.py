@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from pathlib import Path
+
 import pytest
 
 import tests.profile  # noqa: F401 - loads it
 from tests import pool
 
+ORACLES = ("hypothesis", "bitsandbytes", "expecttest", "datasets", "trl")
+"""Packages that only tests need. A GPU machine may lack them; the modules that import them are skipped there."""
+ON_EITHER_DEVICE = Path(__file__).parent / "gpu"
+"""GPU tests that also run on the CPU when told so (`pool.DEVICE_VARIABLE`)."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     if pool.bodies and not session.config.option.collectonly:
+        pool.modules_in_use = {item.module.__name__ for item in session.items if isinstance(item, pytest.Function)}
         pool.fork_server()  # imports torch while the tests without ranks run
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if pool.notes:
+        terminalreporter.section("notes")
+        for line in pool.notes:
+            terminalreporter.write_line(line)
 
 
 def pytest_unconfigure() -> None:
     pool.close_pools()  # also when the run was interrupted
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.outcome == "failed":
+        missing = [name for name in ORACLES if f"No module named '{name}'" in str(report.longrepr)]
+        if missing:
+            report.outcome = "skipped"
+            report.longrepr = (str(collector.path), 1, f"Skipped: needs {missing[0]}")
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not any(item.get_closest_marker("gpu") for item in items):
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if pool.chosen_device() == "cpu":
+        wanting = [item for item in wanting if ON_EITHER_DEVICE not in item.path.parents]
+    if not wanting:
         return
     import torch
 
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a GPU")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))

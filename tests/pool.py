@@ -1,4 +1,4 @@
-"""Runs test functions on every rank of a pool of Gloo workers that live as long as the pytest run.
+"""Runs test functions on every rank of a pool of workers that live as long as the pytest run.
 
     from tests.pool import ranks
 
@@ -10,6 +10,10 @@ Arguments are pickled to the workers, which import the test's module themselves;
 receives the number of ranks. The workers are forked from one process that has already imported the test modules,
 so that torch is imported once and a pool can be restarted in a moment. What happens inside a worker is in
 `tests/pool_worker.py`.
+
+`ranks` gives CPU ranks on Gloo. `gpu_ranks` gives NCCL ranks that share one GPU: NCCL refuses two ranks on one GPU of
+one host, so each worker pretends to be a node of its own (`tests/pool_worker.py`). With `FULLSHARD_TEST_DEVICE=cpu` the
+same tests run on CPU ranks.
 """
 
 from __future__ import annotations
@@ -39,15 +43,52 @@ SYNC_WITHIN = 20.0
 START_WITHIN = 120.0
 OUTPUT_SHOWN = 6_000
 BAD = ("failed", "died", "stuck")
+DEVICE_VARIABLE = "FULLSHARD_TEST_DEVICE"
+"""Where the ranks of `gpu_ranks` compute: `cuda` unless this says `cpu`."""
+START_VARIABLE = "FULLSHARD_TEST_START"
+"""`spawn` starts each worker as a process of its own: for a machine where imports alone start CUDA before the fork."""
+GPU_KINDS = ("gpu", "gpu-plain-nccl")
+"""The process group of `gpu_ranks` is made by `use_spmd()`, or by the script as a plain NCCL group before that."""
+NOTE = "note: "
 ROOT = Path(__file__).resolve().parent.parent
 
 bodies: dict[tuple[str, str], Callable[..., Any]] = {}
 """The rank tests by module and qualified name; filled on import, in pytest's process and in the workers alike."""
 
-_pools: dict[int, Pool] = {}
+notes: list[str] = []
+"""What the tests noted (`note`), for the end of the run."""
+
+modules_in_use: set[str] | None = None
+"""The modules with rank tests to import before the workers are forked; None for all that are known."""
+
+_pools: dict[tuple[int, str], Pool] = {}
 
 
-def ranks(*world_sizes: int, timeout: float = HANG_AFTER) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def gpu_ranks(
+    *world_sizes: int, timeout: float = HANG_AFTER, plain_nccl: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """As `ranks`, on NCCL ranks that share one GPU; marks the test `gpu`.
+
+    With `plain_nccl` the worker calls `dist.init_process_group("nccl")` before `use_spmd()`, as a script of its own
+    may: that group carries no CPU tensors.
+    """
+    decorate = ranks(*world_sizes, timeout=timeout, kind=GPU_KINDS[plain_nccl])
+    return lambda body: pytest.mark.gpu(decorate(body))
+
+
+def note(text: str) -> None:
+    """From inside a rank test: have a line shown at the end of the whole run, if the test passes (rank 0's count)."""
+    print(f"{NOTE}{text}")
+
+
+def chosen_device() -> str:
+    """The device type of `gpu_ranks`."""
+    return os.environ.get(DEVICE_VARIABLE, "cuda")
+
+
+def ranks(
+    *world_sizes: int, timeout: float = HANG_AFTER, kind: str = "cpu"
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run a test on every rank of a world of this size; with several sizes, once for each."""
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +101,7 @@ def ranks(*world_sizes: int, timeout: float = HANG_AFTER) -> Callable[[Callable[
         def test(*args: Any, world_size: int = world_sizes[0], **kwargs: Any) -> None:
             if wants_size:
                 kwargs["world_size"] = world_size
-            pool(world_size).call(key, args, kwargs, timeout)
+            pool(world_size, kind).call(key, args, kwargs, timeout)
 
         # Hypothesis marks its tests by these; here its work is done in the workers.
         for name in [n for n in test.__dict__ if "hypothesis" in n]:
@@ -76,11 +117,11 @@ def ranks(*world_sizes: int, timeout: float = HANG_AFTER) -> Callable[[Callable[
     return decorate
 
 
-def pool(size: int) -> Pool:
+def pool(size: int, kind: str = "cpu") -> Pool:
     """The pool of this many ranks, started on first use and again after it had to be killed."""
-    if size not in _pools:
-        _pools[size] = Pool(size)
-    return _pools[size]
+    if (size, kind) not in _pools:
+        _pools[size, kind] = Pool(size, kind)
+    return _pools[size, kind]
 
 
 def close_pools() -> None:
@@ -134,6 +175,7 @@ def _without_harness(stacks: str) -> str:
 @dataclass
 class Pool:
     size: int
+    kind: str = "cpu"
     workers: list[_Worker] = field(default_factory=list)
     calls: int = 0
 
@@ -144,13 +186,14 @@ class Pool:
 
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.folder = tempfile.TemporaryDirectory(prefix="fullshard-pool-")
-        context = fork_server()
+        spawned = os.environ.get(START_VARIABLE) == "spawn"
+        context = multiprocessing.get_context("spawn") if spawned else fork_server()
         for rank in range(self.size):
             ours, theirs = multiprocessing.Pipe()
             files = Path(self.folder.name) / f"rank{rank}"
             for suffix in (".out", ".stacks"):
                 Path(f"{files}{suffix}").touch()
-            arguments = (rank, self.size, self.store.port, theirs, str(files))
+            arguments = (rank, self.size, self.kind, self.store.port, theirs, str(files))
             process = context.Process(target=pool_worker.main, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -191,6 +234,8 @@ class Pool:
             self.kill()
         if failure:
             pytest.fail(failure, pytrace=False)
+        if outcomes == {"passed"}:
+            notes.extend(line.removeprefix(NOTE) for line in self.workers[0].output().splitlines() if NOTE in line)
         if outcomes == {"skipped"}:
             pytest.skip(reports[0].detail)
         if outcomes == {"xfailed"}:
@@ -249,15 +294,16 @@ class Pool:
             worker.link.close()
         self.workers = []
         self.folder.cleanup()
-        if _pools.get(self.size) is self:
-            del _pools[self.size]
+        if _pools.get((self.size, self.kind)) is self:
+            del _pools[self.size, self.kind]
 
 
 @functools.cache
 def fork_server() -> Any:
     """The process that workers are forked from: it imports the test modules once, before any thread exists in it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.pool_server", *sorted({module for module, _ in bodies})])
+    modules = {module for module, _ in bodies} & (modules_in_use or {module for module, _ in bodies})
+    context.set_forkserver_preload(["tests.pool_server", *sorted(modules)])
     changes = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",

@@ -27,13 +27,13 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 import tests.profile  # noqa: F401 - loads it
-from tests.pool import Report, bodies
+from tests.pool import GPU_KINDS, Report, bodies, chosen_device
 
 SEED = 20_240_229
 LINES_COMPARED = 40
 
 
-def main(rank: int, world_size: int, port: int, link: Connection, files: str) -> None:
+def main(rank: int, world_size: int, kind: str, port: int, link: Connection, files: str) -> None:
     """Serve tests as one rank until the link closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     _redirect_output(f"{files}.out")
@@ -42,7 +42,7 @@ def main(rank: int, world_size: int, port: int, link: Connection, files: str) ->
     faulthandler.enable()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    link.send_bytes(pickle.dumps(_guarded(_join, rank, world_size, port)))
+    link.send_bytes(pickle.dumps(_guarded(_join, rank, world_size, kind, port)))
     gc.collect()
     gc.freeze()  # what was imported stays; collecting after each test looks at that test's objects only
     with contextlib.suppress(EOFError, OSError):
@@ -53,19 +53,40 @@ def main(rank: int, world_size: int, port: int, link: Connection, files: str) ->
     os._exit(0)  # the parent is done with us: leave without waiting for anyone
 
 
-def _join(rank: int, world_size: int, port: int) -> None:
+def _join(rank: int, world_size: int, kind: str, port: int) -> None:
     import fullshard.runtime as xr
 
+    shared_gpu = kind in GPU_KINDS
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world_size),
+        LOCAL_RANK="0" if shared_gpu else str(rank),
+        LOCAL_WORLD_SIZE="1" if shared_gpu else str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is pytest's
     )
+    if shared_gpu:
+        _pretend_a_node(rank)
+        if kind == "gpu-plain-nccl":
+            on_gpu = chosen_device() == "cuda"
+            if on_gpu:
+                torch.cuda.set_device(0)
+            dist.init_process_group("nccl" if on_gpu else "gloo")
     xr.use_spmd(init_timeout=60)
+
+
+def _pretend_a_node(rank: int) -> None:
+    """NCCL refuses two ranks on one GPU of one host, and tells hosts apart by this variable: as nodes with one GPU
+    each, the ranks talk over sockets."""
+    os.environ.update(
+        FULLSHARD_DEVICE=chosen_device(),
+        NCCL_HOSTID=f"node{rank}",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_IB_DISABLE="1",
+        GLOO_SOCKET_IFNAME="lo",
+        CUBLAS_WORKSPACE_CONFIG=":4096:8",  # without it cuBLAS has no deterministic algorithms
+    )
 
 
 def _run(key: tuple[str, str], arguments: bytes) -> None:
@@ -79,7 +100,9 @@ def _run(key: tuple[str, str], arguments: bytes) -> None:
 def _sync(world_size: int, call: int) -> None:
     """Meet the other ranks: a collective that a test left behind, or took away, shows here and not in the next one."""
     assert dist.is_initialized() and dist.get_world_size() == world_size, "the test took the process group down"
-    mine = torch.tensor([call])
+    assert dist.group.WORLD is not None
+    carried = {device.type for device in dist.group.WORLD._device_types}
+    mine = torch.tensor([call], device="cpu" if "cpu" in carried else "cuda")
     heard = [torch.zeros_like(mine) for _ in range(world_size)]
     dist.all_gather(heard, mine)
     assert [int(h) for h in heard] == [call] * world_size, f"ranks are at calls {[int(h) for h in heard]}"
@@ -97,6 +120,7 @@ def _reset() -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
     import fullshard.runtime as xr
 
     xr.forget_warnings()

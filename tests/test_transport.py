@@ -50,7 +50,7 @@ ALTHOUGH = "Gloo through host memory, though each rank has a GPU of its own"
 def test_every_case_has_its_sentence(
     backend: str, device: str, world: int, local: int, gpus: int, nccl: bool, ours: bool, sentence: str, fix: str
 ) -> None:
-    way = transport_of(backend, device, world, local, gpus, nccl=nccl, ours=ours)
+    way = transport_of(backend, device, world, local, gpus, has_own=nccl, ours=ours)
     assert str(way) == sentence
     assert fix in way.fix and bool(fix) == bool(way.fix)
     assert way.backend == ("" if world == 1 else backend)
@@ -79,7 +79,7 @@ def on_gpus(patch: pytest.MonkeyPatch, backend: str, gpus: int, nccl: bool = Tru
     """Make the runtime believe in GPUs, and in this backend for them."""
     patch.setattr(xr, "_device", torch.device("cuda", 0))
     patch.setattr(xr, "gpu_count", lambda: gpus)
-    patch.setattr(dist, "is_nccl_available", lambda: nccl)
+    patch.setattr(groups, "has_own", lambda device_type: nccl)
     patch.setattr(groups, "backend_of", lambda group, device: backend if device.type == "cuda" else "gloo")
 
 
@@ -138,17 +138,17 @@ def test_one_rank_is_told_to_the_user_but_not_logged(caplog: pytest.LogCaptureFi
 
 
 def test_everything_asks_in_one_place(four: pytest.MonkeyPatch) -> None:
-    """Relays of sharded tensors and barriers take NCCL's way when, and only when, NCCL carries the device's tensors."""
+    """Relays of sharded tensors and barriers take Gloo's way when, and only when, Gloo carries the device's tensors."""
     xr.use_spmd()
     waited: list[object] = []
     four.setattr(dist, "barrier", lambda device_ids=None: waited.append(device_ids))
     on_gpu = torch.empty(0).as_subclass(_OnGpu)
     for backend in ("nccl", "gloo", "fake", ""):
         on_gpus(four, backend, 4)
-        assert _over_gloo(on_gpu) == (backend != "nccl")
+        assert _over_gloo(on_gpu) == (backend == "gloo")
         assert _over_gloo(torch.empty(0))
         xr.barrier()
-        assert waited.pop() == ([0] if backend == "nccl" else None)
+        assert waited.pop() == (None if backend == "gloo" else [0])
 
 
 class _OnGpu(torch.Tensor):

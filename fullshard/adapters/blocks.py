@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from fullshard import accelerator
 from fullshard.adapters import codes
 
 SLICE = 1 << 16
@@ -18,7 +19,7 @@ TINIEST = 1e-38
 
 def quantize(flat: torch.Tensor, blocksize: int, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed codes [ceil(n/2)] uint8 and each block's largest magnitude [ceil(n/blocksize)] fp32."""
-    if flat.is_cuda:
+    if accelerator.is_accelerator(flat.device):
         from fullshard.adapters import kernels
 
         return kernels.quantize(flat, blocksize, quant_type)
@@ -57,7 +58,7 @@ def dequantize(
     packed: torch.Tensor, absmax: torch.Tensor, blocksize: int, quant_type: str, n: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """The first `n` weights that packed codes [bytes] uint8 and scales [blocks] fp32 stand for."""
-    if packed.is_cuda:
+    if accelerator.is_accelerator(packed.device):
         from fullshard.adapters import kernels
 
         return kernels.dequantize(packed, absmax, None, blocksize, quant_type, n, dtype)

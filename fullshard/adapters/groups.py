@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard import accelerator
 from fullshard.adapters import blocks, codes, nested
 from fullshard.adapters.codes import NESTED_BLOCK
 from fullshard.adapters.nf4 import NestedState, QuantState, storage_dtype, stored_as
 from fullshard.errors import QuantizationError
+from fullshard.groups import carries
 
 Parts = dict[str, torch.Tensor]
 """`packed` [groups, bytes], `absmax` [groups, 256 or 1024], `nested` [groups, 8] if double-quantised; all uint8."""
@@ -86,7 +88,7 @@ def gather_scales(absmax: torch.Tensor, numel: int, scheme: Scheme, group: dist.
     if size == 1:
         return absmax
     assert group is not None
-    host = torch.device("cpu") in group._device_types
+    host = carries(group, "cpu")
     carried = absmax.cpu() if host else absmax
     length = -(-scheme.groups(numel) // size) * NESTED_BLOCK
     mine = torch.nn.functional.pad(carried, (0, length - carried.numel()))
@@ -113,7 +115,7 @@ def weight_of(
 ) -> torch.Tensor:  # fmt: skip
     """`dense`, from the parts one by one."""
     n = math.prod(shape)
-    if packed.is_cuda:
+    if accelerator.is_accelerator(packed.device):
         from fullshard.adapters import kernels
 
         scales = absmax if pairs is not None else absmax.view(torch.float32)

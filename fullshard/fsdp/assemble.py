@@ -22,11 +22,12 @@ from fullshard.fsdp import policy as policies
 from fullshard.fsdp.comm import make_link
 from fullshard.fsdp.engine import Engine, Settings
 from fullshard.fsdp.meter import Meter
-from fullshard.fsdp.offload import HostGradients, Streams
+from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.plan import ShardingPlan, Terms, plan_unit
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fullshard.fsdp.streams import Lane
 from fullshard.fsdp.unit import Means, Unit
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
@@ -125,14 +126,16 @@ def _attach(unit: Unit, engine: Engine, options: Options, shard_output: Any) -> 
 
 
 def _means(options: Options) -> Means:
-    meter = Meter()
+    meter, device = Meter(), runtime.device()
+    gather_lane, reduce_lane = Lane(device), Lane(device)
     return Means(
         gather_link=make_link(options.mesh, ("fsdp",), "gather", options.timeout, meter),
         reduce_link=make_link(options.mesh, ("fsdp",), "reduce", options.timeout, meter),
         replica_link=make_link(options.mesh, options.replica_axes, "replica", options.timeout, meter),
         meter=meter,
-        streams=Streams(runtime.device()),
-        host_gradients=HostGradients(),
+        gather_lane=gather_lane,
+        reduce_lane=reduce_lane,
+        host=HostTraffic(reduce_lane),
     )
 
 

@@ -5,7 +5,8 @@ communicator each, so that neither waits for the other). Which tensors travel, a
 
 On Gloo pieces go point to point, straight from and into their final memory: Gloo's own gather copies through a flat
 buffer, and its reduce-scatter is an all-reduce inside. Sums are then ours: in rank order, so they repeat bit for bit,
-and in fp32 for narrower gradients. On NCCL the collectives of a unit are coalesced into one launch.
+and in fp32 for narrower gradients. On every other backend (NCCL) the collectives of a unit are one
+launch.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard import runtime
+from fullshard import accelerator, groups, runtime
 from fullshard.errors import MeshError
 from fullshard.fsdp import watch as watching
 from fullshard.fsdp.meter import Meter
+from fullshard.fsdp.streams import Beside
 from fullshard.fsdp.watch import Watch, watch_for
 from fullshard.spmd.mesh import Mesh
 
@@ -34,35 +36,26 @@ SMALL_SUM = 8192
 """Elements up to which a sum is made in one exchange; at least as many as there can be ranks."""
 
 
-class Pending:
+class Pending(Beside):
     """Communication under way. `wait()` returns when its results may be used."""
 
     def __init__(
-        self,
-        works: Sequence[Any],
-        watch: Watch,
-        finish: Callable[[], list[torch.Tensor]] | None = None,
-        keep: Any = None,
-        after: Pending | None = None,
+        self, works: Sequence[Any], link: Link, finish: Callable[[], list[torch.Tensor]] | None = None, keep: Any = None
     ):
-        self._works = list(works)
-        self._watch = watch
-        self._finish = finish
-        self._keep = keep  # what must stay alive until the works are done
-        self._after = after  # what must have arrived before this can go on
-        self.label = watch.issue()
+        super().__init__(keep)
+        self._works, self._watch, self._finish = list(works), link.watch, finish
+        self.label = link.watch.issue()
 
-    def arrived(self) -> bool:
-        """Whether everything is here, so that `wait()` would not wait."""
-        return all(work.is_completed() for work in self._works) and (self._after is None or self._after.arrived())
-
-    def wait(self) -> list[torch.Tensor]:
-        """The results, for reductions; an empty list for gathers, whose results were named when they were issued."""
+    def _wait(self) -> None:
         if self._works:
             with self._watch.waiting(self.label):
                 for work in self._works:
                     work.wait()
-        self._works, self._keep = [], None
+        self._works = []
+
+    def wait(self) -> list[torch.Tensor]:
+        """The results, for reductions; an empty list for gathers, whose results were named when they were issued."""
+        self.join()
         finish, self._finish = self._finish, None
         return finish() if finish is not None else []
 
@@ -71,7 +64,9 @@ class Link(ABC):
     """The ranks along one axis. `size` 1 means there is nobody else, and no method is ever called."""
 
     from_host = False
-    """Whether pieces may lie on the host although the device is a GPU."""
+    """Whether pieces may lie on the host although the device is an accelerator."""
+    holds_host = False
+    """Whether waiting holds up the host, not only the stream that waits."""
 
     def __init__(self, group: dist.ProcessGroup | None, watch: Watch, device: torch.device, meter: Meter):
         self.group, self.watch, self.device, self.meter = group, watch, device, meter
@@ -92,9 +87,9 @@ class Link(ABC):
 
 
 class PointToPoint(Link):
-    """Gloo and CPU tensors; CUDA tensors pass through pinned host memory."""
+    """Gloo: tensors in host memory; those of an accelerator pass through it, page-locked."""
 
-    from_host = True
+    from_host = holds_host = True
 
     def _send(self, t: torch.Tensor, to: int, tag: int) -> Any:
         assert self.group is not None
@@ -117,9 +112,9 @@ class PointToPoint(Link):
 
     def gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending:
         targets = [whole for whole, _ in pairs]
-        if self.device.type == "cuda":
-            pairs = [(_host_like(whole), _to_host(piece)) for whole, piece in pairs]
-            torch.cuda.current_stream().synchronize()
+        if self._hosts:
+            pairs = [(accelerator.pinned(whole.shape, whole.dtype), _to_host(piece)) for whole, piece in pairs]
+            accelerator.current_stream(self.device).synchronize()
         works, tag = [], self.watch.next_tag()
         views = [whole.view(-1).view(self.size, -1) for whole, _ in pairs]
         for rows in views:
@@ -134,8 +129,7 @@ class PointToPoint(Link):
                 target.copy_(whole, non_blocking=True)
             return []
 
-        finish = to_device if self.device.type == "cuda" else None
-        return Pending(works, self.watch, finish, keep=(pairs, targets))
+        return Pending(works, self, to_device if self._hosts else None, keep=(pairs, targets))
 
     def scatter_sum(self, wholes: Sequence[torch.Tensor], average: bool) -> Pending:
         return self._exchange([self._equal_rows(self._host(w)) for w in wholes], average, self.watch.next_tag())
@@ -151,9 +145,7 @@ class PointToPoint(Link):
             for v, w in zip(hosted, whole, strict=True)
         ]
         exchange = self._exchange(rows, average, tag, to_device=False)
-        pending = Pending(
-            [], self.watch, lambda: self._complete(exchange, hosted, rows, whole, pending, tag + 1), after=exchange
-        )
+        pending = Pending([], self, lambda: self._complete(exchange, hosted, rows, whole, pending, tag + 1))
         return pending
 
     def _complete(
@@ -198,7 +190,7 @@ class PointToPoint(Link):
                 sums.append(self._in_rank_order(received.pop(0), average))
             return [self._back(s) for s in sums] if to_device else sums
 
-        return Pending(works, self.watch, add_up, keep=rows)
+        return Pending(works, self, add_up, keep=rows)
 
     def _in_rank_order(self, terms: dict[int, torch.Tensor], average: bool) -> torch.Tensor:
         order = sorted(terms)
@@ -218,53 +210,61 @@ class PointToPoint(Link):
         return list(whole.view(-1).view(self.size, -1).unbind(0))
 
     def _host(self, t: torch.Tensor) -> torch.Tensor:
-        if self.device.type != "cuda":
+        if not self._hosts:
             return t
         hosted = _to_host(t)
-        torch.cuda.current_stream().synchronize()
+        accelerator.current_stream(self.device).synchronize()
         return hosted
 
     def _back(self, t: torch.Tensor) -> torch.Tensor:
-        return t.to(self.device, non_blocking=True) if self.device.type == "cuda" else t
+        return t.to(self.device, non_blocking=True) if self._hosts else t
 
-
-def _host_like(t: torch.Tensor) -> torch.Tensor:
-    return torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+    @property
+    def _hosts(self) -> bool:
+        """Whether pieces pass through host memory on their way."""
+        return accelerator.is_accelerator(self.device)
 
 
 def _to_host(t: torch.Tensor) -> torch.Tensor:
-    return t if t.device.type == "cpu" else _host_like(t).copy_(t, non_blocking=True)
+    if not accelerator.is_accelerator(t.device):
+        return t
+    return accelerator.pinned(t.shape, t.dtype).copy_(t, non_blocking=True)
 
 
 class Collectives(Link):
-    """NCCL: the collectives of a unit in one launch, on the communicator's own stream."""
+    """Every other backend (NCCL): the collectives of a unit in one launch, on the communicator's own stream."""
 
     def gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending:
-        with self._coalesced() as works:
+        with self._coalesced() as issued:
             for whole, piece in pairs:
                 _all_gather(whole.view(-1), piece.view(-1), group=self.group, async_op=True)
                 self.meter.bytes_sent += (self.size - 1) * piece.numel() * piece.element_size()
-        return Pending([works], self.watch, keep=pairs)
+        return self._issued(issued, None, pairs)
 
     def scatter_sum(self, wholes: Sequence[torch.Tensor], average: bool) -> Pending:
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         pieces = [w.new_empty(w.numel() // self.size) for w in wholes]
-        with self._coalesced() as works:
+        with self._coalesced() as issued:
             for piece, whole in zip(pieces, wholes, strict=True):
-                _reduce_scatter(piece, whole.view(-1), op=op, group=self.group, async_op=True)
+                _reduce_scatter(piece, whole.view(-1), op=_sum(average), group=self.group, async_op=True)
                 self.meter.bytes_sent += (self.size - 1) * piece.numel() * piece.element_size()
-        return Pending([works], self.watch, lambda: pieces, keep=wholes)
+        return self._issued(issued, pieces, wholes)
 
     def sum(self, values: Sequence[torch.Tensor], average: bool) -> Pending:
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        with self._coalesced() as works:
+        with self._coalesced() as issued:
             for value in values:
-                dist.all_reduce(value, op=op, group=self.group, async_op=True)
+                dist.all_reduce(value, op=_sum(average), group=self.group, async_op=True)
                 self.meter.bytes_sent += 2 * (self.size - 1) * value.numel() * value.element_size() // self.size
-        return Pending([works], self.watch, lambda: list(values), keep=values)
+        return self._issued(issued, list(values), values)
 
     def _coalesced(self) -> Any:
         return dist._coalescing_manager(group=self.group, device=self.device, async_ops=True)
+
+    def _issued(self, issued: Any, results: list[torch.Tensor] | None, keep: Any) -> Pending:
+        return Pending(issued.works, self, None if results is None else lambda: results, keep)
+
+
+def _sum(average: bool) -> Any:
+    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
 # --- making links -----------------------------------------------------------------------------------------------------
@@ -272,10 +272,10 @@ class Collectives(Link):
 
 def make_link(mesh: Mesh, axes: tuple[str, ...], purpose: str, timeout: float | None, meter: Meter) -> Link:
     """The link along one axis (or along several as one) for one purpose. Every rank of the mesh must ask alike."""
-    line = _line(mesh, axes)
+    line, device = _line(mesh, axes), runtime.device()
     group = _group(line, purpose, timeout)
-    kind = Collectives if group is not None and dist.get_backend(group) == "nccl" else PointToPoint
-    return kind(group, watch_for(purpose, line, group), runtime.device(), meter)
+    kind = PointToPoint if group is None or groups.backend_of(group, device) == "gloo" else Collectives
+    return kind(group, watch_for(purpose, line, group), device, meter)
 
 
 def _line(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -296,30 +296,8 @@ def _group(line: tuple[int, ...], purpose: str, timeout: float | None) -> dist.P
     key = (line, purpose, timeout)
     if key not in known:
         options: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-        known[key] = new_group(line, **options)
+        known[key] = groups.new_group(line, **options)
     return known[key]
-
-
-def new_group(line: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
-    """A process group of these ranks; they, and no others, must ask for it.
-
-    Left to itself torch names a group by how many this rank has, so that ranks with different pasts (a mesh of some of
-    the devices, say) would look for each other under different names and never meet. Here the name says the ranks and
-    how many groups of just them there were.
-    """
-    number = _made[line] = _made.get(line, 0) + 1
-    name = f"fullshard/{'-'.join(map(str, line))}/{number}"
-    if list(line) != sorted(line):
-        options["sort_ranks"] = False  # `Mesh` has refused such orders where torch lacks this
-    torch_names = dist.distributed_c10d._process_group_name
-    dist.distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
-    try:
-        return dist.new_group(list(line), use_local_synchronization=True, **options)
-    finally:
-        dist.distributed_c10d._process_group_name = torch_names
-
-
-_made: dict[tuple[int, ...], int] = {}
 
 
 _cache: tuple[Any, dict[Any, dist.ProcessGroup]] = (None, {})

@@ -80,8 +80,6 @@ class Engine:
         self._backwards: dict[int, _Backward] = {}
         self._in_flight: deque[Reduction] = deque()
         self._held: set[Unit] = set()
-        if not means.streams.cuda:  # there to finish early would make compute wait
-            means.on_gradient = self._finish_arrived
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -173,6 +171,7 @@ class Engine:
         for other in self.units:
             if other.state is State.GATHERING or not tracked:
                 other.free()  # prefetched in vain, or nothing will come back for it
+        self.means.host.settle()  # from here on the host may write to its shards
         watch.at(self.step, unit.name, "after forward")
 
     def _cast_inputs(self, inputs: Any) -> Any:
@@ -256,11 +255,6 @@ class Engine:
         self._in_flight.append(Reduction(unit, average=not self._as_global))
         watch.at(self.step, unit.name, "backward")
 
-    def _finish_arrived(self, leaf: torch.Tensor) -> None:
-        """Let go of gradients that have been reduced as soon as that can be seen, not only at the unit's end."""
-        if self._in_flight and self._in_flight[0].arrived():
-            self._in_flight.popleft().finish()
-
     def _end_backward(self, run: int) -> None:
         backward = self._backwards.pop(run)
         for unit, _ in sorted(backward.reached.items(), key=lambda item: -item[1]):
@@ -272,7 +266,7 @@ class Engine:
                 self._over(unit)  # kept back earlier, and not part of this backward
         while self._in_flight:
             self._in_flight.popleft().finish()
-        self.means.host_gradients.settle()
+        self.means.host.settle()
         for unit in self.units:
             unit.free()
         watch.at(self.step, "", "after backward")
@@ -290,6 +284,8 @@ class Engine:
             reduction.wait()
         for unit in self.units:
             unit.free()
+        self.means.host.abandon()
+        for unit in self.units:
             for p in unit.parameters:
                 p.drop_gradient()
 
@@ -304,6 +300,7 @@ class Engine:
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
         """Modules show their shards, whatever is gathered; for reading and writing parameters from outside."""
+        self.means.host.settle()
         shown = [unit for unit in self.units if unit.shown]
         for unit in shown:
             unit.show_shards()

@@ -10,7 +10,6 @@ for backward points into that memory, so it is right again once the memory is fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.errors import FSDPError
-from fullshard.fsdp.offload import host_memory
+from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import Mesh, origin
@@ -98,7 +97,7 @@ class ShardedParameter:
         if self.local.is_meta:
             assert is_sharded(self.shard)
             if self.offloaded:
-                local = host_memory(self.local.shape, self.local.dtype)
+                local = accelerator.host_memory(self.local.shape, self.local.dtype)
             else:
                 local = torch.empty_like(self.local, device=runtime.device())
             new = nn.Parameter(type(self.shard)(local, self.shard._spec, requires_grad=False), self.shard.requires_grad)
@@ -115,8 +114,8 @@ class ShardedParameter:
     def nbytes(self) -> int:
         return math.prod(self.whole) * self.dtype.itemsize
 
-    def allocate(self, on_gradient: Callable[[torch.Tensor], None] | None) -> int:
-        """Give the gathered value its memory; the number of bytes that took. `on_gradient` hears of each gradient."""
+    def allocate(self) -> int:
+        """Give the gathered value its memory; the number of bytes that took."""
         shares = self.shares
         if self.full is None:
             with torch.inference_mode(False):  # it will outlive the pass it is first needed in, and train
@@ -126,8 +125,6 @@ class ShardedParameter:
                     else torch.empty(self.whole, dtype=self.dtype, device=runtime.device())
                 )
                 self.full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
-            if on_gradient is not None and self.full.requires_grad:
-                self.full.register_post_accumulate_grad_hook(on_gradient)
         elif shares:
             if self.full.data_ptr() != self.local.data_ptr() or self.full.device != self.local.device:
                 self.full.data = self.local.detach()
@@ -144,16 +141,25 @@ class ShardedParameter:
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 
-    def source(self) -> torch.Tensor:
-        """This rank's piece as it travels: contiguous, in the dtype of the gathered value."""
-        return self.local.detach().to(dtype=self.dtype).contiguous()
+    def source(self, from_host: bool) -> torch.Tensor:
+        """This rank's piece as it travels: contiguous, in the dtype of the gathered value.
+
+        Where pieces travel from the host anyway (`from_host`) a shard that lies there stays there.
+        """
+        local = self.local.detach() if from_host else self.on_device()
+        return local.to(dtype=self.dtype).contiguous()
+
+    def on_device(self) -> torch.Tensor:
+        """The shard on the device, not cast yet: a cast on the host would make a copy that is not page-locked, and
+        the host wait for it."""
+        return self.local.detach().to(runtime.device(), non_blocking=True)
 
     def pack(self, slot: torch.Tensor) -> None:
         """Put this rank's piece, padded, into its slot (bytes) of the unit's bucket."""
-        local = self.local.detach()
+        local = self.on_device()
         target = slot[: math.prod(self.piece) * self.dtype.itemsize].view(self.dtype).view(self.piece)
         assert self.plan.dim is not None
-        target.narrow(self.plan.dim, 0, local.shape[self.plan.dim]).copy_(local, non_blocking=True)
+        target.narrow(self.plan.dim, 0, local.shape[self.plan.dim]).copy_(local)
 
     def unpack(self, slots: torch.Tensor) -> None:
         """Put all ranks' pieces (rows of bytes) together in the gathered value."""
@@ -258,15 +264,15 @@ class ShardedParameter:
             piece = piece.narrow(self.plan.dim, 0, self.local.shape[self.plan.dim])
         return piece
 
-    def land(self, grad: torch.Tensor, offload: Any) -> None:
+    def land(self, grad: torch.Tensor, host: HostTraffic) -> None:
         """Add a reduced piece to the shard's gradient."""
         grad = grad.detach().to(self.local.dtype)
         if grad.device != self.local.device:
-            grad = offload.to_host(grad)
+            grad = host.to_host(grad)
         current = self.shard.grad
         if current is None:
             assert is_sharded(self.shard)
             self.shard.grad = type(self.shard)(grad, self.shard._spec, requires_grad=False)
         else:
             assert is_sharded(current)
-            offload.add(current._local_tensor, grad)
+            host.add(current._local_tensor, grad)

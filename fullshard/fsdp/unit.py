@@ -6,7 +6,7 @@ A unit executes its part of the plan and nothing else; when to do what is decide
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,11 @@ from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp.comm import Link, Pending
 from fullshard.fsdp.meter import Meter
-from fullshard.fsdp.offload import HostGradients, Streams
+from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import dtype_of
+from fullshard.fsdp.streams import Aside, Lane
 from fullshard.fsdp.writes import writes_of
 
 
@@ -32,10 +33,9 @@ class Means:
     reduce_link: Link
     replica_link: Link
     meter: Meter
-    streams: Streams
-    host_gradients: HostGradients
-    on_gradient: Callable[[torch.Tensor], None] | None = None
-    """Called for each gradient that backward computes; the engine looks there for reductions that have arrived."""
+    gather_lane: Lane
+    reduce_lane: Lane
+    host: HostTraffic
 
 
 class State(enum.Enum):
@@ -55,6 +55,7 @@ class Unit:
         self.state = State.SHARDED
         self.shown = False
         self._pending: Pending | None = None
+        self._aside: Aside | None = None
         self._bucket: torch.Tensor | None = None
         self._versions: list[Any] = []
         self._moves = False
@@ -81,20 +82,21 @@ class Unit:
             )
         means = self.means
         self._versions = self._shard_versions()
-        means.meter.allocated(sum(p.allocate(means.on_gradient) for p in self.parameters))
+        means.meter.allocated(sum(p.allocate() for p in self.parameters))
         self.state = State.GATHERING
-        self._moves = any(p.plan.gathers or not p.shares for p in self.parameters)
-        if not self._moves:
+        if not any(p.plan.gathers or not p.shares for p in self.parameters):
             return
         bucket = self.plan.gather_bucket
         device = runtime.device()
-        with means.streams.aside("gather"), torch.no_grad():
+        with means.gather_lane.run() as aside, torch.no_grad():
+            self._aside = aside
+            aside.keep([p.local for p in self.parameters])
             for p in self.parameters:
                 if not p.plan.gathers and not p.shares:
                     assert p.full is not None
-                    p.full.data.copy_(p.local, non_blocking=True)
+                    p.full.data.copy_(p.on_device())
             pairs = [
-                (p.full.data, self._placed(p.source()))
+                (p.full.data, p.source(means.gather_link.from_host))
                 for p in self.parameters
                 if p.full is not None and p.plan.gathers and p.plan.direct
             ]
@@ -108,20 +110,19 @@ class Unit:
                 means.meter.gathers[self.name] += 1
                 means.meter.bytes_gathered += sum(whole.numel() * whole.element_size() for whole, _ in pairs)
                 self._pending = means.gather_link.gather(pairs)
-
-    def _placed(self, piece: torch.Tensor) -> torch.Tensor:
-        """A piece where the link wants it. Host shards stay on the host when pieces travel from there anyway."""
-        return piece if self.means.gather_link.from_host else piece.to(runtime.device(), non_blocking=True)
+        if any(p.offloaded for p in self.parameters):
+            means.host.reads(aside)
 
     def finish_gather(self) -> None:
         """Wait for the gathered values."""
         if self.state is not State.GATHERING:
             return
         pending, self._pending = self._pending, None
+        aside, self._aside = self._aside, None
         if pending is not None:
             pending.wait()
-        if self._moves:
-            self.means.streams.join("gather")
+        if aside is not None:
+            aside.join()
         rows, self._bucket = self._bucket, None
         if rows is not None:
             assert self.plan.gather_bucket is not None
@@ -203,8 +204,11 @@ class Reduction:
             self._own = [(p, grads[p.plan.name]) for p in trained]
             return
         device = runtime.device()
-        with means.streams.aside("reduce"), torch.no_grad():
-            flags = torch.tensor([float(grad is not None) for grad in grads.values()], device=device)
+        with means.reduce_lane.run() as self._aside, torch.no_grad():
+            self._aside.keep(list(grads.values()))
+            flags = torch.ones(len(trained), device=device)
+            for place in self._absent.values():
+                flags[place].zero_()
             terms = {
                 p.plan.name: torch.zeros(p.whole, dtype=dtype_of(p.plan.reduce_dtype), device=device)
                 if grad is None
@@ -221,57 +225,84 @@ class Reduction:
             scatter += [self._packed(b, terms) for b in unit.plan.scatter_buckets]
             copies = [terms[p.plan.name] for p in self._copied]
             copies += [self._flat(b, terms) for b in unit.plan.copy_buckets]
-            copies.append(flags)
             link = means.reduce_link
+            if scatter:
+                scatter.insert(0, flags.repeat(link.size))  # to every rank whole, and no collective of their own
+            else:
+                copies.insert(0, flags)
             self._scatter = link.scatter_sum(scatter, average) if scatter else None
-            self._copies = link.sum(copies, average) if link.size > 1 else None
+            self._copies = link.sum(copies, average) if copies and link.size > 1 else None
             self._uncombined = copies if self._copies is None else []
+            self._replicas: Pending | None = None
+            if means.replica_link.size > 1 and not (link.size > 1 and link.holds_host):
+                self._sum_replicas()
+
+    def _sum_replicas(self) -> None:
+        """Begin to add up what the replicas have, once this replica's own sums are there."""
+        self._replicas = self.unit.means.replica_link.sum(self._own_sums(), self.average)
+
+    def _own_sums(self) -> list[torch.Tensor]:
+        """The sums inside this replica, in the same order."""
+        pieces = self._scatter.wait() if self._scatter is not None else []
+        copies = self._copies.wait() if self._copies is not None else self._uncombined
+        self._scatter, self._copies, self._uncombined = None, None, []
+        return [*pieces, *copies]
 
     def finish(self) -> None:
         """Wait for the sums and add them to the shards' gradients."""
         if self._alone:
-            for p, grad in self._own:
-                if grad is not None:
-                    p.land(p.trim(grad), self.unit.means.host_gradients)
+            self._land([(p, p.trim(grad)) for p, grad in self._own if grad is not None])
             self._own = []
             return
-        pieces, copies = self.wait()
-        flags = copies.pop()
+        flags, *sums = self.wait()
         if self._absent:
             came = flags.tolist()
             self._absent = {name: i for name, i in self._absent.items() if not came[i]}
         plan = self.unit.plan
-        with torch.no_grad():
-            self._land(self._scattered, plan.scatter_buckets, pieces)
-            self._land(self._copied, plan.copy_buckets, copies)
+        count = len(self._scattered) + len(plan.scatter_buckets)
+        self._land(self._cut(self._scattered, plan.scatter_buckets, sums[:count]))
+        self._land(self._cut(self._copied, plan.copy_buckets, sums[count:]))
 
-    def arrived(self) -> bool:
-        """Whether `finish` would not have to wait."""
-        return self._alone or all(p is None or p.arrived() for p in (self._scatter, self._copies))
-
-    def wait(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The sums: this rank's pieces, and the values summed whole."""
+    def wait(self) -> list[torch.Tensor]:
+        """The sums: the flags, this rank's pieces, the values summed whole."""
         if self._alone:
-            return [], []
-        means = self.unit.means
-        pieces = self._scatter.wait() if self._scatter is not None else []
-        copies = self._copies.wait() if self._copies is not None else self._uncombined
-        self._scatter = self._copies = None
-        if means.replica_link.size > 1:
-            summed = means.replica_link.sum([*pieces, *copies], self.average).wait()
-            pieces, copies = summed[: len(pieces)], summed[len(pieces) :]
-        means.streams.join("reduce")
-        return pieces, copies
+            return []
+        if self.unit.means.replica_link.size > 1:
+            if self._replicas is None:
+                self._aside.join()
+                self._sum_replicas()
+            assert self._replicas is not None
+            results = self._replicas.wait()
+        else:
+            results = self._own_sums()
+        self._aside.join()
+        return results
 
-    def _land(self, direct: list[ShardedParameter], buckets: Sequence[Bucket], results: Sequence[Any]) -> None:
-        landing = self.unit.means.host_gradients
-        for p, piece in zip(direct, results[: len(direct)], strict=True):
-            if p.plan.name not in self._absent:
-                p.land(p.trim(piece), landing)
+    def _cut(
+        self, direct: list[ShardedParameter], buckets: Sequence[Bucket], results: list[torch.Tensor]
+    ) -> list[tuple[ShardedParameter, torch.Tensor]]:
+        """Which part of the results belongs to which parameter, without those that no rank had a gradient for."""
+        found = [(p, piece, False) for p, piece in zip(direct, results[: len(direct)], strict=True)]
         for bucket, flat in zip(buckets, results[len(direct) :], strict=True):
-            for p, slot in self.unit._in_slots(bucket):
-                if p.plan.name not in self._absent:
-                    p.land(p.trim(flat.view(-1)[slot]).clone(), landing)
+            found += [(p, flat.view(-1)[slot], True) for p, slot in self.unit._in_slots(bucket)]
+        with torch.no_grad():
+            return [
+                (p, p.trim(piece).clone() if shared else p.trim(piece))
+                for p, piece, shared in found
+                if p.plan.name not in self._absent
+            ]
+
+    def _land(self, pieces: list[tuple[ShardedParameter, torch.Tensor]]) -> None:
+        """Add pieces to the shards' gradients, where those lie."""
+        host = self.unit.means.host
+        for p, piece in pieces:
+            if not p.offloaded:
+                p.land(piece, host)
+        offloaded = [(p, piece) for p, piece in pieces if p.offloaded]
+        if offloaded:
+            with host.landing(offloaded):
+                for p, piece in offloaded:
+                    p.land(piece, host)
 
     def _packed(self, bucket: Bucket, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         shape = (self.unit.means.reduce_link.size, bucket.length)

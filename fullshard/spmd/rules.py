@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_flatten, tree_map
 
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.spmd.independent import INDEPENDENT, Independent, wrapped
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, layout_of, meta_of, relay, replicated, respec, settle
 
@@ -106,7 +106,7 @@ def _torch_draws(op: Any, flat: list[Any]) -> bool:
         return True
     target = next(leaf for leaf in flat if is_sharded(leaf))
     known = op in DTensor._op_dispatcher._random_ops
-    return known and target.device.type == "cuda" and layout_of(target._spec).is_even(target.shape)
+    return known and accelerator.is_accelerator(target.device) and layout_of(target._spec).is_even(target.shape)
 
 
 # --- embeddings ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.utils._pytree import tree_map
 
-from fullshard import groups, runtime
+from fullshard import accelerator, groups, runtime
 from fullshard.errors import LayoutError
 from fullshard.spmd.agree import require_same
 from fullshard.spmd.mesh import origin
@@ -242,7 +242,8 @@ def relay(local: torch.Tensor, src: DTensorSpec, dst: DTensorSpec) -> torch.Tens
         if local.dtype not in GLOO_DTYPES:
             wide = torch.float32 if local.is_floating_point() else torch.int64
             return relay(local.to(wide), src, dst).to(local.dtype)
-        if local.is_cuda:  # its functional collectives crash on CUDA tensors, and it has no all-to-all
+        if accelerator.is_accelerator(local.device):
+            # Its functional collectives crash on CUDA tensors, and it has no all-to-all.
             local, src = _arrived(redistribute_local_tensor(local.cpu(), src, whole)).to(local.device), whole
     if src.mesh != dst.mesh:
         local = redistribute_local_tensor(local, src, whole)
@@ -262,7 +263,7 @@ GLOO_DTYPES = {
 
 def _over_gloo(t: torch.Tensor) -> bool:
     assert dist.group.WORLD is not None
-    return groups.backend_of(dist.group.WORLD, t.device) != "nccl"
+    return groups.backend_of(dist.group.WORLD, t.device) == "gloo"
 
 
 def _arrived(t: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.strategy import dtype_of
@@ -50,8 +48,8 @@ def _shard_bytes(p: ParameterPlan) -> int:
 
 def available(on_host: bool) -> tuple[int, str]:
     """Bytes a rank can have, and where."""
-    if not on_host and runtime.device().type == "cuda":
-        return torch.cuda.mem_get_info()[1], "GPU memory"
+    if not on_host and accelerator.is_accelerator(runtime.device()):
+        return accelerator.total_memory(runtime.device()), "GPU memory"
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024

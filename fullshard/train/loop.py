@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.data.loader import Batch, Loader, Step, one_pass
 from fullshard.data.tokens import TokenTable
 from fullshard.errors import TrainingError
@@ -182,7 +182,8 @@ class Loop:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The summed loss of a micro-batch, scaled for its part in the step."""
-        device, pinned = runtime.device(), self.config.dataloader_pin_memory and runtime.device().type == "cuda"
+        device = runtime.device()
+        pinned = self.config.dataloader_pin_memory and accelerator.is_accelerator(device)
         moved = {
             name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
             for name, tensor in batch.items()

@@ -16,9 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.train.boards import Board, Opens, attempt, none
 from fullshard.train.samples import FILE as SAMPLES
 from fullshard.train.samples import Sample
@@ -41,8 +39,8 @@ SHOWN = {
 
 def memory_gib() -> float:
     """The most memory this rank has needed so far: of the GPU, or of the process."""
-    if runtime.device().type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
+    if accelerator.is_accelerator(runtime.device()):
+        return accelerator.peak_memory(runtime.device()) / 2**30
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.adapters import lora
 from fullshard.adapters.quantize import Quantization, quantize_model
 from fullshard.adapters.token_rows import plain_layer
@@ -79,7 +79,7 @@ def attention(config: SFTConfig, say: Say) -> str | None:
         return config.attn_implementation
     if not config.use_flash_attn:
         return None
-    if runtime.device().type != "cuda":
+    if not accelerator.is_accelerator(runtime.device()):
         say("use_flash_attn: there is no GPU here; torch's own attention is used.")
     elif importlib.util.find_spec("flash_attn") is None:
         say("use_flash_attn: flash-attn is not installed; torch's own attention is used.")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fullshard import runtime
 from fullshard.errors import CheckpointError, FSDPError, UserError, first_line
 from fullshard.fsdp import watch
-from fullshard.fsdp.comm import new_group
+from fullshard.groups import carries, new_group
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def front_group() -> Any:
     global _front
     runtime.use_spmd()
     if _front[0] is not dist.group.WORLD or _front[1] != watch.failures:
-        if "cpu" in {d.type for d in dist.group.WORLD._device_types}:
+        if carries(dist.group.WORLD, "cpu"):
             # Making a group waits for all ranks unwatched, so they meet first where the wait is watched.
             _watched("start", dist.group.WORLD, lambda: dist.all_reduce(torch.zeros(1)))
         _front = (dist.group.WORLD, watch.failures, _new_group())

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fullshard import accelerator
 from fullshard.weights.files import Entry, Source
 
 Cuts = tuple[slice, ...]
@@ -221,5 +222,5 @@ def _buffer(size: int, device: torch.device) -> torch.Tensor:
     """Bytes to read into on the way to another dtype, layout or device; each thread has its own, used again."""
     held = getattr(_buffers, "bytes", None)
     if held is None or held.numel() < size:
-        held = _buffers.bytes = torch.empty(max(size, JOB_BYTES), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        held = _buffers.bytes = accelerator.staging(max(size, JOB_BYTES), device)
     return held[:size]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.weights import tree
 from fullshard.weights.states import Description, Loading
 
@@ -28,7 +28,7 @@ def describe_rng(description: Description) -> None:
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "numpy": {"kind": kind, "keys": np.asarray(keys), "rest": (int(position), int(has_gauss), float(cached))},
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(runtime.device()) if runtime.device().type == "cuda" else None,
+        "cuda": accelerator.rng_state(runtime.device()),
     }
     description.entries[NAME] = {"kind": NAME, "value": tree.encode(state, description.put, NAME)}
 
@@ -60,7 +60,7 @@ def prepare_rng(loading: Loading, entry: dict[str, Any]) -> None:
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
         np.random.set_state((numpy["kind"], numpy["keys"], *numpy["rest"]))
         torch.set_rng_state(state["torch"].cpu())
-        if state["cuda"] is not None and runtime.device().type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"].cpu(), runtime.device())
+        if state["cuda"] is not None:
+            accelerator.set_rng_state(runtime.device(), state["cuda"])
 
     loading.finish.append(finish)

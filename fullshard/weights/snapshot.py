@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fullshard.fsdp.offload import host_memory
+from fullshard import accelerator
 from fullshard.weights.pieces import Held, as_bytes, share
 
 ALIGNMENT = 64
@@ -36,21 +36,21 @@ class HostBuffer:
         for part, start in zip(parts, starts, strict=True):
             size = part.local.numel() * part.local.element_size()
             copy = self._memory[start : start + size].view(part.local.dtype).view(part.local.shape)
-            if part.local.device.type == "cpu" and part.local.is_contiguous():
+            if not accelerator.is_accelerator(part.local.device) and part.local.is_contiguous():
                 # The C library's copy goes past the cache for large blocks: twice as fast as torch's.
                 np.copyto(np.asarray(as_bytes(copy)), np.asarray(as_bytes(part.local)))
             else:
                 copy.copy_(part.local, non_blocking=True)
             # The share is taken already, so that it is not taken again.
             copies.append(replace(part, local=copy, copies=min(part.copies, 1), copy=0))
-        if any(part.local.device.type == "cuda" for part in parts):
-            torch.cuda.synchronize()
+        for device in {part.local.device for part in parts}:
+            accelerator.synchronize(device)
         return copies
 
     def _reserve(self, size: int) -> None:
         if self._memory.numel() < size:
             self.release()
-            self._memory = host_memory((size,), torch.uint8)
+            self._memory = accelerator.host_memory((size,), torch.uint8)
 
     def release(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.errors import CheckpointError
 from fullshard.weights import publish
 from fullshard.weights.files import DTYPE_NAMES, DTYPES
@@ -310,7 +310,7 @@ class CheckpointReader(StorageReader):
     def _buffer(self, size: int, device: torch.device) -> torch.Tensor:
         kept = getattr(self._scratch, "buffer", None)
         if kept is None or kept.numel() < size:
-            kept = torch.empty(max(size, BLOCK), dtype=torch.uint8, pin_memory=device.type == "cuda")
+            kept = accelerator.staging(max(size, BLOCK), device)
             self._scratch.buffer = kept
         return kept[:size]
 

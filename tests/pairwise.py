@@ -1,0 +1,36 @@
+"""All-pairs test design: few combinations in which every pair of values of two different factors occurs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+
+
+def pairwise(factors: Sequence[Sequence[Hashable]]) -> list[tuple[Hashable, ...]]:
+    """The combinations, always the same ones in the same order.
+
+    Each starts from a pair that is still missing; every further factor takes the value that adds most missing pairs,
+    and among equals the one used least.
+    """
+    missing = {
+        ((i, a), (j, b)): None
+        for i, j in itertools.combinations(range(len(factors)), 2)
+        for a, b in itertools.product(factors[i], factors[j])
+    }
+    used: dict[tuple[int, Hashable], int] = {}
+    rows = []
+    while missing:
+        row = dict(next(iter(missing)))
+        for factor, values in enumerate(factors):
+            if factor not in row:
+                gain = {value: -used.get((factor, value), 0) for value in values}
+                for value in values:
+                    pairs = (tuple(sorted([(factor, value), fixed], key=lambda p: p[0])) for fixed in row.items())
+                    gain[value] += 1000 * sum(pair in missing for pair in pairs)
+                row[factor] = max(values, key=lambda value: gain[value])
+        for fixed in row.items():
+            used[fixed] = used.get(fixed, 0) + 1
+        for pair in itertools.combinations(sorted(row.items()), 2):
+            missing.pop(pair, None)
+        rows.append(tuple(row[factor] for factor in range(len(factors))))
+    return rows
