@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 import fullshard.spmd as xs
 from fullshard import FSDPv2, runtime
@@ -67,6 +68,11 @@ def test_ranks_that_take_different_branches(strategy, no_sync):
 @pytest.mark.parametrize("cache", [False, True], ids=["recomputing", "cache"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_generate_with_ranks_that_stop_at_different_lengths(strategy, cache, world_size):
+    if not cache and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):
+        pytest.skip(
+            "transformers 5.17: without a cache the mask of a finished rank grows on while its tokens do not, and the "
+            "next forward fails on that rank"
+        )
     device, me = runtime.device(), runtime.rank()
     plain = llama().to(device).eval()
     model = FSDPv2(
@@ -94,8 +100,9 @@ def test_generate_with_ranks_that_stop_at_different_lengths(strategy, cache, wor
 
 
 @gpu_ranks(4)
-@pytest.mark.parametrize(("build", "rules"), [(spmd_llama, LLAMA_RULES), (spmd_gpt2, GPT2_RULES)], ids=["llama", "gpt2"])
-def test_tensor_parallelism(build, rules):
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_tensor_parallelism(name):
+    build, rules = {"llama": (spmd_llama, LLAMA_RULES), "gpt2": (spmd_gpt2, GPT2_RULES)}[name]
     device = runtime.device()
     mesh = xs.Mesh(np.arange(4), (2, 2), ("data", "model"))
     reference, model = build(DOUBLE).to(device), build(DOUBLE).to(device)
