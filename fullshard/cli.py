@@ -229,11 +229,11 @@ def describe_environment() -> dict[str, Any]:
     import torch
 
     import fullshard.runtime as xr
-    from fullshard import accelerator
+    from fullshard import accelerator, groups
     from fullshard.launch.config import find_file
     from fullshard.launcher import choose_backend, gpu_count
 
-    gpus = gpu_count()
+    gpus, kind = gpu_count(), xr.device().type
     file, reason = find_file(None)
     return {
         "fullshard": __version__,
@@ -241,7 +241,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": torch.__version__,
         "device": str(xr.device()),
-        "backend": choose_backend(xr.device().type, xr.local_world_size(), gpus),
+        "backend": choose_backend(kind, xr.local_world_size(), gpus, groups.has_own(kind)),
         "gpus": accelerator.names(),
         "cpus": os.cpu_count(),
         "rank": xr.rank(),

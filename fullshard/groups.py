@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard import accelerator
+
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that carries the device's tensors in a group ("nccl", "gloo", "fake"); "" if none does."""
@@ -24,6 +26,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 def carries(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether tensors of this device type can travel in the group."""
     return device_type in {d.type for d in group._device_types}
+
+
+def has_own(device_type: str) -> bool:
+    """Whether this build of torch has the backend that carries the device type's tensors straight between devices."""
+    return dist.is_backend_available(accelerator.SUPPORTED.get(device_type, "gloo"))
 
 
 def short_name(ranks: Sequence[int]) -> str:

@@ -8,13 +8,16 @@ How tensors are laid out over those ranks is left to `fullshard.spmd`.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import dataclasses
+import json
 import logging
 import os
 import random
 import socket
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +38,7 @@ from fullshard.launcher import (
     read_launcher,
     read_local_place,
 )
+from fullshard.transport import Choice, Transport, differing, transport_of
 from fullshard.wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
 from fullshard.wrappers import refuse_live_wrappers
 
@@ -44,6 +48,7 @@ SHUTDOWN_PATIENCE = 5.0
 _launch: Launch | None = None  # set while SPMD is on
 _device: torch.device | None = None
 _owns_group = False
+_announced = False  # whether it was said how tensors travel in this process group
 _starts = 0  # how often a group was built: keeps the store's keys of one start apart from the next
 
 
@@ -64,7 +69,7 @@ def use_spmd(
     `init_timeout`, in seconds (else `FULLSHARD_INIT_TIMEOUT`, else 300), bounds the wait for the other ranks.
     A process group that exists already is taken as it is.
     """
-    global _launch, _device, _owns_group
+    global _launch, _device, _owns_group, _announced
     if auto:
         raise UnsupportedError(
             "use_spmd(auto=True): fullshard does not choose layouts by itself. Call use_spmd() and mark tensors with "
@@ -85,8 +90,11 @@ def use_spmd(
         launch = read_launcher(os.environ)
         chosen = choose_device(device or os.environ.get(DEVICE_VARIABLE), launch.local_rank, gpu_count())
         accelerator.use(chosen)
-        _init_group(launch, choose_backend(chosen.type, launch.local_world_size, gpu_count()), seconds)
+        has_own = groups.has_own(chosen.type)
+        backend = choose_backend(chosen.type, launch.local_world_size, gpu_count(), has_own)
+        _init_group(launch, backend, seconds)
         _launch, _device, _owns_group = launch, chosen, True
+    _announced = False
     _share_generator()
 
 
@@ -105,7 +113,7 @@ def _init_group(launch: Launch, backend: str, seconds: float) -> None:
         # A job that is started again may meet the store of its last attempt, with addresses of processes long gone.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"fullshard/{attempt}/{_starts}", found)
-        _await_all(store, launch, seconds)
+        _await_all(store, launch, backend, seconds)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, RuntimeSetupError):
@@ -118,14 +126,17 @@ def _init_group(launch: Launch, backend: str, seconds: float) -> None:
         ) from error
 
 
-def _await_all(store: dist.Store, launch: Launch, seconds: float) -> None:
-    """Wait until every rank is there, so that the one that is not can be named.
+def _await_all(store: dist.Store, launch: Launch, backend: str, seconds: float) -> None:
+    """Wait until every rank is there, so that the one that is not can be named, and all have chosen alike.
 
-    A handful of calls per rank however many ranks there are: ranks are counted, and the last one opens the door. Each
-    also leaves a key of its own, which nobody reads unless the wait fails.
+    Ranks with different backends would meet (their CPU tensors go through Gloo all the same) and hang in the first
+    collective of their GPUs. Ranks and choices are counted, and the last rank to come opens the door: a handful of
+    calls per rank, however many ranks there are. The keys with ranks' choices are read only when something is wrong.
     """
-    first_time = store.add(f"here/{launch.rank}", 1) == 1
-    if first_time and store.add("here", 1) == launch.world_size:
+    mine = Choice(backend, socket.gethostname(), launch.local_world_size, gpu_count())
+    store.set(f"here/{launch.rank}", json.dumps(dataclasses.asdict(mine)))
+    store.add(f"backend/{backend}", 1)
+    if store.add("here", 1) == launch.world_size:
         store.set("all here", "1")
     try:
         store.wait(["all here"], timedelta(seconds=seconds))
@@ -136,6 +147,17 @@ def _await_all(store: dist.Store, launch: Launch, seconds: float) -> None:
             f"{launch.world_size} ranks these did not come: {', '.join(map(str, absent))}. Look at their output first; "
             f"if they are only slow to start, raise {INIT_TIMEOUT_VARIABLE}."
         ) from error
+    if store.add(f"backend/{backend}", 0) < launch.world_size:
+        choices = [Choice(**json.loads(store.get(f"here/{r}"))) for r in range(launch.world_size)]
+        store.set(f"told/{launch.rank}", "1")
+        if launch.rank == 0:  # the store may end with this process
+            with contextlib.suppress(RuntimeError):
+                store.wait([f"told/{r}" for r in range(launch.world_size)], timedelta(seconds=SHUTDOWN_PATIENCE))
+        raise RuntimeSetupError(
+            f"The ranks have chosen different backends and could not talk to each other: {differing(choices)}. Start "
+            f"no more ranks on a node than it has GPUs, or set {DEVICE_VARIABLE}=cpu on all nodes; torch must have "
+            f"NCCL on all of them, or on none."
+        )
 
 
 def _place_in_group() -> Launch | None:
@@ -264,6 +286,31 @@ def device() -> torch.device:
     if _device is not None:
         return _device
     return choose_device(os.environ.get(DEVICE_VARIABLE), _place().local_rank, gpu_count())
+
+
+def transport() -> Transport:
+    """How tensors of this rank's device travel to other ranks, and why."""
+    assert dist.group.WORLD is not None or world_size() == 1, "use_spmd() comes first"
+    backend = groups.backend_of(dist.group.WORLD, device()) if dist.group.WORLD is not None else ""
+    kind, numbers = device().type, (world_size(), local_world_size(), gpu_count())
+    return transport_of(backend, kind, *numbers, has_own=groups.has_own(kind), ours=_owns_group)
+
+
+def announce_transport(say: Callable[[str], None] | None = None) -> None:
+    """Say once per process group how tensors travel; as a warning if NCCL could carry them and does not.
+
+    `say` prints a line for the user, on rank 0; else it is logged.
+    """
+    global _announced
+    if _announced:
+        return
+    _announced, way = True, transport()
+    if way.fix:
+        warn_once("transport", f"transport: {way}. Every step waits for copies that NCCL would not make. {way.fix}")
+    elif say is not None:
+        say(f"transport: {way}")
+    elif world_size() > 1:
+        get_logger().info("transport: %s", way)
 
 
 # PyTorch/XLA's names. A rank drives one device here, so devices and processes count alike.

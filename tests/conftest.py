@@ -1,7 +1,8 @@
-"""What all tests share: the hypothesis profile, the GPU marker, and the end of the worker pools."""
+"""What all tests share: the hypothesis profile, the terminal, the GPU marker, and the end of the worker pools."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from pathlib import Path
 
@@ -14,6 +15,11 @@ ORACLES = ("hypothesis", "bitsandbytes", "expecttest", "datasets", "trl")
 """Packages that only tests need. A GPU machine may lack them; the modules that import them are skipped there."""
 ON_EITHER_DEVICE = Path(__file__).parent / "gpu"
 """GPU tests that also run on the CPU when told so (`pool.DEVICE_VARIABLE`)."""
+
+# What is printed must not depend on the window that the tests are started from, here or in processes they start.
+os.environ |= {"COLUMNS": "80", "LINES": "25"}
+for _name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(_name, None)
 
 
 @pytest.hookimpl(tryfirst=True)

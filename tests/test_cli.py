@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 import fullshard
 from fullshard import cli
 from fullshard.errors import MeshError
+from fullshard.launch import worker
 from tests.pool import ROOT
 
 
@@ -36,6 +39,34 @@ def test_version_and_import_do_without_torch() -> None:
     assert "'runtime'" in run.stdout
     run = python("-m", "fullshard", "--version")
     assert (run.returncode, run.stdout, run.stderr) == (0, f"fullshard {fullshard.__version__}\n", "")
+
+
+KERNEL_IS_MISSED = """
+import logging, sys, types
+backend = types.ModuleType("bitsandbytes.backends.cpu")
+backend.ops = None
+sys.modules |= {"kernels": None, "bitsandbytes.backends.cpu": backend}
+import bitsandbytes.functional
+bitsandbytes.functional.has_avx512bf16 = lambda: True  # on this processor too
+del sys.modules["bitsandbytes.backends.cpu"]
+from bitsandbytes.backends.cpu import ops
+assert ops.gemm_4bit_forward_kernel is None
+ops.logger.warning("another message")
+"""
+
+
+def test_bitsandbytes_does_not_ask_for_its_kernel(tmp_path: Path) -> None:
+    """In a process as the launcher starts it; the script itself need not import fullshard."""
+    package = importlib.util.find_spec("bitsandbytes")
+    if package is None or package.origin is None:
+        pytest.skip("needs bitsandbytes")
+    source = Path(package.origin).with_name("backends") / "cpu" / "ops.py"
+    assert "Failed to load CPU gemm_4bit_forward" in source.read_text(), "else this test shows nothing"
+    script = tmp_path / "script.py"
+    script.write_text(KERNEL_IS_MISSED)
+    run = python(worker.__file__, "file", str(script))
+    assert run.returncode == 0 and "another message" in run.stderr, run.stderr
+    assert "gemm_4bit_forward" not in run.stderr
 
 
 def test_env_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,11 @@ def test_backend(device_type: str, local_world_size: int, gpus: int, backend: st
     assert choose_backend(device_type, local_world_size, gpus) == backend
 
 
+def test_backend_without_nccl() -> None:
+    assert choose_backend("cuda", 8, 8, has_own=False) == "cpu:gloo,cuda:gloo"
+    assert choose_backend("cpu", 8, 8, has_own=False) == "gloo"
+
+
 def test_init_timeout() -> None:
     assert choose_init_timeout(None, {}) == 300
     assert choose_init_timeout(None, {"FULLSHARD_INIT_TIMEOUT": "1.5"}) == 1.5

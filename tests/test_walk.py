@@ -61,6 +61,7 @@ def do(command: str, place: Path) -> str:
         cwd=place, env=environment, capture_output=True, text=True, timeout=WITHIN, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, f"{command}\nexit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert "gemm_4bit_forward" not in done.stderr, done.stderr
     return done.stdout
 
 

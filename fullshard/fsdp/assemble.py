@@ -81,6 +81,7 @@ def assemble(
     if options.gathers_in_flight < 0:
         raise FSDPError(f"gathers_in_flight={options.gathers_in_flight}: expected 0 or more")
     runtime.use_spmd()
+    runtime.announce_transport()
     chosen = policies.find_units(root, policies.resolve(auto_wrap_policy, root), options.ignored)
     if auto_wrapper_callable is not None and chosen:
         _wrap_children(root, chosen, auto_wrapper_callable, options.mesh, given)

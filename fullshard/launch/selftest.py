@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard.runtime as xr
+from fullshard import groups
 from fullshard.errors import TrainingError, UserError
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.train.engine import EngineSettings
@@ -56,7 +57,11 @@ def main() -> None:
     ranks = torch.tensor([float(xr.rank() + 1)], device=device)
     if world > 1:
         dist.all_reduce(ranks)
-    check(ranks.item() == world * (world + 1) / 2, f"collectives add up over {dist.get_backend_config()}")
+    check(ranks.item() == world * (world + 1) / 2, "collectives add up")
+    way = xr.transport()
+    if device.type != "cpu":
+        check(not way.fix, f"NCCL carries tensors where each rank has a GPU of its own. {way.fix}".strip())
+    xr.announce_transport(say)
 
     model = tiny_model(settings.transformer_layer_cls_to_wrap or ())
     plain = copy.deepcopy(model).to(device)
@@ -71,6 +76,7 @@ def main() -> None:
     mine = slice(xr.rank() * ROWS, (xr.rank() + 1) * ROWS)
     losses = train(model, optimizer, inputs[mine], targets[mine])
     say(f"the model is sharded: {str(model.plan).splitlines()[0]}")
+    check_links(model, way.backend)
     computed = dtype_of("fp32" if settings.mixed_precision == "no" else settings.mixed_precision)
     assert computed is not None
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
@@ -95,6 +101,17 @@ def train(model: Any, optimizer: Any, inputs: torch.Tensor, targets: torch.Tenso
             dist.all_reduce(mean)
         losses.append(mean.item() / xr.world_size())
     return losses
+
+
+def check_links(model: Any, backend: str) -> None:
+    """The sharded model's own groups must carry tensors as the ranks' group does."""
+    means = model._fullshard_engine.means
+    links = [link for link in (means.gather_link, means.reduce_link, means.replica_link) if link.group is not None]
+    found = {groups.backend_of(link.group, xr.device()) for link in links}
+    through_host = any(link.from_host for link in links)
+    right = found <= {backend} and not (backend != "gloo" and through_host)
+    if links:
+        check(right, f"the sharded model's gathers and reductions take that transport ({backend})")
 
 
 def try_checkpoint(model: Any, optimizer: Any) -> None:

@@ -1,7 +1,7 @@
 """Runs first in every process that `fullshard launch` starts: readies the process and becomes the user's script.
 
-Only the standard library is imported here; the script decides what else is. An error that the user can put right is
-handed to the launcher, which says it once for all ranks.
+Only the standard library and `fullshard/__init__.py` are imported here; the script decides what else is. An error that
+the user can put right is handed to the launcher, which says it once for all ranks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def main(words: list[str]) -> None:
         os.execvp(script, [script, *arguments])
     sys.argv = [script, *arguments]
     sys.path[0] = os.getcwd() if kind == "module" else str(Path(script).resolve().parent)
+    with contextlib.suppress(ImportError):  # not on the script's path
+        import fullshard  # noqa: F401 - first, so that it has dealt with other libraries' messages
     _leave(_run(kind, script))
 
 

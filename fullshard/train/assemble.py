@@ -70,6 +70,7 @@ def gather_parts(
 ) -> Parts:  # fmt: skip
     """Ranks, model without values, adapter, tokens."""
     runtime.use_spmd(device="cpu" if engine.use_cpu else None)
+    runtime.announce_transport(say)
     runtime.seed(config.seed)
     named = config.adapter_name_or_path if not hasattr(model, "peft_config") else None
     earlier = resolve(named) if named is not None else None

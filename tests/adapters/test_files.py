@@ -3,8 +3,10 @@
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from fullshard import load_pretrained, load_state, runtime, save_pretrained, save_state
@@ -19,6 +21,31 @@ from tests.pool import ranks
 def as_bytes(t):
     """Packed values seen as floats may be NaNs, which equal nothing."""
     return t.reshape(-1).view(torch.uint8)
+
+
+def same(a, b):
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(as_bytes(a), as_bytes(b))
+
+
+def read_by_bitsandbytes(model):
+    """Every 4-bit weight of a model that transformers loaded, under bitsandbytes' keys."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear4bit):
+            state = layer.weight.quant_state.as_dict(packed=True)
+            found |= {f"{name}.weight": layer.weight.data} | {f"{name}.weight.{k}": v for k, v in state.items()}
+    return found
+
+
+def unpacked(model):
+    """The model with dense layers of what bitsandbytes unpacks: the precision of its own product depends on the CPU."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, Linear4bit):
+            dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
+            dense.weight.data = bnb.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            dense.bias = layer.bias
+            model.set_submodule(name, dense)
+    return model
 
 
 def with_adapter(model):
@@ -165,13 +192,17 @@ def test_transformers_reads_what_is_exported(tmp_path, double, storage):
         logits = model(input_ids=rows).logits
     if runtime.is_main():
         held = load_file(tmp_path / "packed" / "model.safetensors")
-        for key, value in expected.items():
-            if "quant_state" not in key:
-                assert held[key].dtype == value.dtype and torch.equal(as_bytes(held[key]), as_bytes(value)), key
         theirs = LlamaForCausalLM.from_pretrained(tmp_path / "packed", device_map="cpu", dtype=torch.float32)
-        assert type(theirs.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+        read = read_by_bitsandbytes(theirs)
+        assert read.keys() == expected.keys() and len(read) == 14 * (6 if double else 4)
+        for key, value in expected.items():
+            assert same(read[key], value), key
+            if "quant_state" in key:  # JSON, which the file pads with spaces
+                assert bytes(held[key].tolist()).rstrip() == bytes(value.tolist()), key
+            else:
+                assert same(held[key], value), key
         with torch.no_grad():
-            torch.testing.assert_close(theirs(input_ids=rows).logits, logits, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(unpacked(theirs)(input_ids=rows).logits, logits, rtol=1e-4, atol=1e-5)
     again = load_pretrained(tmp_path / "packed", mesh_for("FULL_SHARD"), progress=False)
     with torch.no_grad():
         assert torch.equal(again(input_ids=rows).logits, logits)

@@ -263,8 +263,11 @@ def test_a_good_step_after_an_exception(strategy, where):
 @ranks(2)
 @pytest.mark.parametrize("cache", [False, True])
 def test_generate_with_ranks_that_stop_at_different_lengths(cache):
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):
-        pytest.skip("fails inside generate() with transformers 5.17, for a reason not found yet; passes with 5.22")
+    if not cache and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):
+        pytest.skip(
+            "transformers 5.17: without a cache the mask of a finished rank grows on while its tokens do not, and the "
+            "next forward fails on that rank"
+        )
     torch.manual_seed(3)
     plain = llama()
     model = sharded(dtype=torch.float32)

@@ -54,11 +54,15 @@ def llama(tied: bool = False) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def base(trains: str, tied: bool) -> nn.Module:
+    """The model without adapters, on the CPU; in 4 bits for `qlora`."""
+    model: nn.Module = llama(tied)
+    return quantize_model(model, Scheme(double=True)) if trains == "qlora" else model
+
+
 def build(trains: str, tied: bool) -> nn.Module:
     """What trains, on this rank's device: the model, or adapters on it (both factors random) or on its 4-bit form."""
-    model: nn.Module = llama(tied)
-    if trains == "qlora":
-        model = quantize_model(model, Scheme(double=True))
+    model = base(trains, tied)
     if trains != "full":
         torch.manual_seed(7)
         lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.0)

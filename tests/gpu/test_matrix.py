@@ -75,6 +75,8 @@ def _check(case: Case) -> None:
     told = got.farthest(expected), got.losses, expected.losses, peer.losses
     assert ours_rms <= 1.1 * theirs_rms + 1e-6, told
     assert ours <= 1.1 * theirs + 5e-5, told
+    # Both are sums of the same terms; where those are added up in another order, a rounding to bf16 may differ.
+    assert between_rms <= 0.5 * theirs_rms + 1e-6, told
 
 
 def _check_chaos(case: Case) -> None:

@@ -72,7 +72,7 @@ def test_one_line_and_exit_code_2(place, monkeypatch, capsys, words, said):
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
-def test_mistakes_are_found_before_torch_is_imported(tmp_path):
+def test_mistakes_are_found_before_torch_is_imported(place):
     run = python(
         "-c",
         "import sys; from fullshard import cli; sys.argv = ['fullshard', 'launch', '--cpu', '-n', '2', 'none.py']\n"
