@@ -237,7 +237,7 @@ def on_gpu(forward_backward: Any, finish: Any, steps: int) -> dict[str, Any]:
         if name == "pass":
             finish()
         on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        counts[f"{name}_launches"] = len(on_device)
+        counts[f"{name}_launches"] = sum(not getattr(e, "is_user_annotation", False) for e in on_device)
     return counts | {f"{name}_ms": round(1e3 * statistics.median(found), 3) for name, found in times.items()}
 
 
@@ -303,9 +303,9 @@ def plan_ratios() -> list[dict[str, Any]]:
 
 
 def child(arguments: list[str]) -> Any:
-    """Run this file again in a process of its own."""
+    """Run this file again in a process of its own, as a launcher would start a rank."""
     environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(GROUP),
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
         # Gathered values come and go; giving their pages back to the system each time would be counted as host time.
         "MALLOC_MMAP_THRESHOLD_": str(2**40), "MALLOC_TRIM_THRESHOLD_": str(2**40),
     }  # fmt: skip
