@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from torch import nn
 import fullshard.runtime as xr
 from fullshard import xm
 from fullshard.errors import RuntimeSetupError, UnsupportedError
+from fullshard.launcher import Launch
 from tests.pool import ROOT, ranks
 
 PROGRAMS = ROOT / "tests" / "programs"
@@ -103,6 +105,32 @@ def test_absent_ranks_are_named_where_the_launcher_holds_the_store(alone: pytest
     alone.setenv("FULLSHARD_INIT_TIMEOUT", "1")
     with pytest.raises(RuntimeSetupError, match=r"Rank 1 waited 1 s .* of 4 ranks these did not come: 0, 2, 3"):
         xr.use_spmd()
+
+
+def test_a_start_costs_a_rank_the_same_however_many_there_are() -> None:
+    calls: list[str] = []
+
+    class Counting(dist.Store):
+        def __init__(self, inner: dist.Store) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("add", "set", "get", "wait", "check"):
+                calls.append(name)
+                return getattr(object.__getattribute__(self, "inner"), name)
+            return object.__getattribute__(self, name)
+
+    for world in (2, 4096):
+        inner = dist.HashStore()
+        for _ in range(world - 1):
+            inner.add("here", 1)
+        calls.clear()
+        inner.add("device/cpu", world - 1)
+        calls.clear()
+        xr._meet(Counting(inner), Launch(world - 1, world), torch.device("cpu"), 5.0)
+        assert calls == ["add", "add", "add", "set", "wait", "add", "check", "check"]
+        assert inner.num_keys() == 4
 
 
 # --- foreign wrappers

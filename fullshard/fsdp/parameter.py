@@ -10,6 +10,7 @@ for backward points into that memory, so it is right again once the memory is fi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,17 @@ from fullshard.spmd.tensor import ShardedTensor, is_sharded, relaid, torch_layou
 
 Site = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""Where to, and what."""
+
+
+def carry_out(copies: Sequence[Copy]) -> None:
+    """Make copies together: those of plain runs of memory in one launch on a GPU, the others one after another."""
+    plain = [c for c in copies if c[0].dtype == c[1].dtype and c[0].is_contiguous() and c[1].is_contiguous()]
+    others = [c for c in copies if not any(c is p for p in plain)] if len(plain) < len(copies) else []
+    for some in (plain, others):
+        if some:
+            torch._foreach_copy_([target for target, _ in some], [value for _, value in some])
 
 
 class ShardedParameter:
@@ -154,20 +166,34 @@ class ShardedParameter:
         the host wait for it."""
         return self.local.detach().to(runtime.device(), non_blocking=True)
 
-    def pack(self, slot: torch.Tensor) -> None:
-        """Put this rank's piece, padded, into its slot (bytes) of the unit's bucket."""
+    def pack(self, slot: torch.Tensor) -> list[Copy]:
+        """What puts this rank's piece, padded, into its slot (bytes) of the unit's bucket."""
         local = self.on_device()
         target = slot[: math.prod(self.piece) * self.dtype.itemsize].view(self.dtype).view(self.piece)
         assert self.plan.dim is not None
-        target.narrow(self.plan.dim, 0, local.shape[self.plan.dim]).copy_(local)
+        if local.shape != target.shape:
+            target = target.narrow(self.plan.dim, 0, local.shape[self.plan.dim])
+        return [(target, local)]
 
-    def unpack(self, slots: torch.Tensor) -> None:
-        """Put all ranks' pieces (rows of bytes) together in the gathered value."""
-        dim, full = self.plan.dim, self.full
-        assert dim is not None and full is not None
+    def unpack(self, slots: torch.Tensor) -> list[Copy]:
+        """What puts all ranks' pieces (rows of bytes) together in the gathered value."""
+        assert self.full is not None
         pieces = slots[:, : math.prod(self.piece) * self.dtype.itemsize].view(self.dtype).view(-1, *self.piece)
-        joined = pieces.movedim(0, dim).flatten(dim, dim + 1)
-        full.data.copy_(joined.narrow(dim, 0, self.whole[dim]))
+        return [(whole, piece) for whole, piece in self._blocks(self.full.data, pieces)]
+
+    def _blocks(self, whole: torch.Tensor, pieces: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A whole value beside its pieces, in equal shapes: all pieces that are full, and the one that is not."""
+        dim = self.plan.dim
+        assert dim is not None
+        if not pieces.numel():
+            return []
+        size = self.piece[dim]
+        count, rest = divmod(self.whole[dim], size)
+        filled = whole.narrow(dim, 0, count * size) if rest else whole
+        blocks = [(filled.unflatten(dim, (count, size)), pieces[:count].movedim(0, dim))] if count else []
+        if rest:
+            blocks.append((whole.narrow(dim, count * size, rest), pieces[count].narrow(dim, 0, rest)))
+        return blocks
 
     # --- what the modules see -----------------------------------------------------------------------------------------
 
@@ -247,15 +273,10 @@ class ShardedParameter:
         # Where every rank has the finished sum already, one of them contributes it.
         return torch.zeros_like(local) if any(where[i] != 0 for i in settled) else local
 
-    def pack_gradient(self, grad: torch.Tensor, rows: torch.Tensor) -> None:
-        """Cut a gradient into pieces, one per row of its slot in a bucket; padding stays as it is there."""
-        dim, parts = self.plan.dim, self.plan.parts
-        assert dim is not None
-        if missing := self.piece[dim] * parts - self.whole[dim]:
-            pads = [0, 0] * (len(self.whole) - 1 - dim) + [0, missing]
-            grad = nn.functional.pad(grad, pads)
-        target = rows[:, : math.prod(self.piece)].view(parts, *self.piece)
-        target.movedim(0, dim).copy_(grad.unflatten(dim, (parts, self.piece[dim])))
+    def pack_gradient(self, grad: torch.Tensor, rows: torch.Tensor) -> list[Copy]:
+        """What cuts a gradient into pieces, one per row of its slot in a bucket; padding stays as it is there."""
+        pieces = rows[:, : math.prod(self.piece)].view(-1, *self.piece)
+        return [(piece, whole) for whole, piece in self._blocks(grad, pieces)]
 
     def trim(self, piece: torch.Tensor) -> torch.Tensor:
         """A reduced piece in the shape of the shard."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fullshard.fsdp.split import choose_dim
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy, dtype_name, dtype_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
@@ -23,7 +24,8 @@ from fullshard.spmd.spec import Layout
 SMALL_BYTES = 64 * 1024
 """Parameters with fewer bytes than this share a bucket: a message of their own would cost more than a copy."""
 ALIGNMENT = 16
-"""Bytes: every value in a gather bucket starts at a multiple of this, so that it can be read in its own dtype."""
+"""Bytes: a gather bucket is a multiple of this long, and pieces of some length start at one, so that they copy fast.
+Short pieces start at a multiple of their own dtype's size: on thousands of ranks a piece may be a single element."""
 
 
 def _item(dtype: str) -> int:
@@ -127,6 +129,27 @@ class UnitPlan:
     @property
     def shard_bytes(self) -> int:
         return sum(p.shard_bytes for p in self.parameters)
+
+    @property
+    def gather_traffic(self) -> tuple[int, int]:
+        """Bytes that one gather produces on a rank, padding included, and how many of them are the parameters' own."""
+        split = [p for p in self.parameters if p.gathers]
+        own = sum(p.gathered_bytes for p in split)
+        ranks = max((p.parts for p in split), default=1)
+        bucket = ranks * self.gather_bucket.length if self.gather_bucket else 0
+        return bucket + sum(p.gathered_bytes for p in split if p.direct), own
+
+    @property
+    def reduce_traffic(self) -> tuple[int, int]:
+        """Bytes of gradients that one reduction takes from a rank, padding and flags (which parameters had a gradient)
+        included, and the parameters' own."""
+        trained = [p for p in self.parameters if p.trainable]
+        sizes = [math.prod(p.whole) * _item(p.reduce_dtype) for p in trained]
+        ranks = max((p.parts for p in trained), default=1)
+        buckets = sum(ranks * b.length * _item(b.dtype) for b in self.scatter_buckets)
+        buckets += sum(b.length * _item(b.dtype) for b in self.copy_buckets)
+        flags = len(trained) * 4 * (ranks if all(p.gathers for p in trained) else 1)
+        return flags + buckets + sum(n for p, n in zip(trained, sizes, strict=True) if p.direct), sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -243,11 +266,14 @@ class Terms:
     """Whether axes can be merged in an order other than the mesh's (torch 2.11 cannot)."""
 
 
-def layout_at_rest(shape: Sequence[int], annotation: Layout | None, terms: Terms) -> tuple[Layout, int | None]:
+def layout_at_rest(
+    shape: Sequence[int], dtype: torch.dtype, annotation: Layout | None, terms: Terms
+) -> tuple[Layout, int | None]:
     """A parameter's layout at rest and the dim that `fsdp` splits.
 
-    Dim 0 wherever possible: its pieces are contiguous, so that gathering them needs no copy. A parameter that other
-    axes split already gets `fsdp` besides: on dim 0 as the minor axis where that divides, else on a dim still free.
+    Dim 0 wherever possible: its pieces are contiguous, so that gathering them needs no copy; else as `split.py` says.
+    A parameter that other axes split already gets `fsdp` besides: on dim 0 as the minor axis where that divides, else
+    on a dim still free. Packed bytes (4-bit weights) are rows of groups and are always cut by rows.
     """
     mesh = terms.mesh
     axis = mesh.get_axis_name_idx("fsdp")
@@ -258,16 +284,17 @@ def layout_at_rest(shape: Sequence[int], annotation: Layout | None, terms: Terms
             return Layout(mesh, tuple(dims)), dim
     if not terms.strategy.shards or not shape:
         return Layout(mesh, tuple(dims)), None
-    others = math.prod(mesh.mesh_shape[a] for a in dims[0])
-    free = [dim for dim, axes in enumerate(dims) if not axes]
+    cuts = [math.prod(mesh.mesh_shape[a] for a in axes) for axes in dims]
+    candidates = [dim for dim, axes in enumerate(dims) if not axes]
     orderly = terms.any_order or all(a < axis for a in dims[0])
-    if not dims[0] or (orderly and shape[0] % (others * mesh.mesh_shape[axis]) == 0):
-        chosen = 0
-    elif free:
-        chosen = free[0]
-    else:
-        return Layout(mesh, tuple(dims)), None
-    dims[chosen] = (*dims[chosen], axis)
+    if dims[0] and orderly and shape[0] % (cuts[0] * mesh.mesh_shape[axis]) == 0:
+        candidates = [0]
+    seen = [-(-size // cut) for size, cut in zip(shape, cuts, strict=True)]
+    chosen = choose_dim(seen, dtype.itemsize, mesh.mesh_shape[axis], candidates)
+    if not dtype.is_floating_point:
+        chosen = candidates[0] if candidates else None
+    if chosen is not None:
+        dims[chosen] = (*dims[chosen], axis)
     return Layout(mesh, tuple(dims)), chosen
 
 
@@ -280,7 +307,8 @@ def plan_parameter(
     terms: Terms,
 ) -> ParameterPlan:
     """Plan one parameter."""
-    layout, dim = layout_at_rest(shape, annotation, terms)
+    stored = terms.precision.stored(dtype, trainable)
+    layout, dim = layout_at_rest(shape, stored, annotation, terms)
     axis = terms.mesh.get_axis_name_idx("fsdp")
     assert axis is not None
     # What a rank sees when gathered: pieces by every axis but `fsdp`. An annotation that does not divide leaves ranks
@@ -288,7 +316,6 @@ def plan_parameter(
     cuts = [math.prod(terms.mesh.mesh_shape[a] for a in axes if a != axis) for axes in layout.dims]
     whole = tuple(-(-size // cut) for size, cut in zip(shape, cuts, strict=True))
     parts = terms.mesh.mesh_shape[axis] if dim is not None else 1
-    stored = terms.precision.stored(dtype, trainable)
     computed = terms.precision.computed(stored)
     big = math.prod(whole) * computed.itemsize >= terms.small_bytes
     divides = dim is None or (dim == 0 and whole[0] % parts == 0)
@@ -314,17 +341,22 @@ def plan_unit(name: str, module: str, parameters: Sequence[ParameterPlan]) -> Un
     for p in parameters:
         if p.gathers and not p.direct:
             size = math.prod(p.piece) * _item(p.compute_dtype)
-            gathered.append(Slot(p.name, end, size))
-            end += -(-size // ALIGNMENT) * ALIGNMENT
+            start = _up(end, ALIGNMENT if size >= 64 * ALIGNMENT else _item(p.compute_dtype))
+            gathered.append(Slot(p.name, start, size))
+            end = start + size
     reduced = [p for p in parameters if p.trainable and not p.direct]
     return UnitPlan(
         name,
         module,
         tuple(parameters),
-        Bucket("uint8", tuple(gathered), end) if gathered else None,
+        Bucket("uint8", tuple(gathered), _up(end, ALIGNMENT)) if gathered else None,
         _reduce_buckets([p for p in reduced if p.gathers]),
         _reduce_buckets([p for p in reduced if not p.gathers]),
     )
+
+
+def _up(n: int, step: int) -> int:
+    return -(-n // step) * step
 
 
 def _reduce_buckets(parameters: Sequence[ParameterPlan]) -> tuple[Bucket, ...]:

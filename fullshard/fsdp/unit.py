@@ -18,7 +18,7 @@ from fullshard.errors import FSDPError
 from fullshard.fsdp.comm import Link, Pending
 from fullshard.fsdp.meter import Meter
 from fullshard.fsdp.offload import HostTraffic
-from fullshard.fsdp.parameter import ShardedParameter
+from fullshard.fsdp.parameter import ShardedParameter, carry_out
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.fsdp.streams import Aside, Lane
@@ -102,8 +102,7 @@ class Unit:
             ]
             if bucket is not None:
                 packed = torch.zeros(bucket.length, dtype=torch.uint8, device=device)
-                for p, slot in self._in_slots(bucket):
-                    p.pack(packed[slot])
+                carry_out([copy for p, slot in self._in_slots(bucket) for copy in p.pack(packed[slot])])
                 self._bucket = torch.empty((means.gather_link.size, bucket.length), dtype=torch.uint8, device=device)
                 pairs.append((self._bucket, packed))
             if pairs:
@@ -127,8 +126,8 @@ class Unit:
         if rows is not None:
             assert self.plan.gather_bucket is not None
             with torch.no_grad():
-                for p, slot in self._in_slots(self.plan.gather_bucket):
-                    p.unpack(rows[:, slot])
+                slots = self._in_slots(self.plan.gather_bucket)
+                carry_out([copy for p, slot in slots for copy in p.unpack(rows[:, slot])])
         self.state = State.GATHERED
         self._views()
 
@@ -226,10 +225,12 @@ class Reduction:
             copies = [terms[p.plan.name] for p in self._copied]
             copies += [self._flat(b, terms) for b in unit.plan.copy_buckets]
             link = means.reduce_link
-            if scatter:
-                scatter.insert(0, flags.repeat(link.size))  # to every rank whole, and no collective of their own
-            else:
+            # No collective of their own: with values summed whole where there are any, else to every rank in a scatter.
+            self._flags = len(scatter) if copies or not scatter else 0
+            if copies or not scatter:
                 copies.insert(0, flags)
+            else:
+                scatter.insert(0, flags.repeat(link.size))
             self._scatter = link.scatter_sum(scatter, average) if scatter else None
             self._copies = link.sum(copies, average) if copies and link.size > 1 else None
             self._uncombined = copies if self._copies is None else []
@@ -254,7 +255,8 @@ class Reduction:
             self._land([(p, p.trim(grad)) for p, grad in self._own if grad is not None])
             self._own = []
             return
-        flags, *sums = self.wait()
+        sums = self.wait()
+        flags = sums.pop(self._flags)
         if self._absent:
             came = flags.tolist()
             self._absent = {name: i for name, i in self._absent.items() if not came[i]}
@@ -264,7 +266,7 @@ class Reduction:
         self._land(self._cut(self._copied, plan.copy_buckets, sums[count:]))
 
     def wait(self) -> list[torch.Tensor]:
-        """The sums: the flags, this rank's pieces, the values summed whole."""
+        """The sums: this rank's pieces, then the values summed whole; the flags at place `_flags` among them."""
         if self._alone:
             return []
         if self.unit.means.replica_link.size > 1:
@@ -287,7 +289,7 @@ class Reduction:
             found += [(p, flat.view(-1)[slot], True) for p, slot in self.unit._in_slots(bucket)]
         with torch.no_grad():
             return [
-                (p, p.trim(piece).clone() if shared else p.trim(piece))
+                (p, p.trim(piece).contiguous() if shared else p.trim(piece))
                 for p, piece, shared in found
                 if p.plan.name not in self._absent
             ]
@@ -307,13 +309,12 @@ class Reduction:
     def _packed(self, bucket: Bucket, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         shape = (self.unit.means.reduce_link.size, bucket.length)
         rows = torch.zeros(shape, dtype=dtype_of(bucket.dtype), device=runtime.device())
-        for p, slot in self.unit._in_slots(bucket):
-            p.pack_gradient(terms[p.plan.name], rows[:, slot])
+        slots = self.unit._in_slots(bucket)
+        carry_out([copy for p, slot in slots for copy in p.pack_gradient(terms[p.plan.name], rows[:, slot])])
         return rows
 
     def _flat(self, bucket: Bucket, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         flat = torch.zeros(bucket.length, dtype=dtype_of(bucket.dtype), device=runtime.device())
-        for p, slot in self.unit._in_slots(bucket):
-            term = terms[p.plan.name]
-            flat[slot][: term.numel()].copy_(term.reshape(-1))
+        found = [(flat[slot], terms[p.plan.name].reshape(-1)) for p, slot in self.unit._in_slots(bucket)]
+        carry_out([(target[: term.numel()], term) for target, term in found])
         return flat

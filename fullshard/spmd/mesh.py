@@ -12,6 +12,7 @@ import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class Mesh:
         self.mesh_shape = _check_shape(mesh_shape)
         self.device_ids = _check_ids(device_ids, self.mesh_shape)
         self.axis_names = _check_names(axis_names, self.mesh_shape)
+        self._coordinates: dict[int, tuple[int, ...] | None] = {}
 
     def size(self) -> int:
         """The number of devices."""
@@ -64,8 +66,10 @@ class Mesh:
 
     def coordinate(self, device_id: int) -> tuple[int, ...] | None:
         """Where a device stands in the mesh; None for one outside it."""
-        found = np.argwhere(self.get_logical_mesh() == device_id)
-        return tuple(int(i) for i in found[0]) if len(found) else None
+        if device_id not in self._coordinates:
+            found = np.argwhere(self.get_logical_mesh() == device_id)
+            self._coordinates[device_id] = tuple(int(i) for i in found[0]) if len(found) else None
+        return self._coordinates[device_id]
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -95,16 +99,27 @@ class Mesh:
             raise MeshError(f"mesh {self} has no axis {axis!r}; its axes are {list(self.shape())}")
         return self.device_mesh.get_group(index)
 
+    # Meshes are compared, looked up and named once for every parameter, and may hold thousands of ids.
+
+    @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return (tuple(self.device_ids.tolist()), self.mesh_shape, self.axis_names)
+        return (self.device_ids.tobytes(), self.mesh_shape, self.axis_names)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and self._key() == other._key()
+        return self is other or (isinstance(other, Mesh) and self._key == other._key)
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return self._hash
 
     def __repr__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.shape().items())
         plain = self.device_ids.tolist() == list(range(self.size()))
         return f"Mesh({axes})" if plain else f"Mesh({axes}, device_ids={self.device_ids.tolist()})"

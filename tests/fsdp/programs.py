@@ -96,6 +96,26 @@ class Branches(nn.Module):
         return self.head(torch.stack(rows))
 
 
+class Thin(nn.Module):
+    """Parameters that are short in one dim or in all: by their rows they would be mostly padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 16)
+        self.down = nn.Linear(16, 3)
+        self.up = nn.Linear(3, 13)
+        self.mix = nn.Parameter(torch.randn(3, 18))
+        self.gate = nn.Parameter(torch.tensor([[1.5, 0.5]]))
+        self.shift = nn.Parameter(torch.tensor([0.25]))
+        self.frozen = nn.Parameter(torch.randn(3, 16), requires_grad=False)
+        self.head = nn.Linear(31, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.stem(x)) * self.frozen.sum(0)
+        h = torch.tanh(self.down(h)) * self.gate[0, 0] + self.shift
+        return self.head(torch.cat([self.up(h), torch.tanh(h @ self.mix) * self.gate[0, 1]], dim=1))
+
+
 class Block(nn.Module):
     """A residual block."""
 
@@ -142,13 +162,12 @@ STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 
 def build(name: str, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(3)
-    model = HUGGING_FACE[name]() if name in HUGGING_FACE else Branches()
-    return model.to(dtype)
+    return {**HUGGING_FACE, "branches": Branches, "thin": Thin}[name]().to(dtype)
 
 
 def batches(steps: int, dtype: torch.dtype, name: str = "llama") -> list[Any]:
     generator = torch.Generator().manual_seed(11)
-    if name == "branches":
+    if name in ("branches", "thin"):
         return [torch.randn(ROWS, 6, generator=generator).to(dtype) for _ in range(steps)]
     return [torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(steps)]
 
@@ -242,7 +261,7 @@ def sharded(
     name: str = "llama", dtype: torch.dtype = torch.float32, strategy: str = "FULL_SHARD", **options: Any
 ) -> Any:
     """The model in units of its layers, with parameters both large and small enough to share a bucket."""
-    options.setdefault("auto_wrap_policy", None if name == "branches" else transformer_auto_wrap_policy)
+    options.setdefault("auto_wrap_policy", None if name in ("branches", "thin") else transformer_auto_wrap_policy)
     options.setdefault("small_parameter_bytes", 2048)
     return FSDPv2(build(name, dtype), mesh_for(strategy), strategy=strategy, **options)
 
