@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import socket
 import weakref
 from collections.abc import Sequence
 
@@ -38,6 +39,12 @@ def names() -> list[str]:
     """What the accelerators call themselves."""
     module = torch.get_device_module(kind())
     return [module.get_device_name(index) for index in range(count())]
+
+
+def identity(device: torch.device) -> str:
+    """What tells this accelerator from every other one, on this machine and elsewhere."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", None) or f"{socket.gethostname()}/{device.index}")
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -241,7 +241,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": torch.__version__,
         "device": str(xr.device()),
-        "backend": choose_backend(kind, xr.local_world_size(), gpus, groups.has_own(kind)),
+        "backend": choose_backend(kind, own=groups.has_own(kind) and xr.local_world_size() <= gpus),
         "gpus": accelerator.names(),
         "cpus": os.cpu_count(),
         "rank": xr.rank(),

@@ -111,13 +111,10 @@ def choose_device(wanted: str | None, local_rank: int, gpus: int) -> torch.devic
     return torch.device(wanted or next(iter(accelerator.SUPPORTED)), local_rank % gpus)
 
 
-def choose_backend(device_type: str, local_world_size: int, gpus: int, has_own: bool = True) -> str:
-    """Gloo always carries CPU tensors. NCCL carries CUDA tensors, if torch has it (`has_own`), unless ranks share a
-    GPU, which it refuses."""
-    own = accelerator.SUPPORTED.get(device_type)
-    if own is None:
-        return "gloo"
-    return f"cpu:gloo,{device_type}:{own if has_own and local_world_size <= gpus else 'gloo'}"
+def choose_backend(device_type: str, *, own: bool) -> str:
+    """Gloo always carries CPU tensors. NCCL carries CUDA tensors where it can: torch has it, and ranks share no GPU."""
+    known = accelerator.SUPPORTED.get(device_type)
+    return "gloo" if known is None else f"cpu:gloo,{device_type}:{known if own else 'gloo'}"
 
 
 def choose_init_timeout(given: float | None, env: Mapping[str, str]) -> float:

@@ -8,9 +8,6 @@ How tensors are laid out over those ranks is left to `fullshard.spmd`.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import dataclasses
-import json
 import logging
 import os
 import random
@@ -38,7 +35,7 @@ from fullshard.launcher import (
     read_launcher,
     read_local_place,
 )
-from fullshard.transport import Choice, Transport, differing, transport_of
+from fullshard.transport import Transport, transport_of
 from fullshard.wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
 from fullshard.wrappers import refuse_live_wrappers
 
@@ -49,6 +46,7 @@ _launch: Launch | None = None  # set while SPMD is on
 _device: torch.device | None = None
 _owns_group = False
 _announced = False  # whether it was said how tensors travel in this process group
+_shared = _without = ""  # which ranks share a GPU, and which have no NCCL, in the group that was built
 _starts = 0  # how often a group was built: keeps the store's keys of one start apart from the next
 
 
@@ -90,17 +88,16 @@ def use_spmd(
         launch = read_launcher(os.environ)
         chosen = choose_device(device or os.environ.get(DEVICE_VARIABLE), launch.local_rank, gpu_count())
         accelerator.use(chosen)
-        has_own = groups.has_own(chosen.type)
-        backend = choose_backend(chosen.type, launch.local_world_size, gpu_count(), has_own)
-        _init_group(launch, backend, seconds)
+        _init_group(launch, chosen, seconds)
         _launch, _device, _owns_group = launch, chosen, True
     _announced = False
     _share_generator()
 
 
-def _init_group(launch: Launch, backend: str, seconds: float) -> None:
+def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
     global _starts
     _starts += 1
+    backend = choose_backend(device.type, own=groups.has_own(device.type))
     if launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
@@ -113,7 +110,7 @@ def _init_group(launch: Launch, backend: str, seconds: float) -> None:
         # A job that is started again may meet the store of its last attempt, with addresses of processes long gone.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"fullshard/{attempt}/{_starts}", found)
-        _await_all(store, launch, backend, seconds)
+        backend = _meet(store, launch, device, seconds)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, RuntimeSetupError):
@@ -126,18 +123,28 @@ def _init_group(launch: Launch, backend: str, seconds: float) -> None:
         ) from error
 
 
-def _await_all(store: dist.Store, launch: Launch, backend: str, seconds: float) -> None:
-    """Wait until every rank is there, so that the one that is not can be named, and all have chosen alike.
+def _meet(store: dist.Store, launch: Launch, device: torch.device, seconds: float) -> str:
+    """Wait until every rank is there, so that the one that is not can be named; the backend that serves them all.
 
-    Ranks with different backends would meet (their CPU tensors go through Gloo all the same) and hang in the first
-    collective of their GPUs. Ranks and choices are counted, and the last rank to come opens the door: a handful of
-    calls per rank, however many ranks there are. The keys with ranks' choices are read only when something is wrong.
+    Ranks are counted, and the last one opens the door. A rank also counts itself at its GPU: where two find each other
+    there NCCL would refuse them, wherever in the job that is. So all ranks decide alike, from a handful of calls each,
+    however many there are. GPUs are known by their own identity, since a rank may not see those of its neighbours.
     """
-    mine = Choice(backend, socket.gethostname(), launch.local_world_size, gpu_count())
-    store.set(f"here/{launch.rank}", json.dumps(dataclasses.asdict(mine)))
-    store.add(f"backend/{backend}", 1)
-    if store.add("here", 1) == launch.world_size:
-        store.set("all here", "1")
+    global _shared, _without
+    kind, own = device.type, groups.has_own(device.type)
+    if store.add(f"here/{launch.rank}", 1) == 1:
+        store.add(f"device/{kind}", 1)
+        if accelerator.is_accelerator(device) and own:
+            place = f"gpu/{os.environ.get('NCCL_HOSTID', '')}/{accelerator.identity(device)}"
+            if store.add(place, 1) == 1:
+                store.set(f"{place}/rank", str(launch.rank))
+            else:
+                first = store.get(f"{place}/rank").decode()
+                store.set("shared", f"ranks {first} and {launch.rank} share a GPU of {socket.gethostname()}")
+        elif accelerator.is_accelerator(device):
+            store.set("without", f"rank {launch.rank} on {socket.gethostname()}")
+        if store.add("here", 1) == launch.world_size:
+            store.set("all here", "1")
     try:
         store.wait(["all here"], timedelta(seconds=seconds))
     except RuntimeError as error:
@@ -147,17 +154,15 @@ def _await_all(store: dist.Store, launch: Launch, backend: str, seconds: float) 
             f"{launch.world_size} ranks these did not come: {', '.join(map(str, absent))}. Look at their output first; "
             f"if they are only slow to start, raise {INIT_TIMEOUT_VARIABLE}."
         ) from error
-    if store.add(f"backend/{backend}", 0) < launch.world_size:
-        choices = [Choice(**json.loads(store.get(f"here/{r}"))) for r in range(launch.world_size)]
-        store.set(f"told/{launch.rank}", "1")
-        if launch.rank == 0:  # the store may end with this process
-            with contextlib.suppress(RuntimeError):
-                store.wait([f"told/{r}" for r in range(launch.world_size)], timedelta(seconds=SHUTDOWN_PATIENCE))
+    here = store.add(f"device/{kind}", 0)
+    if here < launch.world_size:
         raise RuntimeSetupError(
-            f"The ranks have chosen different backends and could not talk to each other: {differing(choices)}. Start "
-            f"no more ranks on a node than it has GPUs, or set {DEVICE_VARIABLE}=cpu on all nodes; torch must have "
-            f"NCCL on all of them, or on none."
+            f"Rank {launch.rank} runs on {kind} like {here - 1} other(s) of the {launch.world_size} ranks; the rest "
+            f"run on another kind of device, and one program cannot. Look for the node whose GPUs are not found, or set "
+            f"{DEVICE_VARIABLE} alike on all nodes."
         )
+    _shared, _without = (store.get(key).decode() if store.check([key]) else "" for key in ("shared", "without"))
+    return choose_backend(kind, own=not (_shared or _without))
 
 
 def _place_in_group() -> Launch | None:
@@ -293,7 +298,11 @@ def transport() -> Transport:
     assert dist.group.WORLD is not None or world_size() == 1, "use_spmd() comes first"
     backend = groups.backend_of(dist.group.WORLD, device()) if dist.group.WORLD is not None else ""
     kind, numbers = device().type, (world_size(), local_world_size(), gpu_count())
-    return transport_of(backend, kind, *numbers, has_own=groups.has_own(kind), ours=_owns_group)
+    if _owns_group:
+        return transport_of(backend, kind, *numbers, shared=_shared, without=_without)
+    without = "" if groups.has_own(kind) else "this rank"
+    shared = "ranks share GPUs" if local_world_size() > gpu_count() else ""
+    return transport_of(backend, kind, *numbers, shared=shared, without=without, ours=False)
 
 
 def announce_transport(say: Callable[[str], None] | None = None) -> None:

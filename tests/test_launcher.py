@@ -90,23 +90,10 @@ def test_device_that_cannot_be() -> None:
         choose_device("cuda", 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("device_type", "local_world_size", "gpus", "backend"),
-    [
-        ("cpu", 4, 0, "gloo"),
-        ("cpu", 4, 8, "gloo"),
-        ("cuda", 8, 8, "cpu:gloo,cuda:nccl"),
-        ("cuda", 1, 8, "cpu:gloo,cuda:nccl"),
-        ("cuda", 2, 1, "cpu:gloo,cuda:gloo"),
-    ],
-)
-def test_backend(device_type: str, local_world_size: int, gpus: int, backend: str) -> None:
-    assert choose_backend(device_type, local_world_size, gpus) == backend
-
-
-def test_backend_without_nccl() -> None:
-    assert choose_backend("cuda", 8, 8, has_own=False) == "cpu:gloo,cuda:gloo"
-    assert choose_backend("cpu", 8, 8, has_own=False) == "gloo"
+def test_backend() -> None:
+    assert choose_backend("cpu", own=True) == choose_backend("cpu", own=False) == "gloo"
+    assert choose_backend("cuda", own=True) == "cpu:gloo,cuda:nccl"
+    assert choose_backend("cuda", own=False) == "cpu:gloo,cuda:gloo"
 
 
 def test_init_timeout() -> None:

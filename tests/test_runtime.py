@@ -125,10 +125,12 @@ def test_a_start_costs_a_rank_the_same_however_many_there_are() -> None:
         inner = dist.HashStore()
         for _ in range(world - 1):
             inner.add("here", 1)
-            inner.add("backend/gloo", 1)
         calls.clear()
-        xr._await_all(Counting(inner), Launch(world - 1, world), "gloo", 5.0)
-        assert calls == ["set", "add", "add", "set", "wait", "add"]
+        inner.add("device/cpu", world - 1)
+        calls.clear()
+        xr._meet(Counting(inner), Launch(world - 1, world), torch.device("cpu"), 5.0)
+        assert calls == ["add", "add", "add", "set", "wait", "add", "check", "check"]
+        assert inner.num_keys() == 4
 
 
 # --- foreign wrappers

@@ -335,7 +335,8 @@ def settle(settings: LaunchSettings, gpus: int) -> LaunchSettings:
                 "--ntasks-per-node 1"
             )
         local = settings.slurm.tasks_here
-    if device == "cuda" and local > available:
+    # A task that srun started may see its own GPU and no other; whether ranks share one is found when they meet.
+    if device == "cuda" and local > available and not settings.one_task_per_process:
         raise ConfigError(
             f"{local} processes on this machine, but {available} GPU(s) to run them on; give --num_processes "
             f"{available * machines}, or --use_cpu to train on CPUs"
