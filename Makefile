@@ -7,12 +7,13 @@ TEST_OPTIONS ?=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help quickstart test test-all lint bench clean
+.PHONY: help quickstart test test-all test-gpu lint bench clean
 
 help:
 	@echo "make quickstart   set up, then fine-tune a small model on 2 CPU ranks, and see what it learnt"
 	@echo "make test         set up, then lint and run the tests (TEST_OPTIONS=... goes to pytest)"
 	@echo "make test-all     the same with the slow tests"
+	@echo "make test-gpu     the tests that need a GPU, one is enough; skipped where there is none"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        run the benchmarks"
 	@echo "make clean        remove .venv, caches and what the quickstart wrote"
@@ -25,6 +26,9 @@ test: lint
 
 test-all: lint
 	@$(ENVIRONMENT); $$py -m pytest $(TEST_OPTIONS)
+
+test-gpu:
+	@$(ENVIRONMENT); $$py -m pytest -m gpu $(TEST_OPTIONS)
 
 lint:
 	@$(ENVIRONMENT); $$py -m ruff check . && $$py -m ruff format --check . && $$py -m mypy

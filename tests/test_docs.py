@@ -217,7 +217,8 @@ def test_files_mentioned_in_the_text_exist():
 
 
 def test_variables_mentioned_in_the_text_exist():
-    source = "".join(path.read_text() for path in (ROOT / "fullshard").rglob("*.py"))
+    places = [*(ROOT / "fullshard").rglob("*.py"), ROOT / "tests" / "pool.py", *(ROOT / "tests" / "gpu").glob("*.py")]
+    source = "".join(path.read_text() for path in places)
     mentioned = {name for page in PAGES for name in re.findall(r"FULLSHARD_[A-Z_]+", page.read_text())}
     assert "FULLSHARD_CACHE" in mentioned
     assert not [name for name in mentioned if f'"{name}"' not in source]

@@ -140,8 +140,7 @@ def test_saved_on_four_ranks_and_restored(saved: Case, restored: Case, backgroun
 
 @gpu_ranks(2, 4)
 @pytest.mark.parametrize("trains", ["full", "lora", "qlora"])
-@pytest.mark.parametrize("place", ["device", "offload"])
-@pytest.mark.parametrize("words", ["untied", "tied"])
+@pytest.mark.parametrize(("place", "words"), [("device", "tied"), ("offload", "untied")])
 def test_exports_are_read_back(trains, place, words, tmp_path):
     case = Case(trains=trains, place=place, words=words)
     training = Training(case)
