@@ -158,8 +158,8 @@ def _meet(store: dist.Store, launch: Launch, device: torch.device, seconds: floa
     if here < launch.world_size:
         raise RuntimeSetupError(
             f"Rank {launch.rank} runs on {kind} like {here - 1} other(s) of the {launch.world_size} ranks; the rest "
-            f"run on another kind of device, and one program cannot. Look for the node whose GPUs are not found, or set "
-            f"{DEVICE_VARIABLE} alike on all nodes."
+            f"run on another kind of device, and one program cannot. Look for the node whose GPUs are not found, or "
+            f"set {DEVICE_VARIABLE} alike on all nodes."
         )
     _shared, _without = (store.get(key).decode() if store.check([key]) else "" for key in ("shared", "without"))
     return choose_backend(kind, own=not (_shared or _without))

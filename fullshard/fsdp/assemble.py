@@ -19,13 +19,13 @@ from fullshard import runtime
 from fullshard.errors import FSDPError, MeshError
 from fullshard.fsdp import guard, shard
 from fullshard.fsdp import policy as policies
-from fullshard.fsdp.comm import make_link
+from fullshard.fsdp.comm import make_link, travels_by_messages
 from fullshard.fsdp.engine import Engine, Settings
 from fullshard.fsdp.meter import Meter
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.parameter import ShardedParameter
-from fullshard.fsdp.plan import ShardingPlan, Terms, plan_unit
+from fullshard.fsdp.plan import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, ShardingPlan, Terms, plan_unit
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.fsdp.streams import Lane
 from fullshard.fsdp.unit import Means, Unit
@@ -50,7 +50,7 @@ class Options:
     param_init_fn: Callable[[nn.Module], Any] | None
     sync_module_states: bool | None
     timeout: float | None
-    small_bytes: int
+    small_bytes: int | None
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -62,7 +62,10 @@ class Options:
     @property
     def terms(self) -> Terms:
         any_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
-        return Terms(self.mesh, self.strategy, self.precision, self.replica_axes, self.small_bytes, any_order)
+        small = self.small_bytes
+        if small is None:
+            small = SMALL_BYTES if travels_by_messages(dist.group.WORLD) else SMALL_BYTES_COLLECTIVE
+        return Terms(self.mesh, self.strategy, self.precision, self.replica_axes, small, any_order)
 
 
 # --- assembling -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -239,28 +239,42 @@ class Collectives(Link):
             for whole, piece in pairs:
                 _all_gather(whole.view(-1), piece.view(-1), group=self.group, async_op=True)
                 self.meter.bytes_sent += (self.size - 1) * piece.numel() * piece.element_size()
-        return self._issued(issued, None, pairs)
+        return Pending(issued.works, self, keep=pairs)
 
     def scatter_sum(self, wholes: Sequence[torch.Tensor], average: bool) -> Pending:
         pieces = [w.new_empty(w.numel() // self.size) for w in wholes]
-        with self._coalesced() as issued:
-            for piece, whole in zip(pieces, wholes, strict=True):
-                _reduce_scatter(piece, whole.view(-1), op=_sum(average), group=self.group, async_op=True)
-                self.meter.bytes_sent += (self.size - 1) * piece.numel() * piece.element_size()
-        return self._issued(issued, pieces, wholes)
+        works: list[Any] = []
+        for pairs in _by_dtype(list(zip(pieces, wholes, strict=True))):
+            with self._coalesced() as issued:
+                for piece, whole in pairs:
+                    _reduce_scatter(piece, whole.view(-1), op=_sum(average), group=self.group, async_op=True)
+                    self.meter.bytes_sent += (self.size - 1) * piece.numel() * piece.element_size()
+            works += issued.works
+        return Pending(works, self, lambda: pieces, keep=wholes)
 
     def sum(self, values: Sequence[torch.Tensor], average: bool) -> Pending:
-        with self._coalesced() as issued:
-            for value in values:
-                dist.all_reduce(value, op=_sum(average), group=self.group, async_op=True)
-                self.meter.bytes_sent += 2 * (self.size - 1) * value.numel() * value.element_size() // self.size
-        return self._issued(issued, list(values), values)
+        works: list[Any] = []
+        for those in _by_dtype([(value,) for value in values]):
+            with self._coalesced() as issued:
+                for (value,) in those:
+                    dist.all_reduce(value, op=_sum(average), group=self.group, async_op=True)
+                    self.meter.bytes_sent += 2 * (self.size - 1) * value.numel() * value.element_size() // self.size
+            works += issued.works
+        return Pending(works, self, lambda: list(values), keep=values)
 
     def _coalesced(self) -> Any:
         return dist._coalescing_manager(group=self.group, device=self.device, async_ops=True)
 
-    def _issued(self, issued: Any, results: list[torch.Tensor] | None, keep: Any) -> Pending:
-        return Pending(issued.works, self, None if results is None else lambda: results, keep)
+
+Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor, ...])
+
+
+def _by_dtype(items: list[Tensors]) -> list[list[Tensors]]:
+    """What can be summed in one launch: torch refuses several dtypes in one, as NCCL does not."""
+    found: dict[torch.dtype, list[Tensors]] = {}
+    for item in items:
+        found.setdefault(item[0].dtype, []).append(item)
+    return list(found.values())
 
 
 def _sum(average: bool) -> Any:
@@ -274,8 +288,13 @@ def make_link(mesh: Mesh, axes: tuple[str, ...], purpose: str, timeout: float | 
     """The link along one axis (or along several as one) for one purpose. Every rank of the mesh must ask alike."""
     line, device = _line(mesh, axes), runtime.device()
     group = _group(line, purpose, timeout)
-    kind = PointToPoint if group is None or groups.backend_of(group, device) == "gloo" else Collectives
+    kind = PointToPoint if travels_by_messages(group) else Collectives
     return kind(group, watch_for(purpose, line, group), device, meter)
+
+
+def travels_by_messages(group: dist.ProcessGroup | None) -> bool:
+    """Whether pieces of this rank's device go point to point in a group, not in collectives."""
+    return group is None or groups.backend_of(group, runtime.device()) == "gloo"
 
 
 def _line(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -205,7 +205,7 @@ class Reduction:
         device = runtime.device()
         with means.reduce_lane.run() as self._aside, torch.no_grad():
             self._aside.keep(list(grads.values()))
-            flags = torch.ones(len(trained), device=device)
+            flags = torch.ones(len(trained), dtype=dtype_of(trained[0].plan.reduce_dtype), device=device)
             for place in self._absent.values():
                 flags[place].zero_()
             terms = {

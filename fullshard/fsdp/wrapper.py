@@ -18,7 +18,7 @@ from fullshard.fsdp import assemble, clip, guard, state
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.meter import Meter
 from fullshard.fsdp.output import OutputRule
-from fullshard.fsdp.plan import SMALL_BYTES, ShardingPlan
+from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.fsdp.unit import Unit
 from fullshard.spmd.mesh import Mesh
@@ -188,7 +188,7 @@ def _wrap(
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     sync_module_states: bool | None = None,
     timeout: float | None = None,
-    small_parameter_bytes: int = SMALL_BYTES,
+    small_parameter_bytes: int | None = None,
 ) -> Any:
     options = assemble.Options(
         mesh=guard.check_mesh(mesh, extra_data_axis),
