@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import torch.utils.deterministic
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -117,15 +119,16 @@ class Trained:
 
 @contextlib.contextmanager
 def exact_kernels() -> Iterator[None]:
-    """Kernels that repeat bit for bit, and fp32 products in fp32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.backends.cuda.matmul.allow_tf32 = before
+    """Kernels that repeat bit for bit, fp32 products in fp32, and memory as torch allocates it: without the fills that
+    come with deterministic algorithms, which would order streams that a training does not order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
