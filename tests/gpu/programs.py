@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.utils.deterministic
 from peft import LoraConfig, get_peft_model
@@ -121,14 +120,14 @@ class Trained:
 def exact_kernels() -> Iterator[None]:
     """Kernels that repeat bit for bit, fp32 products in fp32, and memory as torch allocates it: without the fills that
     come with deterministic algorithms, which would order streams that a training does not order."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-        torch.use_deterministic_algorithms(True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
+    tf32, fills = torch.backends.cuda.matmul.allow_tf32, torch.utils.deterministic.fill_uninitialized_memory
+    torch.backends.cuda.matmul.allow_tf32 = torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.matmul.allow_tf32, torch.utils.deterministic.fill_uninitialized_memory = tf32, fills
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
