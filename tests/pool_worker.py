@@ -100,6 +100,8 @@ def _run(key: tuple[str, str], arguments: bytes) -> None:
 def _sync(world_size: int, call: int) -> None:
     """Meet the other ranks: a collective that a test left behind, or took away, shows here and not in the next one."""
     assert dist.is_initialized() and dist.get_world_size() == world_size, "the test took the process group down"
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # NCCL's collectives end on the device: the host may be long past them
     assert dist.group.WORLD is not None
     carried = {device.type for device in dist.group.WORLD._device_types}
     mine = torch.tensor([call], device="cpu" if "cpu" in carried else "cuda")

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.deterministic
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -117,15 +118,16 @@ class Trained:
 
 @contextlib.contextmanager
 def exact_kernels() -> Iterator[None]:
-    """Kernels that repeat bit for bit, and fp32 products in fp32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    """Kernels that repeat bit for bit, fp32 products in fp32, and memory as torch allocates it: without the fills that
+    come with deterministic algorithms, which would order streams that a training does not order."""
+    tf32, fills = torch.backends.cuda.matmul.allow_tf32, torch.utils.deterministic.fill_uninitialized_memory
+    torch.backends.cuda.matmul.allow_tf32 = torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cuda.matmul.allow_tf32, torch.utils.deterministic.fill_uninitialized_memory = tf32, fills
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:

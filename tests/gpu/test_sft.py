@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.pool import ROOT, chosen_device
+from tests.pool import ROOT, chosen_device, notes
 from tests.train.tiny import make_folder
 
 STEPS, SAVED_EVERY = 24, 4
@@ -158,7 +158,9 @@ def undisturbed(place):
 def test_two_nodes_give_the_losses_of_one_rank(undisturbed, kind):
     one, two = undisturbed[kind, 1].losses(), undisturbed[kind, 2].losses()
     assert len(one) == len(two) == STEPS and one[0] - one[-1] > 0.1
-    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) <= 1e-4
+    apart = max(abs(a - b) for a, b in zip(one, two, strict=True))
+    notes.append(f"fullshard sft, {kind}: losses of two nodes and of one rank differ by up to {apart:.1e}")
+    assert apart <= 1e-4
     log = undisturbed[kind, 2].log.read_text(errors="replace")
     assert chosen_device() == "cpu" or "NCCL version" in log, log[-4000:]
 
