@@ -28,7 +28,7 @@ test-all: lint
 	@$(ENVIRONMENT); $$py -m pytest $(TEST_OPTIONS)
 
 test-gpu:
-	@$(ENVIRONMENT); $$py -m pytest -m gpu $(TEST_OPTIONS)
+	@py=$$($(PYTHON) tools/environment.py gpu) || exit 1; $$py -m pytest -m gpu $(TEST_OPTIONS)
 
 lint:
 	@$(ENVIRONMENT); $$py -m ruff check . && $$py -m ruff format --check . && $$py -m mypy

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def join(world: int, device: str) -> float:
 
     from fullshard import runtime
 
+    runtime.get_logger().setLevel("WARNING")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     started = time.perf_counter()
     runtime.use_spmd(device=device)
@@ -348,6 +350,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="one measured step on a CPU, ten on a GPU")
+    parser.add_argument("--worlds", nargs="+", type=int, default=WORLDS, help="numbers of ranks")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time; more than one blurs host times")
     parser.add_argument("--plan-only", action="store_true", help="only the bytes that plans move")
     parser.add_argument("--case", nargs=3, metavar=("WORLD", "STRATEGY", "KIND"), help="one case, in this process")
     options = parser.parse_args()
@@ -363,16 +367,18 @@ def main() -> None:
     import torch
 
     flags = ["--device", options.device, *(["--quick"] if options.quick else [])]
-    cases = [
-        child([*flags, "--case", str(world), strategy, kind])
+    arguments = [
+        [*flags, "--case", str(world), strategy, kind]
         for strategy in STRATEGIES
         for kind in KINDS
-        for world in WORLDS
+        for world in options.worlds
     ]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        cases = list(pool.map(child, arguments))
     show(f"one rank of many, {options.device}", cases)
     ratios = against_smallest(cases)
     show("most ranks over fewest", ratios)
-    plans = child(["--plan-only"])
+    plans = child(["--plan-only"]) if options.device == "cpu" else []
     where = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     print(
         json.dumps({"torch": torch.__version__, "device": where, "cases": cases, "ratios": ratios, "plans": plans}),

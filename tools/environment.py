@@ -8,6 +8,9 @@ Run by the active interpreter (`python` on the path), with the standard library 
 3. It has no such torch: `.venv` gets everything, at the versions of `constraints.txt`.
 
 `.venv` is built once, and brought up to date when `pyproject.toml` or `constraints.txt` changes.
+
+With the argument `gpu` an interpreter counts as complete without what the GPU tests do not need (data sets, linters,
+oracles): machines with GPUs are often closed to the outside.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
+NOT_ON_GPUS = {"datasets", "hypothesis", "expecttest", "ruff", "mypy", "bitsandbytes"}
 STAMP = VENV / "fullshard-stamp"  # two lines: what was installed, and over which interpreter
 
 
@@ -37,7 +41,8 @@ def main() -> None:
     if Path(sys.prefix).resolve() == VENV.resolve():  # activated by the user
         base = stamped[1]
     else:
-        missing = [name for name, least in wanted().items() if not fits(name, least)]
+        spared = NOT_ON_GPUS if sys.argv[1:] == ["gpu"] else set()
+        missing = [name for name, least in wanted().items() if name not in spared and not fits(name, least)]
         if not missing:
             print(sys.executable)
             return

@@ -23,9 +23,9 @@ from fullshard.spmd.spec import Layout
 
 SMALL_BYTES = 64 * 1024
 """Parameters with fewer bytes than this share a bucket: a message of their own would cost more than a copy."""
-SMALL_BYTES_COLLECTIVE = 1024 * 1024
-"""The same where pieces travel in collectives: each one in a launch costs more than a message does, and a copy on an
-accelerator hardly anything."""
+SMALL_BYTES_COLLECTIVE = 16 * 1024 * 1024
+"""The same where pieces travel in collectives: each one costs microseconds, also inside one launch, and more the more
+ranks there are, while an accelerator copies this much in less than ten."""
 ALIGNMENT = 16
 """Bytes: a gather bucket is a multiple of this long, and pieces of some length start at one, so that they copy fast.
 Short pieces start at a multiple of their own dtype's size: on thousands of ranks a piece may be a single element."""
