@@ -3,6 +3,7 @@
 `import fullshard.spmd as xs` gives the names of PyTorch/XLA's `torch_xla.distributed.spmd`.
 """
 
+from fullshard.spmd import lists as lists  # before any optimizer step: it mends an operator of torch's own class too
 from fullshard.spmd.agree import check_global_values
 from fullshard.spmd.loader import ShardedLoader, ShardingSpec
 from fullshard.spmd.mesh import HybridMesh, Mesh, get_1d_mesh, get_global_mesh, set_global_mesh
