@@ -6,6 +6,7 @@ on several meshes, and some may be plain: the tensors of one position come into 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,8 +27,13 @@ from fullshard.spmd.tensor import (
 )
 
 aten = torch.ops.aten
-ACROSS = ("_foreach_norm", "_foreach_max.", "_foreach_powsum", "_foreach_mm")
-"""Those that reduce their elements, or multiply them as matrices."""
+REDUCE: dict[str, Callable[..., Any]] = {
+    "_foreach_norm": lambda t, order=2, dtype=None: aten.linalg_vector_norm.default(t, order, None, False, dtype=dtype),
+    "_foreach_max": lambda t: aten.max.default(t),
+}
+"""Those that reduce their elements: each as the operator on one tensor does."""
+ACROSS = ("_foreach_powsum", "_foreach_mm")
+"""Others that do not work element by element."""
 
 
 def is_list_operator(op: Any) -> bool:
@@ -38,6 +44,8 @@ def is_list_operator(op: Any) -> bool:
 def run(op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
     """Run a list operator; `NotImplemented` where it has to be run as any other."""
     positions = _positions((args, kwargs))
+    if op.overloadpacket.__name__ in REDUCE:
+        return [REDUCE[op.overloadpacket.__name__](t, *args[1:], **kwargs) for t in args[0]]
     if op.__name__.startswith(ACROSS) or any(len({t.shape for t in p if t.ndim}) > 1 for p in positions):
         return _one_by_one(op, args, kwargs) if len(positions) > 1 and _is_mixed(positions) else NotImplemented
     if op is aten._amp_foreach_non_finite_check_and_unscale_.default:

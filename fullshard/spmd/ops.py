@@ -63,6 +63,8 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
     mesh = _common_mesh([t for t in written or flat if is_sharded(t)])
     flat = [_on_mesh(leaf, mesh) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
     out = _run(op, flat, tree, mesh)
+    if op.is_view and any(out is leaf for leaf in flat):  # a squeeze of nothing: autograd wants a tensor of its own
+        out = aten.alias.default(out)
     for t in written:
         write_through(t)
     # A view of a copy, or of a pending sum (which a write will carry out, elsewhere): a write must go back further.

@@ -235,6 +235,8 @@ def relay(local: torch.Tensor, src: DTensorSpec, dst: DTensorSpec) -> torch.Tens
         _same_devices(src.mesh, dst.mesh)
         if not pending and layout_of(src) == layout_of(dst):
             return local
+    if pending and local.dtype == torch.float16:  # terms may be finite, and their sum in one order but not in another
+        return relay(local.float(), src, dst).half()
     whole = respec(src, src.mesh, replicated(src.mesh))
     if src.placements != whole.placements and _over_gloo(local):
         if local.is_complex():
@@ -255,6 +257,8 @@ def relay(local: torch.Tensor, src: DTensorSpec, dst: DTensorSpec) -> torch.Tens
     return _arrived(redistribute_local_tensor(local, via, dst) if via.placements != dst.placements else local)
 
 
+NARROW = {torch.float16, torch.bfloat16}
+"""Float types in which a sum of many terms loses digits, or overflows."""
 GLOO_DTYPES = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
