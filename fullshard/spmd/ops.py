@@ -110,7 +110,9 @@ _torch_meta_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def _choose(op: Op, flat: list[Any], tree: Any) -> Choice:
-    key = (op, tree, *((leaf._spec if is_sharded(leaf) else (type(leaf), leaf)) for leaf in flat))
+    # The numbers of an elementwise operator, such as a step size, have no say in how its tensors are laid out.
+    values = torch.Tag.pointwise not in op.tags
+    key = (op, tree, *(_trait(leaf, values) for leaf in flat))
     try:
         known = _choices.get(key)
     except TypeError:  # an argument that cannot be hashed, such as a generator
@@ -120,6 +122,13 @@ def _choose(op: Op, flat: list[Any], tree: Any) -> Choice:
             _choices.clear()
         known = _choices[key] = _choose_anew(op, flat, tree)
     return known
+
+
+def _trait(leaf: Any, values: bool) -> Any:
+    """What of an argument the choice depends on."""
+    if is_sharded(leaf):
+        return leaf._spec
+    return (type(leaf), leaf) if values or not isinstance(leaf, int | float | complex) else type(leaf)
 
 
 def _choose_anew(op: Op, flat: list[Any], tree: Any) -> Choice:

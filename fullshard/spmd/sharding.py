@@ -16,6 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard import runtime
 from fullshard.errors import LayoutError, MeshError
+from fullshard.spmd import reminders
 from fullshard.spmd.agree import require_same
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.spmd.spec import Layout, PartitionSpec
@@ -52,6 +53,7 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
         return t
     if isinstance(t, nn.Parameter):
         t._fullshard_layout = layout
+        reminders.marked(t, layout)
         return t
     sharded = shard(t, layout)
     if type(t) is not torch.Tensor:
@@ -81,6 +83,7 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
         _relay_in_place(t, t.device_mesh, replicated(t.device_mesh))
     elif hasattr(t, "_fullshard_layout"):
         del t._fullshard_layout
+        reminders.cleared(t)
     return t
 
 
@@ -137,7 +140,7 @@ def _relay_in_place(t: DTensor, device_mesh: Any, placements: Any) -> None:
     """Another layout for the same object. A gradient is a global value too, so what was recorded stays right."""
     with torch.no_grad():
         new = relaid(t, device_mesh, placements)
-        if t.grad is not None and is_sharded(t.grad):
+        if (t.is_leaf or t.retains_grad) and t.grad is not None and is_sharded(t.grad):
             _relay_in_place(t.grad, device_mesh, settle(placements))
     t._local_tensor, t._spec = new._local_tensor, new._spec
     if type(t) is DTensor and issubclass(ShardedTensor, DTensor):

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fullshard.spmd as xs
 from fullshard import FSDPv2, runtime
+from fullshard.spmd import ops
 from tests.pool import ranks
 from tests.spmd.orders import keepable
 
@@ -145,3 +146,27 @@ def test_an_overflow_is_seen_whatever_the_layout_of_the_first_gradient():
     found = torch.zeros(1)
     torch._amp_foreach_non_finite_check_and_unscale_([copied, split], found, torch.tensor([0.5]))
     assert found.item() == 1.0
+
+
+@ranks(4)
+def test_how_a_step_runs_is_chosen_once():
+    for kind, options in [
+        (torch.optim.AdamW, {"foreach": False}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"foreach": False, "momentum": 0.9}),
+        (torch.optim.Adagrad, {"foreach": False, "lr_decay": 0.1}),
+        (torch.optim.RMSprop, {"foreach": False}),
+    ]:
+        model = torch.nn.Linear(8, 8)
+        xs.mark_sharding(model.weight, square(), ("data", "model"))
+        xs.distribute_module(model, square())
+        optimizer = kind(model.parameters(), lr=0.1, **options)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+        known = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+            known.append(len(ops._choices))
+        assert len(set(known[2:])) == 1, (kind, known)
