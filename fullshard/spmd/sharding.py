@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fullshard import runtime
 from fullshard.errors import LayoutError, MeshError
@@ -95,6 +96,52 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: Pa
     if not is_sharded(t):
         t = ToSharded.apply(t, device_mesh, placements)
     return Relay.apply(t, device_mesh, placements, True)
+
+
+def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two trees of tensors, those at the same place laid out alike: as the one that is sharded (first of `a`)."""
+    ours, tree = tree_flatten(a)
+    theirs, other_tree = tree_flatten(b)
+    if tree != other_tree:
+        raise LayoutError(f"shard_as: the two hold tensors in different structures: {tree} and {other_tree}")
+    pairs = [_alike(unmarked(x), unmarked(y)) for x, y in zip(ours, theirs, strict=True)]
+    return tree_unflatten([x for x, _ in pairs], tree), tree_unflatten([y for _, y in pairs], tree)
+
+
+def _alike(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if _shape(x) != _shape(y):
+        raise LayoutError(f"shard_as: tensors of shapes {tuple(x.shape)} and {tuple(y.shape)} cannot be laid out alike")
+    layout = sharding_of(x) or sharding_of(y)
+    if layout is None:
+        return x, y
+    layout = layout if any(layout.dims) or not is_sharded(y) else layout_of(y._spec)
+    return (
+        mark_sharding_with_gradients(x, layout.mesh, layout.spec),
+        mark_sharding_with_gradients(y, layout.mesh, layout.spec),
+    )
+
+
+annotate_custom_sharding = mark_sharding  # an annotation and the layout of the data are one thing here
+
+
+def wrap_if_sharded(t: Any) -> Any:
+    """The sharded tensor that `t` stands for; anything else as it is."""
+    return unmarked(t)
+
+
+def unwrap_sharded_tensor(t: Any) -> Any:
+    """The global value, which a sharded tensor is itself."""
+    return unmarked(t)
+
+
+def apply_xla_patch_to_nn_linear(module: nn.Module, patched_function: Any = None) -> nn.Module:
+    """The module as it is: `nn.Linear` keeps the layout of its batch dims."""
+    return module
+
+
+def apply_backward_optimization_barrier(module: nn.Module) -> nn.Module:
+    """The module as it is: no compiler moves work across layers."""
+    return module
 
 
 def sharding_of(t: torch.Tensor) -> Layout | None:

@@ -9,8 +9,10 @@ too; which layout is meant is decided elsewhere.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, TypeGuard
 
 import torch
@@ -31,6 +33,22 @@ from fullshard.spmd.spec import Layout
 # torch warns, on every rank, that Gloo gathers where NCCL exchanges and that two mesh axes are gathered one by one.
 for _name in ("_redistribute", "_collective_utils"):
     logging.getLogger(f"torch.distributed.tensor.{_name}").setLevel(logging.ERROR)
+
+
+class ShardingType(IntEnum):
+    """How a tensor lies on its mesh, in XLA's terms."""
+
+    REPLICATED = 0
+    """A copy on every device."""
+    MAXIMAL = 1
+    """On one device."""
+    TUPLE = 2
+    TILED = 3
+    """A piece of its own on every device."""
+    MANUAL = 4
+    PARTIAL = 5
+    """Each piece on several devices."""
+    UNKNOWN = 6
 
 
 @dataclass
@@ -86,6 +104,22 @@ class ShardedTensor(_Base):
     def sharding_spec(self) -> tuple[Any, ...]:
         """The partition spec that describes this tensor."""
         return layout_of(self._spec).spec
+
+    @property
+    def sharding_type(self) -> ShardingType:
+        """Whether the devices of the mesh hold copies, pieces, or copies of pieces."""
+        layout = layout_of(self._spec)
+        pieces = math.prod(layout.parts(dim) for dim in range(self.ndim))
+        if layout.mesh.size() == 1:
+            return ShardingType.MAXIMAL
+        if pieces == 1:
+            return ShardingType.REPLICATED
+        return ShardingType.TILED if pieces == layout.mesh.size() else ShardingType.PARTIAL
+
+    @property
+    def global_tensor(self) -> ShardedTensor:
+        """The tensor itself: its values are global."""
+        return self
 
     @property
     def local_shards(self) -> list[LocalShard]:
