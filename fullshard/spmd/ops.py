@@ -24,6 +24,7 @@ from fullshard import runtime
 from fullshard.spmd import lists, rules
 from fullshard.spmd.mesh import origin
 from fullshard.spmd.tensor import (
+    NARROW,
     ShardedTensor,
     is_sharded,
     meta_of,
@@ -62,6 +63,8 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
     # A tensor that is written into stays where it is; the others come to it.
     mesh = _common_mesh([t for t in written or flat if is_sharded(t)])
     flat = [_on_mesh(leaf, mesh) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+    if any(is_sharded(leaf) and leaf.dtype in NARROW for leaf in flat):
+        flat = [_wide_sum_done(leaf) for leaf in flat]
     out = _run(op, flat, tree, mesh)
     if op.is_view and any(out is leaf for leaf in flat):  # a squeeze of nothing: autograd wants a tensor of its own
         out = aten.alias.default(out)
@@ -199,6 +202,13 @@ def _exact(op: Op, spec: DTensorSpec) -> bool:
 
 def _is_pending(t: Any) -> bool:
     return any(p.is_partial() for p in t.placements)
+
+
+def _wide_sum_done(leaf: Any) -> Any:
+    """Terms of a pending sum that meet fp16 or bf16 would be rounded before they are added up."""
+    if is_sharded(leaf) and leaf.dtype not in NARROW and _is_pending(leaf):
+        return relaid(leaf, leaf.device_mesh, settle(leaf.placements))
+    return leaf
 
 
 def _is_pending_sum(placement: Placement) -> bool:

@@ -223,6 +223,19 @@ def put_into(op: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(op(_in(t, layout), _in(part, inner), *args[2:], **kwargs), t.device_mesh, layout, t.shape)
 
 
+@rule_for("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
+def put_by_mask(op: Any, args: Any, kwargs: Any) -> Any:
+    """A mask covers as many dims as it has, which torch's rule does not know: positions in its place."""
+    t, indices = args[0], args[1]
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return NotImplemented
+    places: list[Any] = []
+    for index in indices:
+        masks = index is not None and index.dtype in (torch.bool, torch.uint8)
+        places += aten.nonzero.default(index).unbind(1) if masks else [index]
+    return op(t, places, *args[2:], **kwargs)
+
+
 @rule_for("fill_.Tensor")
 def fill(op: Any, args: Any, kwargs: Any) -> Any:
     target, value = args
@@ -267,6 +280,17 @@ def cast(op: Any, args: Any, kwargs: Any) -> Any:
     if not (dtype in NARROW or not dtype.is_floating_point):
         return NotImplemented
     return op(relaid(t, t.device_mesh, settle(t.placements)), **kwargs)
+
+
+@rule_for("div.Tensor", "div.Scalar")
+def divide(op: Any, args: Any, kwargs: Any) -> Any:
+    """Terms of a pending sum over a divisor that may be zero would be infinities of both signs."""
+    t, divisor = args[0], args[1]
+    if not is_sharded(t) or not any(p.is_partial() for p in t.placements):
+        return NotImplemented
+    if not isinstance(divisor, torch.Tensor) and divisor != 0:
+        return NotImplemented
+    return op(relaid(t, t.device_mesh, settle(t.placements)), divisor, **kwargs)
 
 
 @rule_for("cat")
