@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import RuntimeSetupError, UnsupportedError, first_line
+from fullshard.groups import leave_time_outs_to_us
 from fullshard.launcher import (
     DEVICE_VARIABLE,
     INIT_TIMEOUT_VARIABLE,
@@ -93,6 +94,7 @@ def use_spmd(
 def _init_group(launch: Launch, backend: str, seconds: float) -> None:
     global _starts
     _starts += 1
+    leave_time_outs_to_us()
     if launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return

@@ -58,10 +58,12 @@ class Pending:
 
     def wait(self) -> list[torch.Tensor]:
         """The results, for reductions; an empty list for gathers, whose results were named when they were issued."""
+        watching.check()
         if self._works:
             with self._watch.waiting(self.label):
                 for work in self._works:
                     work.wait()
+            watching.check()
         self._works, self._keep = [], None
         finish, self._finish = self._finish, None
         return finish() if finish is not None else []
@@ -244,7 +246,7 @@ class Collectives(Link):
             for whole, piece in pairs:
                 _all_gather(whole.view(-1), piece.view(-1), group=self.group, async_op=True)
                 self.meter.bytes_sent += (self.size - 1) * piece.numel() * piece.element_size()
-        return Pending([works], self.watch, keep=pairs)
+        return self._followed(Pending([works], self.watch, keep=pairs), works)
 
     def scatter_sum(self, wholes: Sequence[torch.Tensor], average: bool) -> Pending:
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -253,7 +255,7 @@ class Collectives(Link):
             for piece, whole in zip(pieces, wholes, strict=True):
                 _reduce_scatter(piece, whole.view(-1), op=op, group=self.group, async_op=True)
                 self.meter.bytes_sent += (self.size - 1) * piece.numel() * piece.element_size()
-        return Pending([works], self.watch, lambda: pieces, keep=wholes)
+        return self._followed(Pending([works], self.watch, lambda: pieces, keep=wholes), works)
 
     def sum(self, values: Sequence[torch.Tensor], average: bool) -> Pending:
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -261,7 +263,12 @@ class Collectives(Link):
             for value in values:
                 dist.all_reduce(value, op=op, group=self.group, async_op=True)
                 self.meter.bytes_sent += 2 * (self.size - 1) * value.numel() * value.element_size() // self.size
-        return Pending([works], self.watch, lambda: list(values), keep=values)
+        return self._followed(Pending([works], self.watch, lambda: list(values), keep=values), works)
+
+    def _followed(self, pending: Pending, works: Any) -> Pending:
+        """The host does not wait for NCCL, so the watch follows what was issued."""
+        self.watch.follow(pending.label, [works])
+        return pending
 
     def _coalesced(self) -> Any:
         return dist._coalescing_manager(group=self.group, device=self.device, async_ops=True)
