@@ -203,11 +203,10 @@ class Lookout:
         self._answer(now)
 
     def _notes(self, now: float) -> dict[int, Note]:
-        """The notes of all ranks that have answered."""
+        """The notes of all ranks that have published one, perhaps in answer to an earlier request."""
         self._answer(now)
         texts = self.board.read([f"note/{rank}" for rank in range(self.size)])
-        notes = {int(key.rpartition("/")[2]): Note.parse(text) for key, text in texts.items()}
-        return {rank: note for rank, note in notes.items() if note.asked >= self._asked}
+        return {int(key.rpartition("/")[2]): Note.parse(text) for key, text in texts.items()}
 
     def _investigate(self, waits: list[tuple[watch.Label, Wait]], now: float) -> None:
         if now - self._asked_at > ANSWER_FOR / 2:
@@ -215,7 +214,8 @@ class Lookout:
             return
         label, wait = waits[0]
         notes = self._notes(now)
-        found = judge(notes, self.losses)
+        answers = {rank: note for rank, note in notes.items() if note.asked >= self._asked}
+        found = judge(answers, self.losses)
         if found is not None and found.text.partition(":")[0] == self._suspect:
             # Seen twice: not a note that was just out of date.
             ranks = [*label.watch.ranks]
@@ -226,7 +226,7 @@ class Lookout:
         if wait.seconds < watch.REPORT_AFTER or not again:
             return
         late = missing(wait, label.watch.ranks, notes)
-        if len(late) > 0 and len(notes) < self.size and now - self._asked_at < 2 * beat_every(self.size):
+        if len(late) > 0 and len(answers) < self.size and now - self._asked_at < 2 * beat_every(self.size):
             return  # their answers may be on the way
         silent = [rank for rank in label.watch.ranks if self.losses.get(rank, Loss(rank, "back", "")).how != "back"]
         if wait.followed and not late and not silent:

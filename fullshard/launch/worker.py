@@ -20,6 +20,8 @@ from pathlib import Path
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PARENT = "FULLSHARD_LAUNCHER_PID"
 EXIT_USER_ERROR = 2
+EXIT_RANK_LOST = 69
+"""Another rank is gone: nothing this rank did. As in `errors.RankLostError`."""
 
 
 def main(words: list[str]) -> None:
@@ -50,7 +52,7 @@ def _run(kind: str, script: str) -> int:
     except BaseException as error:
         if _is_user_error(error):
             _report(str(error))
-            return EXIT_USER_ERROR
+            return int(getattr(error, "exit_code", EXIT_USER_ERROR))
         shown = error.__traceback__
         while shown is not None and shown.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             shown = shown.tb_next  # the user's own frames only

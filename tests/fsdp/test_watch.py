@@ -21,6 +21,7 @@ from fullshard.fsdp import FSDPv2, heartbeat, watch
 from fullshard.fsdp.diagnosis import Note, Verdict, Wait, belongs, judge, missing, report
 from fullshard.fsdp.heartbeat import Board, Loss, Process, Ring, beat_every, state_of
 from fullshard.groups import short_name
+from fullshard.launch.worker import EXIT_RANK_LOST
 from tests.fsdp.programs import Block, Stack, mesh_for
 from tests.pool import ROOT, ranks
 
@@ -261,7 +262,7 @@ def test_a_verdict_stops_everything_that_would_use_a_result(alone):
     watch._here.verdict = Verdict("rank 1 is gone", lost=True)
     with pytest.raises(RankLostError, match="rank 1 is gone") as caught:
         watch.check()
-    assert caught.value.exit_code == 69 and watch._here.raised
+    assert caught.value.exit_code == EXIT_RANK_LOST and watch._here.raised
 
 
 # --- notes ------------------------------------------------------------------------------------------------------------
