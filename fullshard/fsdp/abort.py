@@ -56,8 +56,7 @@ def give_up(rank: int, why: str) -> None:
     """End the process at once: the program is inside a wait that nothing ends."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-        sys.stderr.write(
-            f"[rank {rank}] ERROR {why}\n[rank {rank}] the program did not come back: ending the process\n"
-        )
+        sys.stderr.write(f"[rank {rank}] ERROR {why}\n")
+        sys.stderr.write(f"[rank {rank}] ERROR the program did not come back from its wait: ending the process\n")
         sys.stderr.flush()
     os._exit(RankLostError.exit_code)

@@ -65,7 +65,7 @@ class Lookout:
     def start(cls) -> Lookout | None:
         """Start the threads of this process; None where there is nobody to hear of."""
         store, world = dist.distributed_c10d._get_default_store(), dist.group.WORLD
-        if "fake" in str(dist.get_backend_config(world)).lower():
+        if runtime.world_size() == 1 or "fake" in str(dist.get_backend_config(world)).lower():
             return None
         with contextlib.suppress(Exception):
             store = store.clone()  # a connection of its own, where the store has such: nobody else's wait holds it up
@@ -147,7 +147,7 @@ class Lookout:
             self._lead = self._leads = None
 
     def _tell_loss(self, loss: Loss) -> None:
-        if loss.how in ("silent", "stopped", "busy", "lost", "dead"):
+        if loss.how not in ("back", "exited") and watch._here.verdict is None:
             runtime.get_logger().warning("%s", loss)
         self.board.put(f"loss/{self.board.add('losses', 1)}", loss.text())
         self._publish_news()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 import zlib
@@ -183,6 +184,11 @@ def check() -> None:
         raise _error(_here.verdict)
 
 
+def cause() -> FSDPError | None:
+    """Why the run cannot go on, if it cannot: whatever else is raised then only follows from it."""
+    return None if _here.verdict is None else _error(_here.verdict)
+
+
 def _error(verdict: Verdict) -> FSDPError:
     _here.raised = True
     return RankLostError(verdict.text) if verdict.lost else FSDPError(verdict.text)
@@ -197,7 +203,7 @@ def failed(what: str, ranks: tuple[int, ...], error: Exception) -> FSDPError:
 
 def lost(what: str, ranks: tuple[int, ...], error: Exception) -> FSDPError:
     """The error for communication that broke: it names the rank that is gone, where one is."""
-    reason = first_line(error)
+    reason = re.sub(r"^\[\S+\] ", "", first_line(error))[:200]  # Gloo's begin with a place in its source
     runs = _threads_run()
     if _here.verdict is None and runs and not ("timed out" in reason.lower() or "timeout" in reason.lower()):
         # The threads find out which rank is gone, or that none is.
@@ -233,19 +239,24 @@ def forget() -> None:
 
 
 _lookout: Any = None
+_unwatched: Any = None
+"""A process group without anybody else in it; there are no threads for it."""
 _starting = threading.Lock()
 
 
 def _threads_run() -> bool:
     """Start the watch's threads where they do not run; whether they do now."""
-    global _lookout
+    global _lookout, _unwatched
     if _lookout is not None and _lookout.runs():
         return True
+    if not dist.is_initialized() or dist.group.WORLD is _unwatched:
+        return False
     from fullshard.fsdp.lookout import Lookout
 
     with _starting:
         if _lookout is None or not _lookout.runs():
-            _lookout = Lookout.start() if dist.is_initialized() and dist.get_world_size() > 1 else None
+            _lookout = Lookout.start()
+            _unwatched = dist.group.WORLD if _lookout is None else None
     return _lookout is not None
 
 

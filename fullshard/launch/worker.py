@@ -50,6 +50,7 @@ def _run(kind: str, script: str) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except BaseException as error:
+        error = _cause(error)
         if _is_user_error(error):
             _report(str(error))
             return int(getattr(error, "exit_code", EXIT_USER_ERROR))
@@ -95,6 +96,12 @@ def _keep_own_cores() -> None:
     mine = cores[local * len(cores) // count : (local + 1) * len(cores) // count]
     if mine:  # more processes than cores: nothing to share out
         os.sched_setaffinity(0, mine)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Another rank that is gone, if that is so: libraries only report that their communication was ended."""
+    watch = sys.modules.get("fullshard.fsdp.watch")
+    return (watch.cause() if watch is not None and isinstance(error, RuntimeError) else None) or error
 
 
 def _is_user_error(error: BaseException) -> bool:

@@ -259,7 +259,9 @@ def test_what_is_followed_is_bounded_and_cheap(alone):
 
 def test_a_verdict_stops_everything_that_would_use_a_result(alone):
     watch.check()
+    assert watch.cause() is None
     watch._here.verdict = Verdict("rank 1 is gone", lost=True)
+    assert isinstance(watch.cause(), RankLostError)
     with pytest.raises(RankLostError, match="rank 1 is gone") as caught:
         watch.check()
     assert caught.value.exit_code == EXIT_RANK_LOST and watch._here.raised
@@ -542,6 +544,23 @@ def test_the_rank_that_reports_is_replaced_when_it_is_stopped(tmp_path):
         _until(lambda: reported(1 - first), 10)
         assert "not entered by rank(s) 2" in job.said(1 - first)
         os.kill(job.jobs[first].pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_rank_held_up_by_its_device_is_ended_too(tmp_path, killed):
+    """The host is not in a wait of ours, as on NCCL: what was issued is followed, and the process is ended."""
+    with Ranks(tmp_path, "device", FAST="1", **({"STAYS": "1"} if killed else {})) as job:
+        job.when("ready-0", "ready-1")
+        start = time.time()
+        if killed:
+            job.jobs[1].kill()
+        _until(lambda: "rank 1" in job.said(0), 10)
+        assert job.end(0) == [EXIT_RANK_LOST]
+        assert time.time() - start < 20
+        text = job.said(0)
+        assert ("rank 1 has exited" in text) != killed and ("ended without a word" in text) == killed
+        assert "did not come back from its wait: ending the process" in text and "RAISED" not in text
 
 
 def _free_port():

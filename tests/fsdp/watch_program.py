@@ -20,6 +20,14 @@ if os.environ.get("FAST"):
 if os.environ.get("NODES") == "several":
     heartbeat.node_id = lambda: f"node {rank}".replace(" ", "-")  # process numbers say nothing of other ranks then
 
+
+class Never:
+    """A work that is never done."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
 xr.use_spmd()
 model = FSDPv2(Stack(), mesh_for("FULL_SHARD"), auto_wrap_policy={Block}, small_parameter_bytes=0)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -39,6 +47,15 @@ try:
                 sys.exit(0)
             if how == "late" and rank == 2:
                 time.sleep(60)
+            if how == "device" and rank == 0:
+                # As on NCCL: the operation is issued, and the host is held up elsewhere, in a wait that nothing ends.
+                follower = model._fullshard_engine.means.gather_link.watch
+                watch.at(steps + 1, "", "gather")
+                follower.follow(follower.issue(), [Never()])
+                time.sleep(100)
+            if how == "device":
+                time.sleep(100 if os.environ.get("STAYS") else 0)
+                sys.exit(0)
         time.sleep(0.02)
 except UserError as error:
     print("RAISED", time.time(), error, flush=True)
