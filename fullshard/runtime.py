@@ -94,7 +94,7 @@ def use_spmd(
 def _init_group(launch: Launch, backend: str, seconds: float) -> None:
     global _starts
     _starts += 1
-    leave_time_outs_to_us()
+    leave_time_outs_to_us(backend)
     if launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return

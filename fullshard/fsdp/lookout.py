@@ -282,6 +282,7 @@ class Lookout:
         with watch._changed:
             if watch._here.verdict is None:
                 watch._here.verdict = verdict
+                watch.failures += 1
             watch._here.broken = None
             watch._changed.notify_all()
 

@@ -154,7 +154,8 @@ _here = _Here()
 _changed = threading.Condition()
 """Notified when there is a verdict, and when a failure was looked into without one."""
 failures = 0
-"""How often a communicator failed. Ranks may have stopped in different places, so none made before is used again."""
+"""How many verdicts there were, alike on all ranks. They may have stopped in different places, so no communicator made
+before is used again."""
 
 
 def watch_for(purpose: str, ranks: tuple[int, ...], group: Any) -> Watch:
@@ -195,14 +196,8 @@ def _error(verdict: Verdict) -> FSDPError:
 
 
 def failed(what: str, ranks: tuple[int, ...], error: Exception) -> FSDPError:
-    """The error for a communicator that broke. None that was made before is used again."""
-    global failures
-    failures += 1
-    return lost(what, ranks, error)
-
-
-def lost(what: str, ranks: tuple[int, ...], error: Exception) -> FSDPError:
     """The error for communication that broke: it names the rank that is gone, where one is."""
+    global failures
     reason = re.sub(r"^\[\S+\] ", "", first_line(error))[:200]  # Gloo's begin with a place in its source
     runs = _threads_run()
     if _here.verdict is None and runs and not ("timed out" in reason.lower() or "timeout" in reason.lower()):
@@ -214,6 +209,7 @@ def lost(what: str, ranks: tuple[int, ...], error: Exception) -> FSDPError:
     if _here.verdict is None:
         verdict = unnamed(what, reason)
         if not runs:
+            failures += 1
             return _error(verdict)
         _lookout.decide(verdict)
     assert _here.verdict is not None

@@ -103,7 +103,7 @@ def exchange(value: T, step: int, what: str, *, watched: bool = True) -> list[T]
 
 def lost(what: str, error: Exception) -> CheckpointError:
     """The error for a connection to another rank that is gone."""
-    found = watch.lost(what, tuple(range(runtime.world_size())), error)
+    found = watch.failed(what, tuple(range(runtime.world_size())), error)
     return found if isinstance(found, CheckpointError) else CheckpointError(str(found))
 
 
