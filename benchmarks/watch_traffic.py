@@ -109,7 +109,7 @@ def measure(world: int, seconds: float = 30.0, sampled: int = 8) -> dict[str, An
                     rank.here.waiting = (rank.label, 1000.0 + int(seconds / beat) * beat)
                     rank.here.verdict = None
                 rank.round(now)
-        ordinary = [rank for rank in here if rank.lookout._leads is None]
+        ordinary = [rank for rank in here if not rank.lookout.inquiry.leads]
         found[state] = {
             "calls": round(sum(r.store.calls for r in ordinary) / len(ordinary) / seconds, 2),
             "bytes": round(sum(r.store.bytes for r in ordinary) / len(ordinary) / seconds),

@@ -1,8 +1,7 @@
 """The threads behind the watch: one talks to the job's store, one looks after this rank and ends it if need be.
 
 Store traffic, per rank and heartbeat: one `set` and one `multi_get` of two small keys, whatever the number of ranks.
-Only while some rank waits for long does more happen: one of those that wait (the lead) asks all ranks for notes, reads
-them and says what it found. A lead that stops counting is replaced by another rank that waits.
+Only while some rank waits for long does more happen (see `inquiry.py`).
 
 The store may be held by a process that is stopped; a call then never returns. So the second thread never touches it.
 """
@@ -20,15 +19,10 @@ import torch.distributed as dist
 
 from fullshard import runtime
 from fullshard.fsdp import abort, heartbeat, watch
-from fullshard.fsdp.diagnosis import Note, Verdict, Wait, judge, missing, report
+from fullshard.fsdp.diagnosis import Verdict
 from fullshard.fsdp.heartbeat import Board, Loss, Process, Ring, beat_every, state_of
+from fullshard.fsdp.inquiry import ASK_AT, Inquiry
 
-ASK_AT = 0.6
-"""The part of `REPORT_AFTER` after which notes are asked for, so that they are there when it is over."""
-LEAD_LASTS = 3
-"""Heartbeats after which a lead that has stopped counting is replaced."""
-SWEPT = 64
-"""Up to how many ranks of a broken communicator are looked up one by one; in larger ones the ring finds them."""
 ANSWER_FOR = 10.0
 """Seconds for which a rank that was asked goes on to publish its note."""
 
@@ -49,13 +43,9 @@ class Lookout:
         self._news = -1
         self._losses_read = self._verdict_read = 0
         self._outbox: Verdict | None = None
-        self._asked, self._answer_until, self._answered = 0, 0.0, ""
-        self._lead: tuple[int, float] | None = None  # the lead's count, and when it last changed
-        self._leads: int | None = None  # the same while this rank leads
-        self._asked_at = 0.0
-        self._suspect, self._suspect_seen = "", 0.0
-        self._told: tuple[Any, float] = (None, 0.0)  # which wait was reported, and when
+        self.asked, self._answer_until, self._answered = 0, 0.0, ""
         self._store_told = False
+        self.inquiry = Inquiry(self)
         self._threads = [
             threading.Thread(target=self._talk, name="fullshard-watch-store", daemon=True),
             threading.Thread(target=self._look, name="fullshard-watch", daemon=True),
@@ -84,7 +74,8 @@ class Lookout:
     def forget(self) -> None:
         """Pass over the verdicts there are."""
         self._verdict_read = self.board.add("verdicts", 0)
-        self._suspect, self._leads, self._outbox = "", None, None
+        self._outbox = None
+        self.inquiry.end()
 
     def leave(self) -> None:
         """Say goodbye; then the threads end."""
@@ -127,8 +118,8 @@ class Lookout:
         keys = [*(f"beat/{rank}" for rank in ring.watched()), "news"]
         keys += ["process/0"] if self.first is None else []
         waits = watch.waits(now)
-        leads = bool(waits) and waits[0][1].seconds > ASK_AT * watch.REPORT_AFTER
-        keys += ["lead"] if leads else []
+        long = bool(waits) and waits[0][1].seconds > ASK_AT * watch.REPORT_AFTER
+        keys += ["lead"] if long else []
         values = self.board.read(keys)
         if self.first is None and "process/0" in values:
             self.first = Process.parse(values["process/0"])
@@ -138,13 +129,19 @@ class Lookout:
             self._read_news(now)
             self._news = news
         if now < self._answer_until:
-            self._answer(now)
+            self.answer(now)
         if watch._here.broken is not None:
-            self._name_cause(now)
-        elif leads and watch._here.verdict is None:
-            self._lead_if_needed(int(values.get("lead", 0)), waits, now)
+            self.inquiry.name_cause(*watch._here.broken, now)
+        elif long and watch._here.verdict is None:
+            self.inquiry.lead_if_needed(int(values.get("lead", 0)), waits, now)
         else:
-            self._lead = self._leads = None
+            self.inquiry.end()
+
+    def ask(self, now: float) -> None:
+        """Ask all ranks for notes."""
+        self.asked, self._answer_until = self.board.add("asked", 1), now + ANSWER_FOR
+        self._publish_news()
+        self.answer(now)
 
     def _tell_loss(self, loss: Loss) -> None:
         if loss.how not in ("back", "exited") and watch._here.verdict is None:
@@ -163,113 +160,22 @@ class Lookout:
             loss = Loss.parse(text)
             self.losses[loss.rank] = loss
         self._losses_read = count
-        if (asked := int(values.get("asked", 0))) != self._asked:
-            self._asked, self._answer_until = asked, now + ANSWER_FOR
+        if (asked := int(values.get("asked", 0))) != self.asked:
+            self.asked, self._answer_until = asked, now + ANSWER_FOR
         if "verdict" in values:
             found = json.loads(values["verdict"])
             if found["number"] > self._verdict_read:
                 self._verdict_read = found["number"]
                 self._set(Verdict(found["text"], found["lost"]))
 
-    def _answer(self, now: float) -> None:
-        text = watch.note(self._asked, now).text()
+    def answer(self, now: float) -> None:
+        """Publish this rank's note if it has changed."""
+        text = watch.note(self.asked, now).text()
         if text != self._answered:
             self.board.put(f"note/{self.rank}", text)
             self._answered = text
 
-    # --- finding out ------------------------------------------------------------------------------------------------
-
-    def _lead_if_needed(self, count: int, waits: list[tuple[watch.Label, Wait]], now: float) -> None:
-        """Look into this rank's wait, unless another rank that waits does so for all."""
-        if self._leads is not None:
-            if count == self._leads:
-                self._leads = self.board.add("lead", 1)
-                self._investigate(waits, now)
-            else:
-                self._leads = None  # another rank took over while this one was held up
-            return
-        if self._lead is None or self._lead[0] != count:
-            self._lead = (count, now)
-        if now - self._lead[1] < (LEAD_LASTS * beat_every(self.size) if count else 0):
-            return
-        if self.board.add(f"claim/{count}", 1) == 1:
-            self._leads = self.board.add("lead", 1)
-            self._suspect = ""
-            self._ask(now)
-
-    def _ask(self, now: float) -> None:
-        self._asked, self._answer_until, self._asked_at = self.board.add("asked", 1), now + ANSWER_FOR, now
-        self._publish_news()
-        self._answer(now)
-
-    def _notes(self, now: float) -> dict[int, Note]:
-        """The notes of all ranks that have published one, perhaps in answer to an earlier request."""
-        self._answer(now)
-        texts = self.board.read([f"note/{rank}" for rank in range(self.size)])
-        return {int(key.rpartition("/")[2]): Note.parse(text) for key, text in texts.items()}
-
-    def _investigate(self, waits: list[tuple[watch.Label, Wait]], now: float) -> None:
-        if now - self._asked_at > ANSWER_FOR / 2:
-            self._ask(now)
-            return
-        label, wait = waits[0]
-        notes = self._notes(now)
-        answers = {rank: note for rank, note in notes.items() if note.asked >= self._asked}
-        found = judge(answers, self.losses)
-        if found is not None and found.text.partition(":")[0] == self._suspect:
-            # Seen twice: not a note that was just out of date.
-            ranks = [*label.watch.ranks]
-            self.decide(Verdict(f"{found.text}\n{self._report(wait, ranks, notes)}", found.lost))
-            return
-        self._suspect = "" if found is None else found.text.partition(":")[0]
-        again = self._told[0] is not label or now - self._told[1] > watch.REPEAT_AFTER
-        if wait.seconds < watch.REPORT_AFTER or not again:
-            return
-        late = missing(wait, label.watch.ranks, notes)
-        if len(late) > 0 and len(answers) < self.size and now - self._asked_at < 2 * beat_every(self.size):
-            return  # their answers may be on the way
-        silent = [rank for rank in label.watch.ranks if self.losses.get(rank, Loss(rank, "back", "")).how != "back"]
-        if wait.followed and not late and not silent:
-            return  # all have entered it: the device is still busy with what comes before
-        self._told = (label, now)
-        runtime.get_logger().warning(self._report(wait, list(label.watch.ranks), notes))
-
-    def _report(self, wait: Wait, ranks: list[int], notes: dict[int, Note]) -> str:
-        late = missing(wait, ranks, notes)
-        beats = self.board.read([f"beat/{rank}" for rank in late[:64] if rank not in notes])
-        last = {int(key.rpartition("/")[2]): text.partition(" ")[2] for key, text in beats.items()}
-        return report(wait, ranks, notes, self.losses, last)
-
-    def _name_cause(self, now: float) -> None:
-        """A connection broke: find the rank that is gone. It may be on another node and only fall silent."""
-        broken = watch._here.broken
-        if broken is None:
-            return
-        what, reason, ranks, since = broken
-        gone = [self.losses[r] for r in ranks if r in self.losses and self.losses[r].how not in ("back", "busy")]
-        if not gone and len(ranks) <= SWEPT:
-            gone = self._gone_here(ranks)
-        if gone:
-            worst = min(gone, key=lambda loss: ("dead", "lost", "silent", "stopped", "exited").index(loss.how))
-            self.decide(Verdict(f"rank {self.rank} cannot go on in {what}: {worst} ({reason})", lost=True))
-        elif now - since > watch.NAME_WITHIN:
-            self.decide(watch.unnamed(what, reason))
-        else:
-            threading.Timer(0.2, self.hurry).start()
-
-    def _gone_here(self, ranks: tuple[int, ...]) -> list[Loss]:
-        """Ranks whose processes have ended on this node, or that have exited: the ring may not have come round yet."""
-        found = self.board.read([f"{kind}/{rank}" for rank in ranks for kind in ("process", "beat")])
-        losses = []
-        for rank in ranks:
-            beat = found.get(f"beat/{rank}", "")
-            process = found.get(f"process/{rank}")
-            where = beat.partition(" ")[2]
-            if beat.startswith("exited"):
-                losses.append(Loss(rank, "exited", where))
-            elif process and state_of(Process.parse(process)) == "dead":
-                losses.append(Loss(rank, "dead", where, heartbeat._in_words(Process.parse(process))))
-        return losses
+    # --- deciding ---------------------------------------------------------------------------------------------------
 
     def decide(self, verdict: Verdict) -> None:
         """End the run: on this rank now, on all others when the store answers."""

@@ -14,7 +14,6 @@ wherever a result would be used, shown or saved.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import threading
 import time
@@ -28,11 +27,10 @@ import torch.distributed as dist
 
 from fullshard import runtime
 from fullshard.errors import FSDPError, RankLostError, first_line
+from fullshard.fsdp import works as works_of
 from fullshard.fsdp.diagnosis import Note, Verdict, Wait, kind_of
 from fullshard.groups import short_name
 
-_BLOCKING = any(os.environ.get(name) == "1" for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"))
-"""Whether torch was asked to wait on the host; then it has no thread that completes futures."""
 REPORT_AFTER = 5.0
 """Seconds an operation waits before it is reported."""
 REPEAT_AFTER = 60.0
@@ -113,20 +111,8 @@ class Watch:
         """
         if len(self.ranks) > 1:
             _threads_run()
-        probes = [_probe(work) for found in works for work in getattr(found, "works", [found])]
+        probes = [works_of.probe(work) for found in works for work in getattr(found, "works", [found])]
         self.followed.append((label, probes, time.monotonic()))
-
-
-def _probe(work: Any) -> Any:
-    """What to ask whether a work is done.
-
-    NCCL's has a future that torch's own thread completes. To ask the work itself queries a CUDA event under Python's
-    lock, which can last as long as another thread's launch does.
-    """
-    try:
-        return work if _BLOCKING else work.get_future_result()
-    except (AttributeError, RuntimeError):
-        return work
 
 
 @dataclass
@@ -288,7 +274,7 @@ def finish_followed(now: float) -> tuple[Label, str] | None:
         while watch.followed:
             try:
                 label, probes, issued = watch.followed[0]
-                if not all(_done(probe) for probe in probes):
+                if not all(works_of.is_done(probe) for probe in probes):
                     if watch.front[0] is not label:
                         watch.front = (label, max(now, issued) if watch.front[0] is not None else issued)
                     break
@@ -301,14 +287,3 @@ def finish_followed(now: float) -> tuple[Label, str] | None:
         if not watch.followed:
             watch.front = (None, 0.0)
     return None
-
-
-def _done(probe: Any) -> bool:
-    if not hasattr(probe, "done"):
-        return bool(probe.is_completed())
-    if not probe.done():
-        return False
-    result = int(probe.value())
-    if result != 0:
-        raise RuntimeError("its time-out is over" if result == 1 else "NCCL reports that a connection broke")
-    return True
