@@ -45,12 +45,16 @@ class Pending(Beside):
         super().__init__(keep)
         self._works, self._watch, self._finish = list(works), link.watch, finish
         self.label = link.watch.issue()
+        if not link.holds_host:  # nobody will be seen to wait for it
+            link.watch.follow(self.label, self._works)
 
     def _wait(self) -> None:
+        watching.check()
         if self._works:
             with self._watch.waiting(self.label):
                 for work in self._works:
                     work.wait()
+            watching.check()
         self._works = []
 
     def wait(self) -> list[torch.Tensor]:

@@ -33,6 +33,13 @@ if how == "crash" and attempt == 0:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     wait()
+elif how == "lost" and attempt == 0:
+    from fullshard.errors import RankLostError
+
+    if rank == 1:
+        sys.exit(3)
+    time.sleep(0.5)
+    raise RankLostError("rank 0 cannot go on in step 7: rank 1 has exited")
 elif how == "fail":
     sys.exit(7 if rank == 1 else 0)
 elif how == "preempted":
