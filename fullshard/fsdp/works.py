@@ -1,8 +1,8 @@
 """Whether the device has finished a work, without touching the device.
 
 An NCCL work has a future that torch's own thread completes. To ask the work itself queries a CUDA event under Python's
-lock, which can last as long as another thread's launch does: for ever, when the launch queue is full behind an operation
-that hangs.
+lock, which can last as long as another thread's launch does: for ever, when the launch queue is full behind an
+operation that hangs.
 """
 
 from __future__ import annotations
