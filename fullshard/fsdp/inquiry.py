@@ -95,15 +95,10 @@ class Inquiry:
         if wait.seconds < watch.REPORT_AFTER or not again:
             return
         late = missing(wait, label.watch.ranks, notes)
-        if (
-            len(late) > 0
-            and len(answers) < self.lookout.size
-            and now - self._asked_at < 2 * beat_every(self.lookout.size)
-        ):
+        size, losses = self.lookout.size, self.lookout.losses
+        if late and len(answers) < size and now - self._asked_at < 2 * beat_every(size):
             return  # their answers may be on the way
-        silent = [
-            rank for rank in label.watch.ranks if self.lookout.losses.get(rank, Loss(rank, "back", "")).how != "back"
-        ]
+        silent = [rank for rank in label.watch.ranks if rank in losses and losses[rank].how != "back"]
         if wait.followed and not late and not silent:
             return  # all have entered it: the device is still busy with what comes before
         self._told = (label, now)
@@ -117,11 +112,8 @@ class Inquiry:
 
     def name_cause(self, what: str, reason: str, ranks: tuple[int, ...], since: float, now: float) -> None:
         """A connection broke: find the rank that is gone. It may be on another node and only fall silent."""
-        gone = [
-            self.lookout.losses[r]
-            for r in ranks
-            if r in self.lookout.losses and self.lookout.losses[r].how not in ("back", "busy")
-        ]
+        losses = self.lookout.losses
+        gone = [losses[rank] for rank in ranks if rank in losses and losses[rank].how not in ("back", "busy")]
         if not gone and len(ranks) <= SWEPT:
             gone = self._gone_here(ranks)
         if gone:
