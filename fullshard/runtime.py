@@ -219,6 +219,12 @@ def shutdown() -> None:
     leaving.join(SHUTDOWN_PATIENCE)
 
 
+def abandon() -> None:
+    """Leave the process group as it is when the program ends: its communicators are being taken apart already."""
+    global _owns_group
+    _owns_group = False
+
+
 def _destroy_group() -> None:
     try:
         dist.destroy_process_group()

@@ -30,6 +30,8 @@ def all_communicators(waits_in: Any = None) -> None:
                 backend = group._get_backend(torch.device(device.type))
                 # All at once: taking one communicator apart frees device memory, which waits for kernels of others.
                 threads.append(threading.Thread(target=_quietly, args=(backend.abort,), daemon=True))
+    if threads:
+        runtime.abandon()
     for thread in threads:
         thread.start()
     if waits_in is not None and waits_in.group is not None and backend_of(waits_in.group, device) != "nccl":

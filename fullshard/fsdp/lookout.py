@@ -248,6 +248,7 @@ class Lookout:
     def _end(self, verdict: Verdict) -> None:
         """Make every wait of this rank raise; if the program does not come back from it, end the process."""
         waiting = watch._here.waiting
+        watch.settle_issuing()
         abort.all_communicators(waiting[0].watch if waiting is not None else None)
         end = time.monotonic() + abort.GIVE_UP
         while time.monotonic() < end and not self._stop.wait(watch.POLL):

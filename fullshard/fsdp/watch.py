@@ -39,6 +39,8 @@ POLL = 0.5
 """Seconds between two looks at what this rank waits for; nothing is sent for that."""
 NAME_WITHIN = 9.0
 """Seconds a rank whose connection broke looks for the rank that is gone, before it gives up without a name."""
+ISSUED_WITHIN = 2.0
+"""Seconds that communicators are left alone while the program gives one of them something to do."""
 FOLLOWED = 1024
 """How many operations that the device has not finished are kept, per communicator."""
 REMEMBERED = 256
@@ -171,9 +173,38 @@ def check() -> None:
         raise _error(_here.verdict)
 
 
-def cause() -> FSDPError | None:
-    """Why the run cannot go on, if it cannot: whatever else is raised then only follows from it."""
-    return None if _here.verdict is None else _error(_here.verdict)
+def cause(error: BaseException) -> FSDPError | None:
+    """Why the run cannot go on, if it cannot: an error that is raised then only follows from it.
+
+    Communication outside the engine (a metric's sum, say) breaks with torch's own error, before a verdict is there.
+    """
+    if _here.verdict is not None:
+        return _error(_here.verdict)
+    text = str(error).lower()
+    broken = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and any(w in text for w in _BROKEN)
+    if not broken or not isinstance(error, Exception) or not _threads_run():
+        return None
+    return failed(position(), tuple(range(runtime.world_size())), error)
+
+
+_BROKEN = ("connection closed by peer", "connection reset by peer", "gloo/transport", "broken pipe")
+
+
+@contextlib.contextmanager
+def issuing() -> Iterator[None]:
+    """Around giving a communicator something to do: it is not taken apart meanwhile, and not used after that."""
+    with _issuing:
+        check()
+        yield
+
+
+_issuing = threading.Lock()
+
+
+def settle_issuing() -> None:
+    """Wait, for a moment, until nobody is inside `issuing`; with a verdict nobody enters it again."""
+    if _issuing.acquire(timeout=ISSUED_WITHIN):
+        _issuing.release()
 
 
 def _error(verdict: Verdict) -> FSDPError:

@@ -103,7 +103,7 @@ def _keep_own_cores() -> None:
 def _cause(error: BaseException) -> BaseException:
     """Another rank that is gone, if that is so: libraries only report that their communication was ended."""
     watch = sys.modules.get("fullshard.fsdp.watch")
-    return (watch.cause() if watch is not None and isinstance(error, RuntimeError) else None) or error
+    return (watch.cause(error) if watch is not None and isinstance(error, RuntimeError) else None) or error
 
 
 def _is_user_error(error: BaseException) -> bool:

@@ -254,20 +254,17 @@ def test_a_coalesced_launch_is_followed_by_its_works(alone):
     assert not alone.followed
 
 
-def test_what_is_followed_is_bounded_and_cheap(alone):
-    start = time.perf_counter()
+def test_what_is_followed_is_bounded(alone):
     for _ in range(5 * watch.FOLLOWED):
         alone.follow(alone.issue(), [_NCCLWork()])
-    each = (time.perf_counter() - start) / (5 * watch.FOLLOWED)
     assert len(alone.followed) == watch.FOLLOWED and len(alone.history) == watch.REMEMBERED
-    assert each < 50e-6  # a few microseconds on an idle machine
 
 
 def test_a_verdict_stops_everything_that_would_use_a_result(alone):
     watch.check()
-    assert watch.cause() is None
+    assert watch.cause(RuntimeError("an error of its own")) is None
     watch._here.verdict = Verdict("rank 1 is gone", lost=True)
-    assert isinstance(watch.cause(), RankLostError)
+    assert isinstance(watch.cause(RuntimeError("an error that follows")), RankLostError)
     with pytest.raises(RankLostError, match="rank 1 is gone") as caught:
         watch.check()
     assert caught.value.exit_code == EXIT_RANK_LOST and watch._here.raised

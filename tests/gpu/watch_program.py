@@ -12,6 +12,7 @@ if every case went as it should.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import re
 import signal
@@ -52,6 +53,7 @@ def rank_program(case: str) -> None:
     from fullshard.fsdp import FSDPv2, heartbeat, lookout, watch
     from tests.fsdp.programs import mesh_for
 
+    faulthandler.enable()
     rank = int(os.environ["RANK"])
     heartbeat.LOST_AFTER = 12.0
     if case == "kill-remote":
