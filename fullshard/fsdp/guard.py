@@ -12,6 +12,7 @@ from fullshard.errors import FSDPError, MeshError
 from fullshard.fsdp import policy as policies
 from fullshard.fsdp import shard
 from fullshard.fsdp.engine import Engine
+from fullshard.fsdp.held import HeldGradient
 from fullshard.fsdp.plan import plan_unit
 from fullshard.fsdp.strategy import ShardingStrategy
 from fullshard.spmd.mesh import Mesh, get_global_mesh
@@ -118,6 +119,12 @@ def expect_optimizers() -> None:
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        if any(isinstance(parameter.grad, HeldGradient) for parameter in group["params"]):
+            raise FSDPError(
+                f"{type(optimizer).__name__}.step() while no_sync() holds gradients back: the ranks' terms have not been "
+                f"added up. Call backward() of the last micro-batch outside no_sync() before the step"
+            )
     if getattr(optimizer, "_fullshard_checked", False):
         return
     for group in optimizer.param_groups:

@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard import accelerator, runtime
 from fullshard.errors import FSDPError
+from fullshard.fsdp.held import HeldGradient
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import dtype_of
@@ -73,8 +74,8 @@ class ShardedParameter:
         """The shape of a piece of it, padded."""
         self.full: nn.Parameter | None = None
         self.full_global: nn.Parameter | None = None
-        self.held: torch.Tensor | None = None
-        """Gradient kept back by `no_sync`, in the dtype it will travel in."""
+        self._gathered_at: Any = None
+        """The shard's writes when it was last gathered."""
         self.view: Any = None
         """What the module sees instead of the gathered value, if it has its own way of seeing it."""
         self.offloaded = offloaded
@@ -238,7 +239,9 @@ class ShardedParameter:
         """What backward left on the gathered value (and `no_sync` kept back), as this rank's term of the sum."""
         reduce_dtype = dtype_of(self.plan.reduce_dtype)
         assert reduce_dtype is not None
-        total, self.held = self.held, None
+        total = None
+        if (held := self.held) is not None:
+            total, self.shard.grad = held.term, held.base
         for leaf in (self.full, self.full_global):
             if leaf is not None and leaf.grad is not None:
                 grad, leaf.grad = leaf.grad, None
@@ -250,7 +253,8 @@ class ShardedParameter:
         return total
 
     def drop_gradient(self) -> None:
-        self.held = None
+        if (held := self.held) is not None:
+            self.shard.grad = held.base
         for leaf in (self.full, self.full_global):
             if leaf is not None:
                 leaf.grad = None
@@ -265,6 +269,18 @@ class ShardedParameter:
         for i, (group, placement) in enumerate(zip(groups, wanted, strict=True)):
             along_data = set(group) <= self._data_axes
             pending = same and along_data and grad.placements[i].is_partial()
+    @property
+    def held(self) -> HeldGradient | None:
+        """The gradient that `no_sync` holds back, unless it was dropped since."""
+        grad = self.shard.grad
+        return grad if isinstance(grad, HeldGradient) else None
+
+    def hold_gradient(self) -> None:
+        """Hold this rank's gradient back, in the dtype it will be summed in."""
+        term = self.take_gradient()
+        if term is not None:
+            self.shard.grad = HeldGradient(self.shard, term, self.shard.grad)
+
             target.append(grad.placements[i] if pending else Replicate() if along_data else placement)
             if along_data and not pending:
                 settled.append(i)

@@ -176,7 +176,7 @@ class Unit:
         """Under `no_sync`: keep this rank's gradients back, in the dtype they will be summed in."""
         for p in self.parameters:
             if p.plan.trainable:
-                p.held = p.take_gradient()
+                p.hold_gradient()
 
     def _in_slots(self, bucket: Bucket) -> list[tuple[ShardedParameter, slice]]:
         by_name = {p.plan.name: p for p in self.parameters}

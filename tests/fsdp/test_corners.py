@@ -1,0 +1,116 @@
+"""Programs in which a sharded model could go wrong without a word: each equals one device, or is refused."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.errors import FSDPError
+from fullshard.fsdp import FSDPv2
+from tests.fsdp.programs import STRATEGIES, Block, Stack, mesh_for, mine
+from tests.pool import ranks
+
+DOUBLE = torch.float64
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def pair(make, strategy, **options):
+    """The same module twice: on one device, and sharded."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        made.append(make().double())
+    return made[0], FSDPv2(made[1], mesh_for(strategy), strategy=strategy, **options)
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def assert_same_gradients(reference, model):
+    got = dict(model.named_parameters())
+    for name, p in reference.named_parameters():
+        assert (p.grad is None) == (got[name].grad is None), name
+        if p.grad is not None:
+            full = got[name].grad.full_tensor()
+            torch.testing.assert_close(full, p.grad, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_same_values(reference, model):
+    full = model.full_state_dict()
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(full[name], value, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# --- gradients that no_sync holds back --------------------------------------------------------------------------------
+
+
+def _drop(model, optimizer, how):
+    if how == "module":
+        model.zero_grad()
+    elif how == "optimizer":
+        optimizer.zero_grad()
+    elif how == "by hand":
+        for p in model.parameters():
+            p.grad = None
+    else:
+        optimizer.zero_grad(set_to_none=False)
+
+
+@ranks(2)
+@every_strategy
+@pytest.mark.parametrize("how", ["module", "optimizer", "by hand", "zeros", "zeros-foreach"])
+@pytest.mark.parametrize("reduced_before", [False, True])
+def test_zero_grad_drops_what_no_sync_holds_back(strategy, how, reduced_before):
+    reference, model = pair(Stack, strategy, auto_wrap_policy={Block}, small_parameter_bytes=256)
+    for m, part in ((reference, lambda t: t), (model, mine)):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1, foreach=how == "zeros-foreach")
+        held = m.no_sync if m is model else contextlib.nullcontext
+
+        def backward(seed, m=m, part=part):
+            m(part(data(4, 8, seed=seed))).square().mean().backward()
+
+        _drop(m, optimizer, how)  # before the accumulation: drops nothing that comes later
+        if reduced_before:
+            backward(0)
+        with held():
+            backward(1)
+            backward(2)
+        _drop(m, optimizer, how)
+        with held():
+            backward(3)
+        backward(4)
+    assert_same_gradients(reference, model)
+
+
+@ranks(2)
+@every_strategy
+def test_gradients_reduced_before_and_held_after_add_up(strategy):
+    reference, model = pair(Stack, strategy, auto_wrap_policy={Block})
+    for m, part in ((reference, lambda t: t), (model, mine)):
+        for seed in range(4):
+            with m.no_sync() if m is model and seed in (1, 2) else contextlib.nullcontext():
+                (m(part(data(4, 8, seed=seed))).square().mean() / 4).backward()
+    assert_same_gradients(reference, model)
+
+
+@ranks(2)
+@every_strategy
+def test_using_held_gradients_is_refused(strategy):
+    _, model = pair(Stack, strategy, auto_wrap_policy={Block})
+    optimizer = torch.optim.AdamW(model.parameters())
+    with model.no_sync():
+        model(data(2, 8)).sum().backward()
+    before = model.full_state_dict()
+    with pytest.raises(FSDPError, match=r"AdamW.step\(\) while no_sync\(\) holds gradients back"):
+        optimizer.step()
+    with pytest.raises(FSDPError, match=r"on a gradient that no_sync\(\) holds back"):
+        model.clip_grad_norm_(1.0)
+    with pytest.raises(FSDPError, match=r"on a gradient that no_sync\(\) holds back"):
+        model.out.weight.grad.abs()
+    assert "held back" in repr(model.out.weight.grad)
+    assert all(torch.equal(v, before[n]) for n, v in model.full_state_dict().items())
+    model(data(2, 8)).sum().backward()
+    optimizer.step()
