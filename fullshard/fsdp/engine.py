@@ -229,6 +229,8 @@ class Engine:
         """The units whose backward follows, nearest first."""
         if unit not in self._order:
             return []
+        if not call.unit.is_fresh():
+            call.unit.free()  # gathered before a write to its shards
         place = len(self._order) - 1 - self._order[::-1].index(unit)
         return [u for u in reversed(self._order[:place]) if u is not unit and self._returning.get(u)]
 

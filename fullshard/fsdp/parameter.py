@@ -24,6 +24,7 @@ from fullshard.fsdp.held import HeldGradient
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import dtype_of
+from fullshard.fsdp.writes import writes_of
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, relaid, torch_layout
@@ -155,6 +156,21 @@ class ShardedParameter:
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 
+    def is_fresh(self) -> bool:
+        """Whether the shard is as it was when it was gathered."""
+        return bool(self._gathered_at == (id(self.shard), writes_of(self.shard)))
+
+    def note_writes(self) -> None:
+        """Before a gather: a write to the shard is a write to the gathered value.
+
+        Autograd counts those, and refuses a backward through a value that has changed since it was saved.
+        """
+        if self._gathered_at is not None and not self.is_fresh():
+            for leaf in (self.full, self.full_global):
+                if leaf is not None:
+                    torch.autograd.graph.increment_version(leaf)
+        self._gathered_at = (id(self.shard), writes_of(self.shard))
+
     def source(self, from_host: bool) -> torch.Tensor:
         """This rank's piece as it travels: contiguous, in the dtype of the gathered value.
 
@@ -252,6 +268,18 @@ class ShardedParameter:
                 total = term if total is None else total.add_(term)
         return total
 
+    @property
+    def held(self) -> HeldGradient | None:
+        """The gradient that `no_sync` holds back, unless it was dropped since."""
+        grad = self.shard.grad
+        return grad if isinstance(grad, HeldGradient) else None
+
+    def hold_gradient(self) -> None:
+        """Hold this rank's gradient back, in the dtype it will be summed in."""
+        term = self.take_gradient()
+        if term is not None:
+            self.shard.grad = HeldGradient(self.shard, term, self.shard.grad)
+
     def drop_gradient(self) -> None:
         if (held := self.held) is not None:
             self.shard.grad = held.base
@@ -269,18 +297,6 @@ class ShardedParameter:
         for i, (group, placement) in enumerate(zip(groups, wanted, strict=True)):
             along_data = set(group) <= self._data_axes
             pending = same and along_data and grad.placements[i].is_partial()
-    @property
-    def held(self) -> HeldGradient | None:
-        """The gradient that `no_sync` holds back, unless it was dropped since."""
-        grad = self.shard.grad
-        return grad if isinstance(grad, HeldGradient) else None
-
-    def hold_gradient(self) -> None:
-        """Hold this rank's gradient back, in the dtype it will be summed in."""
-        term = self.take_gradient()
-        if term is not None:
-            self.shard.grad = HeldGradient(self.shard, term, self.shard.grad)
-
             target.append(grad.placements[i] if pending else Replicate() if along_data else placement)
             if along_data and not pending:
                 settled.append(i)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -22,7 +20,6 @@ from fullshard.fsdp.parameter import ShardedParameter, carry_out
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.fsdp.streams import Aside, Lane
-from fullshard.fsdp.writes import writes_of
 
 
 @dataclass
@@ -57,7 +54,6 @@ class Unit:
         self._pending: Pending | None = None
         self._aside: Aside | None = None
         self._bucket: torch.Tensor | None = None
-        self._versions: list[Any] = []
         self._moves = False
         """Whether gathering brings or changes anything; where all shards are whole already it does not."""
 
@@ -81,7 +77,8 @@ class Unit:
                 f"param_init_fn=…"
             )
         means = self.means
-        self._versions = self._shard_versions()
+        for p in self.parameters:
+            p.note_writes()
         means.meter.allocated(sum(p.allocate() for p in self.parameters))
         self.state = State.GATHERING
         if not any(p.plan.gathers or not p.shares for p in self.parameters):
@@ -141,12 +138,9 @@ class Unit:
             for name, seen in see({name: p.full for name, p in mine.items()}).items():
                 mine[name].view = seen
 
-    def _shard_versions(self) -> list[Any]:
-        return [(id(p.shard), writes_of(p.shard)) for p in self.parameters]
-
     def is_fresh(self) -> bool:
         """Whether the shards are as they were when the unit was gathered."""
-        return self._versions == self._shard_versions()
+        return all(p.is_fresh() for p in self.parameters)
 
     def free(self) -> None:
         """Give the memory of gathered values back."""

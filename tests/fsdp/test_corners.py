@@ -114,3 +114,48 @@ def test_using_held_gradients_is_refused(strategy):
     assert all(torch.equal(v, before[n]) for n, v in model.full_state_dict().items())
     model(data(2, 8)).sum().backward()
     optimizer.step()
+
+
+# --- backward through values that have changed ------------------------------------------------------------------------
+
+
+@ranks(2)
+@every_strategy
+@pytest.mark.parametrize("change", ["step", "load", "write"])
+@pytest.mark.parametrize("kept", ["retained", "waiting"])
+def test_backward_through_weights_that_have_changed_raises_as_on_one_device(strategy, change, kept):
+    reference, model = pair(Stack, strategy, auto_wrap_policy={Block})
+    for m in (reference, model):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        loss = m(data(2, 8)).square().mean()
+        if kept == "retained":
+            loss.backward(retain_graph=True)
+        else:
+            m(data(2, 8, seed=1)).square().mean().backward()
+        if change == "step":
+            optimizer.step()
+        elif change == "load":
+            m.load_state_dict({n: v + 1 for n, v in reference.state_dict().items()})
+        else:
+            with torch.no_grad():
+                m.blocks[1].up.weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+            loss.backward()
+        optimizer.zero_grad()
+        m(data(2, 8)).square().mean().backward()  # and the next step is good
+    if change != "load":
+        torch.testing.assert_close(model.out.weight.grad.full_tensor(), reference.out.weight.grad, rtol=0, atol=1e-9)
+
+
+@ranks(2)
+@every_strategy
+def test_reading_whole_parameters_between_forward_and_backward_changes_nothing(strategy):
+    reference, model = pair(Stack, strategy, auto_wrap_policy={Block})
+    x = data(4, 8)
+    reference(x).square().mean().backward()
+    loss = model(mine(x)).square().mean()
+    with model.summon_full_params():
+        assert model.out.weight.shape == (8, 8)
+    model.full_state_dict()
+    loss.backward()
+    assert_same_gradients(reference, model)
