@@ -75,6 +75,8 @@ class Engine:
         self._recorded: list[Unit] = []
         self._returning: dict[Unit, bool] = {}
         """Whether a backward may reach the unit, by its last call."""
+        self._left: list[Unit] = []
+        """The last pass's units in the order in which their calls ended."""
         self._tickets = itertools.count()
         self._calls: dict[Unit, list[weakref.ref[Call]]] = {}
         self._backwards: dict[int, _Backward] = {}
@@ -116,6 +118,7 @@ class Engine:
             # Re-entrant checkpointing runs a unit without gradients at first, and comes back for it.
             self._returning[unit] = tracked or not torch.is_grad_enabled()
             self._leave(unit, outermost, tracked)
+            self._left.append(unit)
         return output
 
     def _begin_pass(self, args: Any, kwargs: Any) -> None:
@@ -124,7 +127,7 @@ class Engine:
         self.before_pass()
         self._as_global = self.has_global_parameters or any(is_sharded(t) for t in tensors_in((args, kwargs)))
         self._grad_pass = torch.is_grad_enabled()
-        self._recorded = []
+        self._recorded, self._left = [], []
         self.step += self._grad_pass
         for unit in self.units:
             # Gathered values that outlived their pass: their graph was dropped, or the shards have changed since.
@@ -227,12 +230,20 @@ class Engine:
 
     def _before(self, unit: Unit) -> list[Unit]:
         """The units whose backward follows, nearest first."""
-        if unit not in self._order:
+        if unit not in self._left:
             return []
-        if not call.unit.is_fresh():
-            call.unit.free()  # gathered before a write to its shards
-        place = len(self._order) - 1 - self._order[::-1].index(unit)
-        return [u for u in reversed(self._order[:place]) if u is not unit and self._returning.get(u)]
+        # Backward of a call begins at its output, so it runs through the calls in the reverse of the order in which
+        # they ended: a unit's own, then those of the units inside it.
+        place = len(self._left) - 1 - self._left[::-1].index(unit)
+        return [u for u in reversed(self._left[:place]) if u is not unit and self._returning.get(u)]
+
+    def _refuse_create_graph(self, unit: Unit) -> None:
+        raise FSDPError(
+            f"backward with create_graph=True (a gradient penalty, a Hessian) through unit {unit.name or '(root)'}: the "
+            f"second backward would run through gathered values that are gone by then. Compute the inner gradient inside "
+            f"the forward of one unit: a module whose forward calls torch.autograd.grad(…, create_graph=True) and returns "
+            f"the penalty, wrapped without units below it"
+        )
 
     def _flush(self, backward: _Backward, above: int) -> None:
         """Reduce and free the units whose backward is over: those that no call up to ticket `above` needs."""
@@ -281,7 +292,7 @@ class Engine:
         self._backwards.clear()
         self._stack.clear()
         self._held.clear()
-        self._order = []
+        self._order, self._left = [], []
         for reduction in reductions:
             reduction.wait()
         for unit in self.units:

@@ -7,6 +7,7 @@ again. No tensors and no communication here.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -178,12 +179,19 @@ class ShardingPlan:
         return sum(unit.shard_bytes for unit in self.units)
 
     def gathered_bound(self, in_flight: int = 1) -> int:
-        """The most bytes of gathered values alive at once: the root's, the current unit's and prefetched ones'."""
-        if not self.units:
-            return 0
-        rest = sorted((unit.gathered_bytes for unit in self.units[1:]), reverse=True)
-        kept = ShardingStrategy[self.strategy].keeps_after_forward
-        return self.units[0].gathered_bytes + sum(rest if kept else rest[: 1 + in_flight])
+        """The most bytes of gathered values alive at once: those of the current unit, of the units around it (the root
+        is one of them), and of prefetched ones."""
+        if ShardingStrategy[self.strategy].keeps_after_forward:
+            return sum(unit.gathered_bytes for unit in self.units)
+        sizes = {unit.name: unit.gathered_bytes for unit in self.units}
+        names = sorted(sizes, key=lambda name: -sizes[name])
+        largest = 0
+        for current in names:
+            path = current.split(".")
+            around = {"", *(".".join(path[:n]) for n in range(1, len(path) + 1))} & sizes.keys()
+            ahead = itertools.islice((name for name in names if name not in around), in_flight)
+            largest = max(largest, sum(sizes[name] for name in (*around, *ahead)))
+        return largest
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(asdict(self), indent=indent)

@@ -159,3 +159,35 @@ def test_reading_whole_parameters_between_forward_and_backward_changes_nothing(s
     model.full_state_dict()
     loss.backward()
     assert_same_gradients(reference, model)
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+class _Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList(Block() for _ in range(2))
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for block in self.inner:
+            x = block(x)
+        return self.mix(x)
+
+
+@ranks(2)
+def test_backward_gathers_nested_units_in_the_order_in_which_it_needs_them():
+    _, model = pair(lambda: nn.Sequential(*(_Outer() for _ in range(2))), "FULL_SHARD",
+                    auto_wrap_policy={Block, _Outer})  # fmt: skip
+    gathered = []
+    for unit in model._fullshard_engine.units:
+        start = unit.start_gather
+        unit.start_gather = lambda start=start, name=unit.name: (gathered.append(name), start())
+    for _ in range(2):
+        out = model(data(2, 8)).sum()
+        gathered.clear()
+        model.meter.reset()
+        out.backward()
+        assert gathered == ["1", "1.inner.1", "1.inner.0", "0", "0.inner.1", "0.inner.0"]
+        assert model.meter.peak <= model.plan.gathered_bound()
