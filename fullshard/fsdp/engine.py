@@ -22,6 +22,7 @@ import torch
 
 from fullshard.fsdp import watch
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision
+from fullshard.fsdp.output import outliving
 from fullshard.fsdp.tree import map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Reduction, State, Unit
 from fullshard.spmd.tensor import is_sharded
@@ -102,7 +103,8 @@ class Engine:
             args, kwargs = self._cast_inputs((args, kwargs))
             # Taken down before the call: it may put tensors of its own into what it was given, such as a cache.
             inputs = list(tensors_in((args, kwargs), objects=False)) if torch.is_grad_enabled() else []
-            output = output_of(forward(*args, **kwargs), self._as_global)
+            before = [(t, t.grad_fn) for t in inputs]
+            output = outliving(unit, output_of(forward(*args, **kwargs), self._as_global))
             if outermost:
                 output = self._cast_output(output)
         except BaseException:
@@ -113,7 +115,7 @@ class Engine:
                 unit.free()
             raise
         self._stack.pop()
-        tracked = torch.is_grad_enabled() and self._follow(call, inputs, output)
+        tracked = torch.is_grad_enabled() and self._follow(call, before, output)
         if not recompute:
             # Re-entrant checkpointing runs a unit without gradients at first, and comes back for it.
             self._returning[unit] = tracked or not torch.is_grad_enabled()
@@ -189,16 +191,21 @@ class Engine:
 
     # --- following autograd -----------------------------------------------------------------------------------------
 
-    def _follow(self, call: Call, inputs: list[torch.Tensor], output: Any) -> bool:
-        """Hook a call's tensors; whether a backward can come."""
+    def _follow(self, call: Call, inputs: list[tuple[torch.Tensor, Any]], output: Any) -> bool:
+        """Hook a call's tensors; whether a backward can come.
+
+        Inputs come with the operation that made them. Hooks are put on what this call has made: a leaf belongs to
+        others and lives on, and an input that is returned as it came has its gradient when the call's backward is over.
+        """
         call.end = next(self._tickets)
-        outputs = {id(t): t for t in tensors_in(output) if t.requires_grad}
+        passed = {id(t) for t, made_by in inputs if t.grad_fn is made_by}
+        outputs = {id(t): t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in passed}
         for t in outputs.values():
             t.register_hook(partial(self._backward_begins, call))
         if not outputs:
             return False
-        for t in {id(t): t for t in inputs}.values():
-            if t.requires_grad and not t.is_leaf and id(t) not in outputs:
+        for t in {id(t): t for t, _ in inputs}.values():
+            if t.grad_fn is not None and id(t) not in outputs:
                 t.register_hook(partial(self._backward_ends, call))
         live = [ref for ref in self._calls.get(call.unit, []) if ref() is not None]
         self._calls[call.unit] = [*live, weakref.ref(call)]
@@ -222,6 +229,8 @@ class Engine:
         self._make_ready(call.unit, "backward")
         if self.settings.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(self._before(call.unit))
+        if not call.unit.is_fresh():
+            call.unit.free()  # gathered before a write to its shards
 
     def _backward_ends(self, call: Call, grad: torch.Tensor) -> None:
         backward = self._backwards.get(torch._C._current_graph_task_id())

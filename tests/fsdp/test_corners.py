@@ -44,6 +44,150 @@ def assert_same_values(reference, model):
         torch.testing.assert_close(full[name], value, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
+# --- units that return their parameters -----------------------------------------------------------------------------
+
+
+class _Table(nn.Module):
+    """Returns its parameter: itself, a view, inside a container."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.w = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self):
+        if self.how == "view":
+            return self.w[1:5].t()
+        if self.how == "containers":
+            return {"pair": (self.w, [self.w[0], self.w.detach()])}
+        if self.how == "dataclass":
+            return _Found(self.w)
+        return self.w
+
+
+@dataclasses.dataclass
+class _Found:
+    table: torch.Tensor
+
+
+class _Tied(nn.Module):
+    """Two layers around a table that another unit returns."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.table = _Table(how)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        found = self.table()
+        if isinstance(found, _Found):
+            found = found.table
+        elif isinstance(found, dict):
+            found = found["pair"][0] * found["pair"][1][1] + found["pair"][1][0]
+        return self.last(torch.tanh(x @ found.new_ones(6, found.shape[0]) @ found.reshape(found.shape[0], -1)[:, :4]
+                                    @ found.new_ones(4, 6)))  # fmt: skip
+
+
+@ranks(2)
+@every_strategy
+@pytest.mark.parametrize("how", ["itself", "view", "containers", "dataclass"])
+def test_a_unit_may_return_its_parameter(strategy, how):
+    reference, model = pair(lambda: _Tied(how), strategy, auto_wrap_policy={nn.Linear, _Table})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+    for step in range(4):
+        x = data(4, 6, seed=step // 2)  # the same twice, then another
+        for m, part, optimizer in zip((reference, model), (x, mine(x)), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(part).square().mean().backward()
+        assert_same_gradients(reference, model)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_values(reference, model)
+    assert model.meter.live == 0
+    assert not any(p.full._backward_hooks for u in model._fullshard_engine.units for p in u.parameters)
+
+
+@ranks(2)
+@every_strategy
+@pytest.mark.parametrize("how", ["itself", "view"])
+def test_a_model_may_return_its_parameter(strategy, how):
+    reference, model = pair(lambda: _Table(how), strategy)
+    for _ in range(2):
+        for m in (reference, model):
+            out = m()
+            out.square().sum().backward()
+            kept = out.detach()
+        assert_same_gradients(reference, model)
+        torch.testing.assert_close(kept, reference().detach(), rtol=0, atol=0)
+    with torch.no_grad():
+        out = model()
+    torch.testing.assert_close(out, reference().detach(), rtol=0, atol=0)
+
+
+class _Box:
+    def __init__(self, value):
+        self.value = value
+
+
+class _Boxed(_Table):
+    def forward(self):
+        return _Box(super().forward())
+
+
+@ranks(2)
+@every_strategy
+def test_a_parameter_inside_an_unknown_object_is_refused(strategy):
+    _, model = pair(lambda: _Boxed("view"), strategy)
+    with pytest.raises(FSDPError, match=r"returns one of its parameters.*return a clone"):
+        model()
+
+
+class _Passes(nn.Module):
+    """Returns its inputs as they came, beside what it made of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, y):
+        return self.b(torch.tanh(self.a(x))), x, y
+
+
+class _Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.parts = nn.ModuleList(_Passes() for _ in range(3))
+
+    def forward(self, x, y):
+        x = self.stem(x)
+        total = 0
+        for part in self.parts:
+            x, before, y = part(x, y)
+            total = total + before.sin() * y
+        return x + total, y
+
+
+@ranks(2)
+@every_strategy
+def test_inputs_that_are_returned_as_they_came(strategy):
+    reference, model = pair(_Around, strategy, auto_wrap_policy={_Passes})
+    y = data(1, 6, seed=7).requires_grad_()  # one leaf for all steps
+    leaves = []
+    for m, part in ((reference, lambda t: t), (model, mine)):
+        leaf = y.detach().clone().requires_grad_()
+        for step in range(3):
+            out, again = m(part(data(4, 6, seed=step)), leaf)
+            assert again is leaf
+            (out.square().mean() + again.mean()).backward()
+        leaves.append(leaf)
+        assert not leaf._backward_hooks
+    assert_same_gradients(reference, model)
+    if strategy == "FULL_SHARD":
+        assert all(count == 3 for name, count in model.meter.reduces.items() if "parts" in name)
+
+
 # --- gradients that no_sync holds back --------------------------------------------------------------------------------
 
 
