@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from fullshard.errors import FSDPError
 from fullshard.fsdp import watch
-from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision
 from fullshard.fsdp.output import outliving
+from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision
 from fullshard.fsdp.tree import map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Reduction, State, Unit
 from fullshard.spmd.tensor import is_sharded
@@ -74,10 +75,10 @@ class Engine:
         self._stack: list[Unit] = []
         self._order: list[Unit] = []
         self._recorded: list[Unit] = []
-        self._returning: dict[Unit, bool] = {}
-        """Whether a backward may reach the unit, by its last call."""
         self._left: list[Unit] = []
         """The last pass's units in the order in which their calls ended."""
+        self._returning: dict[Unit, bool] = {}
+        """Whether a backward may reach the unit, by its last call."""
         self._tickets = itertools.count()
         self._calls: dict[Unit, list[weakref.ref[Call]]] = {}
         self._backwards: dict[int, _Backward] = {}
@@ -117,10 +118,10 @@ class Engine:
         self._stack.pop()
         tracked = torch.is_grad_enabled() and self._follow(call, before, output)
         if not recompute:
+            self._left.append(unit)
             # Re-entrant checkpointing runs a unit without gradients at first, and comes back for it.
             self._returning[unit] = tracked or not torch.is_grad_enabled()
             self._leave(unit, outermost, tracked)
-            self._left.append(unit)
         return output
 
     def _begin_pass(self, args: Any, kwargs: Any) -> None:
@@ -216,6 +217,8 @@ class Engine:
         return [call.ticket for ref in self._calls.get(unit, []) if (call := ref()) is not None]
 
     def _backward_begins(self, call: Call, grad: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            self._refuse_create_graph(call.unit)
         run = torch._C._current_graph_task_id()
         if run not in self._backwards:
             self._backwards[run] = _Backward()
@@ -226,11 +229,11 @@ class Engine:
         backward.reached[call.unit] = min(call.ticket, backward.reached.get(call.unit, call.ticket))
         self._as_global = call.as_global
         self._flush(backward, above=call.end)  # calls inside this one are still to come
+        if not call.unit.is_fresh():
+            call.unit.free()  # gathered before a write to its shards
         self._make_ready(call.unit, "backward")
         if self.settings.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(self._before(call.unit))
-        if not call.unit.is_fresh():
-            call.unit.free()  # gathered before a write to its shards
 
     def _backward_ends(self, call: Call, grad: torch.Tensor) -> None:
         backward = self._backwards.get(torch._C._current_graph_task_id())

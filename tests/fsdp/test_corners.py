@@ -305,6 +305,50 @@ def test_reading_whole_parameters_between_forward_and_backward_changes_nothing(s
     assert_same_gradients(reference, model)
 
 
+# --- gradients of gradients -------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+@every_strategy
+def test_a_gradient_penalty_across_units_is_refused(strategy):
+    _, model = pair(Stack, strategy, auto_wrap_policy={Block})
+    x = data(2, 8).requires_grad_()
+    for call in (
+        lambda out: torch.autograd.grad(out.sum(), x, create_graph=True),
+        lambda out: out.sum().backward(create_graph=True),
+    ):
+        with pytest.raises(FSDPError, match=r"create_graph=True.*inside the forward of one unit"):
+            call(model(x))
+        model.zero_grad()
+        model(x).sum().backward()
+    torch.autograd.grad(model(x).sum(), x)  # without a graph of its own
+
+
+class _Penalty(nn.Module):
+    """What the refusal suggests."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        out = self.net(x)
+        (inner,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.square().mean() + (inner.norm(dim=1) - 1).square().mean()
+
+
+@ranks(2)
+@every_strategy
+def test_a_gradient_penalty_inside_one_unit(strategy):
+    reference, model = pair(_Penalty, strategy)
+    for step in range(2):
+        x = data(4, 6, seed=step)
+        for m, part in ((reference, x), (model, mine(x))):
+            m(part).backward()
+    assert_same_gradients(reference, model)
+
+
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
