@@ -22,8 +22,9 @@ import torch
 
 from fullshard.errors import FSDPError
 from fullshard.fsdp import watch
+from fullshard.fsdp.compiler import Compiler
 from fullshard.fsdp.output import outliving
-from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision
+from fullshard.fsdp.strategy import BackwardPrefetch
 from fullshard.fsdp.tree import map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Reduction, State, Unit
 from fullshard.spmd.tensor import is_sharded
@@ -36,13 +37,13 @@ class Call:
         self.unit, self.ticket, self.as_global = unit, ticket, as_global
         self.end = ticket
         """A number above those of all calls made inside this one."""
+        self.casts = unit.casts
 
 
 @dataclass
 class Settings:
     """How an engine runs its units."""
 
-    precision: MixedPrecision
     forward_prefetch: bool = True
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
     in_flight: int = 1
@@ -68,6 +69,7 @@ class Engine:
         self.summoned = False
         """Whether modules hold whole parameters at the user's wish."""
         self.has_global_parameters = False
+        self.compiler = Compiler()
         self.before_pass: Callable[[], None] = lambda: None
         """Called before each pass; the wrapper looks there for what was done to the module in the meantime."""
         self._as_global = False
@@ -101,13 +103,12 @@ class Engine:
             self._make_ready(unit, "forward")
             if not recompute:
                 self._record_and_prefetch(unit)
-            args, kwargs = self._cast_inputs((args, kwargs))
+            args, kwargs = _cast_inputs(unit, (args, kwargs))
             # Taken down before the call: it may put tensors of its own into what it was given, such as a cache.
             inputs = list(tensors_in((args, kwargs), objects=False)) if torch.is_grad_enabled() else []
             before = [(t, t.grad_fn) for t in inputs]
             output = outliving(unit, output_of(forward(*args, **kwargs), self._as_global))
-            if outermost:
-                output = self._cast_output(output)
+            output = _cast(output, unit.output_dtype)
         except BaseException:
             self._stack.pop()
             if outermost:
@@ -180,16 +181,6 @@ class Engine:
         self.means.host.settle()  # from here on the host may write to its shards
         watch.at(self.step, unit.name, "after forward")
 
-    def _cast_inputs(self, inputs: Any) -> Any:
-        dtype = self.settings.precision.param_dtype
-        if dtype is None or not self.settings.precision.cast_forward_inputs:
-            return inputs
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
-
-    def _cast_output(self, output: Any) -> Any:
-        dtype = self.settings.precision.output_dtype
-        return output if dtype is None else map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
-
     # --- following autograd -----------------------------------------------------------------------------------------
 
     def _follow(self, call: Call, inputs: list[tuple[torch.Tensor, Any]], output: Any) -> bool:
@@ -202,12 +193,12 @@ class Engine:
         passed = {id(t) for t, made_by in inputs if t.grad_fn is made_by}
         outputs = {id(t): t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in passed}
         for t in outputs.values():
-            t.register_hook(partial(self._backward_begins, call))
+            t.register_hook(partial(self.compiler.aside, self._backward_begins, call))
         if not outputs:
             return False
         for t in {id(t): t for t, _ in inputs}.values():
             if t.grad_fn is not None and id(t) not in outputs:
-                t.register_hook(partial(self._backward_ends, call))
+                t.register_hook(partial(self.compiler.aside, self._backward_ends, call))
         live = [ref for ref in self._calls.get(call.unit, []) if ref() is not None]
         self._calls[call.unit] = [*live, weakref.ref(call)]
         return True
@@ -222,13 +213,20 @@ class Engine:
         run = torch._C._current_graph_task_id()
         if run not in self._backwards:
             self._backwards[run] = _Backward()
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, run))
+            torch.autograd.Variable._execution_engine.queue_callback(
+                partial(self.compiler.aside, self._end_backward, run)
+            )
         backward = self._backwards[run]
         if backward.reached.get(call.unit, call.ticket + 1) <= call.ticket and call.unit.shown:
             return  # another output of the same call
         backward.reached[call.unit] = min(call.ticket, backward.reached.get(call.unit, call.ticket))
         self._as_global = call.as_global
         self._flush(backward, above=call.end)  # calls inside this one are still to come
+        if call.casts != call.unit.casts:
+            raise FSDPError(
+                f"the dtype of unit {call.unit.name or '(root)'} was changed between this forward and its backward, and "
+                f"the model has run in the new dtype since; finish the backward before casting the model"
+            )
         if not call.unit.is_fresh():
             call.unit.free()  # gathered before a write to its shards
         self._make_ready(call.unit, "backward")
@@ -334,6 +332,14 @@ class Engine:
         finally:
             for unit in shown:
                 unit.show_gathered(self._as_global)
+
+
+def _cast_inputs(unit: Unit, inputs: Any) -> Any:
+    return _cast(inputs, unit.precision.param_dtype) if unit.precision.cast_forward_inputs else inputs
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    return values if dtype is None else map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
 def _in_backward() -> bool:

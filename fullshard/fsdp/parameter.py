@@ -29,6 +29,7 @@ from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, relaid, torch_layout
 
+POST_HOOKS = "_post_accumulate_grad_hooks"
 Site = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
 Copy = tuple[torch.Tensor, torch.Tensor]
@@ -60,9 +61,8 @@ class ShardedParameter:
         self.plan = plan
         self.shard = shard
         self.sites = sites
-        dtype = dtype_of(plan.compute_dtype)
-        assert dtype is not None
-        self.dtype = dtype
+        self.dtype = torch.float32
+        """Of the gathered value."""
         self.layout = Layout.of(mesh, plan.spec, plan.shape)
         fsdp = mesh.get_axis_name_idx("fsdp")
         kept = tuple(tuple(axis for axis in axes if axis != fsdp) for axes in self.layout.dims)
@@ -81,6 +81,7 @@ class ShardedParameter:
         """What the module sees instead of the gathered value, if it has its own way of seeing it."""
         self.offloaded = offloaded
         """Whether the shard lies on the host."""
+        self.follow(plan)
 
     # --- at rest ------------------------------------------------------------------------------------------------------
 
@@ -89,9 +90,20 @@ class ShardedParameter:
         assert is_sharded(self.shard)
         return self.shard._local_tensor
 
+    def follow(self, plan: ParameterPlan) -> None:
+        """Follow a plan; the gathered value of another dtype is another one. Not while it is gathered."""
+        dtype = dtype_of(plan.compute_dtype)
+        assert dtype is not None
+        self.plan = plan
+        if dtype != self.dtype:
+            self.dtype, self.full, self.full_global, self.view = dtype, None, None, None
+        for leaf in (self.full, self.full_global):
+            if leaf is not None:
+                leaf.requires_grad_(plan.trainable)
+
     def adopt(self) -> bool:
-        """Take note of what was done to the shard from outside (`to_empty`, `load_state_dict`, freezing); whether it
-        trains now differs from the plan."""
+        """Take note of what was done to the shard from outside (`to_empty`, `load_state_dict`, freezing, casts);
+        whether it differs from the plan now."""
         module, name = self.sites[0]
         current = module._parameters[name]
         if current is not self.shard and current is not None and current is not self.full:
@@ -105,7 +117,7 @@ class ShardedParameter:
             self.shard = current
             for other, other_name in self.sites[1:]:
                 other._parameters[other_name] = current
-        return self.shard.requires_grad != self.plan.trainable
+        return self.shard.requires_grad != self.plan.trainable or self.shard.dtype != dtype_of(self.plan.dtype)
 
     def give_memory(self) -> None:
         """Give a shard that was planned on the meta device its memory where it lies at rest, without values yet."""
@@ -196,6 +208,8 @@ class ShardedParameter:
     def unpack(self, slots: torch.Tensor) -> list[Copy]:
         """What puts all ranks' pieces (rows of bytes) together in the gathered value."""
         assert self.full is not None
+        if not self.full.numel():
+            return []
         pieces = slots[:, : math.prod(self.piece) * self.dtype.itemsize].view(self.dtype).view(-1, *self.piece)
         return [(whole, piece) for whole, piece in self._blocks(self.full.data, pieces)]
 
@@ -244,11 +258,6 @@ class ShardedParameter:
             self.full_global._local_tensor = self.full.data
         return self.full_global
 
-    def set_trainable(self, trainable: bool) -> None:
-        for leaf in (self.full, self.full_global):
-            if leaf is not None:
-                leaf.requires_grad_(trainable)
-
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def take_gradient(self) -> torch.Tensor | None:
@@ -276,6 +285,12 @@ class ShardedParameter:
 
     def hold_gradient(self) -> None:
         """Hold this rank's gradient back, in the dtype it will be summed in."""
+        if self.hooks:
+            raise FSDPError(
+                f"a hook on {self.plan.name} and no_sync(): hooks on parameters are given the gradient summed over the "
+                f"ranks, which no_sync() puts off. Leave no_sync() out (every micro-batch is reduced then), or remove the "
+                f"hook"
+            )
         term = self.take_gradient()
         if term is not None:
             self.shard.grad = HeldGradient(self.shard, term, self.shard.grad)
@@ -308,6 +323,8 @@ class ShardedParameter:
 
     def pack_gradient(self, grad: torch.Tensor, rows: torch.Tensor) -> list[Copy]:
         """What cuts a gradient into pieces, one per row of its slot in a bucket; padding stays as it is there."""
+        if not grad.numel():
+            return []
         pieces = rows[:, : math.prod(self.piece)].view(-1, *self.piece)
         return [(piece, whole) for whole, piece in self._blocks(grad, pieces)]
 
@@ -323,6 +340,7 @@ class ShardedParameter:
         grad = grad.detach().to(self.local.dtype)
         if grad.device != self.local.device:
             grad = host.to_host(grad)
+        grad = self._hooked(grad, host)
         current = self.shard.grad
         if current is None:
             assert is_sharded(self.shard)
@@ -330,3 +348,39 @@ class ShardedParameter:
         else:
             assert is_sharded(current)
             host.add(current._local_tensor, grad)
+
+    @property
+    def hooks(self) -> list[Any]:
+        """What the user registered on the parameter: `register_hook`, `register_post_accumulate_grad_hook`."""
+        both = (self.shard._backward_hooks, getattr(self.shard, POST_HOOKS))
+        return [hook for hooks in both for hook in (hooks or {}).values()]
+
+    def _hooked(self, grad: torch.Tensor, host: HostTraffic) -> torch.Tensor:
+        """A reduced piece as the parameter's hooks leave it."""
+        hooks = self.shard._backward_hooks
+        if not hooks:
+            return grad
+        if self.offloaded:
+            host.arrived()
+        assert is_sharded(self.shard)
+        value: Any = type(self.shard)(grad, self.shard._spec, requires_grad=False)
+        for hook in list(hooks.values()):
+            with torch.no_grad():
+                result = hook(value)
+            if result is None:
+                continue
+            if not is_sharded(result) or result.shape != self.shard.shape:
+                raise FSDPError(
+                    f"the hook on {self.plan.name} returned a {type(result).__name__} of shape "
+                    f"{tuple(getattr(result, 'shape', ()))}; it is given the gradient summed over the ranks, a DTensor of "
+                    f"shape {self.plan.shape}, and returns one like it or None"
+                )
+            value = relaid(result.detach(), self.shard.device_mesh, self.shard.placements)
+        local: torch.Tensor = value._local_tensor
+        return local.to(self.local.dtype)
+
+    def landed(self) -> None:
+        """The gradient is there: what the user registered for that moment runs."""
+        with torch.no_grad():
+            for hook in list((getattr(self.shard, POST_HOOKS) or {}).values()):
+                hook(self.shard)

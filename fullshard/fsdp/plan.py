@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -342,6 +342,20 @@ def plan_parameter(
         parts=parts,
         whole=whole,
         direct=big and divides and math.prod(whole) > 0,
+    )
+
+
+def replan(plan: ParameterPlan, dtype: torch.dtype, trainable: bool, precision: MixedPrecision) -> ParameterPlan:
+    """The plan of a parameter that was frozen, set free or cast after it was sharded; it is split as before."""
+    if dtype_name(dtype) == plan.dtype:
+        return replace(plan, trainable=trainable)
+    computed = precision.computed(dtype)
+    return replace(
+        plan,
+        dtype=dtype_name(dtype),
+        compute_dtype=dtype_name(computed),
+        reduce_dtype=dtype_name(precision.reduced(computed)),
+        trainable=trainable,
     )
 
 

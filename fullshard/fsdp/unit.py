@@ -18,7 +18,7 @@ from fullshard.fsdp.meter import Meter
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.parameter import ShardedParameter, carry_out
 from fullshard.fsdp.plan import Bucket, UnitPlan
-from fullshard.fsdp.strategy import dtype_of
+from fullshard.fsdp.strategy import MixedPrecision, dtype_of
 from fullshard.fsdp.streams import Aside, Lane
 
 
@@ -45,10 +45,23 @@ class Unit:
     """A module's own parameters (those no unit below it has taken), sharded."""
 
     def __init__(
-        self, plan: UnitPlan, module: nn.Module, parameters: Sequence[ShardedParameter], means: Means, keeps: bool
+        self,
+        plan: UnitPlan,
+        module: nn.Module,
+        parameters: Sequence[ShardedParameter],
+        means: Means,
+        keeps: bool,
+        precision: MixedPrecision,
     ):
         self.plan, self.module, self.parameters, self.means = plan, module, list(parameters), means
         self.keeps_after_forward = keeps
+        self.precision = precision
+        self.output_dtype: torch.dtype | None = None
+        """What its outputs are cast to. Only modules that the user wrapped cast theirs, not the units of a policy."""
+        self.casts = 0
+        """How often its parameters were cast to another dtype, which ends graphs made before."""
+        self.holds_units = False
+        """Whether there are units inside its module."""
         self.state = State.SHARDED
         self.shown = False
         self._pending: Pending | None = None
@@ -150,6 +163,17 @@ class Unit:
         self.show_shards()
         self.means.meter.freed(sum(p.free() for p in self.parameters))
         self.state = State.SHARDED
+
+    def follow(self, plan: UnitPlan) -> None:
+        """Follow another plan for the same parameters: some are frozen now, or train, or have another dtype."""
+        if any(
+            p.plan.compute_dtype != new.compute_dtype for p, new in zip(self.parameters, plan.parameters, strict=True)
+        ):
+            self.free()
+            self.casts += 1
+        self.plan = plan
+        for p, new in zip(self.parameters, plan.parameters, strict=True):
+            p.follow(new)
 
     # --- what modules see ---------------------------------------------------------------------------------------------
 
@@ -294,11 +318,16 @@ class Reduction:
         for p, piece in pieces:
             if not p.offloaded:
                 p.land(piece, host)
+                p.landed()
         offloaded = [(p, piece) for p, piece in pieces if p.offloaded]
         if offloaded:
             with host.landing(offloaded):
                 for p, piece in offloaded:
                     p.land(piece, host)
+            if any(p.hooks for p, _ in offloaded):
+                host.settle()
+                for p, _ in offloaded:
+                    p.landed()
 
     def _packed(self, bucket: Bucket, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         shape = (self.unit.means.reduce_link.size, bucket.length)
