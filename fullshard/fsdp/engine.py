@@ -38,6 +38,8 @@ class Call:
         self.end = ticket
         """A number above those of all calls made inside this one."""
         self.casts = unit.casts
+        self.first_node = torch.autograd._get_sequence_nr()
+        """The number of the first operation that autograd records from here on."""
 
 
 @dataclass
@@ -86,6 +88,9 @@ class Engine:
         self._backwards: dict[int, _Backward] = {}
         self._in_flight: deque[Reduction] = deque()
         self._held: set[Unit] = set()
+        for unit in units:
+            for p in unit.parameters:
+                p.on_gradient = partial(self.compiler.aside, self._gradient_arrives, unit)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -139,6 +144,8 @@ class Engine:
                 unit.free()
 
     def _make_ready(self, unit: Unit, doing: str) -> None:
+        if unit.state is not State.SHARDED and not unit.shown and not unit.is_fresh():
+            unit.free()  # gathered before a write to its shards
         if unit.state is State.SHARDED:
             watch.at(self.step, unit.name, "gather")
             unit.start_gather()
@@ -192,6 +199,10 @@ class Engine:
         call.end = next(self._tickets)
         passed = {id(t) for t, made_by in inputs if t.grad_fn is made_by}
         outputs = {id(t): t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in passed}
+        if not call.unit.keeps_after_forward:
+            # Auxiliary losses are often left on a module. Their backward may begin before that of the outputs.
+            kept = call.unit.kept_tensors()
+            outputs |= {id(t): t for t in kept if (made := t.grad_fn) and made._sequence_nr() >= call.first_node}
         for t in outputs.values():
             t.register_hook(partial(self.compiler.aside, self._backward_begins, call))
         if not outputs:
@@ -210,13 +221,7 @@ class Engine:
     def _backward_begins(self, call: Call, grad: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             self._refuse_create_graph(call.unit)
-        run = torch._C._current_graph_task_id()
-        if run not in self._backwards:
-            self._backwards[run] = _Backward()
-            torch.autograd.Variable._execution_engine.queue_callback(
-                partial(self.compiler.aside, self._end_backward, run)
-            )
-        backward = self._backwards[run]
+        backward = self._this_backward()
         if backward.reached.get(call.unit, call.ticket + 1) <= call.ticket and call.unit.shown:
             return  # another output of the same call
         backward.reached[call.unit] = min(call.ticket, backward.reached.get(call.unit, call.ticket))
@@ -224,14 +229,34 @@ class Engine:
         self._flush(backward, above=call.end)  # calls inside this one are still to come
         if call.casts != call.unit.casts:
             raise FSDPError(
-                f"the dtype of unit {call.unit.name or '(root)'} was changed between this forward and its backward, and "
-                f"the model has run in the new dtype since; finish the backward before casting the model"
+                f"the dtype of unit {call.unit.name or '(root)'} was changed between this forward and its backward, "
+                f"and the model has run in the new dtype since; finish the backward before casting the model"
             )
-        if not call.unit.is_fresh():
-            call.unit.free()  # gathered before a write to its shards
         self._make_ready(call.unit, "backward")
         if self.settings.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(self._before(call.unit))
+
+    def _this_backward(self) -> _Backward:
+        run = torch._C._current_graph_task_id()
+        if run not in self._backwards:
+            self._backwards[run] = _Backward()
+            ends = partial(self.compiler.aside, self._end_backward, run)
+            torch.autograd.Variable._execution_engine.queue_callback(ends)
+        return self._backwards[run]
+
+    def _gradient_arrives(self, unit: Unit) -> None:
+        """A gradient at a parameter. Where none has arrived at the unit's outputs, the loss was computed from a tensor
+        that left the unit by another way: an attribute, a list, a hook."""
+        if any(unit in backward.reached for backward in self._backwards.values()):
+            return
+        there = unit.state is State.GATHERED or all(p.shares for p in unit.parameters)
+        if not (there and unit.is_fresh()):
+            raise FSDPError(
+                f"backward came into unit {unit.name or '(root)'} by a tensor that its forward did not return (taken "
+                f"by a hook, for example), while its parameters were not gathered. Return that tensor from the unit's "
+                f"forward, or use strategy='SHARD_GRAD_OP', which keeps the parameters until backward"
+            )
+        self._this_backward().reached[unit] = min(self._live(unit), default=0)
 
     def _backward_ends(self, call: Call, grad: torch.Tensor) -> None:
         backward = self._backwards.get(torch._C._current_graph_task_id())
@@ -249,10 +274,10 @@ class Engine:
 
     def _refuse_create_graph(self, unit: Unit) -> None:
         raise FSDPError(
-            f"backward with create_graph=True (a gradient penalty, a Hessian) through unit {unit.name or '(root)'}: the "
-            f"second backward would run through gathered values that are gone by then. Compute the inner gradient inside "
-            f"the forward of one unit: a module whose forward calls torch.autograd.grad(…, create_graph=True) and returns "
-            f"the penalty, wrapped without units below it"
+            f"backward with create_graph=True (a gradient penalty, a Hessian) through unit {unit.name or '(root)'}: "
+            f"the second backward would run through gathered values that are gone by then. Compute the inner gradient "
+            f"inside the forward of one unit: a module whose forward calls torch.autograd.grad(…, create_graph=True) "
+            f"and returns the penalty, wrapped without units below it"
         )
 
     def _flush(self, backward: _Backward, above: int) -> None:

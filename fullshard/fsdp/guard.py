@@ -88,7 +88,8 @@ class Readiness:
             self._find_strangers()
             self.first = False
         for unit in self.engine.units:
-            if any([p.adopt() for p in unit.parameters]):  # all of them: each takes note of what was done to it
+            changed = [p for p in unit.parameters if p.adopt()]
+            if changed:
                 plans = [replan(p.plan, p.shard.dtype, p.shard.requires_grad, unit.precision) for p in unit.parameters]
                 unit.follow(plan_unit(unit.plan.name, unit.plan.module, plans))
 
@@ -118,8 +119,8 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         if any(isinstance(parameter.grad, HeldGradient) for parameter in group["params"]):
             raise FSDPError(
-                f"{type(optimizer).__name__}.step() while no_sync() holds gradients back: the ranks' terms have not been "
-                f"added up. Call backward() of the last micro-batch outside no_sync() before the step"
+                f"{type(optimizer).__name__}.step() while no_sync() holds gradients back: the ranks' terms have not "
+                f"been added up. Call backward() of the last micro-batch outside no_sync() before the step"
             )
     if getattr(optimizer, "_fullshard_checked", False):
         return
@@ -153,6 +154,6 @@ def _check_kind(optimizer: Optimizer) -> None:
         )
     if any(isinstance(placement, Shard) for p in sharded for placement in p.placements):
         raise FSDPError(
-            f"{kind.__name__} {NOT_BY_ELEMENT[kind.__name__]}, and each rank holds a piece of each; use an optimizer that "
-            f"works element by element (AdamW, SGD), or strategy='NO_SHARD', where every rank holds whole parameters"
+            f"{kind.__name__} {NOT_BY_ELEMENT[kind.__name__]}, and each rank holds a piece of each; use an optimizer "
+            f"that works element by element (AdamW, SGD), or strategy='NO_SHARD', where every rank holds whole parameters"
         )

@@ -38,7 +38,7 @@ class HeldGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shard: torch.Tensor, term: torch.Tensor, base: torch.Tensor | None) -> HeldGradient:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(
             cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device
         )
         made.term, made.base = term, base
@@ -47,10 +47,10 @@ class HeldGradient(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"HeldGradient({tuple(self.shape)}, held back by no_sync)"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

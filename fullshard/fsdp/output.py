@@ -36,8 +36,8 @@ def outliving(unit: Unit, output: Any) -> Any:
     output = map_tensors(lambda t: t.clone() if borrowed(t) else t, output)
     if any(borrowed(t) for t in tensors_in(output)):
         raise FSDPError(
-            f"unit {unit.name or '(root)'} returns one of its parameters (or a view of one) inside an object of a class "
-            f"that is not known here, so it cannot be replaced by a copy that outlives the unit; return it in a tuple, "
+            f"unit {unit.name or '(root)'} returns one of its parameters (or a view of one) inside an object of a "
+            f"class that is not known here, so it cannot be replaced by a copy that outlives the unit; return it in a tuple, "
             f"list, dict or dataclass, or return a clone() of it"
         )
     return output

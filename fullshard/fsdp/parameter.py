@@ -10,7 +10,7 @@ for backward points into that memory, so it is right again once the memory is fi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ class ShardedParameter:
         self.full_global: nn.Parameter | None = None
         self._gathered_at: Any = None
         """The shard's writes when it was last gathered."""
+        self.on_gradient: Callable[[], None] = lambda: None
+        """Called when backward has added to the gathered value's gradient."""
         self.view: Any = None
         """What the module sees instead of the gathered value, if it has its own way of seeing it."""
         self.offloaded = offloaded
@@ -113,6 +115,13 @@ class ShardedParameter:
                     f"{tuple(current.shape)}; "
                     f"expected a DTensor of shape {self.plan.shape}. Load values with load_state_dict, or replace "
                     f"parameters before wrapping the module"
+                )
+            if torch.is_grad_enabled() and current.requires_grad and not current.is_leaf:
+                raise FSDPError(
+                    f"parameter {self.plan.name} stands for a value computed from others (torch.func.functional_call "
+                    f"with values that need gradients): gradients would end at the gathered value instead of flowing "
+                    f"back to them. Call it with detached values, or compute them inside the module's forward "
+                    f"(torch.nn.utils.parametrize)"
                 )
             self.shard = current
             for other, other_name in self.sites[1:]:
@@ -151,13 +160,19 @@ class ShardedParameter:
                     if shares
                     else torch.empty(self.whole, dtype=self.dtype, device=runtime.device())
                 )
-                self.full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
+                self.full = self._leaf(data)
         elif shares:
             if self.full.data_ptr() != self.local.data_ptr() or self.full.device != self.local.device:
                 self.full.data = self.local.detach()
         else:
             self.full.untyped_storage().resize_(self.nbytes)
         return 0 if shares else self.nbytes
+
+    def _leaf(self, data: torch.Tensor) -> nn.Parameter:
+        """The leaf that modules compute with."""
+        leaf = nn.Parameter(data, requires_grad=True)
+        leaf.register_post_accumulate_grad_hook(lambda _: self.on_gradient())
+        return leaf.requires_grad_(self.shard.requires_grad)
 
     def free(self) -> int:
         """Give the memory back; the number of bytes that were."""
@@ -252,7 +267,7 @@ class ShardedParameter:
             with torch.inference_mode(False):
                 spec = DTensorSpec(mesh, placements, tensor_meta=meta)
                 value = ShardedTensor(self.full.data, spec, requires_grad=False)
-                self.full_global = nn.Parameter(value, requires_grad=self.shard.requires_grad)
+                self.full_global = self._leaf(value)
         assert is_sharded(self.full_global)
         if self.full_global._local_tensor.data_ptr() != self.full.data_ptr():
             self.full_global._local_tensor = self.full.data
@@ -288,11 +303,11 @@ class ShardedParameter:
         if self.hooks:
             raise FSDPError(
                 f"a hook on {self.plan.name} and no_sync(): hooks on parameters are given the gradient summed over the "
-                f"ranks, which no_sync() puts off. Leave no_sync() out (every micro-batch is reduced then), or remove the "
-                f"hook"
+                f"ranks, which no_sync() puts off. Leave no_sync() out (every micro-batch is reduced then), or remove "
+                f"the hook"
             )
         term = self.take_gradient()
-        if term is not None:
+        if term is not None and self.shard.requires_grad:
             self.shard.grad = HeldGradient(self.shard, term, self.shard.grad)
 
     def drop_gradient(self) -> None:
@@ -336,7 +351,9 @@ class ShardedParameter:
         return piece
 
     def land(self, grad: torch.Tensor, host: HostTraffic) -> None:
-        """Add a reduced piece to the shard's gradient."""
+        """Add a reduced piece to the shard's gradient; not if it was frozen since its forward, as on one device."""
+        if not self.shard.requires_grad:
+            return
         grad = grad.detach().to(self.local.dtype)
         if grad.device != self.local.device:
             grad = host.to_host(grad)
@@ -372,8 +389,8 @@ class ShardedParameter:
             if not is_sharded(result) or result.shape != self.shard.shape:
                 raise FSDPError(
                     f"the hook on {self.plan.name} returned a {type(result).__name__} of shape "
-                    f"{tuple(getattr(result, 'shape', ()))}; it is given the gradient summed over the ranks, a DTensor of "
-                    f"shape {self.plan.shape}, and returns one like it or None"
+                    f"{tuple(getattr(result, 'shape', ()))}; it is given the gradient summed over the ranks, a DTensor "
+                    f"of shape {self.plan.shape}, and returns one like it or None"
                 )
             value = relaid(result.detach(), self.shard.device_mesh, self.shard.placements)
         local: torch.Tensor = value._local_tensor

@@ -137,7 +137,7 @@ class FSDPv2(metaclass=_Factory):
             f"a wrapped {type(self).__name__} cannot be deep-copied: its shards belong to an engine that runs "
             f"on all ranks. Copy the module before wrapping it, or build a second one and "
             f"load_state_dict(model.state_dict()) into it. For an average of the weights (AveragedModel) keep "
-            f"{{name: p.detach().clone()}} of model.named_parameters() and, after each step, lerp_ each to its parameter"
+            f"{{name: p.detach().clone()}} of model.named_parameters() and lerp_ each to its parameter after a step"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

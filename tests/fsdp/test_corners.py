@@ -44,7 +44,7 @@ def assert_same_values(reference, model):
         torch.testing.assert_close(full[name], value, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-# --- units that return their parameters -----------------------------------------------------------------------------
+# --- units that return their parameters -------------------------------------------------------------------------------
 
 
 class _Table(nn.Module):
