@@ -155,5 +155,5 @@ def _check_kind(optimizer: Optimizer) -> None:
     if any(isinstance(placement, Shard) for p in sharded for placement in p.placements):
         raise FSDPError(
             f"{kind.__name__} {NOT_BY_ELEMENT[kind.__name__]}, and each rank holds a piece of each; use an optimizer "
-            f"that works element by element (AdamW, SGD), or strategy='NO_SHARD', where every rank holds whole parameters"
+            f"that works element by element (AdamW, SGD), or strategy='NO_SHARD', where every rank holds all of them"
         )

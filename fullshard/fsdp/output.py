@@ -37,8 +37,8 @@ def outliving(unit: Unit, output: Any) -> Any:
     if any(borrowed(t) for t in tensors_in(output)):
         raise FSDPError(
             f"unit {unit.name or '(root)'} returns one of its parameters (or a view of one) inside an object of a "
-            f"class that is not known here, so it cannot be replaced by a copy that outlives the unit; return it in a tuple, "
-            f"list, dict or dataclass, or return a clone() of it"
+            f"class that is not known here, so it cannot be replaced by a copy that outlives the unit; return it in a "
+            f"tuple, list, dict or dataclass, or return a clone() of it"
         )
     return output
 
