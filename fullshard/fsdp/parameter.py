@@ -170,8 +170,9 @@ class ShardedParameter:
 
     def _leaf(self, data: torch.Tensor) -> nn.Parameter:
         """The leaf that modules compute with."""
-        leaf = nn.Parameter(data, requires_grad=True)
-        leaf.register_post_accumulate_grad_hook(lambda _: self.on_gradient())
+        leaf = nn.Parameter(data, requires_grad=data.is_floating_point())  # packed values are integers
+        if leaf.requires_grad:
+            leaf.register_post_accumulate_grad_hook(lambda _: self.on_gradient())
         return leaf.requires_grad_(self.shard.requires_grad)
 
     def free(self) -> int:
