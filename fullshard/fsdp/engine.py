@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fullshard.fsdp import watch
+from fullshard.fsdp import watch, weigh
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision
 from fullshard.fsdp.tree import map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Reduction, State, Unit
@@ -98,11 +98,13 @@ class Engine:
             if not recompute:
                 self._record_and_prefetch(unit)
             args, kwargs = self._cast_inputs((args, kwargs))
+            weight = weigh.current().weight if outermost and not self._as_global else 1.0
+            args, kwargs = weigh.entering((args, kwargs), weight)
             # Taken down before the call: it may put tensors of its own into what it was given, such as a cache.
             inputs = list(tensors_in((args, kwargs), objects=False)) if torch.is_grad_enabled() else []
             output = output_of(forward(*args, **kwargs), self._as_global)
             if outermost:
-                output = self._cast_output(output)
+                output = weigh.leaving(self._cast_output(output), weight)
         except BaseException:
             self._stack.pop()
             if outermost:
