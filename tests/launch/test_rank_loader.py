@@ -133,7 +133,7 @@ LOADERS = {
     "sampler's generator": lambda: DataLoader(
         Items(), batch_size=4, sampler=RandomSampler(Items(), generator=seeded())
     ),
-    "worker processes": lambda: DataLoader(Items(), batch_size=4, shuffle=True, num_workers=1),
+    "worker processes": lambda: DataLoader(Items(), 4, shuffle=True, num_workers=1, multiprocessing_context="fork"),
     "with replacement": lambda: DataLoader(Items(), batch_size=4, sampler=RandomSampler(Items(), True, 21)),
     "subset": lambda: DataLoader(Items(), batch_size=4, sampler=SubsetRandomSampler(range(3, 30))),
     "by weight": lambda: DataLoader(Items(), batch_size=4, sampler=WeightedRandomSampler(range(1, ROWS + 1), 30)),
