@@ -21,6 +21,7 @@ from fullshard.fsdp import FSDPv2, always_wrap_policy
 from fullshard.weights import progress
 from tests.fsdp.programs import mesh_for
 from tests.pool import ranks
+from tools import run_tests
 from tools.run_tests import check_list, parts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,6 +67,23 @@ def test_parts_of_the_whole_run_are_all_tests():
     files = set((ROOT / "tests").rglob("test_*.py"))
     covered = [path for targets in parts().values() for target in targets for path in _files(ROOT / target)]
     assert sorted(covered) == sorted(files), "a file in no part, or in two"
+
+
+def test_a_part_that_fails_does_not_stop_the_others(monkeypatch, capsys):
+    ran = []
+
+    def run(name, targets, options):
+        ran.append((name, options))
+        return name != "data", f"{name} was run"
+
+    monkeypatch.setattr(run_tests, "run", run)
+    assert run_tests.main(["", "-x"]) == 1
+    assert [name for name, _ in ran] == list(parts()) and all(options == ["-x"] for _, options in ran)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == "failed: data" and printed[-1 - len(ran) : -1] == [f"{name} was run" for name, _ in ran]
+    assert run_tests.main(["fsdp,rest"]) == 0 and [name for name, _ in ran[-2:]] == ["fsdp", "rest"]
+    assert run_tests.main(["fdsp"]) == 2
+    assert "there is no part fdsp; there are adapters, after" in capsys.readouterr().out
 
 
 def _files(target: Path) -> list[Path]:
