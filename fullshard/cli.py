@@ -28,7 +28,7 @@ def main() -> None:
         app()
     except UserError as error:
         print(f"fullshard: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)
 
 
 def _print_version(asked: bool) -> None:

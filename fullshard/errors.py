@@ -16,6 +16,9 @@ def first_line(error: BaseException) -> str:
 class UserError(Exception):
     """Something the user can put right; the message says how."""
 
+    exit_code = 2
+    """The exit code of a process that ends with this error."""
+
 
 class RuntimeSetupError(UserError, RuntimeError):
     """The processes cannot be set up as asked (launcher variables, devices, rendezvous)."""
@@ -57,6 +60,12 @@ class WeightsError(UserError, RuntimeError):
 
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written, is damaged, or does not fit what it is loaded into."""
+
+
+class RankLostError(FSDPError, CheckpointError):
+    """Another rank is gone, or does not answer: not this rank's mistake, and a restart may help."""
+
+    exit_code = 69
 
 
 class QuantizationError(UserError, ValueError):

@@ -7,6 +7,7 @@ torch gives for it names all of them, so only the backend of the device in quest
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,20 @@ def short_name(ranks: Sequence[int]) -> str:
     return f"{len(ranks)}x{hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()}"
 
 
+def leave_time_outs_to_us(backend: str) -> None:
+    """Keep torch's NCCL watchdog from ending the process before `fsdp/watch.py` has named the rank that is missing.
+
+    It must be called before a group is made. Whatever the user set stays. By default the watchdog ends the process when
+    a work fails or times out. It also holds its list of works, which every new operation needs, for four times
+    the second limit, 60 s by default.
+    """
+    if "nccl" not in backend.lower():
+        return
+    if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+
+
 _made: dict[tuple[int, ...], int] = {}
 
 
@@ -52,6 +67,7 @@ def new_group(ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
     the devices, say) would look for each other under different names and never meet. Here the name says the ranks and
     how many groups of just them there were.
     """
+    leave_time_outs_to_us(str(options.get("backend") or dist.get_backend_config()))
     number = _made[ranks] = _made.get(ranks, 0) + 1
     name = f"fullshard/{short_name(ranks)}/{number}"
     if list(ranks) != sorted(ranks):

@@ -98,6 +98,7 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
     global _starts
     _starts += 1
     backend = choose_backend(device.type, own=groups.has_own(device.type))
+    groups.leave_time_outs_to_us(backend)
     if launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
@@ -216,6 +217,12 @@ def shutdown() -> None:
     leaving = threading.Thread(target=_destroy_group, name="fullshard-shutdown", daemon=True)
     leaving.start()
     leaving.join(SHUTDOWN_PATIENCE)
+
+
+def abandon() -> None:
+    """Leave the process group as it is when the program ends: its communicators are being taken apart already."""
+    global _owns_group
+    _owns_group = False
 
 
 def _destroy_group() -> None:

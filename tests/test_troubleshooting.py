@@ -27,7 +27,9 @@ LEAST = 10  # letters of a message that an entry must quote
 MOST = 16  # messages that one entry may stand for: that of the shared "expected …, got …" of all options
 
 PASSED_ON = {
-    "fsdp/watch.py": "where each rank is, as `_report` lists it",
+    "fsdp/watch.py": "a verdict of inquiry.py, lookout.py and diagnosis.py",
+    "fsdp/lookout.py": "what heartbeat.py says of a rank",
+    "fsdp/inquiry.py": "where each rank is, as diagnosis.py lists it",
     "runtime.py": "what `warn_once` is given",
     "data/formats.py": "what was wrong with a row, once more with the row",
     "train/given.py": "what SFTConfig says of its own fields",

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard import runtime
 from fullshard.errors import FSDPError
+from fullshard.fsdp import watch
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.tensor import is_sharded
 
@@ -24,6 +25,7 @@ def clip_grad_norm_(
     A shard counts once: sums run along the axes that split a parameter, and copies are not added up. All ranks must
     call it, also those whose shards are empty.
     """
+    watch.check()
     p = float(norm_type)
     if p <= 0:
         raise FSDPError(

@@ -11,8 +11,9 @@ launch.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -45,12 +46,16 @@ class Pending(Beside):
         super().__init__(keep)
         self._works, self._watch, self._finish = list(works), link.watch, finish
         self.label = link.watch.issue()
+        if not link.holds_host:  # nobody will be seen to wait for it
+            link.watch.follow(self.label, self._works)
 
     def _wait(self) -> None:
+        watching.check()
         if self._works:
             with self._watch.waiting(self.label):
                 for work in self._works:
                     work.wait()
+            watching.check()
         self._works = []
 
     def wait(self) -> list[torch.Tensor]:
@@ -262,8 +267,17 @@ class Collectives(Link):
             works += issued.works
         return Pending(works, self, lambda: list(values), keep=values)
 
-    def _coalesced(self) -> Any:
-        return dist._coalescing_manager(group=self.group, device=self.device, async_ops=True)
+    @contextlib.contextmanager
+    def _coalesced(self) -> Iterator[Any]:
+        """Collectives issued inside are one launch. A communicator that lost a rank may refuse them."""
+        with watching.issuing():
+            try:
+                with dist._coalescing_manager(group=self.group, device=self.device, async_ops=True) as issued:
+                    yield issued
+                return
+            except dist.DistError as error:
+                broken = error
+        raise watching.failed(watching.position(), self.watch.ranks, broken) from broken
 
 
 Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor, ...])

@@ -121,6 +121,7 @@ class Engine:
         return output
 
     def _begin_pass(self, args: Any, kwargs: Any) -> None:
+        watch.check()
         if self._backwards or self._in_flight:
             self.reset()  # the last backward did not come to its end
         self.before_pass()
@@ -271,6 +272,7 @@ class Engine:
         self.means.host.settle()
         for unit in self.units:
             unit.free()
+        watch.check()
         watch.at(self.step, "", "after backward")
 
     # --- everything else --------------------------------------------------------------------------------------------

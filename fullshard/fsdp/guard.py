@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fullshard.errors import FSDPError, MeshError
 from fullshard.fsdp import policy as policies
-from fullshard.fsdp import shard
+from fullshard.fsdp import shard, watch
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.plan import plan_unit
 from fullshard.fsdp.strategy import ShardingStrategy
@@ -118,6 +118,7 @@ def expect_optimizers() -> None:
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    watch.check()  # gradients that were summed without a rank that is gone are no gradients
     if getattr(optimizer, "_fullshard_checked", False):
         return
     for group in optimizer.param_groups:

@@ -1,43 +1,52 @@
-"""Watching for ranks that fall out of step.
+"""Watching for ranks that fall out of step, stop or disappear.
 
-Every rank notes where it is (step, unit, operation) and numbers its operations on each communicator. A thread per
-process shares these notes through the job's key-value store. An operation that waits for long is *reported* with the
-ranks
-that have not entered it and where each of them is. It is *aborted* only when it can never finish: a rank has exited,
-or has entered a different operation. A rank that is merely slow (compiling, downloading, waiting for data) is left
-alone.
+Every rank notes where it is (step, unit, operation) and numbers its operations on each communicator. An operation that
+waits for long is *reported* with the ranks that have not entered it and where each of them is. The run is *ended* only
+when it can never go on: a rank is gone, or ranks entered different operations. A rank that is merely slow (compiling,
+downloading, waiting for data) is left alone. This file holds what the rest of the package calls; the threads behind it
+are in `lookout.py`.
+
+On Gloo the host waits, inside `Watch.waiting`. On NCCL the device does, and the host runs on until it needs a result:
+there `Watch.follow` is given what was issued. Either way `check()` raises once the run cannot go on, and is called
+wherever a result would be used, shown or saved.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import json
-import os
-import socket
+import re
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from fullshard import runtime
-from fullshard.errors import FSDPError
+from fullshard.errors import FSDPError, RankLostError, first_line
+from fullshard.fsdp import works as works_of
+from fullshard.fsdp.diagnosis import Note, Verdict, Wait, kind_of
+from fullshard.groups import short_name
 
 REPORT_AFTER = 5.0
 """Seconds an operation waits before it is reported."""
 REPEAT_AFTER = 60.0
 """Seconds until the same wait is reported again."""
-POLL = 1.0
-"""Seconds between two looks."""
-REMEMBERED = 16
-"""How many of its last operations a rank tells the others, per communicator."""
+POLL = 0.5
+"""Seconds between two looks at what this rank waits for; nothing is sent for that."""
+NAME_WITHIN = 9.0
+"""Seconds a rank whose connection broke looks for the rank that is gone, before it gives up without a name."""
+ISSUED_WITHIN = 2.0
+"""Seconds that communicators are left alone while the program gives one of them something to do."""
+FOLLOWED = 1024
+"""How many operations that the device has not finished are kept, per communicator."""
+REMEMBERED = 256
+"""How many of its last operations a rank remembers, per communicator."""
+TOLD = 8
+"""How many operations it tells the others, from the one it waits in and from the last, per communicator."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +56,6 @@ class Label:
     watch: Watch
     number: int
     what: str
-
-
-def kind_of(what: str) -> str:
-    """An operation without its step: what must agree between ranks."""
-    return what.split(", ", 1)[1]
 
 
 @dataclass
@@ -64,6 +68,13 @@ class Watch:
     group: Any = None
     number: int = 0
     history: dict[int, str] = field(default_factory=dict)
+    followed: deque[tuple[Label, list[Any], float]] = field(default_factory=lambda: deque(maxlen=FOLLOWED))
+    """Operations issued whose device has not finished them, oldest first; only the watch's thread takes away."""
+    front: tuple[Label | None, float] = (None, 0.0)
+    """The oldest of them, and since when it is that."""
+
+    def __post_init__(self) -> None:
+        self.key = f"{self.purpose}/{short_name(self.ranks)}"
 
     def next_tag(self) -> int:
         """A number for the messages of the operation about to be issued.
@@ -86,8 +97,8 @@ class Watch:
     def waiting(self, label: Label) -> Iterator[None]:
         """Around a wait that other ranks may never end."""
         if len(self.ranks) > 1:
-            _thread_runs()
-        _here.waiting, _here.since = label, time.monotonic()
+            _threads_run()
+        _here.waiting = (label, time.monotonic())
         try:
             yield
         except RuntimeError as error:
@@ -95,9 +106,15 @@ class Watch:
         finally:
             _here.waiting = None
 
-    @property
-    def key(self) -> str:
-        return f"{self.purpose}:{','.join(map(str, self.ranks))}"
+    def follow(self, label: Label, works: Sequence[Any]) -> None:
+        """Watch what was issued on a backend whose `work.wait()` does not hold the host up (NCCL).
+
+        What is kept is only what says whether a work is done, and no longer than until it is.
+        """
+        if len(self.ranks) > 1:
+            _threads_run()
+        probes = [works_of.probe(work) for found in works for work in getattr(found, "works", [found])]
+        self.followed.append((label, probes, time.monotonic()))
 
 
 @dataclass
@@ -107,9 +124,13 @@ class _Here:
     step: int = 0
     unit: str | None = ""
     operation: str = "start"
-    waiting: Label | None = None
-    since: float = 0.0
-    verdict: str = ""
+    waiting: tuple[Label, float] | None = None
+    """What the host waits in, and since when."""
+    broken: tuple[str, str, tuple[int, ...], float] | None = None
+    """An operation whose communication failed, why, among which ranks, and when."""
+    verdict: Verdict | None = None
+    raised: bool = False
+    """Whether the program has been told the verdict."""
     watches: dict[str, Watch] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -118,10 +139,11 @@ class _Here:
 
 
 _here = _Here()
-_thread: threading.Thread | None = None
-_stop = threading.Event()
+_changed = threading.Condition()
+"""Notified when there is a verdict, and when a failure was looked into without one."""
 failures = 0
-"""How often a communicator failed. Ranks may have stopped in different places, so none made before is used again."""
+"""How many verdicts there were, alike on all ranks. They may have stopped in different places, so no communicator made
+before is used again."""
 
 
 def watch_for(purpose: str, ranks: tuple[int, ...], group: Any) -> Watch:
@@ -130,6 +152,8 @@ def watch_for(purpose: str, ranks: tuple[int, ...], group: Any) -> Watch:
     known = _here.watches.get(made.key)
     if known is None or known.group is not group:
         known = _here.watches[made.key] = made
+    if len(ranks) > 1:
+        _threads_run()
     return known
 
 
@@ -143,168 +167,154 @@ def position() -> str:
     return _here.text()
 
 
+def check() -> None:
+    """Raise if the run cannot go on. What was computed since then may be wrong and must not be used."""
+    if _here.verdict is not None:
+        raise _error(_here.verdict)
+
+
+def cause(error: BaseException) -> FSDPError | None:
+    """Why the run cannot go on, if it cannot: an error that is raised then only follows from it.
+
+    Communication outside the engine (a metric's sum, say) breaks with torch's own error, before a verdict is there.
+    """
+    if _here.verdict is not None:
+        return _error(_here.verdict)
+    text = str(error).lower()
+    broken = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and any(w in text for w in _BROKEN)
+    if not broken or not isinstance(error, Exception) or not _threads_run():
+        return None
+    return failed(position(), tuple(range(runtime.world_size())), error)
+
+
+_BROKEN = ("connection closed by peer", "connection reset by peer", "gloo/transport", "broken pipe")
+
+
+@contextlib.contextmanager
+def issuing() -> Iterator[None]:
+    """Around giving a communicator something to do: it is not taken apart meanwhile, and not used after that."""
+    with _issuing:
+        check()
+        yield
+
+
+_issuing = threading.Lock()
+
+
+def settle_issuing() -> None:
+    """Wait, for a moment, until nobody is inside `issuing`; with a verdict nobody enters it again."""
+    if _issuing.acquire(timeout=ISSUED_WITHIN):
+        _issuing.release()
+
+
+def _error(verdict: Verdict) -> FSDPError:
+    _here.raised = True
+    return RankLostError(verdict.text) if verdict.lost else FSDPError(verdict.text)
+
+
 def failed(what: str, ranks: tuple[int, ...], error: Exception) -> FSDPError:
-    """The error for communication that broke."""
+    """The error for communication that broke: it names the rank that is gone, where one is."""
     global failures
-    failures += 1
-    return FSDPError(_here.verdict or _lost(what, ranks, error))
+    reason = re.sub(r"^\[\S+\] ", "", first_line(error))[:200]  # Gloo's begin with a place in its source
+    runs = _threads_run()
+    if _here.verdict is None and runs and not ("timed out" in reason.lower() or "timeout" in reason.lower()):
+        # The threads find out which rank is gone, or that none is.
+        with _changed:
+            _here.broken = (what, reason, ranks, time.monotonic())
+            _lookout.hurry()
+            _changed.wait_for(lambda: _here.verdict is not None, NAME_WITHIN + 2)
+    if _here.verdict is None:
+        verdict = unnamed(what, reason)
+        if not runs:
+            failures += 1
+            return _error(verdict)
+        _lookout.decide(verdict)
+    assert _here.verdict is not None
+    return _error(_here.verdict)
 
 
-def _lost(what: str, ranks: tuple[int, ...], error: Exception) -> str:
-    """What to say when a connection broke: who is gone, where known."""
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    gone: list[str] = []
-    with contextlib.suppress(Exception):  # the store may have gone with them
-        time.sleep(0.2)  # a process that dies closes its connections before it is gone
-        notes = _notes(dist.distributed_c10d._get_default_store(), ranks)
-        gone = [f"rank {r} (last in {n['where']})" for r, n in notes.items() if n is not None and _gone(n)]
-    who = f"{', '.join(gone)} has exited" if gone else "another rank has failed or exited"
-    return f"rank {runtime.rank()} cannot go on in {what}: {who}; its own output says why ({first})"
-
-
-# --- the thread -----------------------------------------------------------------------------------------------------
-
-
-def _thread_runs() -> None:
-    global _thread, _stop
-    if _thread is None or not _thread.is_alive():
-        store = dist.distributed_c10d._get_default_store()
-        with contextlib.suppress(Exception):
-            store = store.clone()  # a connection of its own, where the store has such: nobody else's wait holds it up
-        _stop = threading.Event()
-        arguments = (store, dist.group.WORLD, _stop)
-        _thread = threading.Thread(target=_look, args=arguments, name="fullshard-watch", daemon=True)
-        _thread.start()
-
-
-def _look(store: Any, world: Any, stop: threading.Event) -> None:
-    told: tuple[int, float] = (0, 0.0)  # which wait was reported, and when
-    suspects: dict[str, Any] = {}
-    published = ""
-    while not stop.wait(POLL) and dist.group.WORLD is world:
-        try:
-            note = json.dumps(_note())
-            if note != published:
-                store.set(f"fullshard/watch/{runtime.rank()}", note)
-                published = note
-            label, since = _here.waiting, _here.since
-            if label is None or time.monotonic() - since < REPORT_AFTER:
-                continue
-            notes = _notes(store, label.watch.ranks)
-            fatal = _fatal(label, notes)
-            if fatal and suspects.get("why") == fatal:  # seen twice: not a note that was just out of date
-                _abort(label, fatal + "\n" + _report(label, since, notes))
-            suspects["why"] = fatal
-            again = told[0] != id(label) or time.monotonic() - told[1] > REPEAT_AFTER
-            if again and _speaks(label, notes):
-                told = (id(label), time.monotonic())
-                runtime.get_logger().warning(_report(label, since, notes))
-        except Exception as error:  # a store that goes away with rank 0 must not take this rank with it
-            runtime.get_logger().debug("watch: %s", error)
-            if not dist.is_initialized():
-                return
-
-
-def _note() -> dict[str, Any]:
-    label = _here.waiting
-    return {
-        "where": _here.text(),
-        "waiting": [label.watch.key, label.number] if label else None,
-        "done": {key: dict(watch.history) for key, watch in list(_here.watches.items())},
-        "last": {key: watch.number for key, watch in list(_here.watches.items())},
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "exited": False,
-    }
-
-
-@atexit.register
-def _say_goodbye() -> None:
-    _stop.set()
-    if _thread is not None:
-        _thread.join(2 * POLL)  # a thread that is inside torch when the interpreter ends takes the process with it
-    if _thread is not None and dist.is_initialized():
-        with contextlib.suppress(Exception):
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"fullshard/watch/{runtime.rank()}", json.dumps({**_note(), "exited": True}))
-
-
-def _notes(store: Any, ranks: tuple[int, ...]) -> dict[int, dict[str, Any] | None]:
-    found: dict[int, dict[str, Any] | None] = {}
-    for rank in ranks:
-        key = f"fullshard/watch/{rank}"
-        found[rank] = json.loads(store.get(key)) if store.check([key]) else None
-    return found
-
-
-def _gone(note: dict[str, Any]) -> bool:
-    if note["exited"]:
-        return True
-    if note["host"] != socket.gethostname():
-        return False
-    try:
-        os.kill(note["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    with contextlib.suppress(OSError):  # a process that nobody has waited for yet still has its number
-        return Path(f"/proc/{note['pid']}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    return False
-
-
-def _entered(label: Label, note: dict[str, Any] | None) -> bool:
-    return note is not None and note["last"].get(label.watch.key, 0) >= label.number
-
-
-def _fatal(label: Label, notes: dict[int, dict[str, Any] | None]) -> str:
-    """Why an operation can never finish; empty if it may."""
+def unnamed(what: str, reason: str) -> Verdict:
+    """A failure of which nobody knows whose it was."""
     me = runtime.rank()
-    for rank, note in notes.items():
-        if rank == me or note is None:
-            continue
-        if _gone(note):
-            return f"rank {me} waits in {label.what}, but rank {rank} has exited (it was last in {note['where']})"
-        theirs = note["done"].get(label.watch.key, {}).get(str(label.number))
-        if theirs is not None and kind_of(theirs) != kind_of(label.what):
-            return f"ranks entered different operations: rank {me} is in {label.what}, rank {rank} in {theirs}"
-        if not _entered(label, note) and note["waiting"] is not None:
-            key, number = note["waiting"]
-            mine = _here.watches.get(key)
-            if mine is not None and me in mine.ranks and mine.number < number:
-                return (
-                    f"ranks entered different operations: rank {me} is in {label.what}, rank {rank} in {note['where']}"
-                )
-    return ""
+    return Verdict(f"rank {me} cannot go on in {what}: another rank has failed, or is too late ({reason})", lost=True)
 
 
-def _report(label: Label, since: float, notes: dict[int, dict[str, Any] | None]) -> str:
-    missing = [rank for rank, note in notes.items() if not _entered(label, note)]
-    lines = [
-        f"waiting for {time.monotonic() - since:.0f} s in {label.what}: "
-        + (f"not entered by rank(s) {', '.join(map(str, missing))}" if missing else "all ranks have entered it")
-    ]
-    for rank, note in notes.items():
-        where = note["where"] if note else "has not communicated yet"
-        lines.append(f"  rank {rank}: {where}{'' if note is None or note['waiting'] is None else ' (waiting)'}")
-    return "\n".join(lines)
+def forget() -> None:
+    """Go on after a verdict that the ranks can recover from, on new communicators. All ranks must call it, together."""
+    if _lookout is not None:
+        _lookout.forget()
+    _here.verdict, _here.broken, _here.raised = None, None, False
+    for watch in _here.watches.values():
+        watch.followed.clear()
 
 
-def _speaks(label: Label, notes: dict[int, dict[str, Any] | None]) -> bool:
-    """One rank of those that wait reports: the lowest."""
-    waiting = [r for r, n in notes.items() if n is not None and n["waiting"] == [label.watch.key, label.number]]
-    return not waiting or runtime.rank() <= min(waiting)
+# --- for the threads ------------------------------------------------------------------------------------------------
 
 
-def _abort(label: Label, verdict: str) -> None:
-    """Make the wait raise."""
-    _here.verdict = verdict
-    group = label.watch.group
-    runtime.get_logger(all_ranks=True).error(verdict)
-    if dist.get_backend(group) == "nccl":
-        group._get_backend(runtime.device()).abort()
-        return
-    # Gloo has no abort. A receive that times out closes its connections, which ends every wait on them.
-    other = next(i for i, rank in enumerate(label.watch.ranks) if rank != runtime.rank())
-    with contextlib.suppress(RuntimeError):
-        group.recv([torch.empty(1)], other, (1 << 30) + 1).wait(timedelta(milliseconds=1))
+_lookout: Any = None
+_unwatched: Any = None
+"""A process group without anybody else in it; there are no threads for it."""
+_starting = threading.Lock()
+
+
+def _threads_run() -> bool:
+    """Start the watch's threads where they do not run; whether they do now."""
+    global _lookout, _unwatched
+    if _lookout is not None and _lookout.runs():
+        return True
+    if not dist.is_initialized() or dist.group.WORLD is _unwatched:
+        return False
+    from fullshard.fsdp.lookout import Lookout
+
+    with _starting:
+        if _lookout is None or not _lookout.runs():
+            _lookout = Lookout.start()
+            _unwatched = dist.group.WORLD if _lookout is None else None
+    return _lookout is not None
+
+
+def waits(now: float) -> list[tuple[Label, Wait]]:
+    """What this rank waits in, longest first."""
+    found = []
+    waiting = _here.waiting
+    if waiting is not None:
+        found.append((waiting[0], now - waiting[1], False))
+    for watch in list(_here.watches.values()):
+        label, since = watch.front
+        if label is not None:
+            found.append((label, now - since, True))
+    found.sort(key=lambda one: -one[1])
+    return [(label, Wait(label.watch.key, label.number, label.what, s, device)) for label, s, device in found]
+
+
+def note(asked: int, now: float) -> Note:
+    """What this rank tells of itself."""
+    open_waits = waits(now)
+    done: dict[str, dict[str, str]] = {}
+    for key, watch in list(_here.watches.items()):
+        starts = [label.number for label, _ in open_waits if label.watch is watch]
+        told = {n for first in [*starts, watch.number - TOLD + 1] for n in range(first, first + TOLD)}
+        done[key] = {str(n): what for n in sorted(told) if (what := watch.history.get(n)) is not None}
+    last = {key: watch.number for key, watch in list(_here.watches.items())}
+    return Note(asked, _here.text(), [wait for _, wait in open_waits], last, done)
+
+
+def finish_followed(now: float) -> tuple[Label, str] | None:
+    """Let go of followed operations that are done; the first that failed, and why."""
+    for watch in list(_here.watches.values()):
+        while watch.followed:
+            try:
+                label, probes, issued = watch.followed[0]
+                if not all(works_of.is_done(probe) for probe in probes):
+                    if watch.front[0] is not label:
+                        watch.front = (label, max(now, issued) if watch.front[0] is not None else issued)
+                    break
+                watch.followed.popleft()
+            except IndexError:  # the queue was full, and the main thread has just pushed the oldest out
+                continue
+            except Exception as error:
+                watch.followed.clear()
+                return label, first_line(error)
+        if not watch.followed:
+            watch.front = (None, 0.0)
+    return None

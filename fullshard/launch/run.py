@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
 from fullshard.errors import RuntimeSetupError
 from fullshard.launch.resolve import LaunchSettings
-from fullshard.launch.worker import EXIT_USER_ERROR, PARENT
+from fullshard.launch.worker import EXIT_RANK_LOST, EXIT_USER_ERROR, PARENT
 from fullshard.weights.preemption import EXIT_PREEMPTED
 
 CRASH_PATIENCE = 5.0
@@ -201,6 +201,8 @@ class Agent(LocalElasticAgent):
         """By rank, of the processes that have ended, in the order they did."""
         self.reports: dict[int, str] = {}
         """By rank, what a process said is the user's to put right."""
+        self.echoes: dict[int, str] = {}
+        """By rank, what a process said of another rank that is gone, perhaps one of another machine."""
         run = settings.run
         tee = Std(int(run.tee if run.tee is not None else 3 if run.log_dir else 0))
         logs = DefaultLogsSpecs(log_dir=log_dir, redirects=Std.NONE, tee=tee)
@@ -208,7 +210,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         os.environ[PARENT] = str(os.getpid())
-        self.exit_codes, self.reports = {}, {}
+        self.exit_codes, self.reports, self.echoes = {}, {}, {}
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -240,10 +242,11 @@ class Agent(LocalElasticAgent):
             if handler is None or worker.global_rank in self.exit_codes or handler.proc.poll() is None:
                 continue
             self.exit_codes[worker.global_rank] = handler.proc.returncode
-            if handler.proc.returncode == EXIT_USER_ERROR:
+            told_by = {EXIT_USER_ERROR: self.reports, EXIT_RANK_LOST: self.echoes}.get(handler.proc.returncode)
+            if told_by is not None:
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     told = json.loads(Path(self._pcontext.error_files[worker.local_rank]).read_text())
-                    self.reports[worker.global_rank] = str(told["message"])
+                    told_by[worker.global_rank] = str(told["message"])
 
     def _wait_for_rest(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -296,7 +299,11 @@ class Agent(LocalElasticAgent):
     def _crash(self) -> str:
         """What happened first, in words."""
         ended = [(rank, code) for rank, code in self.exit_codes.items() if code != 0]
-        rank, code = next((one for one in ended if one[1] < 0), ended[0])
+        # Those that only lost another rank say nothing of the cause.
+        caused = [one for one in ended if one[1] != EXIT_RANK_LOST] or ended
+        rank, code = next((one for one in caused if one[1] < 0), caused[0])
+        if rank in self.echoes:
+            return self.echoes[rank].splitlines()[0]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"rank {rank} {how}"
 
@@ -313,7 +320,8 @@ class Agent(LocalElasticAgent):
             return EXIT_USER_ERROR
         logs = f"; logs are in {self._logs_specs.root_log_dir}" if self.settings.run.log_dir else ""
         self.say(self._crash() + logs)
-        code = next(code for code in self.exit_codes.values() if code != 0)
+        bad = [code for code in self.exit_codes.values() if code != 0]
+        code = next((code for code in bad if code != EXIT_RANK_LOST), bad[0])
         return code if code > 0 else 128 - code
 
 

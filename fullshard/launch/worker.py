@@ -20,6 +20,8 @@ from pathlib import Path
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PARENT = "FULLSHARD_LAUNCHER_PID"
 EXIT_USER_ERROR = 2
+EXIT_RANK_LOST = 69
+"""Another rank is gone: nothing this rank did. As in `errors.RankLostError`."""
 
 
 def main(words: list[str]) -> None:
@@ -50,9 +52,10 @@ def _run(kind: str, script: str) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except BaseException as error:
+        error = _cause(error)
         if _is_user_error(error):
             _report(str(error))
-            return EXIT_USER_ERROR
+            return int(getattr(error, "exit_code", EXIT_USER_ERROR))
         shown = error.__traceback__
         while shown is not None and shown.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             shown = shown.tb_next  # the user's own frames only
@@ -95,6 +98,12 @@ def _keep_own_cores() -> None:
     mine = cores[local * len(cores) // count : (local + 1) * len(cores) // count]
     if mine:  # more processes than cores: nothing to share out
         os.sched_setaffinity(0, mine)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Another rank that is gone, if that is so: libraries only report that their communication was ended."""
+    watch = sys.modules.get("fullshard.fsdp.watch")
+    return (watch.cause(error) if watch is not None and isinstance(error, RuntimeError) else None) or error
 
 
 def _is_user_error(error: BaseException) -> bool:

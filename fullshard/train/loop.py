@@ -22,6 +22,7 @@ from fullshard import accelerator, runtime
 from fullshard.data.loader import Batch, Loader, Step, one_pass
 from fullshard.data.tokens import TokenTable
 from fullshard.errors import TrainingError
+from fullshard.fsdp import watch
 from fullshard.train.batches import describe_data
 from fullshard.train.config import SFTConfig
 from fullshard.train.loss import LeanHead
@@ -168,8 +169,10 @@ class Loop:
         if runtime.world_size() > 1:
             dist.all_reduce(sums)
         loss_sum, correct, entropy = sums.tolist()
+        watch.check()  # the host has just waited for the device: what it read is right only if no rank is gone
         self.scaler.unscale_(self.optimizer)
         norm = float(self.model.clip_grad_norm_(self.config.max_grad_norm or math.inf))
+        watch.check()
         updated = math.isfinite(loss_sum) and (math.isfinite(norm) or self.scaler.is_enabled())
         if not updated:
             self._nonfinite(step, loss_sum, norm, losses)
@@ -257,6 +260,7 @@ class Loop:
             dist.all_reduce(sums)
         targets, took = int(table.row_targets.sum()), time.monotonic() - began
         loss, correct, entropy = (value / targets for value in sums.tolist())
+        watch.check()
         values = {
             f"{prefix}_loss": loss, f"{prefix}_mean_token_accuracy": correct, f"{prefix}_entropy": entropy,
             f"{prefix}_runtime": took, f"{prefix}_samples_per_second": len(table) / max(took, 1e-9),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import runtime
-from fullshard.errors import CheckpointError, FSDPError, UserError, first_line
+from fullshard.errors import CheckpointError, FSDPError, RankLostError, UserError
 from fullshard.fsdp import watch
 from fullshard.groups import carries, new_group
 
@@ -76,6 +76,8 @@ def _watched(purpose: str, group: Any, job: Callable[[], T]) -> T:
     try:
         with noted.waiting(noted.issue()):
             return job()
+    except RankLostError:
+        raise
     except FSDPError as error:
         raise CheckpointError(str(error)) from error
 
@@ -101,11 +103,8 @@ def exchange(value: T, step: int, what: str, *, watched: bool = True) -> list[T]
 
 def lost(what: str, error: Exception) -> CheckpointError:
     """The error for a connection to another rank that is gone."""
-    reason = first_line(error)
-    return CheckpointError(
-        f"rank {runtime.rank()} cannot go on in {what}: another rank has failed or exited; its own output says why "
-        f"({reason})"
-    )
+    found = watch.failed(what, tuple(range(runtime.world_size())), error)
+    return found if isinstance(found, CheckpointError) else CheckpointError(str(found))
 
 
 def agree(job: Callable[[], T], step: int, what: str, *, watched: bool = True) -> list[T]:

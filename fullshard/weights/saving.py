@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fullshard import __version__, runtime
 from fullshard.errors import CheckpointError
+from fullshard.fsdp import watch
 from fullshard.weights import publish
 from fullshard.weights import states as all_states
 from fullshard.weights.manifest import (
@@ -129,6 +130,7 @@ def write(order: Order, entries: dict[str, Any], pieces: list[Held], group: Any)
         )
         publish.write_manifest(order.hidden, manifest)
         publish.stage("publish")
+        watch.check()
         publish.publish(order.hidden, order.place)
         publish.stage("published")
 

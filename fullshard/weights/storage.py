@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from fullshard import accelerator, runtime
 from fullshard.errors import CheckpointError
+from fullshard.fsdp import watch
 from fullshard.weights import publish
 from fullshard.weights.files import DTYPE_NAMES, DTYPES
 from fullshard.weights.manifest import (
@@ -98,6 +99,7 @@ class CheckpointWriter(StorageWriter):
             results = [result for job in jobs for result in job.result()]
         publish.sync(self.directory)
         publish.stage("files")
+        watch.check()  # what this rank wrote is right only if it was not computed after a rank was lost
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

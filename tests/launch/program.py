@@ -33,6 +33,26 @@ if how == "crash" and attempt == 0:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     wait()
+elif how == "lost" and attempt == 0:
+    from fullshard.errors import RankLostError
+
+    if rank == 1:
+        sys.exit(3)
+    time.sleep(0.5)
+    raise RankLostError("rank 0 cannot go on in step 7: rank 1 has exited")
+elif how == "killed outside the engine":
+    import torch
+    import torch.distributed as dist
+
+    from fullshard.fsdp import FSDPv2
+    from tests.fsdp.programs import mesh_for
+
+    model = FSDPv2(torch.nn.Linear(8, 8), mesh_for("FULL_SHARD"))
+    model(torch.ones(2, 8)).sum().backward()
+    for turn in range(10_000):  # a metric's sum, of which the watch knows nothing
+        if rank == 1 and turn == 200:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
 elif how == "fail":
     sys.exit(7 if rank == 1 else 0)
 elif how == "preempted":

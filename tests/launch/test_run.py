@@ -132,6 +132,22 @@ def test_a_crash_is_started_again_and_every_rank_has_a_log(tmp_path):
     assert "strategy" in err and "FULL_SHARD" in err and "flags and defaults; no file" in err
 
 
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_losing_a_rank_is_no_mistake_of_the_user(tmp_path, restarts):
+    code, out, err = Launched(tmp_path, "lost", "--quiet", "--max_restarts", restarts).end()
+    assert code == (3 if restarts == "0" else 0), err
+    assert ("rank 1 ended with exit code 3; starting again (1 of 1)" in err) == (restarts == "1")
+    assert "rank 1 ended with exit code 3" in err and out.count("attempt 1") == 2 * int(restarts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(3))
+def test_a_rank_killed_during_a_collective_of_the_script_is_named_without_a_traceback(tmp_path, turn):
+    code, _, err = Launched(tmp_path, "killed outside the engine", "--quiet").end()
+    assert code == 128 + signal.SIGKILL, err
+    assert "rank 1 was ended by SIGKILL" in err and "Traceback" not in err, err
+
+
 def test_the_first_signal_saves_and_is_not_a_crash(tmp_path):
     job = Launched(tmp_path, "preempted", "--max_restarts", "3", "--quiet")
     job.when("ready-0", "ready-1")

@@ -1,0 +1,129 @@
+"""What the watch asks of the job's store: calls and bytes per rank and second, in calm and while a rank is missing.
+
+No processes and no clock: every rank's store thread is run by hand, round by round, on a store that counts. With many
+ranks only some are run in full (`sampled`, spread over the ranks); the others only keep their heartbeats moving.
+
+    python benchmarks/watch_traffic.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from fullshard import runtime
+from fullshard.fsdp import lookout, watch
+from fullshard.fsdp.heartbeat import Ring, beat_every
+
+UNITS = 80
+"""Units of the model whose operations the notes tell."""
+
+
+class CountingStore:
+    """A store that counts what one rank sends and receives."""
+
+    def __init__(self, shared: Any):
+        self.shared, self.calls, self.bytes = shared, 0, 0
+
+    def _count(self, *parts: Any) -> None:
+        self.calls += 1
+        self.bytes += sum(len(part) for part in parts)
+
+    def set(self, key: str, value: str) -> None:
+        self._count(key, value)
+        self.shared.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value = self.shared.get(key)
+        self._count(key, value)
+        return bytes(value)
+
+    def add(self, key: str, amount: int) -> int:
+        self._count(key, "12345678")
+        return int(self.shared.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        self._count(*keys)
+        return bool(self.shared.check(keys))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values = [bytes(self.shared.get(key)) for key in keys]
+        self._count(*keys, *values)
+        return values
+
+
+class Rank:
+    """One rank's part of the watch, with a state of its own."""
+
+    def __init__(self, rank: int, world: int, shared: Any):
+        self.rank, self.store, self.here = rank, CountingStore(shared), watch._Here()
+        with mock.patch.multiple(runtime, rank=lambda: rank, world_size=lambda: world):
+            self.lookout = lookout.Lookout(self.store, None)
+        self.ring = Ring(self.lookout.board, rank, world)
+        self.lookout.board.add("news", 0)
+        with mock.patch.multiple(watch, _here=self.here, _threads_run=lambda: True):
+            everyone = tuple(range(world))
+            gather, *others = [watch.watch_for(purpose, everyone, None) for purpose in ("gather", "reduce", "replica")]
+            for step in range(2):
+                for unit in range(UNITS):
+                    watch.at(step, f"model.layers.{unit}", "gather")
+                    self.label = gather.issue()
+                    for other in others:
+                        other.issue()
+
+    def round(self, now: float) -> None:
+        quiet = mock.patch.object(runtime, "get_logger")
+        with mock.patch.object(watch, "_here", self.here), quiet:
+            self.lookout._round(self.ring, now)
+
+
+def measure(world: int, seconds: float = 30.0, sampled: int = 8) -> dict[str, Any]:
+    """Mean traffic of a rank, and of the busiest one."""
+    shared = dist.HashStore()
+    chosen = sorted({int(i * world / sampled) for i in range(sampled)} | {world - 2, world - 1})
+    ranks = [Rank(rank, world, shared) for rank in chosen]
+    note = watch_note(ranks[0])
+    for rank in set(range(world)) - set(chosen):  # the others answer too; each has a heartbeat and a note
+        shared.set(f"watch/beat/{rank}", "1 step 2, unit model.layers.79, gather")
+        shared.set(f"watch/process/{rank}", f"node {rank} 5 host")
+        shared.set(f"watch/note/{rank}", note)
+    shared.set(f"watch/process/{world - 1}", "elsewhere 1 5 host")  # the one that will be missing
+    beat = beat_every(world)
+    found: dict[str, Any] = {"ranks": world, "beat_s": beat, "note_bytes": len(note)}
+    now = 1000.0
+    for state in ("calm", "missing"):
+        for rank in ranks:
+            rank.round(now)  # what is learnt once
+            rank.store.calls = rank.store.bytes = 0
+        here = ranks[:-1] if state == "missing" else ranks
+        for _ in range(int(seconds / beat)):
+            now += beat
+            for rank in set(range(world)) - set(chosen):
+                shared.set(f"watch/beat/{rank}", f"{now:.0f} step 2, unit model.layers.79, gather")
+            for rank in here:
+                if state == "missing":
+                    rank.here.waiting = (rank.label, 1000.0 + int(seconds / beat) * beat)
+                    rank.here.verdict = None
+                rank.round(now)
+        ordinary = [rank for rank in here if not rank.lookout.inquiry.leads]
+        found[state] = {
+            "calls": round(sum(r.store.calls for r in ordinary) / len(ordinary) / seconds, 2),
+            "bytes": round(sum(r.store.bytes for r in ordinary) / len(ordinary) / seconds),
+            "busiest_calls": round(max(r.store.calls for r in here) / seconds, 2),
+            "busiest_bytes": round(max(r.store.bytes for r in here) / seconds),
+        }
+    return found
+
+
+def watch_note(rank: Rank) -> str:
+    with mock.patch.object(watch, "_here", rank.here):
+        return watch.note(1 << 60, 0.0).text()
+
+
+if __name__ == "__main__":
+    json.dump({"what": "store traffic per rank and second", "found": [measure(n) for n in (8, 256, 4096)]}, sys.stdout)
+    print()

@@ -1,0 +1,64 @@
+"""Ending communication that can never finish, and, where that does not help, the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard import runtime
+from fullshard.errors import RankLostError
+from fullshard.groups import backend_of
+
+GIVE_UP = 8.0
+"""Seconds the program gets to come back from its wait once communication was ended."""
+
+
+def all_communicators(waits_in: Any = None) -> None:
+    """End all communication of this rank: every NCCL communicator, and on Gloo the one the host waits in."""
+    device = runtime.device()
+    threads = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(Exception):
+            if backend_of(group, device) == "nccl":
+                backend = group._get_backend(torch.device(device.type))
+                # All at once: taking one communicator apart frees device memory, which waits for kernels of others.
+                threads.append(threading.Thread(target=_quietly, args=(backend.abort,), daemon=True))
+    if threads:
+        runtime.abandon()
+    for thread in threads:
+        thread.start()
+    if waits_in is not None and waits_in.group is not None and backend_of(waits_in.group, device) != "nccl":
+        # Gloo has no abort. A receive that times out closes its connections, which ends every wait on them.
+        other = next(i for i, rank in enumerate(waits_in.ranks) if rank != runtime.rank())
+        with contextlib.suppress(RuntimeError):
+            waits_in.group.recv([torch.empty(1)], other, (1 << 30) + 1).wait(timedelta(milliseconds=1))
+
+
+def _quietly(job: Any) -> None:
+    with contextlib.suppress(Exception):
+        job()
+
+
+def time_out(group: Any) -> float | None:
+    """Seconds that an operation of a group may take, where the group says so."""
+    with contextlib.suppress(Exception):
+        backend = group._get_backend(torch.device(runtime.device().type))
+        return float(backend.options._timeout.total_seconds())
+    return None
+
+
+def give_up(rank: int, why: str) -> None:
+    """End the process at once: the program is inside a wait that nothing ends."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.write(f"[rank {rank}] ERROR {why}\n")
+        sys.stderr.write(f"[rank {rank}] ERROR the program did not come back from its wait: ending the process\n")
+        sys.stderr.flush()
+    os._exit(RankLostError.exit_code)
