@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import FSDPError
-from fullshard.fsdp import watch
+from fullshard.fsdp import watch, weigh
 from fullshard.fsdp.compiler import Compiler
 from fullshard.fsdp.output import outliving
 from fullshard.fsdp.strategy import BackwardPrefetch
@@ -109,11 +109,15 @@ class Engine:
             if not recompute:
                 self._record_and_prefetch(unit)
             args, kwargs = _cast_inputs(unit, (args, kwargs))
+            weight = weigh.current().weight if outermost and not self._as_global else 1.0
+            args, kwargs = weigh.entering((args, kwargs), weight)
             # Taken down before the call: it may put tensors of its own into what it was given, such as a cache.
             inputs = list(tensors_in((args, kwargs), objects=False)) if torch.is_grad_enabled() else []
             before = [(t, t.grad_fn) for t in inputs]
             output = outliving(unit, output_of(forward(*args, **kwargs), self._as_global))
             output = _cast(output, unit.output_dtype)
+            if outermost:
+                output = weigh.leaving(output, weight)
         except BaseException:
             self._stack.pop()
             if outermost:
