@@ -40,6 +40,10 @@ class UnsupportedError(UserError, NotImplementedError):
     """A right request that this version of torch, or this backend, cannot carry out exactly."""
 
 
+class NameMissingError(UserError, AttributeError):
+    """A name of another library that has no meaning here; the message says what stands for it."""
+
+
 class BatchError(UserError, ValueError):
     """A batch that the loader's sharding does not fit."""
 

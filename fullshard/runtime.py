@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard import accelerator, groups
+from fullshard import accelerator, groups, xla_names
 from fullshard.errors import RuntimeSetupError, UnsupportedError, first_line
 from fullshard.launcher import (
     DEVICE_VARIABLE,
@@ -333,6 +333,36 @@ def announce_transport(say: Callable[[str], None] | None = None) -> None:
 xla_device = device
 global_runtime_device_count = global_device_count = process_count = world_size
 process_index = global_ordinal = rank
+local_ordinal = local_rank
+local_process_count = local_device_count = local_world_size
+
+
+def addressable_device_count() -> int:
+    """How many devices this process drives: one."""
+    return 1
+
+
+def device_type() -> str:
+    """The kind of this rank's device: `CPU`, `CUDA`."""
+    return device().type.upper()
+
+
+def host_index() -> int:
+    """The number of this rank's node, from 0."""
+    return rank() // local_world_size()
+
+
+def get_master_ip() -> str:
+    """Where rank 0 can be reached."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def initialize_cache(path: str, readonly: bool = False) -> None:
+    """Nothing to do: no compiled programs are kept."""
+
+
+def __getattr__(name: str) -> Any:
+    xla_names.refuse(__name__, "xr", name)
 
 
 # ------------------------------------------------------------------------------------------- seeds, printing, logging

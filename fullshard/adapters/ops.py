@@ -14,7 +14,7 @@ import torch
 
 from fullshard.adapters.groups import weight_of
 from fullshard.spmd.independent import Independent
-from fullshard.spmd.rules import RULES
+from fullshard.spmd.rule_table import RULES
 from fullshard.spmd.tensor import is_sharded
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

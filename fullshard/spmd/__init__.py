@@ -3,21 +3,39 @@
 `import fullshard.spmd as xs` gives the names of PyTorch/XLA's `torch_xla.distributed.spmd`.
 """
 
+from typing import Any
+
+from fullshard import xla_names
+from fullshard.spmd import lists as lists  # before any optimizer step: it mends an operator of torch's own class too
 from fullshard.spmd.agree import check_global_values
 from fullshard.spmd.loader import ShardedLoader, ShardingSpec
 from fullshard.spmd.mesh import HybridMesh, Mesh, get_1d_mesh, get_global_mesh, set_global_mesh
 from fullshard.spmd.module import distribute_module
 from fullshard.spmd.sharding import (
+    annotate_custom_sharding,
+    apply_backward_optimization_barrier,
+    apply_xla_patch_to_nn_linear,
     clear_sharding,
     disable_manual_sharding,
     enable_manual_sharding,
     mark_sharding,
     mark_sharding_with_gradients,
+    shard_as,
     sharding_of,
+    unwrap_sharded_tensor,
+    wrap_if_sharded,
 )
 from fullshard.spmd.show import sharding_string, visualize_sharding, visualize_tensor_sharding
 from fullshard.spmd.spec import Layout, PartitionSpec
-from fullshard.spmd.tensor import LocalShard, ShardedTensor
+from fullshard.spmd.tensor import LocalShard, ShardedTensor, ShardingType
+
+# PyTorch/XLA's names.
+XLAShardedTensor, XLAShard = ShardedTensor, LocalShard
+
+
+def __getattr__(name: str) -> Any:
+    xla_names.refuse(__name__, "xs", name)
+
 
 __all__ = [
     "HybridMesh",
@@ -28,6 +46,12 @@ __all__ = [
     "ShardedLoader",
     "ShardedTensor",
     "ShardingSpec",
+    "ShardingType",
+    "XLAShard",
+    "XLAShardedTensor",
+    "annotate_custom_sharding",
+    "apply_backward_optimization_barrier",
+    "apply_xla_patch_to_nn_linear",
     "check_global_values",
     "clear_sharding",
     "disable_manual_sharding",
@@ -38,8 +62,11 @@ __all__ = [
     "mark_sharding",
     "mark_sharding_with_gradients",
     "set_global_mesh",
+    "shard_as",
     "sharding_of",
     "sharding_string",
+    "unwrap_sharded_tensor",
     "visualize_sharding",
     "visualize_tensor_sharding",
+    "wrap_if_sharded",
 ]

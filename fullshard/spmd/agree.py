@@ -28,8 +28,7 @@ def require_same(t: torch.Tensor, mesh: DeviceMesh) -> None:
     """With the check on: an error on every rank that names the ranks whose value differs from the first one's."""
     if not _on or t.is_meta or mesh.size() != dist.get_world_size():
         return
-    data = t.detach().cpu().contiguous()
-    digest = hashlib.blake2b(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"").hexdigest()
+    digest = digest_of(t)
     seen: list[tuple[tuple[int, ...], str]] = [((), "")] * dist.get_world_size()
     dist.all_gather_object(seen, (tuple(t.shape), digest))
     odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
@@ -39,3 +38,9 @@ def require_same(t: torch.Tensor, mesh: DeviceMesh) -> None:
             f"value (or shape) than rank 0; seed every rank alike (fullshard.runtime.seed), or shard per-rank data "
             f"with ShardingSpec(..., minibatch=True)"
         )
+
+
+def digest_of(t: torch.Tensor) -> str:
+    """A short name for the bytes of a tensor."""
+    data = t.detach().cpu().contiguous()
+    return hashlib.blake2b(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"").hexdigest()

@@ -91,7 +91,8 @@ class Independent:
 def wrapped(local: torch.Tensor, mesh: Any, placements: Any, shape: Any) -> ShardedTensor:
     """A sharded tensor of the given global shape, whose dims lie in memory in the same order as those of its piece."""
     stride, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (local.stride(d), -d)):
+    order = local.stride() if local.ndim == len(shape) else range(len(shape), 0, -1)  # a rank outside the mesh
+    for dim in sorted(range(len(shape)), key=lambda d: (order[d], -d)):
         stride[dim] = step
         step *= max(shape[dim], 1)
     meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)

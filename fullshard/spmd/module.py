@@ -7,6 +7,7 @@ from torch import nn
 
 from fullshard import runtime
 from fullshard.errors import LayoutError
+from fullshard.spmd import reminders
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import shard, sharding_of
 from fullshard.spmd.spec import Layout
@@ -21,11 +22,13 @@ def distribute_module(module: nn.Module, mesh: Mesh) -> nn.Module:
     """
     runtime.refuse_foreign_wrappers(module)
     moved: dict[int, torch.Tensor] = {}
-    for part in module.modules():
+    for path, part in module.named_modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 if id(parameter) not in moved:
-                    moved[id(parameter)] = _parameter(parameter, mesh, name)
+                    full_name = f"{path}.{name}" if path else name
+                    moved[id(parameter)] = _parameter(parameter, mesh, full_name)
+                    reminders.replaced(parameter, full_name)
                 part._parameters[name] = moved[id(parameter)]
         for name, buffer in part._buffers.items():
             if buffer is not None:

@@ -21,9 +21,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from fullshard import runtime
-from fullshard.spmd import rules
+from fullshard.spmd import lists, rules
 from fullshard.spmd.mesh import origin
 from fullshard.spmd.tensor import (
+    NARROW,
     ShardedTensor,
     is_sharded,
     meta_of,
@@ -44,10 +45,14 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
     """Run one operator on global values; returns global values."""
     flat, tree = tree_flatten((args, kwargs))
     written = _written(op, args, kwargs)
-    if op.__name__.startswith("_foreach") and _is_mixed(flat):
-        return _one_by_one(op, args, kwargs)
+    if lists.is_list_operator(op):
+        out = lists.run(op, args, kwargs, written)
+        if out is not NotImplemented:
+            for t in written:
+                write_through(t)
+            return out
     if any(not is_sharded(t) for t in written):
-        return _into_plain(op, flat, tree)
+        return _into_plain(op, flat, tree, written)
     if torch.Tag.inplace_view in op.tags:
         return _reshaped_in_place(op, args, kwargs)
 
@@ -58,7 +63,11 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
     # A tensor that is written into stays where it is; the others come to it.
     mesh = _common_mesh([t for t in written or flat if is_sharded(t)])
     flat = [_on_mesh(leaf, mesh) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+    if any(is_sharded(leaf) and leaf.dtype in NARROW for leaf in flat):
+        flat = [_wide_sum_done(leaf) for leaf in flat]
     out = _run(op, flat, tree, mesh)
+    if op.is_view and any(out is leaf for leaf in flat):  # a squeeze of nothing: autograd wants a tensor of its own
+        out = aten.alias.default(out)
     for t in written:
         write_through(t)
     # A view of a copy, or of a pending sum (which a write will carry out, elsewhere): a write must go back further.
@@ -104,7 +113,9 @@ _torch_meta_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def _choose(op: Op, flat: list[Any], tree: Any) -> Choice:
-    key = (op, tree, *((leaf._spec if is_sharded(leaf) else (type(leaf), leaf)) for leaf in flat))
+    # The numbers of an elementwise operator, such as a step size, have no say in how its tensors are laid out.
+    values = torch.Tag.pointwise not in op.tags
+    key = (op, tree, *(_trait(leaf, values) for leaf in flat))
     try:
         known = _choices.get(key)
     except TypeError:  # an argument that cannot be hashed, such as a generator
@@ -114,6 +125,13 @@ def _choose(op: Op, flat: list[Any], tree: Any) -> Choice:
             _choices.clear()
         known = _choices[key] = _choose_anew(op, flat, tree)
     return known
+
+
+def _trait(leaf: Any, values: bool) -> Any:
+    """What of an argument the choice depends on."""
+    if is_sharded(leaf):
+        return leaf._spec
+    return (type(leaf), leaf) if values or not isinstance(leaf, int | float | complex) else type(leaf)
 
 
 def _choose_anew(op: Op, flat: list[Any], tree: Any) -> Choice:
@@ -184,6 +202,13 @@ def _exact(op: Op, spec: DTensorSpec) -> bool:
 
 def _is_pending(t: Any) -> bool:
     return any(p.is_partial() for p in t.placements)
+
+
+def _wide_sum_done(leaf: Any) -> Any:
+    """Terms of a pending sum that meet fp16 or bf16 would be rounded before they are added up."""
+    if is_sharded(leaf) and leaf.dtype not in NARROW and _is_pending(leaf):
+        return relaid(leaf, leaf.device_mesh, settle(leaf.placements))
+    return leaf
 
 
 def _is_pending_sum(placement: Placement) -> bool:
@@ -322,33 +347,27 @@ def _written(op: Op, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
 
 
-def _is_mixed(flat: list[Any]) -> bool:
-    tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-    return len({t.device_mesh if is_sharded(t) else None for t in tensors}) > 1
-
-
-def _one_by_one(op: Op, args: Any, kwargs: Any) -> Any:
-    """A list operator on tensors of several meshes, or plain and sharded ones: element by element."""
-    lists = [a for a in tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, list)) if isinstance(a, list)]
-    results = []
-    for i in range(len(lists[0])):
-        args_i, kwargs_i = tree_map(
-            lambda a, i=i: [a[i]] if isinstance(a, list) else a, (args, kwargs), is_leaf=lambda x: isinstance(x, list)
-        )
-        results.append(op(*args_i, **kwargs_i))
-    if results[0] is None:
-        return None
-    return [t for r in results for t in r]
-
-
-def _into_plain(op: Op, flat: list[Any], tree: Any) -> Any:
-    """An operator that writes into a plain tensor: that is a global value, so the others are gathered for it."""
-    whole = [
-        relaid(leaf, leaf.device_mesh, replicated(leaf.device_mesh))._local_tensor if is_sharded(leaf) else leaf
-        for leaf in flat
-    ]
-    args, kwargs = tree_unflatten(whole, tree)
-    return op(*args, **kwargs)
+def _into_plain(op: Op, flat: list[Any], tree: Any, written: list[torch.Tensor]) -> Any:
+    """An operator that writes into a plain tensor, which is a global value."""
+    if not any(map(is_sharded, written)):  # the others are gathered for it
+        whole = [
+            relaid(leaf, leaf.device_mesh, replicated(leaf.device_mesh))._local_tensor if is_sharded(leaf) else leaf
+            for leaf in flat
+        ]
+        args, kwargs = tree_unflatten(whole, tree)
+        return op(*args, **kwargs)
+    # It writes into sharded ones too: the plain ones take part as copies on every rank, in their own memory.
+    mesh = _common_mesh([t for t in written if is_sharded(t)])
+    stand_ins = {id(t): (t, taken_as_global(t, mesh)) for t in written if not is_sharded(t)}
+    flat = [stand_ins[id(leaf)][1] if id(leaf) in stand_ins else leaf for leaf in flat]
+    args, kwargs = tree_unflatten(flat, tree)
+    out = dispatch(op, args, kwargs)
+    for t, stand_in in stand_ins.values():
+        value = relaid(stand_in, mesh, replicated(mesh))._local_tensor
+        if value.data_ptr() != t.data_ptr() or value.shape != t.shape:
+            t.resize_(value.shape).copy_(value)
+    given = {id(stand_in): t for t, stand_in in stand_ins.values()}
+    return tree_map(lambda t: given.get(id(t), t), out)
 
 
 def _reshaped_in_place(op: Op, args: Any, kwargs: Any) -> Any:

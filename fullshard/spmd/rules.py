@@ -1,13 +1,11 @@
 """Sharding rules of our own, for operators that torch has no rule for, or none that is exact.
 
-`RULES` maps an operator to a function that runs it; `EXACT_ON_UNEVEN` lists the operators whose torch rule holds for
+Reductions have theirs in `reductions.py`. `EXACT_ON_UNEVEN` lists the operators whose torch rule holds for
 pieces of different sizes, empty ones included.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +16,23 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fullshard import accelerator, runtime
+from fullshard.spmd import reductions as reductions
 from fullshard.spmd.independent import INDEPENDENT, Independent, wrapped
-from fullshard.spmd.tensor import ShardedTensor, is_sharded, layout_of, meta_of, relay, replicated, respec, settle
+from fullshard.spmd.rule_table import RULES, Rule, overload, rule_for
+from fullshard.spmd.tensor import (
+    NARROW,
+    ShardedTensor,
+    is_sharded,
+    layout_of,
+    meta_of,
+    relaid,
+    relay,
+    replicated,
+    respec,
+    settle,
+)
 
 aten = torch.ops.aten
-Rule = Callable[[Any, Any, Any], Any]
-"""Takes the operator and its arguments, all on one mesh; may answer `NotImplemented` and leave the call to torch."""
-
-RULES: dict[Any, Rule] = {}
 
 
 def find(op: Any, flat: list[Any]) -> Rule | None:
@@ -33,23 +40,6 @@ def find(op: Any, flat: list[Any]) -> Rule | None:
     if torch.Tag.nondeterministic_seeded in op.tags and not _torch_draws(op, flat):
         return RULES.get(op, by_whole_draw)
     return RULES.get(op)
-
-
-def overload(name: str) -> Any | None:
-    """An operator by name, `None` where this torch does not have it."""
-    packet, _, variant = name.partition(".")
-    return getattr(getattr(aten, packet, None), variant or "default", None)
-
-
-def rule_for(*names: str) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        for name in names:
-            op = overload(name)
-            if op is not None:
-                RULES[op] = rule
-        return rule
-
-    return register
 
 
 for _name, (_pattern, _split) in INDEPENDENT.items():
@@ -176,7 +166,17 @@ def nll_loss_forward(op: Any, args: Any, kwargs: Any) -> Any:
     whole = [Replicate()] * mesh.ndim
     local_weight = _in(weight, whole) if weight is not None else None
     summed = 0 if reduction == 0 else 2
-    loss, total = op(_in(scores, batch), _in(target, batch), local_weight, summed, ignored)
+    rows, labels = _in(scores, batch), _in(target, batch)
+    if reduction != 0 and scores.dtype in NARROW:
+        losses = wrapped(op(rows, labels, local_weight, 0, ignored)[0], mesh, batch, target.shape)
+        counted = (labels != ignored).float()
+        if local_weight is not None:
+            counted = counted * local_weight.float()[labels.masked_fill(labels == ignored, 0)]
+        total = aten.sum.default(wrapped(counted, mesh, batch, target.shape))
+        loss = aten.sum.default(losses, dtype=torch.float32)
+        loss = loss / total if reduction == 1 else loss
+        return reductions.narrowed(loss, scores.dtype), reductions.narrowed(total, scores.dtype)
+    loss, total = op(rows, labels, local_weight, summed, ignored)
     if reduction == 0:
         return wrapped(loss, mesh, batch, target.shape), wrapped(total, mesh, whole, total.shape)
     pending = [Partial() if isinstance(p, Shard) else Replicate() for p in batch]
@@ -223,29 +223,25 @@ def put_into(op: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(op(_in(t, layout), _in(part, inner), *args[2:], **kwargs), t.device_mesh, layout, t.shape)
 
 
+@rule_for("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
+def put_by_mask(op: Any, args: Any, kwargs: Any) -> Any:
+    """A mask covers as many dims as it has, which torch's rule does not know: positions in its place."""
+    t, indices = args[0], args[1]
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return NotImplemented
+    places: list[Any] = []
+    for index in indices:
+        masks = index is not None and index.dtype in (torch.bool, torch.uint8)
+        places += aten.nonzero.default(index).unbind(1) if masks else [index]
+    return op(t, places, *args[2:], **kwargs)
+
+
 @rule_for("fill_.Tensor")
 def fill(op: Any, args: Any, kwargs: Any) -> Any:
     target, value = args
     op(target._local_tensor, _in(value, replicated(value.device_mesh)))
     target._spec = respec(target._spec, target.device_mesh, settle(target.placements))
     return target
-
-
-@rule_for("argmax", "argmin")
-def extreme_index(op: Any, args: Any, kwargs: Any) -> Any:
-    """Which element is the largest: the searched dim must be whole, the others may be split."""
-    t, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
-    keeps = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
-    mesh, shape = t.device_mesh, list(t.shape)
-    if dim is None or t.ndim == 0:
-        layout, out, shape = replicated(mesh), replicated(mesh), [1] * t.ndim if keeps else []
-    else:
-        dim %= t.ndim
-        layout = tuple(Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in settle(t.placements))
-        shift = [p.dim - (p.dim > dim and not keeps) if isinstance(p, Shard) else None for p in layout]
-        out = tuple(Replicate() if d is None else Shard(d) for d in shift)
-        shape = [*shape[:dim], *([1] if keeps else []), *shape[dim + 1 :]]
-    return wrapped(op(_in(t, layout), *args[1:], **kwargs), mesh, out, shape)
 
 
 @rule_for("_local_scalar_dense")
@@ -275,33 +271,26 @@ def _in(t: DTensor, placements: Any) -> torch.Tensor:
 # --- operators made of simpler ones ----------------------------------------------------------------------------------
 
 
-@rule_for("mean")
-def mean(op: Any, args: Any, kwargs: Any) -> Any:
-    return aten.sum.default(args[0], **kwargs) / args[0].numel()
+@rule_for("_to_copy")
+def cast(op: Any, args: Any, kwargs: Any) -> Any:
+    """Terms of a pending sum are not rounded one by one, nor counted as numbers where they are truths."""
+    t, dtype = args[0], kwargs.get("dtype")
+    if dtype is None or dtype == t.dtype or not any(p.is_partial() for p in t.placements):
+        return NotImplemented
+    if not (dtype in NARROW or not dtype.is_floating_point):
+        return NotImplemented
+    return op(relaid(t, t.device_mesh, settle(t.placements)), **kwargs)
 
 
-@rule_for("mean.dim")
-def mean_dim(op: Any, args: Any, kwargs: Any) -> Any:
-    t, dims = args[0], args[1]
-    return aten.sum.dim_IntList(t, dims or None, *args[2:], **kwargs) / _count(t, dims)
-
-
-def _count(t: torch.Tensor, dims: list[int] | None) -> int:
-    """How many elements a reduction over `dims` (all, if none are given) takes together."""
-    if not dims or not t.ndim:
-        return t.numel()
-    return math.prod(t.shape[dim] for dim in dims)
-
-
-@rule_for("var_mean.correction")
-def var_mean(op: Any, args: Any, kwargs: Any) -> Any:
-    t, dims = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
-    correction, keeps = kwargs.get("correction"), kwargs.get("keepdim", False)
-    correction = 1 if correction is None else correction
-    average = aten.mean.dim(t, dims, True)
-    off = (t - average).abs() if t.is_complex() else t - average
-    spread = aten.sum.dim_IntList(off.square(), dims or None, keeps) / max(_count(t, dims) - correction, 0)
-    return spread, average if keeps else average.reshape(spread.shape)
+@rule_for("div.Tensor", "div.Scalar")
+def divide(op: Any, args: Any, kwargs: Any) -> Any:
+    """Terms of a pending sum over a divisor that may be zero would be infinities of both signs."""
+    t, divisor = args[0], args[1]
+    if not is_sharded(t) or not any(p.is_partial() for p in t.placements):
+        return NotImplemented
+    if not isinstance(divisor, torch.Tensor) and divisor != 0:
+        return NotImplemented
+    return op(relaid(t, t.device_mesh, settle(t.placements)), divisor, **kwargs)
 
 
 @rule_for("cat")

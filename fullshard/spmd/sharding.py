@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fullshard import runtime
 from fullshard.errors import LayoutError, MeshError
+from fullshard.spmd import reminders
 from fullshard.spmd.agree import require_same
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.spmd.spec import Layout, PartitionSpec
@@ -52,6 +54,7 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
         return t
     if isinstance(t, nn.Parameter):
         t._fullshard_layout = layout
+        reminders.marked(t, layout)
         return t
     sharded = shard(t, layout)
     if type(t) is not torch.Tensor:
@@ -81,6 +84,7 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
         _relay_in_place(t, t.device_mesh, replicated(t.device_mesh))
     elif hasattr(t, "_fullshard_layout"):
         del t._fullshard_layout
+        reminders.cleared(t)
     return t
 
 
@@ -92,6 +96,52 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: Pa
     if not is_sharded(t):
         t = ToSharded.apply(t, device_mesh, placements)
     return Relay.apply(t, device_mesh, placements, True)
+
+
+def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two trees of tensors, those at the same place laid out alike: as the one that is sharded (first of `a`)."""
+    ours, tree = tree_flatten(a)
+    theirs, other_tree = tree_flatten(b)
+    if tree != other_tree:
+        raise LayoutError(f"shard_as: the two hold tensors in different structures: {tree} and {other_tree}")
+    pairs = [_alike(unmarked(x), unmarked(y)) for x, y in zip(ours, theirs, strict=True)]
+    return tree_unflatten([x for x, _ in pairs], tree), tree_unflatten([y for _, y in pairs], tree)
+
+
+def _alike(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if _shape(x) != _shape(y):
+        raise LayoutError(f"shard_as: tensors of shapes {tuple(x.shape)} and {tuple(y.shape)} cannot be laid out alike")
+    layout = sharding_of(x) or sharding_of(y)
+    if layout is None:
+        return x, y
+    layout = layout if any(layout.dims) or not is_sharded(y) else layout_of(y._spec)
+    return (
+        mark_sharding_with_gradients(x, layout.mesh, layout.spec),
+        mark_sharding_with_gradients(y, layout.mesh, layout.spec),
+    )
+
+
+annotate_custom_sharding = mark_sharding  # an annotation and the layout of the data are one thing here
+
+
+def wrap_if_sharded(t: Any) -> Any:
+    """The sharded tensor that `t` stands for; anything else as it is."""
+    return unmarked(t)
+
+
+def unwrap_sharded_tensor(t: Any) -> Any:
+    """The global value, which a sharded tensor is itself."""
+    return unmarked(t)
+
+
+def apply_xla_patch_to_nn_linear(module: nn.Module, patched_function: Any = None) -> nn.Module:
+    """The module as it is: `nn.Linear` keeps the layout of its batch dims."""
+    return module
+
+
+def apply_backward_optimization_barrier(module: nn.Module) -> nn.Module:
+    """The module as it is: no compiler moves work across layers."""
+    return module
 
 
 def sharding_of(t: torch.Tensor) -> Layout | None:
@@ -137,7 +187,7 @@ def _relay_in_place(t: DTensor, device_mesh: Any, placements: Any) -> None:
     """Another layout for the same object. A gradient is a global value too, so what was recorded stays right."""
     with torch.no_grad():
         new = relaid(t, device_mesh, placements)
-        if t.grad is not None and is_sharded(t.grad):
+        if (t.is_leaf or t.retains_grad) and t.grad is not None and is_sharded(t.grad):
             _relay_in_place(t.grad, device_mesh, settle(placements))
     t._local_tensor, t._spec = new._local_tensor, new._spec
     if type(t) is DTensor and issubclass(ShardedTensor, DTensor):

@@ -9,22 +9,24 @@ too; which layout is meant is decided elsewhere.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.utils._pytree import tree_map
 
 from fullshard import accelerator, groups, runtime
 from fullshard.errors import LayoutError
-from fullshard.spmd.agree import require_same
+from fullshard.spmd.agree import digest_of, require_same
 from fullshard.spmd.mesh import origin
 from fullshard.spmd.spec import Layout
 
@@ -33,11 +35,28 @@ for _name in ("_redistribute", "_collective_utils"):
     logging.getLogger(f"torch.distributed.tensor.{_name}").setLevel(logging.ERROR)
 
 
-@dataclass(frozen=True)
+class ShardingType(IntEnum):
+    """How a tensor lies on its mesh, in XLA's terms."""
+
+    REPLICATED = 0
+    """A copy on every device."""
+    MAXIMAL = 1
+    """On one device."""
+    TUPLE = 2
+    TILED = 3
+    """A piece of its own on every device."""
+    MANUAL = 4
+    PARTIAL = 5
+    """Each piece on several devices."""
+    UNKNOWN = 6
+
+
+@dataclass
 class LocalShard:
-    """One device's piece of a sharded tensor."""
+    """A copy of one device's piece of a sharded tensor; `load_local_shards_` writes it back."""
 
     data: torch.Tensor
+    """May be changed, and assigned anew; the tensor stays as it is."""
     indices: tuple[slice, ...]
     """Where the piece lies in the global tensor."""
     device: torch.device
@@ -87,31 +106,45 @@ class ShardedTensor(_Base):
         return layout_of(self._spec).spec
 
     @property
+    def sharding_type(self) -> ShardingType:
+        """Whether the devices of the mesh hold copies, pieces, or copies of pieces."""
+        layout = layout_of(self._spec)
+        pieces = math.prod(layout.parts(dim) for dim in range(self.ndim))
+        if layout.mesh.size() == 1:
+            return ShardingType.MAXIMAL
+        if pieces == 1:
+            return ShardingType.REPLICATED
+        return ShardingType.TILED if pieces == layout.mesh.size() else ShardingType.PARTIAL
+
+    @property
+    def global_tensor(self) -> ShardedTensor:
+        """The tensor itself: its values are global."""
+        return self
+
+    @property
     def local_shards(self) -> list[LocalShard]:
-        """This process's piece of the tensor (a list, since the interface allows for several devices a process)."""
+        """A copy of this process's piece (in a list, since the interface allows for several devices a process)."""
         settled = relaid(self.detach(), self._spec.mesh, settle(self.placements))
         if not settled.device_mesh._is_current_rank_part_of_mesh():
             return []
         me, local, layout = runtime.rank(), settled._local_tensor, layout_of(self._spec)
-        return [LocalShard(local, layout.slices(self.shape, me), local.device, layout.replica_id(me))]
+        return [LocalShard(local.clone(), layout.slices(self.shape, me), local.device, layout.replica_id(me))]
 
     @torch.no_grad()
     def load_local_shards_(self, shards: Sequence[LocalShard | torch.Tensor]) -> ShardedTensor:
-        """Overwrite this process's piece with the given data."""
-        mine = self.local_shards
-        if len(shards) != len(mine):
-            raise LayoutError(f"{len(shards)} shard(s) given; this process holds {len(mine)} of the tensor")
-        for shard, old in zip(shards, mine, strict=True):
-            data = shard.data if isinstance(shard, LocalShard) else shard
-            if data.shape != old.data.shape:
-                raise LayoutError(
-                    f"the shard given has shape {tuple(data.shape)}; this rank's piece of the {tuple(self.shape)} "
-                    f"tensor laid out as {self.sharding_spec} has shape {tuple(old.data.shape)} (indices {old.indices})"
-                )
-            if any(p.is_partial() for p in self.placements):
-                raise LayoutError(
-                    "this tensor is a pending sum over ranks; mark_sharding it before loading shards into it"
-                )
+        """Overwrite this process's piece with the given data. Ranks that hold the same piece must give the same."""
+        given = [shard.data if isinstance(shard, LocalShard) else shard for shard in shards]
+        problem = _misfit(self, given)
+        agree = same_on_copies(given[0] if given and not problem else torch.empty(0), self._spec)
+        if problem:
+            raise LayoutError(problem)
+        if not agree:
+            raise LayoutError(
+                f"{self.sharding_spec} on {layout_of(self._spec).mesh} keeps a piece on several ranks, and not all of "
+                f"them were given the same data; give every rank that holds a piece the same, or lay the tensor out so "
+                f"that each piece is on one rank"
+            )
+        for data in given:
             self._local_tensor.copy_(data)
         return self
 
@@ -136,6 +169,22 @@ class ShardedTensor(_Base):
     def __tensor_unflatten__(inner: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> ShardedTensor:
         plain = DTensor.__tensor_unflatten__(inner, flatten_spec, outer_size, outer_stride)
         return ShardedTensor(plain._local_tensor, plain._spec, requires_grad=plain.requires_grad)
+
+
+def _misfit(t: ShardedTensor, given: Sequence[torch.Tensor]) -> str:
+    """Why these cannot be this process's pieces; empty where they can."""
+    mine = t.local_shards
+    if len(given) != len(mine):
+        return f"{len(given)} shard(s) given; this process holds {len(mine)} of the tensor"
+    for data, old in zip(given, mine, strict=True):
+        if data.shape != old.data.shape:
+            return (
+                f"the shard given has shape {tuple(data.shape)}; this rank's piece of the {tuple(t.shape)} "
+                f"tensor laid out as {t.sharding_spec} has shape {tuple(old.data.shape)} (indices {old.indices})"
+            )
+    if any(p.is_partial() for p in t.placements):
+        return "this tensor is a pending sum over ranks; mark_sharding it before loading shards into it"
+    return ""
 
 
 def is_sharded(t: Any) -> TypeGuard[DTensor]:
@@ -235,6 +284,8 @@ def relay(local: torch.Tensor, src: DTensorSpec, dst: DTensorSpec) -> torch.Tens
         _same_devices(src.mesh, dst.mesh)
         if not pending and layout_of(src) == layout_of(dst):
             return local
+    if pending and local.dtype == torch.float16:  # terms may be finite, and their sum in one order but not in another
+        return relay(local.float(), src, dst).half()
     whole = respec(src, src.mesh, replicated(src.mesh))
     if src.placements != whole.placements and _over_gloo(local):
         if local.is_complex():
@@ -255,6 +306,24 @@ def relay(local: torch.Tensor, src: DTensorSpec, dst: DTensorSpec) -> torch.Tens
     return _arrived(redistribute_local_tensor(local, via, dst) if via.placements != dst.placements else local)
 
 
+def same_on_copies(piece: torch.Tensor, spec: DTensorSpec) -> bool:
+    """Whether all ranks that hold a copy of the same piece give the same; one answer for all ranks of the mesh."""
+    if all(isinstance(p, Shard) or size == 1 for p, size in zip(spec.placements, spec.mesh.shape, strict=True)):
+        return True  # no piece has a copy
+    sign = torch.tensor([int(digest_of(piece)[:15], 16)], device=runtime.device())
+    if not spec.mesh._is_current_rank_part_of_mesh():
+        return True
+
+    def reduced(value: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
+        source = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta_of(value))
+        return relay(value, source, respec(source, spec.mesh, replicated(spec.mesh)))
+
+    most = reduced(sign, [Replicate() if isinstance(p, Shard) else Partial("max") for p in spec.placements])
+    return bool(reduced((most == sign).to(sign.dtype), [Partial("min")] * spec.mesh.ndim).item())
+
+
+NARROW = {torch.float16, torch.bfloat16}
+"""Float types in which a sum of many terms loses digits, or overflows."""
 GLOO_DTYPES = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,

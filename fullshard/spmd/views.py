@@ -19,9 +19,22 @@ aten = torch.ops.aten
 
 def remember_base(out: Any, op: Any, base: torch.Tensor, args: Any, kwargs: Any) -> None:
     """Note that the tensors in `out` are copies that stand for `op(base, *args)`."""
-    for t in tree_leaves(out):
+    for position, t in enumerate(tree_leaves(out)):
         if isinstance(t, torch.Tensor):
-            t._copy_of = (op, base, args, kwargs)
+            t._copy_of = (*_one_of_several(op, base, args, kwargs, position), base)
+
+
+def _one_of_several(op: Any, base: torch.Tensor, args: Any, kwargs: Any, position: int) -> tuple[Any, Any, Any]:
+    """The operator and arguments that give one of several views alone."""
+    if op not in (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int):
+        return op, args, kwargs
+    if op is aten.unbind.int:
+        return aten.select.int, (args[0] if args else kwargs.get("dim", 0), position), {}
+    sizes, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    ends = [size * (i + 1) for i, size in enumerate([sizes] * (position + 1))] if isinstance(sizes, int) else None
+    ends = ends or [sum(sizes[: i + 1]) for i in range(position + 1)]
+    start = ends[position - 1] if position else 0
+    return aten.slice.Tensor, (dim, start, min(ends[position], base.shape[dim])), {}
 
 
 def is_copy(t: Any) -> bool:
@@ -33,7 +46,7 @@ def write_through(t: torch.Tensor) -> None:
     source = getattr(t, "_copy_of", None)
     if source is None:
         return
-    op, base, args, kwargs = source
+    op, args, kwargs, base = source
     base.copy_(_put_back(op, base, t, args, kwargs))
 
 
@@ -48,6 +61,12 @@ def _put_back(op: Any, base: torch.Tensor, view: torch.Tensor, args: Any, kwargs
         return view.reshape(base.shape)
     if op in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default, aten.detach.default):
         return view.reshape(base.shape)
+    if op is aten.diagonal.default:
+        return aten.diagonal_scatter.default(base, view, *args, **kwargs)
+    if op in (aten.t.default, aten.transpose.int):  # its own inverse
+        return op(view, *args, **kwargs)
+    if op is aten.permute.default:
+        return view.permute([[d % base.ndim for d in args[0]].index(dim) for dim in range(base.ndim)])
     raise LayoutError(
         f"a write into a view made by {op} of a tensor of shape {tuple(base.shape)}: the view needed other pieces than "
         f"its base holds, so the write would not reach it; write into the base itself, or mark it unsplit on that dim"

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import fullshard.spmd as xs
-from fullshard import runtime
+from fullshard import FSDPv2, runtime
 from fullshard.errors import LayoutError, RuntimeSetupError
+from fullshard.spmd import reminders
 from tests.pool import ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -145,3 +146,59 @@ def test_the_guides_statements_leave_the_layouts_they_say(world_size):
     assert tensors["t1"].local_shards[0].indices == (slice(0, 8), piece, slice(0, 16))
     assert tensors["t2"].local_shards[0].indices == (piece,)
     assert tensors["t"].to_local().shape == (step, 4)
+
+
+def _two_layers(mesh):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        xs.mark_sharding(layer.weight, mesh, ("model", None))
+    return model
+
+
+def _reminders():
+    return [key for key in runtime.warned() if key.startswith("marked but whole")]
+
+
+@ranks(4)
+def test_marks_that_nobody_honours_are_named_once():
+    mesh = xs.Mesh(np.arange(4), (2, 2), ("fsdp", "model"))
+    runtime.forget_warnings()
+    model = _two_layers(mesh)
+    assert not _reminders()
+    for _ in range(2):
+        model(torch.randn(2, 8))
+    assert _reminders() == ["marked but whole: 0.weight, 1.weight"]
+    assert reminders._forward_hook is None  # nothing is left to look for
+
+    runtime.forget_warnings()
+    bare = nn.Parameter(torch.ones(4, 4))
+    xs.mark_sharding(bare, mesh, ("model", None))
+    bare.sum().backward()
+    torch.optim.SGD([bare], lr=0.1).step()
+    assert _reminders() == ["marked but whole: a parameter of shape (4, 4)"]
+
+    runtime.forget_warnings()
+    for model in (
+        xs.distribute_module(_two_layers(mesh), mesh),
+        FSDPv2(_two_layers(mesh), mesh),
+        _two_layers(xs.Mesh([0], (1,), ("model",))),  # one device: whole either way
+    ):
+        model(torch.randn(4, 8)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    cleared = _two_layers(mesh)
+    for parameter in cleared.parameters():
+        xs.clear_sharding(parameter)
+    cleared(torch.randn(4, 8))
+    assert not _reminders()
+
+
+@ranks(4)
+def test_an_optimizer_of_replaced_parameters_is_refused():
+    mesh = xs.Mesh(np.arange(4), (2, 2), ("data", "model"))
+    model = _two_layers(mesh)
+    stale = torch.optim.SGD(model.parameters(), lr=0.1)
+    xs.distribute_module(model, mesh)
+    model(torch.randn(2, 8)).sum().backward()
+    with pytest.raises(LayoutError, match=r"this SGD was made before distribute_module.*0.weight, 0.bias, 1.weight"):
+        stale.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()

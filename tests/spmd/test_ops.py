@@ -190,6 +190,12 @@ WRITES = {
     "fill diagonal": lambda t: t.fill_diagonal_(8.0),
     "index_add": lambda t: t.index_add_(0, torch.tensor([1, 1]), torch.ones(2, 6)),
     "transposed": lambda t: t.t().mul_(2),
+    "diagonal": lambda t: t.diagonal().add_(1),
+    "chunk": lambda t: t.chunk(2)[1].mul_(3),
+    "columns of a split": lambda t: t.split([1, 3, 2], 1)[1].zero_(),
+    "one of all rows": lambda t: t.unbind(0)[2].fill_(9.0),
+    "permuted": lambda t: t.permute(1, 0)[2].mul_(0),
+    "every other row": lambda t: t[::2].mul_(2),
 }
 
 
@@ -227,6 +233,40 @@ def test_writes_into_a_pending_sum():
     torch.testing.assert_close(pending.clone().clamp_(min=0).full_tensor(), value.sum(0).clamp(min=0))
     pending[0] = 3.0
     assert pending.full_tensor()[0] == 3.0
+
+
+@ranks(4)
+def test_terms_of_a_pending_sum_are_not_rounded_divided_by_zero_or_cast_one_by_one():
+    value = torch.randn(7, 6) * 1000
+    for run in (
+        lambda t: t.half() * t.sum(0),
+        lambda t: t.sum(0) / 0,
+        lambda t: t.sum(0) / torch.zeros(6),
+        lambda t: t.sum(0).div(torch.tensor(3.0)),
+        lambda t: t.sum(0).bfloat16(),
+        lambda t: (t.sum(0) * 0.1).int(),
+        lambda t: t.sum(0).to(torch.bool),
+    ):
+        expected = run(value)
+        for layout in keepable([("data", "model"), (("model", "data"), None)]):
+            got = run(xs.mark_sharding(value.clone(), square(), layout)).full_tensor()
+            torch.testing.assert_close(got, expected, rtol=1e-2 if got.dtype == torch.bfloat16 else 1e-3, atol=1e-3)
+
+
+@ranks(4)
+def test_gradients_of_a_write_through_a_mask():
+    value = torch.randn(7, 6)
+    for layout in keepable([("data", None), (None, "data"), ("model", "data"), (("model", "data"), None)]):
+        results = []
+        for t in (value.clone(), xs.mark_sharding(value.clone(), square(), layout)):
+            t = t.detach().requires_grad_()
+            changed = t * 2
+            changed[t.detach() > 0] = 0.0
+            changed[torch.arange(7) % 2 == 0] *= 3
+            (changed * torch.arange(6.0)).sum().backward()
+            results += [changed, t.grad]
+        for got, expected in zip(results[2:], results[:2], strict=True):
+            torch.testing.assert_close(got.full_tensor(), expected)
 
 
 @ranks(4)

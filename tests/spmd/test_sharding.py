@@ -181,6 +181,36 @@ def test_local_shards_are_loaded_back():
 
 
 @ranks(4)
+def test_local_shards_are_copies_that_may_be_changed():
+    value = torch.randn(6, 4)
+    for t in (xs.mark_sharding(value.clone(), square(), ("data", "model")), value.clone()):
+        xs.mark_sharding(t, square(), ("data", "model"))
+        shards = t.local_shards
+        for shard in shards:
+            shard.data *= -1
+            assert torch.equal(t.full_tensor(), value)
+            shard.data = shard.data * 2
+        t.load_local_shards_(shards)
+        assert torch.equal(t.full_tensor(), value * -2)
+
+
+@ranks(4)
+def test_copies_of_a_piece_are_loaded_with_one_value():
+    me, value = runtime.rank(), torch.randn(6, 4)
+    for spec in ((None, None), ("data", None), (None, "model")):
+        t = xs.mark_sharding(value.clone(), square(), spec)
+        (mine,) = t.local_shards
+        t.load_local_shards_([mine.data * 2])
+        assert torch.equal(t.full_tensor(), value * 2)
+        for odd in (mine.data * (2 if me == 3 else 3), torch.zeros(9) if me == 1 else mine.data):
+            with pytest.raises(
+                LayoutError, match=r"on several ranks, and not all of them were given the same|shape \(9,"
+            ):
+                t.load_local_shards_([odd])
+            assert torch.equal(t.full_tensor(), value * 2)  # on every rank
+
+
+@ranks(4)
 def test_manual_view_there_and_back():
     mesh = xs.get_1d_mesh("data")
     value = torch.randn(7, 7)
