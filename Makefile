@@ -7,12 +7,16 @@ TEST_OPTIONS ?=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help quickstart test test-all test-gpu lint bench clean
+PART ?=
+
+.PHONY: help quickstart check test test-all test-gpu lint bench clean
 
 help:
 	@echo "make quickstart   set up, then fine-tune a small model on 2 CPU ranks, and see what it learnt"
+	@echo "make check        lint and the tests that catch most, in about a minute (tests/check.txt)"
 	@echo "make test         set up, then lint and run the tests (TEST_OPTIONS=... goes to pytest)"
-	@echo "make test-all     the same with the slow tests"
+	@echo "make test-all     the same with the slow tests, folder by folder, also after one has failed;"
+	@echo "                  PART=fsdp or PART=data,rest for some of them; a line for each at the end"
 	@echo "make test-gpu     the tests that need a GPU, one is enough; skipped where there is none"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        run the benchmarks"
@@ -25,7 +29,10 @@ test: lint
 	@$(ENVIRONMENT); $$py -m pytest -m "not slow" $(TEST_OPTIONS)
 
 test-all: lint
-	@$(ENVIRONMENT); $$py -m pytest $(TEST_OPTIONS)
+	@$(ENVIRONMENT); $$py tools/run_tests.py "$(PART)" $(TEST_OPTIONS)
+
+check: lint
+	@$(ENVIRONMENT); $$py tools/run_tests.py check -q $(TEST_OPTIONS)
 
 test-gpu:
 	@py=$$($(PYTHON) tools/environment.py gpu) || exit 1; $$py -m pytest -m gpu $(TEST_OPTIONS)

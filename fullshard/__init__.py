@@ -27,9 +27,11 @@ __all__ = [
     "always_wrap_policy",
     "checkpoint_module",
     "fsdp",
+    "gather_for_metrics",
     "lambda_auto_wrap_policy",
     "load_pretrained",
     "load_state",
+    "mean_over_rows",
     "merge_adapter",
     "prepare",
     "runtime",
@@ -39,6 +41,7 @@ __all__ = [
     "spmd",
     "transformer_auto_wrap_policy",
     "use_spmd",
+    "weighted",
     "weights",
     "xm",
 ]
@@ -52,6 +55,8 @@ _HOMES = {
     "merge_adapter": "weights.merge_adapter",
     "prepare": "train.prepare",
     "save_pretrained": "weights.export",
+    "weighted": "fsdp.weigh",
+    **dict.fromkeys(("gather_for_metrics", "mean_over_rows"), "train.gather"),
     **dict.fromkeys(("CheckpointManager", "load_state", "save_state"), "weights.checkpoint"),
     **dict.fromkeys(
         (

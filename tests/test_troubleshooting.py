@@ -177,7 +177,7 @@ def fits(quote: str) -> re.Pattern[str]:
     return re.compile(r".*".join(words), re.DOTALL)
 
 
-OTHERS = {"CUDA out of memory"}
+OTHERS = {"CUDA out of memory", "modified by an inplace operation", "out of bounds for storage of size 0"}
 """Quoted, though another library says it."""
 
 

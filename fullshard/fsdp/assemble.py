@@ -102,18 +102,22 @@ def assemble(
     taken = [unit for engine in inner for unit in engine.units]
     units = _make_units(root, modules, taken, options, means, sync, ignored)
     shard.place_buffers(root, options.mesh, ignored, options.precision.buffer_dtype, sync)
-    settings = Settings(
-        options.precision, options.forward_prefetch, options.backward_prefetch, options.gathers_in_flight
-    )
+    settings = Settings(options.forward_prefetch, options.backward_prefetch, options.gathers_in_flight)
     order = {module: i for i, module in enumerate(root.modules())}
     engine = Engine(sorted([*units, *taken], key=lambda u: order[u.module]), means, settings)
     for unit in units:
         unit.module.__class__ = extended_class(unit.module)
         _attach(unit, engine, options, options.shard_output if unit.module is root else None)
+        unit.output_dtype = options.precision.output_dtype if unit.module is root else None
     for unit in taken:
         unit.means = means
+        if unit.precision == options.precision:
+            unit.output_dtype = None  # one model in one precision, however it was wrapped: its root casts
         unit.module._fullshard_engine = engine
     _name_units(root, engine, options)
+    modules_below = {unit.module: set(unit.module.modules()) - {unit.module} for unit in engine.units}
+    for unit in engine.units:
+        unit.holds_units = any(other.module in modules_below[unit.module] for other in engine.units)
     engine.before_pass = guard.Readiness(root, engine, ignored)
     engine.has_global_parameters = any(any(p.gathered_layout.dims) for unit in engine.units for p in unit.parameters)
     guard.expect_optimizers()
@@ -206,7 +210,14 @@ def _make_units(
     keeps = options.strategy.keeps_after_forward
     names = {module: name for name, module in root.named_modules()}
     return [
-        Unit(plan_unit(names[m], type(m).__name__, [p.plan for p in owned[m]]), m, owned[m], means, keeps)
+        Unit(
+            plan_unit(names[m], type(m).__name__, [p.plan for p in owned[m]]),
+            m,
+            owned[m],
+            means,
+            keeps,
+            options.precision,
+        )
         for m in modules
         if owned[m] or m is root
     ]

@@ -20,8 +20,11 @@ from typing import Any
 
 import torch
 
-from fullshard.fsdp import watch
-from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision
+from fullshard.errors import FSDPError
+from fullshard.fsdp import watch, weigh
+from fullshard.fsdp.compiler import Compiler
+from fullshard.fsdp.output import outliving
+from fullshard.fsdp.strategy import BackwardPrefetch
 from fullshard.fsdp.tree import map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Reduction, State, Unit
 from fullshard.spmd.tensor import is_sharded
@@ -34,13 +37,15 @@ class Call:
         self.unit, self.ticket, self.as_global = unit, ticket, as_global
         self.end = ticket
         """A number above those of all calls made inside this one."""
+        self.casts = unit.casts
+        self.first_node = torch.autograd._get_sequence_nr()
+        """The number of the first operation that autograd records from here on."""
 
 
 @dataclass
 class Settings:
     """How an engine runs its units."""
 
-    precision: MixedPrecision
     forward_prefetch: bool = True
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
     in_flight: int = 1
@@ -66,6 +71,7 @@ class Engine:
         self.summoned = False
         """Whether modules hold whole parameters at the user's wish."""
         self.has_global_parameters = False
+        self.compiler = Compiler()
         self.before_pass: Callable[[], None] = lambda: None
         """Called before each pass; the wrapper looks there for what was done to the module in the meantime."""
         self._as_global = False
@@ -73,6 +79,8 @@ class Engine:
         self._stack: list[Unit] = []
         self._order: list[Unit] = []
         self._recorded: list[Unit] = []
+        self._left: list[Unit] = []
+        """The last pass's units in the order in which their calls ended."""
         self._returning: dict[Unit, bool] = {}
         """Whether a backward may reach the unit, by its last call."""
         self._tickets = itertools.count()
@@ -80,6 +88,9 @@ class Engine:
         self._backwards: dict[int, _Backward] = {}
         self._in_flight: deque[Reduction] = deque()
         self._held: set[Unit] = set()
+        for unit in units:
+            for p in unit.parameters:
+                p.on_gradient = partial(self.compiler.aside, self._gradient_arrives, unit)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -97,12 +108,16 @@ class Engine:
             self._make_ready(unit, "forward")
             if not recompute:
                 self._record_and_prefetch(unit)
-            args, kwargs = self._cast_inputs((args, kwargs))
+            args, kwargs = _cast_inputs(unit, (args, kwargs))
+            weight = weigh.current().weight if outermost and not self._as_global else 1.0
+            args, kwargs = weigh.entering((args, kwargs), weight)
             # Taken down before the call: it may put tensors of its own into what it was given, such as a cache.
             inputs = list(tensors_in((args, kwargs), objects=False)) if torch.is_grad_enabled() else []
-            output = output_of(forward(*args, **kwargs), self._as_global)
+            before = [(t, t.grad_fn) for t in inputs]
+            output = outliving(unit, output_of(forward(*args, **kwargs), self._as_global))
+            output = _cast(output, unit.output_dtype)
             if outermost:
-                output = self._cast_output(output)
+                output = weigh.leaving(output, weight)
         except BaseException:
             self._stack.pop()
             if outermost:
@@ -111,8 +126,9 @@ class Engine:
                 unit.free()
             raise
         self._stack.pop()
-        tracked = torch.is_grad_enabled() and self._follow(call, inputs, output)
+        tracked = torch.is_grad_enabled() and self._follow(call, before, output)
         if not recompute:
+            self._left.append(unit)
             # Re-entrant checkpointing runs a unit without gradients at first, and comes back for it.
             self._returning[unit] = tracked or not torch.is_grad_enabled()
             self._leave(unit, outermost, tracked)
@@ -125,7 +141,7 @@ class Engine:
         self.before_pass()
         self._as_global = self.has_global_parameters or any(is_sharded(t) for t in tensors_in((args, kwargs)))
         self._grad_pass = torch.is_grad_enabled()
-        self._recorded = []
+        self._recorded, self._left = [], []
         self.step += self._grad_pass
         for unit in self.units:
             # Gathered values that outlived their pass: their graph was dropped, or the shards have changed since.
@@ -133,6 +149,8 @@ class Engine:
                 unit.free()
 
     def _make_ready(self, unit: Unit, doing: str) -> None:
+        if unit.state is not State.SHARDED and not unit.shown and not unit.is_fresh():
+            unit.free()  # gathered before a write to its shards
         if unit.state is State.SHARDED:
             watch.at(self.step, unit.name, "gather")
             unit.start_gather()
@@ -175,29 +193,28 @@ class Engine:
         self.means.host.settle()  # from here on the host may write to its shards
         watch.at(self.step, unit.name, "after forward")
 
-    def _cast_inputs(self, inputs: Any) -> Any:
-        dtype = self.settings.precision.param_dtype
-        if dtype is None or not self.settings.precision.cast_forward_inputs:
-            return inputs
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
-
-    def _cast_output(self, output: Any) -> Any:
-        dtype = self.settings.precision.output_dtype
-        return output if dtype is None else map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
-
     # --- following autograd -----------------------------------------------------------------------------------------
 
-    def _follow(self, call: Call, inputs: list[torch.Tensor], output: Any) -> bool:
-        """Hook a call's tensors; whether a backward can come."""
+    def _follow(self, call: Call, inputs: list[tuple[torch.Tensor, Any]], output: Any) -> bool:
+        """Hook a call's tensors; whether a backward can come.
+
+        Inputs come with the operation that made them. Hooks are put on what this call has made: a leaf belongs to
+        others and lives on, and an input that is returned as it came has its gradient when the call's backward is over.
+        """
         call.end = next(self._tickets)
-        outputs = {id(t): t for t in tensors_in(output) if t.requires_grad}
+        passed = {id(t) for t, made_by in inputs if t.grad_fn is made_by}
+        outputs = {id(t): t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in passed}
+        if not call.unit.keeps_after_forward:
+            # Auxiliary losses are often left on a module. Their backward may begin before that of the outputs.
+            kept = call.unit.kept_tensors()
+            outputs |= {id(t): t for t in kept if (made := t.grad_fn) and made._sequence_nr() >= call.first_node}
         for t in outputs.values():
-            t.register_hook(partial(self._backward_begins, call))
+            t.register_hook(partial(self.compiler.aside, self._backward_begins, call))
         if not outputs:
             return False
-        for t in {id(t): t for t in inputs}.values():
-            if t.requires_grad and not t.is_leaf and id(t) not in outputs:
-                t.register_hook(partial(self._backward_ends, call))
+        for t in {id(t): t for t, _ in inputs}.values():
+            if t.grad_fn is not None and id(t) not in outputs:
+                t.register_hook(partial(self.compiler.aside, self._backward_ends, call))
         live = [ref for ref in self._calls.get(call.unit, []) if ref() is not None]
         self._calls[call.unit] = [*live, weakref.ref(call)]
         return True
@@ -207,19 +224,44 @@ class Engine:
         return [call.ticket for ref in self._calls.get(unit, []) if (call := ref()) is not None]
 
     def _backward_begins(self, call: Call, grad: torch.Tensor) -> None:
-        run = torch._C._current_graph_task_id()
-        if run not in self._backwards:
-            self._backwards[run] = _Backward()
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, run))
-        backward = self._backwards[run]
+        if torch.is_grad_enabled():
+            self._refuse_create_graph(call.unit)
+        backward = self._this_backward()
         if backward.reached.get(call.unit, call.ticket + 1) <= call.ticket and call.unit.shown:
             return  # another output of the same call
         backward.reached[call.unit] = min(call.ticket, backward.reached.get(call.unit, call.ticket))
         self._as_global = call.as_global
         self._flush(backward, above=call.end)  # calls inside this one are still to come
+        if call.casts != call.unit.casts:
+            raise FSDPError(
+                f"the dtype of unit {call.unit.name or '(root)'} was changed between this forward and its backward, "
+                f"and the model has run in the new dtype since; finish the backward before casting the model"
+            )
         self._make_ready(call.unit, "backward")
         if self.settings.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(self._before(call.unit))
+
+    def _this_backward(self) -> _Backward:
+        run = torch._C._current_graph_task_id()
+        if run not in self._backwards:
+            self._backwards[run] = _Backward()
+            ends = partial(self.compiler.aside, self._end_backward, run)
+            torch.autograd.Variable._execution_engine.queue_callback(ends)
+        return self._backwards[run]
+
+    def _gradient_arrives(self, unit: Unit) -> None:
+        """A gradient at a parameter. Where none has arrived at the unit's outputs, the loss was computed from a tensor
+        that left the unit by another way: an attribute, a list, a hook."""
+        if any(unit in backward.reached for backward in self._backwards.values()):
+            return
+        there = unit.state is State.GATHERED or all(p.shares for p in unit.parameters)
+        if not (there and unit.is_fresh()):
+            raise FSDPError(
+                f"backward came into unit {unit.name or '(root)'} by a tensor that its forward did not return (taken "
+                f"by a hook, for example), while its parameters were not gathered. Return that tensor from the unit's "
+                f"forward, or use strategy='SHARD_GRAD_OP', which keeps the parameters until backward"
+            )
+        self._this_backward().reached[unit] = min(self._live(unit), default=0)
 
     def _backward_ends(self, call: Call, grad: torch.Tensor) -> None:
         backward = self._backwards.get(torch._C._current_graph_task_id())
@@ -228,10 +270,20 @@ class Engine:
 
     def _before(self, unit: Unit) -> list[Unit]:
         """The units whose backward follows, nearest first."""
-        if unit not in self._order:
+        if unit not in self._left:
             return []
-        place = len(self._order) - 1 - self._order[::-1].index(unit)
-        return [u for u in reversed(self._order[:place]) if u is not unit and self._returning.get(u)]
+        # Backward of a call begins at its output, so it runs through the calls in the reverse of the order in which
+        # they ended: a unit's own, then those of the units inside it.
+        place = len(self._left) - 1 - self._left[::-1].index(unit)
+        return [u for u in reversed(self._left[:place]) if u is not unit and self._returning.get(u)]
+
+    def _refuse_create_graph(self, unit: Unit) -> None:
+        raise FSDPError(
+            f"backward with create_graph=True (a gradient penalty, a Hessian) through unit {unit.name or '(root)'}: "
+            f"the second backward would run through gathered values that are gone by then. Compute the inner gradient "
+            f"inside the forward of one unit: a module whose forward calls torch.autograd.grad(…, create_graph=True) "
+            f"and returns the penalty, wrapped without units below it"
+        )
 
     def _flush(self, backward: _Backward, above: int) -> None:
         """Reduce and free the units whose backward is over: those that no call up to ticket `above` needs."""
@@ -281,7 +333,7 @@ class Engine:
         self._backwards.clear()
         self._stack.clear()
         self._held.clear()
-        self._order = []
+        self._order, self._left = [], []
         for reduction in reductions:
             reduction.wait()
         for unit in self.units:
@@ -311,6 +363,14 @@ class Engine:
         finally:
             for unit in shown:
                 unit.show_gathered(self._as_global)
+
+
+def _cast_inputs(unit: Unit, inputs: Any) -> Any:
+    return _cast(inputs, unit.precision.param_dtype) if unit.precision.cast_forward_inputs else inputs
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    return values if dtype is None else map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
 def _in_backward() -> bool:

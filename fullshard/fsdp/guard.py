@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fullshard.errors import FSDPError, MeshError
 from fullshard.fsdp import policy as policies
 from fullshard.fsdp import shard, watch
 from fullshard.fsdp.engine import Engine
-from fullshard.fsdp.plan import plan_unit
+from fullshard.fsdp.held import HeldGradient
+from fullshard.fsdp.plan import plan_unit, replan
 from fullshard.fsdp.strategy import ShardingStrategy
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.spmd.tensor import is_sharded
@@ -88,12 +89,9 @@ class Readiness:
             self.first = False
         for unit in self.engine.units:
             changed = [p for p in unit.parameters if p.adopt()]
-            for p in changed:
-                trainable = p.shard.requires_grad
-                p.plan = dataclasses.replace(p.plan, trainable=trainable)
-                p.set_trainable(trainable)
             if changed:
-                unit.plan = plan_unit(unit.plan.name, unit.plan.module, [p.plan for p in unit.parameters])
+                plans = [replan(p.plan, p.shard.dtype, p.shard.requires_grad, unit.precision) for p in unit.parameters]
+                unit.follow(plan_unit(unit.plan.name, unit.plan.module, plans))
 
     def _find_strangers(self) -> None:
         known = {id(p.shard) for unit in self.engine.units for p in unit.parameters}
@@ -119,6 +117,12 @@ def expect_optimizers() -> None:
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watch.check()  # gradients that were summed without a rank that is gone are no gradients
+    for group in optimizer.param_groups:
+        if any(isinstance(parameter.grad, HeldGradient) for parameter in group["params"]):
+            raise FSDPError(
+                f"{type(optimizer).__name__}.step() while no_sync() holds gradients back: the ranks' terms have not "
+                f"been added up. Call backward() of the last micro-batch outside no_sync() before the step"
+            )
     if getattr(optimizer, "_fullshard_checked", False):
         return
     for group in optimizer.param_groups:
@@ -131,4 +135,26 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     f"optimizer from "
                     f"model.parameters() after FSDPv2(…)"
                 )
+    _check_kind(optimizer)
     optimizer._fullshard_checked = True
+
+
+NOT_BY_ELEMENT = {"Adafactor": "scales by means over rows, columns and the whole of a parameter", "Rprop": "uses masks"}
+"""Optimizers whose update torch cannot compute on pieces of a parameter, and why."""
+
+
+def _check_kind(optimizer: Optimizer) -> None:
+    sharded = [p for group in optimizer.param_groups for p in group["params"] if is_sharded(p)]
+    kind = type(optimizer)
+    if kind.__name__ not in NOT_BY_ELEMENT or not sharded:
+        return
+    if kind.__module__.startswith("transformers."):
+        raise FSDPError(
+            "Adafactor of transformers cannot update DTensors; use an optimizer that works element by element (AdamW, "
+            "SGD), or torch.optim.Adafactor with strategy='NO_SHARD'"
+        )
+    if any(isinstance(placement, Shard) for p in sharded for placement in p.placements):
+        raise FSDPError(
+            f"{kind.__name__} {NOT_BY_ELEMENT[kind.__name__]}, and each rank holds a piece of each; use an optimizer "
+            f"that works element by element (AdamW, SGD), or strategy='NO_SHARD', where every rank holds all of them"
+        )

@@ -54,6 +54,10 @@ class HostTraffic:
         else:
             total.add_(grad)
 
+    def arrived(self) -> None:
+        """After this the host may read what `to_host` has begun to copy inside `landing`."""
+        self._lane.join_host()
+
     def settle(self) -> None:
         """After this the host may read gradients and write to shards."""
         for copies in (self._reading, self._landing):

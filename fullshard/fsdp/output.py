@@ -9,10 +9,38 @@ from typing import Any
 
 import torch
 
-from fullshard.fsdp.tree import map_tensors
+from fullshard.errors import FSDPError
+from fullshard.fsdp.tree import map_tensors, tensors_in
+from fullshard.fsdp.unit import Unit
+from fullshard.fsdp.writes import piece_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import disable_manual_sharding, mark_sharding, sharding_of
 from fullshard.spmd.tensor import ShardedTensor
+
+
+def outliving(unit: Unit, output: Any) -> Any:
+    """An output in which nothing lies in the memory of the unit's gathered values.
+
+    A module may return its parameters, or views of them. The gathered value's memory goes with the unit and its leaf is
+    the same in every step, so what leaves is a copy, through which gradients flow.
+    """
+
+    gathered = {p.full.untyped_storage()._cdata for p in unit.parameters if p.full is not None}
+
+    def borrowed(t: torch.Tensor) -> bool:
+        t = piece_of(t)
+        return t.layout is torch.strided and t.untyped_storage()._cdata in gathered
+
+    if not any(borrowed(t) for t in tensors_in(output)):
+        return output
+    output = map_tensors(lambda t: t.clone() if borrowed(t) else t, output)
+    if any(borrowed(t) for t in tensors_in(output)):
+        raise FSDPError(
+            f"unit {unit.name or '(root)'} returns one of its parameters (or a view of one) inside an object of a "
+            f"class that is not known here, so it cannot be replaced by a copy that outlives the unit; return it in a "
+            f"tuple, list, dict or dataclass, or return a clone() of it"
+        )
+    return output
 
 
 @dataclass

@@ -10,7 +10,7 @@ for backward points into that memory, so it is right again once the memory is fi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard import accelerator, runtime
 from fullshard.errors import FSDPError
+from fullshard.fsdp.held import HeldGradient
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import dtype_of
+from fullshard.fsdp.writes import writes_of
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, relaid, torch_layout
 
+POST_HOOKS = "_post_accumulate_grad_hooks"
 Site = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
 Copy = tuple[torch.Tensor, torch.Tensor]
@@ -58,9 +61,8 @@ class ShardedParameter:
         self.plan = plan
         self.shard = shard
         self.sites = sites
-        dtype = dtype_of(plan.compute_dtype)
-        assert dtype is not None
-        self.dtype = dtype
+        self.dtype = torch.float32
+        """Of the gathered value."""
         self.layout = Layout.of(mesh, plan.spec, plan.shape)
         fsdp = mesh.get_axis_name_idx("fsdp")
         kept = tuple(tuple(axis for axis in axes if axis != fsdp) for axes in self.layout.dims)
@@ -73,12 +75,15 @@ class ShardedParameter:
         """The shape of a piece of it, padded."""
         self.full: nn.Parameter | None = None
         self.full_global: nn.Parameter | None = None
-        self.held: torch.Tensor | None = None
-        """Gradient kept back by `no_sync`, in the dtype it will travel in."""
+        self._gathered_at: Any = None
+        """The shard's writes when it was last gathered."""
+        self.on_gradient: Callable[[], None] = lambda: None
+        """Called when backward has added to the gathered value's gradient."""
         self.view: Any = None
         """What the module sees instead of the gathered value, if it has its own way of seeing it."""
         self.offloaded = offloaded
         """Whether the shard lies on the host."""
+        self.follow(plan)
 
     # --- at rest ------------------------------------------------------------------------------------------------------
 
@@ -87,9 +92,20 @@ class ShardedParameter:
         assert is_sharded(self.shard)
         return self.shard._local_tensor
 
+    def follow(self, plan: ParameterPlan) -> None:
+        """Follow a plan; the gathered value of another dtype is another one. Not while it is gathered."""
+        dtype = dtype_of(plan.compute_dtype)
+        assert dtype is not None
+        self.plan = plan
+        if dtype != self.dtype:
+            self.dtype, self.full, self.full_global, self.view = dtype, None, None, None
+        for leaf in (self.full, self.full_global):
+            if leaf is not None:
+                leaf.requires_grad_(plan.trainable)
+
     def adopt(self) -> bool:
-        """Take note of what was done to the shard from outside (`to_empty`, `load_state_dict`, freezing); whether it
-        trains now differs from the plan."""
+        """Take note of what was done to the shard from outside (`to_empty`, `load_state_dict`, freezing, casts);
+        whether it differs from the plan now."""
         module, name = self.sites[0]
         current = module._parameters[name]
         if current is not self.shard and current is not None and current is not self.full:
@@ -100,10 +116,17 @@ class ShardedParameter:
                     f"expected a DTensor of shape {self.plan.shape}. Load values with load_state_dict, or replace "
                     f"parameters before wrapping the module"
                 )
+            if torch.is_grad_enabled() and current.requires_grad and not current.is_leaf:
+                raise FSDPError(
+                    f"parameter {self.plan.name} stands for a value computed from others (torch.func.functional_call "
+                    f"with values that need gradients): gradients would end at the gathered value instead of flowing "
+                    f"back to them. Call it with detached values, or compute them inside the module's forward "
+                    f"(torch.nn.utils.parametrize)"
+                )
             self.shard = current
             for other, other_name in self.sites[1:]:
                 other._parameters[other_name] = current
-        return self.shard.requires_grad != self.plan.trainable
+        return self.shard.requires_grad != self.plan.trainable or self.shard.dtype != dtype_of(self.plan.dtype)
 
     def give_memory(self) -> None:
         """Give a shard that was planned on the meta device its memory where it lies at rest, without values yet."""
@@ -137,13 +160,20 @@ class ShardedParameter:
                     if shares
                     else torch.empty(self.whole, dtype=self.dtype, device=runtime.device())
                 )
-                self.full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
+                self.full = self._leaf(data)
         elif shares:
             if self.full.data_ptr() != self.local.data_ptr() or self.full.device != self.local.device:
                 self.full.data = self.local.detach()
         else:
             self.full.untyped_storage().resize_(self.nbytes)
         return 0 if shares else self.nbytes
+
+    def _leaf(self, data: torch.Tensor) -> nn.Parameter:
+        """The leaf that modules compute with."""
+        leaf = nn.Parameter(data, requires_grad=data.is_floating_point())  # packed values are integers
+        if leaf.requires_grad:
+            leaf.register_post_accumulate_grad_hook(lambda _: self.on_gradient())
+        return leaf.requires_grad_(self.shard.requires_grad)
 
     def free(self) -> int:
         """Give the memory back; the number of bytes that were."""
@@ -153,6 +183,21 @@ class ShardedParameter:
         return self.nbytes
 
     # --- gathering ----------------------------------------------------------------------------------------------------
+
+    def is_fresh(self) -> bool:
+        """Whether the shard is as it was when it was gathered."""
+        return bool(self._gathered_at == (id(self.shard), writes_of(self.shard)))
+
+    def note_writes(self) -> None:
+        """Before a gather: a write to the shard is a write to the gathered value.
+
+        Autograd counts those, and refuses a backward through a value that has changed since it was saved.
+        """
+        if self._gathered_at is not None and not self.is_fresh():
+            for leaf in (self.full, self.full_global):
+                if leaf is not None:
+                    torch.autograd.graph.increment_version(leaf)
+        self._gathered_at = (id(self.shard), writes_of(self.shard))
 
     def source(self, from_host: bool) -> torch.Tensor:
         """This rank's piece as it travels: contiguous, in the dtype of the gathered value.
@@ -179,6 +224,8 @@ class ShardedParameter:
     def unpack(self, slots: torch.Tensor) -> list[Copy]:
         """What puts all ranks' pieces (rows of bytes) together in the gathered value."""
         assert self.full is not None
+        if not self.full.numel():
+            return []
         pieces = slots[:, : math.prod(self.piece) * self.dtype.itemsize].view(self.dtype).view(-1, *self.piece)
         return [(whole, piece) for whole, piece in self._blocks(self.full.data, pieces)]
 
@@ -221,16 +268,11 @@ class ShardedParameter:
             with torch.inference_mode(False):
                 spec = DTensorSpec(mesh, placements, tensor_meta=meta)
                 value = ShardedTensor(self.full.data, spec, requires_grad=False)
-                self.full_global = nn.Parameter(value, requires_grad=self.shard.requires_grad)
+                self.full_global = self._leaf(value)
         assert is_sharded(self.full_global)
         if self.full_global._local_tensor.data_ptr() != self.full.data_ptr():
             self.full_global._local_tensor = self.full.data
         return self.full_global
-
-    def set_trainable(self, trainable: bool) -> None:
-        for leaf in (self.full, self.full_global):
-            if leaf is not None:
-                leaf.requires_grad_(trainable)
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -238,7 +280,9 @@ class ShardedParameter:
         """What backward left on the gathered value (and `no_sync` kept back), as this rank's term of the sum."""
         reduce_dtype = dtype_of(self.plan.reduce_dtype)
         assert reduce_dtype is not None
-        total, self.held = self.held, None
+        total = None
+        if (held := self.held) is not None:
+            total, self.shard.grad = held.term, held.base
         for leaf in (self.full, self.full_global):
             if leaf is not None and leaf.grad is not None:
                 grad, leaf.grad = leaf.grad, None
@@ -249,8 +293,27 @@ class ShardedParameter:
                 total = term if total is None else total.add_(term)
         return total
 
+    @property
+    def held(self) -> HeldGradient | None:
+        """The gradient that `no_sync` holds back, unless it was dropped since."""
+        grad = self.shard.grad
+        return grad if isinstance(grad, HeldGradient) else None
+
+    def hold_gradient(self) -> None:
+        """Hold this rank's gradient back, in the dtype it will be summed in."""
+        if self.hooks:
+            raise FSDPError(
+                f"a hook on {self.plan.name} and no_sync(): hooks on parameters are given the gradient summed over the "
+                f"ranks, which no_sync() puts off. Leave no_sync() out (every micro-batch is reduced then), or remove "
+                f"the hook"
+            )
+        term = self.take_gradient()
+        if term is not None and self.shard.requires_grad:
+            self.shard.grad = HeldGradient(self.shard, term, self.shard.grad)
+
     def drop_gradient(self) -> None:
-        self.held = None
+        if (held := self.held) is not None:
+            self.shard.grad = held.base
         for leaf in (self.full, self.full_global):
             if leaf is not None:
                 leaf.grad = None
@@ -276,6 +339,8 @@ class ShardedParameter:
 
     def pack_gradient(self, grad: torch.Tensor, rows: torch.Tensor) -> list[Copy]:
         """What cuts a gradient into pieces, one per row of its slot in a bucket; padding stays as it is there."""
+        if not grad.numel():
+            return []
         pieces = rows[:, : math.prod(self.piece)].view(-1, *self.piece)
         return [(piece, whole) for whole, piece in self._blocks(grad, pieces)]
 
@@ -287,10 +352,13 @@ class ShardedParameter:
         return piece
 
     def land(self, grad: torch.Tensor, host: HostTraffic) -> None:
-        """Add a reduced piece to the shard's gradient."""
+        """Add a reduced piece to the shard's gradient; not if it was frozen since its forward, as on one device."""
+        if not self.shard.requires_grad:
+            return
         grad = grad.detach().to(self.local.dtype)
         if grad.device != self.local.device:
             grad = host.to_host(grad)
+        grad = self._hooked(grad, host)
         current = self.shard.grad
         if current is None:
             assert is_sharded(self.shard)
@@ -298,3 +366,39 @@ class ShardedParameter:
         else:
             assert is_sharded(current)
             host.add(current._local_tensor, grad)
+
+    @property
+    def hooks(self) -> list[Any]:
+        """What the user registered on the parameter: `register_hook`, `register_post_accumulate_grad_hook`."""
+        both = (self.shard._backward_hooks, getattr(self.shard, POST_HOOKS))
+        return [hook for hooks in both for hook in (hooks or {}).values()]
+
+    def _hooked(self, grad: torch.Tensor, host: HostTraffic) -> torch.Tensor:
+        """A reduced piece as the parameter's hooks leave it."""
+        hooks = self.shard._backward_hooks
+        if not hooks:
+            return grad
+        if self.offloaded:
+            host.arrived()
+        assert is_sharded(self.shard)
+        value: Any = type(self.shard)(grad, self.shard._spec, requires_grad=False)
+        for hook in list(hooks.values()):
+            with torch.no_grad():
+                result = hook(value)
+            if result is None:
+                continue
+            if not is_sharded(result) or result.shape != self.shard.shape:
+                raise FSDPError(
+                    f"the hook on {self.plan.name} returned a {type(result).__name__} of shape "
+                    f"{tuple(getattr(result, 'shape', ()))}; it is given the gradient summed over the ranks, a DTensor "
+                    f"of shape {self.plan.shape}, and returns one like it or None"
+                )
+            value = relaid(result.detach(), self.shard.device_mesh, self.shard.placements)
+        local: torch.Tensor = value._local_tensor
+        return local.to(self.local.dtype)
+
+    def landed(self) -> None:
+        """The gradient is there: what the user registered for that moment runs."""
+        with torch.no_grad():
+            for hook in list((getattr(self.shard, POST_HOOKS) or {}).values()):
+                hook(self.shard)

@@ -7,10 +7,11 @@ again. No tensors and no communication here.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -178,12 +179,19 @@ class ShardingPlan:
         return sum(unit.shard_bytes for unit in self.units)
 
     def gathered_bound(self, in_flight: int = 1) -> int:
-        """The most bytes of gathered values alive at once: the root's, the current unit's and prefetched ones'."""
-        if not self.units:
-            return 0
-        rest = sorted((unit.gathered_bytes for unit in self.units[1:]), reverse=True)
-        kept = ShardingStrategy[self.strategy].keeps_after_forward
-        return self.units[0].gathered_bytes + sum(rest if kept else rest[: 1 + in_flight])
+        """The most bytes of gathered values alive at once: those of the current unit, of the units around it (the root
+        is one of them), and of prefetched ones."""
+        if ShardingStrategy[self.strategy].keeps_after_forward:
+            return sum(unit.gathered_bytes for unit in self.units)
+        sizes = {unit.name: unit.gathered_bytes for unit in self.units}
+        names = sorted(sizes, key=lambda name: -sizes[name])
+        largest = 0
+        for current in names:
+            path = current.split(".")
+            around = {"", *(".".join(path[:n]) for n in range(1, len(path) + 1))} & sizes.keys()
+            ahead = itertools.islice((name for name in names if name not in around), in_flight)
+            largest = max(largest, sum(sizes[name] for name in (*around, *ahead)))
+        return largest
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(asdict(self), indent=indent)
@@ -334,6 +342,20 @@ def plan_parameter(
         parts=parts,
         whole=whole,
         direct=big and divides and math.prod(whole) > 0,
+    )
+
+
+def replan(plan: ParameterPlan, dtype: torch.dtype, trainable: bool, precision: MixedPrecision) -> ParameterPlan:
+    """The plan of a parameter that was frozen, set free or cast after it was sharded; it is split as before."""
+    if dtype_name(dtype) == plan.dtype:
+        return replace(plan, trainable=trainable)
+    computed = precision.computed(dtype)
+    return replace(
+        plan,
+        dtype=dtype_name(dtype),
+        compute_dtype=dtype_name(computed),
+        reduce_dtype=dtype_name(precision.reduced(computed)),
+        trainable=trainable,
     )
 
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp.offload import host_copy
-from fullshard.fsdp.parameter import ShardedParameter, Site
+from fullshard.fsdp.parameter import POST_HOOKS, ShardedParameter, Site
 from fullshard.fsdp.plan import ParameterPlan, Terms, plan_parameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import Mesh
@@ -84,6 +84,9 @@ def make_shard(parameter: nn.Parameter, plan: ParameterPlan, mesh: Mesh, *, sync
     meta = meta_of(torch.empty(plan.shape, dtype=dtype, device="meta"))
     tensor = kind(local, DTensorSpec(device_mesh, placements, tensor_meta=meta), requires_grad=False)
     shard = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    for hooks in ("_backward_hooks", POST_HOOKS):
+        if registered := getattr(parameter, hooks):
+            setattr(shard, hooks, registered)  # the same dict: handles still remove what they registered
     for name, extra in vars(parameter).items():
         if name != "_fullshard_layout" and not hasattr(shard, name):
             setattr(shard, name, extra)

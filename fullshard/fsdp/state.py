@@ -61,7 +61,9 @@ def summon_full_params(engine: Engine, writeback: bool, offload_to_cpu: bool) ->
                     module, name = p.sites[0]
                     current = module._parameters[name]
                     source = parameter if current is None else current
-                    p.local.copy_(source.detach()[p.layout.slices(p.plan.shape, runtime.rank())])
+                    piece = source.detach()[p.layout.slices(p.plan.shape, runtime.rank())].to(p.local)
+                    if not torch.equal(piece, p.local):  # a write ends what autograd saved of the value
+                        p.local.copy_(piece)
     finally:
         engine.summoned = False
         for p, _ in whole:

@@ -77,6 +77,11 @@ class Lane:
         self.device = device
         self._stream = accelerator.new_stream(device)
 
+    def join_host(self) -> None:
+        """Let the host wait for everything given to the lane so far."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     @contextlib.contextmanager
     def run(self) -> Iterator[Aside]:
         """Run what follows beside compute, after everything compute was given so far; whoever needs it joins it."""

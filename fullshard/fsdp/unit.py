@@ -6,9 +6,8 @@ A unit executes its part of the plan and nothing else; when to do what is decide
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +19,9 @@ from fullshard.fsdp.meter import Meter
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.parameter import ShardedParameter, carry_out
 from fullshard.fsdp.plan import Bucket, UnitPlan
-from fullshard.fsdp.strategy import dtype_of
+from fullshard.fsdp.strategy import MixedPrecision, dtype_of
 from fullshard.fsdp.streams import Aside, Lane
-from fullshard.fsdp.writes import writes_of
+from fullshard.fsdp.tree import tensors_in
 
 
 @dataclass
@@ -38,6 +37,9 @@ class Means:
     host: HostTraffic
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
 class State(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -48,16 +50,28 @@ class Unit:
     """A module's own parameters (those no unit below it has taken), sharded."""
 
     def __init__(
-        self, plan: UnitPlan, module: nn.Module, parameters: Sequence[ShardedParameter], means: Means, keeps: bool
+        self,
+        plan: UnitPlan,
+        module: nn.Module,
+        parameters: Sequence[ShardedParameter],
+        means: Means,
+        keeps: bool,
+        precision: MixedPrecision,
     ):
         self.plan, self.module, self.parameters, self.means = plan, module, list(parameters), means
         self.keeps_after_forward = keeps
+        self.precision = precision
+        self.output_dtype: torch.dtype | None = None
+        """What its outputs are cast to. Only modules that the user wrapped cast theirs, not the units of a policy."""
+        self.casts = 0
+        """How often its parameters were cast to another dtype, which ends graphs made before."""
+        self.holds_units = False
+        """Whether there are units inside its module."""
         self.state = State.SHARDED
         self.shown = False
         self._pending: Pending | None = None
         self._aside: Aside | None = None
         self._bucket: torch.Tensor | None = None
-        self._versions: list[Any] = []
         self._moves = False
         """Whether gathering brings or changes anything; where all shards are whole already it does not."""
 
@@ -81,7 +95,8 @@ class Unit:
                 f"param_init_fn=…"
             )
         means = self.means
-        self._versions = self._shard_versions()
+        for p in self.parameters:
+            p.note_writes()
         means.meter.allocated(sum(p.allocate() for p in self.parameters))
         self.state = State.GATHERING
         if not any(p.plan.gathers or not p.shares for p in self.parameters):
@@ -141,12 +156,9 @@ class Unit:
             for name, seen in see({name: p.full for name, p in mine.items()}).items():
                 mine[name].view = seen
 
-    def _shard_versions(self) -> list[Any]:
-        return [(id(p.shard), writes_of(p.shard)) for p in self.parameters]
-
     def is_fresh(self) -> bool:
         """Whether the shards are as they were when the unit was gathered."""
-        return self._versions == self._shard_versions()
+        return all(p.is_fresh() for p in self.parameters)
 
     def free(self) -> None:
         """Give the memory of gathered values back."""
@@ -157,7 +169,25 @@ class Unit:
         self.means.meter.freed(sum(p.free() for p in self.parameters))
         self.state = State.SHARDED
 
+    def follow(self, plan: UnitPlan) -> None:
+        """Follow another plan for the same parameters: some are frozen now, or train, or have another dtype."""
+        if any(
+            p.plan.compute_dtype != new.compute_dtype for p, new in zip(self.parameters, plan.parameters, strict=True)
+        ):
+            self.free()
+            self.casts += 1
+        self.plan = plan
+        for p, new in zip(self.parameters, plan.parameters, strict=True):
+            p.follow(new)
+
     # --- what modules see ---------------------------------------------------------------------------------------------
+
+    def kept_tensors(self) -> Iterator[torch.Tensor]:
+        """Tensors in attributes of the module and of those below it, also in a list, tuple or dict."""
+        for module in self.module.modules():
+            for name, value in module.__dict__.items():
+                if isinstance(value, torch.Tensor | list | tuple | dict) and name not in _OF_EVERY_MODULE:
+                    yield from tensors_in(value, depth=2, objects=False)
 
     def show_gathered(self, as_global: bool) -> None:
         for p in self.parameters:
@@ -176,7 +206,7 @@ class Unit:
         """Under `no_sync`: keep this rank's gradients back, in the dtype they will be summed in."""
         for p in self.parameters:
             if p.plan.trainable:
-                p.held = p.take_gradient()
+                p.hold_gradient()
 
     def _in_slots(self, bucket: Bucket) -> list[tuple[ShardedParameter, slice]]:
         by_name = {p.plan.name: p for p in self.parameters}
@@ -300,11 +330,16 @@ class Reduction:
         for p, piece in pieces:
             if not p.offloaded:
                 p.land(piece, host)
+                p.landed()
         offloaded = [(p, piece) for p, piece in pieces if p.offloaded]
         if offloaded:
             with host.landing(offloaded):
                 for p, piece in offloaded:
                     p.land(piece, host)
+            if any(p.hooks for p, _ in offloaded):
+                host.settle()
+                for p, _ in offloaded:
+                    p.landed()
 
     def _packed(self, bucket: Bucket, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         shape = (self.unit.means.reduce_link.size, bucket.length)

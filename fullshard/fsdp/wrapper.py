@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import FSDPError
-from fullshard.fsdp import assemble, clip, guard, state
+from fullshard.fsdp import assemble, clip, compiler, guard, state
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.meter import Meter
 from fullshard.fsdp.output import OutputRule
@@ -49,7 +49,12 @@ class FSDPv2(metaclass=_Factory):
     _fullshard_output: OutputRule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fullshard_engine.run(self._fullshard_unit, super().__call__, args, kwargs, self._fullshard_output)  # type: ignore[misc]
+        engine, unit = self._fullshard_engine, self._fullshard_unit
+        forward = super().__call__  # type: ignore[misc]
+        with engine.compiler.suspended():
+            if not unit.holds_units:
+                forward = engine.compiler.resumed(forward)
+            return engine.run(unit, forward, args, kwargs, self._fullshard_output)
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
@@ -87,8 +92,8 @@ class FSDPv2(metaclass=_Factory):
 
     def compile_units(self, **options: Any) -> FSDPv2:
         """`torch.compile` each unit below the root (the root itself if it has none), with gathers outside the graph."""
-        units = self._fullshard_engine.units
-        below = [u.module for u in units if u.module is not self and not _holds_unit(u.module, units)]
+        inside = set(self.modules()) - {self}  # type: ignore[attr-defined]
+        below = [u.module for u in self._fullshard_engine.units if u.module in inside and not u.holds_units]
         for module in below or [self]:
             module.compile(**options)
         return self
@@ -130,8 +135,9 @@ class FSDPv2(metaclass=_Factory):
     def __deepcopy__(self, memo: Any) -> Any:
         raise FSDPError(
             f"a wrapped {type(self).__name__} cannot be deep-copied: its shards belong to an engine that runs "
-            f"on all ranks. "
-            f"Copy the module before wrapping it, or build a second one and load_state_dict(model.state_dict()) into it"
+            f"on all ranks. Copy the module before wrapping it, or build a second one and "
+            f"load_state_dict(model.state_dict()) into it. For an average of the weights (AveragedModel) keep "
+            f"{{name: p.detach().clone()}} of model.named_parameters() and lerp_ each to its parameter after a step"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -163,11 +169,6 @@ _extended: dict[type, type] = {}
 
 def _no_save_pretrained(self: Any) -> Any:
     raise AttributeError(f"{type(self).__name__!r} object has no attribute 'save_pretrained'")
-
-
-def _holds_unit(module: nn.Module, units: Iterable[Unit]) -> bool:
-    below = set(module.modules()) - {module}
-    return any(unit.module in below for unit in units)
 
 
 def _wrap(
@@ -207,6 +208,7 @@ def _wrap(
         small_bytes=small_parameter_bytes,
     )
     guard.check_module(module, FSDPv2, auto_wrap_policy)
+    compiler.keep_out(FSDPv2.__call__, compiler.Compiler.aside)
     given = {
         "extra_data_axis": extra_data_axis, "strategy": options.strategy, "mixed_precision": options.precision,
         "cpu_offload": cpu_offload, "forward_prefetch": forward_prefetch,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard import runtime
 from fullshard.errors import ConfigError
 from fullshard.options import nearest
+from fullshard.train.gather import gather_for_metrics
 from fullshard.weights.checkpoint import load_state, save_state
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ class Accelerator:
 
     def wait_for_everyone(self) -> None:
         runtime.barrier()
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        return gather_for_metrics(input_data, use_gather_object)
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The model itself: sharding leaves no wrapper around it."""

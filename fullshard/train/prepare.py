@@ -21,12 +21,14 @@ from fullshard.train.engine import EngineSettings
 from fullshard.train.rank_loader import RankLoader
 
 
-def prepare(*objects: Any, settings: EngineSettings | None = None) -> Any:
+def prepare(*objects: Any, settings: EngineSettings | None = None, loss_reduction: str = "mean") -> Any:
     """Models, optimizers, data loaders and schedulers, in any order; they come back in the same order.
 
     A model is wrapped in place (`FSDPv2`). An optimizer built before that stays the same object and gets the shards in
     the place of the parameters it held. A `DataLoader` becomes one that gives each rank its own batches, on its device:
-    with W ranks, W batches of the loader's size make up a step, as with Accelerate. A scheduler is left alone: one
+    with W ranks, W batches of the loader's size make up a step, as with Accelerate. No row is repeated; where ranks
+    have uneven numbers of rows their gradients are weighted, so that a loss that is a mean over a rank's own rows, or
+    with `loss_reduction="sum"` their sum, trains as that over the rows of all ranks. A scheduler is left alone: one
     `step()` per optimizer step, whatever the number of ranks. `settings` overrules the launched ones.
     """
     settings = settings if settings is not None else EngineSettings.from_environment()
@@ -42,7 +44,7 @@ def prepare(*objects: Any, settings: EngineSettings | None = None) -> Any:
         if isinstance(one, Optimizer):
             made[id(one)] = rebind(one)
         elif isinstance(one, DataLoader):
-            made[id(one)] = one if isinstance(one, RankLoader) else RankLoader.of(one)
+            made[id(one)] = one if isinstance(one, RankLoader) else RankLoader.of(one, loss_reduction)
         elif isinstance(one, nn.Module | LRScheduler) or one is None:
             made.setdefault(id(one), one)
         else:

@@ -1,140 +1,154 @@
 """A torch `DataLoader` dealt out over the ranks: every rank draws the same order and keeps its own batches.
 
-All ranks get the same number of batches: where the data does not divide, the first samples of the order fill up
-(`drop_last=True` in the loader drops the rest instead).
+Which rows those are is in `dealing.py`; how a rank's rows count in the gradient is in `fsdp/weigh.py`.
 """
 
 from __future__ import annotations
 
-import itertools
+import copy
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_map
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from fullshard import runtime
 from fullshard.errors import ConfigError
+from fullshard.fsdp import weigh
+from fullshard.train.dealing import Dealt, Order, RankBatches, RankItems
 
-
-class RankBatches(Sampler[list[int]]):
-    """This rank's batches of an order that is the same on every rank."""
-
-    def __init__(self, batches: Any, rank: int, world_size: int, seed: int):
-        self.batches, self.rank, self.world_size, self.seed = batches, rank, world_size, seed
-        self.epoch = 0
-        self.generator = _own_generator(batches)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.generator is not None:
-            self.generator.manual_seed(self.seed + self.epoch)
-        self.epoch += 1
-        yield from deal(self.batches, self.rank, self.world_size, self._size(), self._drops())
-
-    def __len__(self) -> int:
-        whole, rest = divmod(len(self.batches), self.world_size)
-        return whole if self._drops() or not rest else whole + 1
-
-    def _size(self) -> int | None:
-        return getattr(self.batches, "batch_size", None)
-
-    def _drops(self) -> bool:
-        return bool(getattr(self.batches, "drop_last", False))
-
-
-def deal(batches: Any, rank: int, world_size: int, size: int | None, drop: bool) -> Iterator[Any]:
-    """Every `world_size`-th batch from `rank` on; the last ones are filled up from the first unless dropped.
-
-    Batches of a known size are filled up sample by sample, others batch by batch.
-    """
-    first: list[Any] = []
-    for step in parts(batches, world_size):
-        first = first or step
-        if len(step) == world_size and (size is None or len(step[-1]) == size):
-            yield step[rank]
-        elif drop:
-            return
-        elif size is None:
-            yield [*step, *itertools.islice(itertools.cycle(first), world_size)][rank]
-        else:
-            samples = [sample for batch in step for sample in batch]
-            filler = itertools.cycle([sample for batch in first for sample in batch])
-            samples += itertools.islice(filler, world_size * size)
-            yield samples[rank * size : (rank + 1) * size]
-
-
-def parts(items: Any, n: int) -> Iterator[list[Any]]:
-    """The items in lists of n, the last one shorter."""
-    left = iter(items)
-    while part := list(itertools.islice(left, n)):
-        yield part
-
-
-class RankItems(IterableDataset):
-    """This rank's samples of a stream: of each `world_size × batch` samples, its own `batch`."""
-
-    def __init__(self, dataset: Any, rank: int, world_size: int, batch_size: int | None, drop_last: bool):
-        self.dataset, self.rank, self.world_size = dataset, rank, world_size
-        self.size, self.drop_last = batch_size or 1, drop_last
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in deal(parts(self.dataset, self.size), self.rank, self.world_size, self.size, self.drop_last):
-            yield from batch
-
-    def __len__(self) -> int:
-        whole, rest = divmod(len(self.dataset), self.world_size * self.size)
-        return (whole if self.drop_last or not rest else whole + 1) * self.size
+REDUCTIONS = ("mean", "sum")
 
 
 class RankLoader(DataLoader):
-    """A `DataLoader` whose batches are this rank's own, on this rank's device."""
+    """A `DataLoader` whose batches are this rank's own, on this rank's device. In one process: all of them."""
+
+    order: Order
+    share: weigh.Share | None
+    """This rank's part of the step whose batch was handed out last; None before the first and after the last."""
+    loss_reduction: str
+    _next: tuple[int, int] | None
+    """Epoch and step to begin the next iteration with."""
+    _sampled: RankBatches | RankItems | None
+    """What deals out; None where one process reads a stream."""
 
     @classmethod
-    def of(cls, loader: DataLoader) -> RankLoader:
+    def of(cls, loader: DataLoader, loss_reduction: str = "mean") -> RankLoader:
+        """A loader like the given one, which stays as it is; subclasses keep what they add."""
         rank, world = runtime.rank(), runtime.world_size()
-        same = {
-            name: getattr(loader, name)
-            for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
-                         "persistent_workers", "multiprocessing_context")
-        }  # fmt: skip
-        if isinstance(loader.dataset, IterableDataset):
-            if loader.num_workers > 0 and world > 1:
-                raise ConfigError(
-                    "prepare: an IterableDataset with worker processes gives each of them the whole stream; set "
-                    "num_workers=0, or split the stream yourself and leave this loader out of prepare"
-                )
-            items = RankItems(loader.dataset, rank, world, loader.batch_size, loader.drop_last)
-            return cls(items, batch_size=loader.batch_size, drop_last=loader.drop_last, **same)
-        seed = [int(torch.randint(2**31, ()).item())]
-        if world > 1:
-            dist.broadcast_object_list(seed, src=0)
-        if loader.batch_sampler is None:
-            return cls(
-                loader.dataset, batch_size=None, sampler=RankBatches(loader.sampler, rank, world, seed[0]), **same
-            )
-        return cls(loader.dataset, batch_sampler=RankBatches(loader.batch_sampler, rank, world, seed[0]), **same)
+        _check(loader, world, loss_reduction)
+        new: Any = copy.copy(loader)
+        new.__class__ = _extended(type(loader))
+        streams = isinstance(loader.dataset, IterableDataset)
+        holders = (loader, *_samplers(loader))
+        generators = [g for one in holders if isinstance(g := getattr(one, "generator", None), torch.Generator)]
+        order = Order(generators, world, loader.generator is None)
+        sampled: RankBatches | RankItems | None = None
+        # torch's loader lets none of these be set once it is made, so that nobody changes them between two epochs.
+        changed: dict[str, Any] = {"_iterator": None, "in_order": True if world > 1 else loader.in_order}
+        if streams and world > 1:
+            sampled = RankItems(loader.dataset, rank, world, loader.batch_size, loader.drop_last, order)
+            changed |= {"dataset": sampled, "drop_last": False}
+        elif not streams and loader.batch_sampler is not None:
+            changed["batch_sampler"] = sampled = RankBatches(loader.batch_sampler, rank, world, order)
+        elif not streams:
+            changed["sampler"] = sampled = RankBatches(loader.sampler, rank, world, order)
+        changed |= {"order": order, "share": None, "loss_reduction": loss_reduction}
+        vars(new).update(changed, _next=None, _sampled=sampled)
+        return new
 
-    def set_epoch(self, epoch: int) -> None:
-        """Take the order of this epoch next; epochs count up by themselves otherwise."""
-        for sampler in (self.batch_sampler, self.sampler):
-            if isinstance(sampler, RankBatches):
-                sampler.set_epoch(epoch)
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether the batch handed out last counts nothing: there was no row left for this rank in the last step."""
+        return self.share is not None and self.share.rows == 0
+
+    def set_epoch(self, epoch: int, step: int = 0) -> None:
+        """Begin the next iteration with this epoch's order, at this step; epochs count up by themselves otherwise.
+
+        Samplers and data sets that have a `set_epoch` of their own are told; what they draw is their own matter then.
+        """
+        self._next = (epoch, step)
+        for one in (*_samplers(self), self.dataset):
+            inner = one.batches if isinstance(one, RankBatches) else one.dataset if isinstance(one, RankItems) else one
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        device = runtime.device()
-        for batch in super().__iter__():
-            yield tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+        skip = self._begin()
+        dealt: deque[Dealt] = deque()
+        if self._sampled is not None:
+            self._sampled.dealt = dealt
+        share = weigh.Share()
+        with weigh.opened(share):
+            try:
+                for number, batch in enumerate(super().__iter__()):
+                    if dealt:
+                        self._weigh(share, dealt.popleft())
+                    if number >= skip:
+                        weigh.to_front(share)
+                        self.share = share
+                        yield _on_device(batch, runtime.device())
+            finally:
+                if self.share is share:
+                    self.share = None
+
+    def _begin(self) -> int:
+        """Begin an epoch; how many of its batches are still to be passed over."""
+        wanted, self._next = self._next, None
+        epoch, step = wanted or (self.order.epoch, 0)
+        source = self._sampled
+        if isinstance(source, RankBatches):
+            told = any(hasattr(one, "set_epoch") for one in (source.batches, getattr(source.batches, "sampler", None)))
+            if wanted and not told:
+                self.order.go_to(epoch, lambda: deque(self.order.draws(source.batches), maxlen=0))
+            source.skip, step = step, 0
+        self.order.begin()
+        return step
+
+    def _weigh(self, share: weigh.Share, dealt: Dealt) -> None:
+        ranks = runtime.world_size()
+        share.rows, share.total = dealt.rows, dealt.total
+        if self.loss_reduction == "sum":
+            share.weight = float(ranks) if dealt.rows else 0.0
+        else:
+            share.weight = dealt.rows * ranks / dealt.total
 
 
-def _own_generator(batches: Any) -> torch.Generator | None:
-    """Give the random sampler inside a generator of ours, which every rank seeds alike at each epoch."""
-    sampler = batches.sampler if isinstance(batches, BatchSampler) else batches
-    if not isinstance(sampler, RandomSampler):
-        return None
-    sampler.generator = torch.Generator()
-    return sampler.generator
+def _check(loader: DataLoader, world: int, loss_reduction: str) -> None:
+    if loss_reduction not in REDUCTIONS:
+        raise ConfigError(f"prepare: loss_reduction is {loss_reduction!r}; expected mean or sum")
+    if isinstance(loader.dataset, IterableDataset) and loader.num_workers > 0 and world > 1:
+        raise ConfigError(
+            "prepare: an IterableDataset with worker processes gives each of them the whole stream; set "
+            "num_workers=0, or split the stream yourself and leave this loader out of prepare"
+        )
+    if any(isinstance(one, DistributedSampler) and one.num_replicas > 1 for one in _samplers(loader)):
+        raise ConfigError(
+            "prepare: the loader has a DistributedSampler, which gives each rank its own rows already; give it "
+            "shuffle=True or a plain sampler instead, or leave this loader out of prepare"
+        )
+
+
+def _samplers(loader: DataLoader) -> list[Any]:
+    """The samplers of a loader, from the outside in."""
+    found = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
+    return [one for i, one in enumerate(found) if one is not None and not any(one is other for other in found[:i])]
+
+
+_classes: dict[type, type] = {}
+
+
+def _extended(plain: type) -> type:
+    """The loader's class with `RankLoader` in front."""
+    if plain is DataLoader:
+        return RankLoader
+    if plain not in _classes:
+        _classes[plain] = type(plain.__name__, (RankLoader, plain), {"__module__": plain.__module__})
+    return _classes[plain]
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors, and objects that can move themselves, on this device."""
+    return tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch)

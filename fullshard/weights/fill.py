@@ -136,7 +136,7 @@ def _carry_out(
         total = sum(p.local.numel() * reader.dtype.itemsize for p, reader in work.reads)
         _run(jobs, work.source, threads, Bar("loading", total, progress))
         init.initialise(model, work.parameters, work.initialise, seed)
-        _place_buffers(model, engine.settings.precision.buffer_dtype)
+        _place_buffers(model, engine.units[0].precision.buffer_dtype)
 
     together(read, "load")
     for module, readers, parameters in work.own:

@@ -185,7 +185,7 @@ class Terminal:
         os.close(side)
         self.said = ""
 
-    def until(self, text: str, within: float = 50.0) -> str:
+    def until(self, text: str, within: float = 120.0) -> str:
         """What is said up to this text."""
         limit = time.monotonic() + within
         while text not in self.said:
@@ -199,9 +199,22 @@ class Terminal:
         return before
 
     def prompt(self) -> None:
-        """Wait for the prompt, and for readline, which takes over the terminal's keys after printing it."""
+        """Wait for the prompt, and until the process sleeps in wait of a key.
+
+        After printing the prompt Python's input() goes to sleep in select(). A signal that comes between the two is
+        only looked at once a line was entered, so on a busy machine no fixed time is long enough.
+        """
         self.until("> ")
-        time.sleep(0.5)
+        asleep, limit = 0, time.monotonic() + 120.0
+        while asleep < 10:  # looks in a row; a process that merely waits for its turn is running to the kernel
+            assert time.monotonic() < limit, "the process never came to rest at its prompt"
+            time.sleep(0.02)
+            asleep = asleep + 1 if self._sleeps() else 0
+
+    def _sleeps(self) -> bool:
+        """Whether the process is in an interruptible wait (as Linux tells it)."""
+        state = Path(f"/proc/{self.process.pid}/stat")
+        return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "S"
 
     def type(self, text: str) -> None:
         os.write(self.end, text.encode())
