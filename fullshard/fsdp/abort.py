@@ -30,8 +30,6 @@ def all_communicators(waits_in: Any = None) -> None:
                 backend = group._get_backend(torch.device(device.type))
                 # All at once: taking one communicator apart frees device memory, which waits for kernels of others.
                 threads.append(threading.Thread(target=_quietly, args=(backend.abort,), daemon=True))
-    if threads:
-        runtime.abandon()
     for thread in threads:
         thread.start()
     if waits_in is not None and waits_in.group is not None and backend_of(waits_in.group, device) != "nccl":
@@ -39,6 +37,15 @@ def all_communicators(waits_in: Any = None) -> None:
         other = next(i for i, rank in enumerate(waits_in.ranks) if rank != runtime.rank())
         with contextlib.suppress(RuntimeError):
             waits_in.group.recv([torch.empty(1)], other, (1 << 30) + 1).wait(timedelta(milliseconds=1))
+
+
+def take_over() -> None:
+    """Leave taking communicators apart to `all_communicators`: to destroy a process group whose communicators are, or
+    have lost a rank, ends the process inside torch. Must come before the program is told."""
+    device = runtime.device()
+    with contextlib.suppress(Exception):
+        if any(backend_of(group, device) == "nccl" for group in list(dist.distributed_c10d._world.pg_map)):
+            runtime.abandon()
 
 
 def _quietly(job: Any) -> None:

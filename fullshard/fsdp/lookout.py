@@ -187,6 +187,7 @@ class Lookout:
     def _set(self, verdict: Verdict) -> None:
         with watch._changed:
             if watch._here.verdict is None:
+                abort.take_over()
                 watch._here.verdict = verdict
                 watch.failures += 1
             watch._here.broken = None

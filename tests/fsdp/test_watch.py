@@ -18,7 +18,7 @@ from torch import nn
 
 from fullshard import runtime
 from fullshard.errors import FSDPError, RankLostError
-from fullshard.fsdp import FSDPv2, heartbeat, watch
+from fullshard.fsdp import FSDPv2, abort, heartbeat, lookout, watch
 from fullshard.fsdp.diagnosis import Note, Verdict, Wait, belongs, judge, missing, report
 from fullshard.fsdp.heartbeat import Board, Loss, Process, Ring, beat_every, state_of
 from fullshard.groups import short_name
@@ -258,6 +258,18 @@ def test_what_is_followed_is_bounded(alone):
     for _ in range(5 * watch.FOLLOWED):
         alone.follow(alone.issue(), [_NCCLWork()])
     assert len(alone.followed) == watch.FOLLOWED and len(alone.history) == watch.REMEMBERED
+
+
+@ranks(2)
+def test_with_a_verdict_nobody_else_takes_communicators_of_nccl_apart():
+    for backend, owns in (("gloo", True), ("nccl", False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(watch, "_here", watch._Here())
+            patch.setattr(watch, "failures", watch.failures)
+            patch.setattr(runtime, "_owns_group", True)
+            patch.setattr(abort, "backend_of", lambda group, device, found=backend: found)
+            lookout.Lookout._set(object.__new__(lookout.Lookout), Verdict("rank 1 is gone", lost=True))
+            assert runtime._owns_group == owns
 
 
 def test_a_verdict_stops_everything_that_would_use_a_result(alone):
