@@ -35,6 +35,7 @@ from fullshard.launcher import (
     read_launcher,
     read_local_place,
 )
+from fullshard.rendezvous import Meeting, meet
 from fullshard.transport import Transport, transport_of
 from fullshard.wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
 from fullshard.wrappers import refuse_live_wrappers
@@ -46,7 +47,7 @@ _launch: Launch | None = None  # set while SPMD is on
 _device: torch.device | None = None
 _owns_group = False
 _announced = False  # whether it was said how tensors travel in this process group
-_shared = _without = ""  # which ranks share a GPU, and which have no NCCL, in the group that was built
+_met = Meeting()  # what the ranks of the group that was built found out about each other
 _starts = 0  # how often a group was built: keeps the store's keys of one start apart from the next
 
 
@@ -95,7 +96,7 @@ def use_spmd(
 
 
 def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
-    global _starts
+    global _starts, _met
     _starts += 1
     backend = choose_backend(device.type, own=groups.has_own(device.type))
     groups.leave_time_outs_to_us(backend)
@@ -111,7 +112,8 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
         # A job that is started again may meet the store of its last attempt, with addresses of processes long gone.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"fullshard/{attempt}/{_starts}", found)
-        backend = _meet(store, launch, device, seconds)
+        _met = meet(store, launch, device, seconds)
+        backend = choose_backend(device.type, own=_met.own)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, RuntimeSetupError):
@@ -122,48 +124,6 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
             f"(MASTER_ADDR:MASTER_PORT) with backend {backend}, within {seconds:g} s: {reason}. Check that every node "
             f"reaches that address and that all ranks were started; {INIT_TIMEOUT_VARIABLE} sets the time allowed."
         ) from error
-
-
-def _meet(store: dist.Store, launch: Launch, device: torch.device, seconds: float) -> str:
-    """Wait until every rank is there, so that the one that is not can be named; the backend that serves them all.
-
-    Ranks are counted, and the last one opens the door. A rank also counts itself at its GPU: where two find each other
-    there NCCL would refuse them, wherever in the job that is. So all ranks decide alike, from a handful of calls each,
-    however many there are. GPUs are known by their own identity, since a rank may not see those of its neighbours.
-    """
-    global _shared, _without
-    kind, own = device.type, groups.has_own(device.type)
-    if store.add(f"here/{launch.rank}", 1) == 1:
-        store.add(f"device/{kind}", 1)
-        if accelerator.is_accelerator(device) and own:
-            place = f"gpu/{os.environ.get('NCCL_HOSTID', '')}/{accelerator.identity(device)}"
-            if store.add(place, 1) == 1:
-                store.set(f"{place}/rank", str(launch.rank))
-            else:
-                first = store.get(f"{place}/rank").decode()
-                store.set("shared", f"ranks {first} and {launch.rank} share a GPU of {socket.gethostname()}")
-        elif accelerator.is_accelerator(device):
-            store.set("without", f"rank {launch.rank} on {socket.gethostname()}")
-        if store.add("here", 1) == launch.world_size:
-            store.set("all here", "1")
-    try:
-        store.wait(["all here"], timedelta(seconds=seconds))
-    except RuntimeError as error:
-        absent = [r for r in range(launch.world_size) if not store.check([f"here/{r}"])]
-        raise RuntimeSetupError(
-            f"Rank {launch.rank} waited {seconds:g} s at {launch.master} (MASTER_ADDR:MASTER_PORT), but of "
-            f"{launch.world_size} ranks these did not come: {', '.join(map(str, absent))}. Look at their output first; "
-            f"if they are only slow to start, raise {INIT_TIMEOUT_VARIABLE}."
-        ) from error
-    here = store.add(f"device/{kind}", 0)
-    if here < launch.world_size:
-        raise RuntimeSetupError(
-            f"Rank {launch.rank} runs on {kind} like {here - 1} other(s) of the {launch.world_size} ranks; the rest "
-            f"run on another kind of device, and one program cannot. Look for the node whose GPUs are not found, or "
-            f"set {DEVICE_VARIABLE} alike on all nodes."
-        )
-    _shared, _without = (store.get(key).decode() if store.check([key]) else "" for key in ("shared", "without"))
-    return choose_backend(kind, own=not (_shared or _without))
 
 
 def _place_in_group() -> Launch | None:
@@ -306,7 +266,7 @@ def transport() -> Transport:
     backend = groups.backend_of(dist.group.WORLD, device()) if dist.group.WORLD is not None else ""
     kind, numbers = device().type, (world_size(), local_world_size(), gpu_count())
     if _owns_group:
-        return transport_of(backend, kind, *numbers, shared=_shared, without=_without)
+        return transport_of(backend, kind, *numbers, shared=_met.shared, without=_met.without)
     without = "" if groups.has_own(kind) else "this rank"
     shared = "ranks share GPUs" if local_world_size() > gpu_count() else ""
     return transport_of(backend, kind, *numbers, shared=shared, without=without, ours=False)

@@ -105,6 +105,6 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_unknown_attribute_of_the_package() -> None:
     assert fullshard.use_spmd is fullshard.runtime.use_spmd
-    assert fullshard.xm.xla_device is fullshard.runtime.device
+    assert fullshard.xm.xla_device() == fullshard.runtime.device()
     with pytest.raises(AttributeError, match="'fullshard' has no attribute 'nothing'"):
         _ = fullshard.nothing

@@ -24,6 +24,7 @@ import fullshard.runtime as xr
 from fullshard import xm
 from fullshard.errors import RuntimeSetupError, UnsupportedError
 from fullshard.launcher import Launch
+from fullshard.rendezvous import meet
 from tests.pool import ROOT, ranks
 
 PROGRAMS = ROOT / "tests" / "programs"
@@ -128,7 +129,7 @@ def test_a_start_costs_a_rank_the_same_however_many_there_are() -> None:
         calls.clear()
         inner.add("device/cpu", world - 1)
         calls.clear()
-        xr._meet(Counting(inner), Launch(world - 1, world), torch.device("cpu"), 5.0)
+        meet(Counting(inner), Launch(world - 1, world), torch.device("cpu"), 5.0)
         assert calls == ["add", "add", "add", "set", "wait", "add", "check", "check"]
         assert inner.num_keys() == 4
 

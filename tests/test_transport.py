@@ -15,11 +15,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard.runtime as xr
 import fullshard.spmd as xs
-from fullshard import accelerator, groups
+from fullshard import accelerator, groups, rendezvous
 from fullshard.errors import RuntimeSetupError, TrainingError
 from fullshard.fsdp import FSDPv2
 from fullshard.launch import selftest
-from fullshard.launcher import Launch
+from fullshard.launcher import Launch, choose_backend
+from fullshard.rendezvous import Meeting, meet
 from fullshard.spmd.tensor import _over_gloo
 from fullshard.transport import Transport, transport_of
 from tests.pool import ranks
@@ -185,12 +186,16 @@ def test_links_of_a_sharded_model_must_agree_with_the_transport() -> None:
 # --- ranks that meet
 
 
-def meet(gpus: list[str], patch: pytest.MonkeyPatch, nccl: list[bool] | None = None) -> list[tuple[str, str, str]]:
+def _found(met: Meeting, device: torch.device) -> tuple[str, str]:
+    return choose_backend(device.type, own=met.own), met.shared
+
+
+def meeting(gpus: list[str], patch: pytest.MonkeyPatch, nccl: list[bool] | None = None) -> list[tuple[str, str, str]]:
     """(backend, which ranks share a GPU, error) of each rank when they meet; a rank without a GPU is on the CPU."""
     store, found, place = dist.HashStore(), [("", "", "")] * len(gpus), threading.local()
     patch.setattr(accelerator, "identity", lambda device: gpus[place.rank])
     patch.setattr(groups, "has_own", lambda kind: nccl is None or nccl[place.rank])
-    patch.setattr(xr.socket, "gethostname", lambda: f"node{place.rank // 2}")
+    patch.setattr(rendezvous.socket, "gethostname", lambda: f"node{place.rank // 2}")
 
     def one(rank: int) -> None:
         place.rank = rank
@@ -199,7 +204,7 @@ def meet(gpus: list[str], patch: pytest.MonkeyPatch, nccl: list[bool] | None = N
             torch.device("cuda" if gpus[rank] else "cpu"),
         )
         try:
-            found[rank] = (xr._meet(dist.PrefixStore("run", store), launch, device, 10), xr._shared, "")
+            found[rank] = (*_found(meet(dist.PrefixStore("run", store), launch, device, 10), device), "")
         except RuntimeSetupError as error:
             found[rank] = ("", "", str(error))
 
@@ -208,19 +213,17 @@ def meet(gpus: list[str], patch: pytest.MonkeyPatch, nccl: list[bool] | None = N
         thread.start()
     for thread in threads:
         thread.join(30)
-    patch.setattr(xr, "_shared", "")
-    patch.setattr(xr, "_without", "")
     return found
 
 
 def test_all_ranks_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl, gloo = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
-    assert {found[0] for found in meet(["a", "b", "c", "d"], monkeypatch)} == {nccl}
-    assert {found[0] for found in meet(["", "", "", ""], monkeypatch)} == {"gloo"}
-    shared = meet(["a", "b", "c", "c"], monkeypatch)  # on one node of two
+    assert {found[0] for found in meeting(["a", "b", "c", "d"], monkeypatch)} == {nccl}
+    assert {found[0] for found in meeting(["", "", "", ""], monkeypatch)} == {"gloo"}
+    shared = meeting(["a", "b", "c", "c"], monkeypatch)  # on one node of two
     assert {found[0] for found in shared} == {gloo}
     assert all("share a GPU of node1" in found[1] for found in shared)
-    assert {found[0] for found in meet(["a", "b", "c", "d"], monkeypatch, [True, True, True, False])} == {gloo}
+    assert {found[0] for found in meeting(["a", "b", "c", "d"], monkeypatch, [True, True, True, False])} == {gloo}
 
 
 def test_ranks_that_pretend_to_be_nodes_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,10 +235,10 @@ def test_ranks_that_pretend_to_be_nodes_may_share_a_gpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(accelerator, "identity", lambda device: "a")
     monkeypatch.setattr(groups, "has_own", lambda kind: True)
     store.add("device/cuda", 1)
-    assert xr._meet(store, Launch(1, 2), torch.device("cuda", 0), 5) == "cpu:gloo,cuda:nccl"
+    assert meet(store, Launch(1, 2), torch.device("cuda", 0), 5).own
 
 
 def test_devices_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = [found[2] for found in meet(["a", "b", "", ""], monkeypatch)]
+    errors = [found[2] for found in meeting(["a", "b", "", ""], monkeypatch)]
     assert "Rank 0 runs on cuda like 1 other(s) of the 4 ranks" in errors[0]
     assert "Rank 3 runs on cpu like 1 other(s) of the 4 ranks" in errors[3]

@@ -13,7 +13,10 @@ from tests.fsdp.programs import STRATEGIES, Block, Stack, mesh_for, mine
 from tests.pool import ranks
 
 DOUBLE = torch.float64
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+every_strategy = pytest.mark.parametrize(
+    "strategy", [pytest.param(s, marks=pytest.mark.slow) if s.startswith("HYBRID") else s for s in STRATEGIES]
+)
+"""On two ranks the hybrid ones shard nothing, so they come with the slow part."""
 
 
 def pair(make, strategy, **options):

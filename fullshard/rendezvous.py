@@ -1,0 +1,74 @@
+"""Where the ranks of a job meet before they have a process group: who is missing, and what all of them can use.
+
+A handful of calls of the job's store per rank, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fullshard import accelerator, groups
+from fullshard.errors import RuntimeSetupError
+from fullshard.launcher import DEVICE_VARIABLE, INIT_TIMEOUT_VARIABLE, Launch
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks found out about each other."""
+
+    shared: str = ""
+    """Which ranks share a GPU; empty if none do."""
+    without: str = ""
+    """Which rank's torch has no NCCL; empty if all have it."""
+
+    @property
+    def own(self) -> bool:
+        """Whether the accelerator's own backend (NCCL) can serve all ranks."""
+        return not (self.shared or self.without)
+
+
+def meet(store: dist.Store, launch: Launch, device: torch.device, seconds: float) -> Meeting:
+    """Wait until every rank is there, so that the one that is not can be named; what they are to each other.
+
+    Ranks are counted, and the last one opens the door. A rank also counts itself at its GPU: where two find each other
+    there NCCL would refuse them, wherever in the job that is. So all ranks decide alike, from a handful of calls each,
+    however many there are. GPUs are known by their own identity, since a rank may not see those of its neighbours.
+    """
+    kind, own = device.type, groups.has_own(device.type)
+    if store.add(f"here/{launch.rank}", 1) == 1:
+        store.add(f"device/{kind}", 1)
+        if accelerator.is_accelerator(device) and own:
+            place = f"gpu/{os.environ.get('NCCL_HOSTID', '')}/{accelerator.identity(device)}"
+            if store.add(place, 1) == 1:
+                store.set(f"{place}/rank", str(launch.rank))
+            else:
+                first = store.get(f"{place}/rank").decode()
+                store.set("shared", f"ranks {first} and {launch.rank} share a GPU of {socket.gethostname()}")
+        elif accelerator.is_accelerator(device):
+            store.set("without", f"rank {launch.rank} on {socket.gethostname()}")
+        if store.add("here", 1) == launch.world_size:
+            store.set("all here", "1")
+    try:
+        store.wait(["all here"], timedelta(seconds=seconds))
+    except RuntimeError as error:
+        absent = [r for r in range(launch.world_size) if not store.check([f"here/{r}"])]
+        raise RuntimeSetupError(
+            f"Rank {launch.rank} waited {seconds:g} s at {launch.master} (MASTER_ADDR:MASTER_PORT), but of "
+            f"{launch.world_size} ranks these did not come: {', '.join(map(str, absent))}. Look at their output first; "
+            f"if they are only slow to start, raise {INIT_TIMEOUT_VARIABLE}."
+        ) from error
+    here = store.add(f"device/{kind}", 0)
+    if here < launch.world_size:
+        raise RuntimeSetupError(
+            f"Rank {launch.rank} runs on {kind} like {here - 1} other(s) of the {launch.world_size} ranks; the rest "
+            f"run on another kind of device, and one program cannot. Look for the node whose GPUs are not found, or "
+            f"set {DEVICE_VARIABLE} alike on all nodes."
+        )
+    shared, without = (store.get(key).decode() if store.check([key]) else "" for key in ("shared", "without"))
+    return Meeting(shared, without)
