@@ -99,7 +99,7 @@ def _use_gloo_collectives(model: Any) -> None:
     class GlooCollectives(comm.PointToPoint):
         def gather(self, pairs: Any) -> comm.Pending:
             works = [comm._all_gather(w.view(-1), p.view(-1), group=self.group, async_op=True) for w, p in pairs]
-            return comm.Pending(works, self.watch, keep=pairs)
+            return comm.Pending(works, self, keep=pairs)
 
         def scatter_sum(self, wholes: Any, average: bool) -> comm.Pending:
             pieces = [w.new_empty(w.numel() // self.size) for w in wholes]
@@ -107,7 +107,7 @@ def _use_gloo_collectives(model: Any) -> None:
                 comm._reduce_scatter(p, w.view(-1), group=self.group, async_op=True)
                 for p, w in zip(pieces, wholes, strict=True)
             ]
-            return comm.Pending(works, self.watch, lambda: [p.div_(self.size) for p in pieces], keep=wholes)
+            return comm.Pending(works, self, lambda: [p.div_(self.size) for p in pieces], keep=wholes)
 
     means = model._fullshard_engine.means
     for name in ("gather_link", "reduce_link"):
