@@ -91,12 +91,8 @@ def total_memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that were allocated at once, since the start or `reset_peak_memory`."""
+    """The most bytes that were allocated at once, since the start."""
     return int(torch.get_device_module(device).max_memory_allocated(device))
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

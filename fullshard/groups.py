@@ -19,7 +19,7 @@ from fullshard import accelerator
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that carries the device's tensors in a group ("nccl", "gloo", "fake"); "" if none does."""
-    if device.type not in {d.type for d in group._device_types}:
+    if not carries(group, device.type):
         return ""
     return str(group._get_backend(torch.device(device.type)).name()).lower()
 

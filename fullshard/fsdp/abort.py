@@ -23,15 +23,10 @@ GIVE_UP = 8.0
 def all_communicators(waits_in: Any = None) -> None:
     """End all communication of this rank: every NCCL communicator, and on Gloo the one the host waits in."""
     device = runtime.device()
-    threads = []
-    for group in list(dist.distributed_c10d._world.pg_map):
-        with contextlib.suppress(Exception):
-            if backend_of(group, device) == "nccl":
-                backend = group._get_backend(torch.device(device.type))
-                # All at once: taking one communicator apart frees device memory, which waits for kernels of others.
-                threads.append(threading.Thread(target=_quietly, args=(backend.abort,), daemon=True))
-    for thread in threads:
-        thread.start()
+    # All at once: taking one communicator apart frees device memory, which waits for kernels of others.
+    for group in _on_nccl():
+        backend = group._get_backend(torch.device(device.type))
+        threading.Thread(target=_quietly, args=(backend.abort,), daemon=True).start()
     if waits_in is not None and waits_in.group is not None and backend_of(waits_in.group, device) != "nccl":
         # Gloo has no abort. A receive that times out closes its connections, which ends every wait on them.
         other = next(i for i, rank in enumerate(waits_in.ranks) if rank != runtime.rank())
@@ -42,10 +37,18 @@ def all_communicators(waits_in: Any = None) -> None:
 def take_over() -> None:
     """Leave taking communicators apart to `all_communicators`: to destroy a process group whose communicators are, or
     have lost a rank, ends the process inside torch. Must come before the program is told."""
-    device = runtime.device()
-    with contextlib.suppress(Exception):
-        if any(backend_of(group, device) == "nccl" for group in list(dist.distributed_c10d._world.pg_map)):
-            runtime.abandon()
+    if _on_nccl():
+        runtime.abandon()
+
+
+def _on_nccl() -> list[Any]:
+    """The process groups in which NCCL carries this rank's tensors."""
+    device, found = runtime.device(), []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(Exception):  # a group that is being destroyed
+            if backend_of(group, device) == "nccl":
+                found.append(group)
+    return found
 
 
 def _quietly(job: Any) -> None:

@@ -72,8 +72,6 @@ class Unit:
         self._pending: Pending | None = None
         self._aside: Aside | None = None
         self._bucket: torch.Tensor | None = None
-        self._moves = False
-        """Whether gathering brings or changes anything; where all shards are whole already it does not."""
 
     @property
     def name(self) -> str:
@@ -256,10 +254,11 @@ class Reduction:
             copies += [self._flat(b, terms) for b in unit.plan.copy_buckets]
             link = means.reduce_link
             # No collective of their own: with values summed whole where there are any, else to every rank in a scatter.
-            self._flags = len(scatter) if copies or not scatter else 0
             if copies or not scatter:
+                self._flags = len(scatter)
                 copies.insert(0, flags)
             else:
+                self._flags = 0
                 scatter.insert(0, flags.repeat(link.size))
             self._scatter = link.scatter_sum(scatter, average) if scatter else None
             self._copies = link.sum(copies, average) if copies and link.size > 1 else None
