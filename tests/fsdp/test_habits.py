@@ -45,6 +45,25 @@ def train_both(make, strategy, optimizer, steps=3, prepare=lambda m: None, **opt
 # --- hooks on parameters ----------------------------------------------------------------------------------------------
 
 
+def _hooked(attach, strategy, when, steps):
+    """A module on one device and sharded, with hooks attached before or after wrapping, after some backward passes."""
+    made = []
+    for sharded in (False, True):
+        torch.manual_seed(3)
+        m = Stack().double()
+        if when == "before":
+            attach(m)
+        if sharded:
+            m = FSDPv2(m, mesh_for(strategy), strategy=strategy, auto_wrap_policy={Block})
+        if when == "after":
+            attach(m)
+        for step in range(steps):
+            x = data(4, 8, seed=step)
+            m(mine(x) if sharded else x).square().mean().backward()
+        made.append(m)
+    return made
+
+
 @ranks(2)
 @every_strategy
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -63,21 +82,8 @@ def test_an_optimizer_in_backward(strategy, when):
         for p in m.parameters():
             p.register_post_accumulate_grad_hook(step)
 
-    made = []
-    for sharded in (False, True):
-        torch.manual_seed(3)
-        m = Stack().double()
-        if when == "before":
-            attach(m)
-        if sharded:
-            m = FSDPv2(m, mesh_for(strategy), strategy=strategy, auto_wrap_policy={Block})
-        if when == "after":
-            attach(m)
-        for step in range(3):
-            x = data(4, 8, seed=step)
-            m(mine(x) if sharded else x).square().mean().backward()
-        assert all(p.grad is None for p in m.parameters())
-        made.append(m)
+    made = _hooked(attach, strategy, when, steps=3)
+    assert all(p.grad is None for m in made for p in m.parameters())
     assert_same_values(*made)
 
 
@@ -93,20 +99,7 @@ def test_hooks_on_parameters_change_their_gradients(strategy, when):
         m.blocks[0].up.bias.register_hook(lambda grad: seen.append(grad.shape))
         m.blocks[1].up.weight.register_hook(lambda grad: grad * 5).remove()
 
-    made = []
-    for sharded in (False, True):
-        torch.manual_seed(3)
-        m = Stack().double()
-        if when == "before":
-            attach(m)
-        if sharded:
-            m = FSDPv2(m, mesh_for(strategy), strategy=strategy, auto_wrap_policy={Block})
-        if when == "after":
-            attach(m)
-        for step in range(2):  # they accumulate
-            x = data(4, 8, seed=step)
-            m(mine(x) if sharded else x).square().mean().backward()
-        made.append(m)
+    made = _hooked(attach, strategy, when, steps=2)  # gradients accumulate
     assert_same_gradients(*made)
     assert seen == [(16,)] * 4
 

@@ -17,7 +17,7 @@ from tests.fsdp import programs as fsdp
 from tests.fsdp.programs import STRATEGIES, Branches, exact, loss_of, mean_over_ranks, mesh_for, mine
 from tests.gpu.programs import SMALL, llama
 from tests.pool import gpu_ranks
-from tests.spmd.models import GPT2_RULES, LLAMA_RULES, annotate, batch
+from tests.spmd.models import GPT2_RULES, LLAMA_RULES, annotate, assert_one_step_equals_one_device, batch
 from tests.spmd.models import gpt2 as spmd_gpt2
 from tests.spmd.models import llama as spmd_llama
 
@@ -103,23 +103,8 @@ def test_generate_with_ranks_that_stop_at_different_lengths(strategy, cache, wor
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_tensor_parallelism(name):
     build, rules = {"llama": (spmd_llama, LLAMA_RULES), "gpt2": (spmd_gpt2, GPT2_RULES)}[name]
-    device = runtime.device()
     mesh = xs.Mesh(np.arange(4), (2, 2), ("data", "model"))
-    reference, model = build(DOUBLE).to(device), build(DOUBLE).to(device)
-    assert annotate(model, mesh, rules) >= len(rules)
-    xs.distribute_module(model, mesh)
-    ids, labels = (t.to(device) for t in batch())
-    with exact(DOUBLE):
-        expected = reference(input_ids=ids, labels=labels)
-        expected.loss.backward()
-        for t in (ids, labels):
-            xs.mark_sharding(t, mesh, ("data", None))
-        out = model(input_ids=ids, labels=labels)
-        out.loss.backward()
-    torch.testing.assert_close(out.loss.full_tensor(), expected.loss, rtol=0, atol=1e-10)
-    torch.testing.assert_close(out.logits.full_tensor(), expected.logits, rtol=0, atol=1e-10)
-    for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=0, atol=1e-10, msg=name)
+    assert_one_step_equals_one_device(build, rules, mesh)
 
 
 @gpu_ranks(4)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.pool import ROOT, chosen_device, notes
-from tests.train.tiny import make_folder
+from tests.train.tiny import children_of, make_folder
 
 STEPS, SAVED_EVERY = 24, 4
 KINDS = {
@@ -77,17 +77,9 @@ class Run:
 
     def ranks_of(self, node: int) -> list[int]:
         """The processes that the node's launcher has started."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                except (OSError, IndexError):
-                    continue
-                if parent == self.launchers[node].pid:
-                    found.append(int(entry.name))
+        found = children_of(self.launchers[node].pid)
         self.seen |= set(found)
-        return sorted(found)
+        return found
 
     def steps_done(self) -> int:
         path = self.folder / "metrics.jsonl"

@@ -5,26 +5,15 @@ import torch
 
 import fullshard.runtime as xr
 import fullshard.spmd as xs
-from tests.spmd.models import GPT2_RULES, LLAMA_RULES, InDouble, annotate, batch, gpt2, llama
-
-
-def one_step(build, rules, mesh) -> None:
-    reference = build(torch.float64).cuda()
-    model = build(torch.float64).cuda()
-    annotate(model, mesh, rules)
-    xs.distribute_module(model, mesh)
-    ids, labels = (t.cuda() for t in batch())
-    with InDouble():
-        expected = reference(input_ids=ids, labels=labels)
-        expected.loss.backward()
-        for t in (ids, labels):
-            xs.mark_sharding(t, mesh, ("data", None))
-        out = model(input_ids=ids, labels=labels)
-        out.loss.backward()
-    torch.testing.assert_close(out.loss.full_tensor(), expected.loss, rtol=0, atol=1e-10)
-    torch.testing.assert_close(out.logits.full_tensor(), expected.logits, rtol=0, atol=1e-10)
-    for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=0, atol=1e-10, msg=name)
+from tests.spmd.models import (
+    GPT2_RULES,
+    LLAMA_RULES,
+    annotate,
+    assert_one_step_equals_one_device,
+    batch,
+    gpt2,
+    llama,
+)
 
 
 def bf16_step(mesh) -> None:
@@ -65,7 +54,7 @@ def main() -> None:
     torch.manual_seed(0)
     layouts(mesh)
     for build, rules in ((llama, LLAMA_RULES), (gpt2, GPT2_RULES)):
-        one_step(build, rules, mesh)
+        assert_one_step_equals_one_device(build, rules, mesh)
     bf16_step(mesh)
     fallbacks = sorted(key for key in xr.warned() if key.startswith("fallback"))
     print(f"rank {xr.rank()}: equal to one device; fallbacks: {fallbacks}", flush=True)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import fullshard.spmd as xs
+from fullshard import runtime
 
 VOCABULARY = 96
 
@@ -90,3 +91,23 @@ def batch(rows: int = 4, length: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
     for row in range(rows):
         labels[row, : 2 * row] = -100
     return ids, labels
+
+
+def assert_one_step_equals_one_device(build: Any, rules: Any, mesh: xs.Mesh) -> None:
+    """Forward and backward with tensor parallelism, in fp64 on this rank's device: loss, logits, gradients."""
+    device = runtime.device()
+    reference, model = build(torch.float64).to(device), build(torch.float64).to(device)
+    assert annotate(model, mesh, rules) >= len(rules)
+    xs.distribute_module(model, mesh)
+    ids, labels = (t.to(device) for t in batch())
+    with InDouble():
+        expected = reference(input_ids=ids, labels=labels)
+        expected.loss.backward()
+        for t in (ids, labels):
+            xs.mark_sharding(t, mesh, ("data", None))
+        out = model(input_ids=ids, labels=labels)
+        out.loss.backward()
+    torch.testing.assert_close(out.loss.full_tensor(), expected.loss, rtol=0, atol=1e-10)
+    torch.testing.assert_close(out.logits.full_tensor(), expected.logits, rtol=0, atol=1e-10)
+    for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=0, atol=1e-10, msg=name)

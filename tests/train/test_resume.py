@@ -22,7 +22,7 @@ from fullshard.weights.preemption import EXIT_PREEMPTED
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import losses, settings, train
-from tests.train.tiny import make_folder, make_model
+from tests.train.tiny import children_of, make_folder, make_model
 
 
 class StopAt:
@@ -120,19 +120,6 @@ def wait_for(condition: Callable[[], bool], job: subprocess.Popen[bytes], second
         time.sleep(0.02)
 
 
-def rank_processes(job: subprocess.Popen[bytes]) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except (OSError, IndexError):
-                continue
-            if parent == job.pid:
-                found.append(int(entry.name))
-    return sorted(found)
-
-
 def result(place: Path, out: str) -> tuple[list[float], dict[str, Any]]:
     records = [json.loads(line) for line in (place / out / "metrics.jsonl").read_text().splitlines()]
     return [r["loss"] for r in records if "loss" in r], load_file(place / out / "model.safetensors")
@@ -146,10 +133,10 @@ def test_killed_thrice_and_restarted_ends_the_same(tmp_path: Path) -> None:
 
     job = start(place, "disturbed")
     wait_for(lambda: steps_done(place, "disturbed") >= 5, job)
-    os.kill(rank_processes(job)[-1], signal.SIGKILL)  # one rank: the launcher starts all again, and they resume
+    os.kill(children_of(job.pid)[-1], signal.SIGKILL)  # one rank: the launcher starts all again, and they resume
     wait_for(lambda: "resumed at step" in (place / "disturbed.log").read_text(), job)
     wait_for(lambda: steps_done(place, "disturbed") >= 10, job)
-    victims = rank_processes(job)
+    victims = children_of(job.pid)
     job.kill()  # the launcher: its ranks end with it
     job.wait(30)
     end = time.monotonic() + 30

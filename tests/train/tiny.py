@@ -42,3 +42,17 @@ def make_folder(place: Path, rows: int = 60, **changes: Any) -> Path:
     write_rows(place / "chats" / "train.jsonl", chat_rows(rows))
     write_rows(place / "chats" / "test.jsonl", chat_rows(10, seed=9))
     return place
+
+
+def children_of(parent: int) -> list[int]:
+    """The processes that a process (a launcher) has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                started_by = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except (OSError, IndexError):
+                continue
+            if started_by == parent:
+                found.append(int(entry.name))
+    return sorted(found)
