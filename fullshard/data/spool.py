@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import shutil
+import struct
 import threading
 import time
 from collections import Counter
@@ -32,7 +34,10 @@ AHEAD = 4
 """Pages that are ready or in the making before the slowest reader."""
 POLLS_EVERY = 0.02
 PATIENCE = 10.0
-"""Seconds the other ranks get to see an error."""
+"""Seconds the other ranks get to read what the node's first rank has read."""
+LEFT = 2**62
+"""The mark of a reader that wants no more."""
+_MARK = struct.Struct("<q")
 LOOKS_EVERY = 1.0
 """Seconds after which a reader that waits looks whether anybody is at work."""
 
@@ -65,24 +70,20 @@ class Maker:
         self.folder = self._scratch.folder
         self._stop = threading.Event()
         self._number = self._removed = 0
-        self._failed = False
         self._tokenizing: Tokenizing | None = None
         # Daemon: a program that ends without closing must not wait for it.
         self._thread = threading.Thread(target=self._run, name="fullshard-stream", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop, end the worker processes, remove the folder; an error first gets to the other ranks."""
+    def close(self, read: int) -> None:
+        """Stop, end the worker processes, remove the folder. The other ranks first get to what this one has `read`: a
+        page that it refuses, or an error in the place of a page, is theirs to meet too."""
         self._stop.set()
         if self._tokenizing is not None:
             self._tokenizing.close()  # the thread may be waiting for a worker that is busy, or stuck
         self._thread.join()
         end = time.monotonic() + PATIENCE
-        while self._failed and time.monotonic() < end:
-            own, *others = _marks(self.folder, self._readers)
-            # An error that was read ahead, and that this rank never came to, is nobody's.
-            if own <= self._number or all(mark > self._number for mark in others):
-                break
+        while min(_marks(self.folder, self._readers)) < read and time.monotonic() < end:
             time.sleep(POLLS_EVERY)
         self._scratch.remove()
 
@@ -106,7 +107,6 @@ class Maker:
             part = self.folder / "error"
             part.write_text(json.dumps(told(error)))
             part.rename(_error(self.folder, self._number))
-            self._failed = True
         except OSError:
             self._scratch.remove()  # a full disk: readers see that nobody is at work
 
@@ -146,7 +146,7 @@ class Maker:
     def _wait(self) -> bool:
         """Remove what everybody has read, and wait until another page is wanted; whether one is."""
         while True:
-            read = min(_marks(self.folder, self._readers))
+            read = min(self._number, *_marks(self.folder, self._readers))
             for number in range(self._removed, read):
                 shutil.rmtree(_page(self.folder, number), ignore_errors=True)
             self._removed = read
@@ -160,21 +160,32 @@ class Reader:
     """The pages that a maker on this node makes, one after the other."""
 
     def __init__(self, folder: Path, reader: int) -> None:
-        self.folder, self.reader, self._number = folder, reader, 0
+        self.folder, self.number = folder, 0
+        # Held open: a mark that were written by name could come into a folder that is being removed.
+        self._marks: int | None = None
+        with contextlib.suppress(FileNotFoundError):  # the maker is gone: the first page will say so
+            self._marks = os.open(folder / f"reader-{reader}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+
+    def close(self) -> None:
+        if self._marks is not None:
+            with contextlib.suppress(DataError):  # a full disk: the maker's patience ends
+                self._mark(LEFT)
+            os.close(self._marks)
+            self._marks = None
 
     def read(self) -> TokenTable:
         """The next page, or the error that stands in its place."""
         pause, looks = 0.001, time.monotonic() + LOOKS_EVERY
         while True:
-            table = open_table(_page(self.folder, self._number))
+            table = open_table(_page(self.folder, self.number))
             if table is not None:
-                self._number += 1
-                self._mark()
+                self.number += 1
+                self._mark(self.number)
                 return table
             with contextlib.suppress(FileNotFoundError):
-                failure = error_of(*json.loads(_error(self.folder, self._number).read_text()))
-                self._number += 1
-                self._mark()
+                failure = error_of(*json.loads(_error(self.folder, self.number).read_text()))
+                self.number += 1
+                self._mark(self.number)
                 raise failure
             if time.monotonic() > looks:
                 if not is_alive(self.folder):
@@ -186,14 +197,12 @@ class Reader:
             time.sleep(pause)
             pause = min(POLLS_EVERY, pause * 1.5)
 
-    def _mark(self) -> None:
+    def _mark(self, number: int) -> None:
         """Say how many pages this rank has opened. An open page needs no name any more."""
-        part = self.folder / f"reader-{self.reader}.part"
+        if self._marks is None:
+            return
         try:
-            part.write_text(str(self._number))
-            part.rename(self.folder / f"reader-{self.reader}")
-        except FileNotFoundError:
-            pass  # the maker is gone: the next page will say so, if one is wanted
+            os.pwrite(self._marks, _MARK.pack(number), 0)
         except OSError as error:
             raise DataError(f"{self.folder} cannot be written: {error.strerror or error}.") from None
 
@@ -202,8 +211,8 @@ def _marks(folder: Path, readers: int) -> list[int]:
     marks = []
     for reader in range(readers):
         try:
-            marks.append(int((folder / f"reader-{reader}").read_text()))
-        except (OSError, ValueError):
+            marks.append(_MARK.unpack((folder / f"reader-{reader}").read_bytes())[0])
+        except (OSError, struct.error):
             marks.append(0)
     return marks
 

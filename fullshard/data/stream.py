@@ -55,11 +55,15 @@ class Stream:
             makers.append(Maker(self.pages, root, at["epoch"], at["page"], at["place"], readers))
             return str(makers[0].folder)
 
+        reader: Reader | None = None
         try:
-            yield Reader(Path(once_per_node(begin)), runtime.local_rank())
+            reader = Reader(Path(once_per_node(begin)), runtime.local_rank())
+            yield reader
         finally:
+            if reader is not None:
+                reader.close()
             for maker in makers:
-                maker.close()
+                maker.close(reader.number if reader else 0)
 
 
 @dataclass

@@ -243,7 +243,9 @@ def test_every_rank_meets_an_error_at_the_same_step(tmp_path: Path, threads: int
 
 
 @ranks(2)
-def test_tokens_that_the_model_cannot_take_are_refused_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [0.0, 1.5])
+def test_tokens_that_the_model_cannot_take_are_refused_on_every_rank(tmp_path: Path, late: float) -> None:
+    """Also on a rank that comes to the page long after the first has refused it."""
     runtime.use_spmd()
     rows = [{"input_ids": [1, 2]}] * 20 + [{"input_ids": [1, 999]}]
 
@@ -254,8 +256,10 @@ def test_tokens_that_the_model_cannot_take_are_refused_on_every_rank(tmp_path: P
     loader = Loader(feed(row_source(rows, "rows"), tmp_path, check=check), Collator(2), 3, runtime.rank(), 2)
     done: list[Any] = []
     with pytest.raises(ConfigError, match="token 999"):
-        done.extend(exchange(step.number, 0, "a step") for step in loader.steps(0, 20))
-    assert len(done) == 2
+        for step in loader.steps(0, 20):
+            done.extend(exchange(step.number, 0, "a step"))
+            time.sleep(late * runtime.rank())
+    assert done == [0, 0, 1, 1]
 
 
 def test_left_early_nothing_stays(tmp_path: Path) -> None:
