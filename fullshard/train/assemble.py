@@ -15,6 +15,7 @@ from fullshard import runtime
 from fullshard.adapters import lora
 from fullshard.adapters.quantize import quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
+from fullshard.adapters.virtual_tokens import begin_with
 from fullshard.data.once import agree
 from fullshard.data.sources import Source
 from fullshard.data.stream import Stream
@@ -25,13 +26,16 @@ from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtype
 from fullshard.train.batches import describe_data, make_loader, make_stream, make_table
 from fullshard.train.config import SFTConfig
 from fullshard.train.engine import EngineSettings
+from fullshard.train.freeze import freeze
 from fullshard.train.loop import Loop
 from fullshard.train.loss import LeanHead
 from fullshard.train.metrics import Reporter
 from fullshard.train.model import check_rows, empty_model, read_tokenizer, settle_vocabulary, uses_flash
+from fullshard.train.noise import add_noise
 from fullshard.train.prepare import rebind
 from fullshard.train.schedule import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
+from fullshard.weights.adapter_config import taken_from_weights
 from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import resolve
@@ -51,8 +55,18 @@ class Parts:
     evaluation: TokenTable | None
     earlier: Path | None = None
     """The folder of the adapter that is gone on with."""
+    adds_adapter: bool = False
+    """Whether the run itself put a new adapter into the model."""
     grown: bool = False
     """Whether the model has more token rows than its files."""
+    first: Path | None = None
+    """The folder of the adapter as the run began with it, where it was taken out of the weights."""
+
+    @property
+    def takes_from_weights(self) -> bool:
+        """Whether the run's own adapter begins with what it takes out of the weights."""
+        configs = getattr(self.model, "peft_config", {}).values() if self.adds_adapter else ()
+        return any(taken_from_weights(getattr(one, "init_lora_weights", None)) for one in configs)
 
 
 def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
@@ -86,6 +100,10 @@ def gather_parts(
         model = quantize_model(model, four_bits)
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
+        if config.prompt_tuning_init_text:
+            begin_with(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
+    if config.freeze:
+        agree(functools.partial(freeze, model, config.freeze, say))
     lora.check_trains(model)
     check = functools.partial(check_rows, model, packing=config.packing)
     data: list[Any] = []
@@ -98,13 +116,16 @@ def gather_parts(
             data.append(make_table(config, source, tokenizer))
             say(describe_data(name, data[-1].facts, config))
             agree(functools.partial(check, data[-1]))
-    return Parts(config, engine, model, base, tokenizer, data[0], data[1], earlier, grown)
+    adds = peft_config is not None and earlier is None
+    return Parts(config, engine, model, base, tokenizer, data[0], data[1], earlier, adds, grown)
 
 
 def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: Any = None) -> Loop:
     """Shard the model as planned, fill it, and put a loop around it."""
     config, engine, model = parts.config, parts.engine, parts.model
     keep_tables_whole(model)
+    if config.neftune_noise_alpha:
+        add_noise(model, config.neftune_noise_alpha)
     head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss)
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
@@ -118,9 +139,14 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
         reporter.say(line)
     if parts.base is not None:
         shown = reporter.mode in ("live", "plain")
-        fill(sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier)
+        fill(
+            sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier,
+            first=parts.first,
+        )  # fmt: skip
     optimizer = rebind(optimizer) if optimizer is not None else make_optimizer(sharded, config)
-    schedule = Schedule(optimizer, config.lr_scheduler_type, config.warmup(reporter.total), reporter.total)
+    schedule = Schedule(
+        optimizer, config.lr_scheduler_type, config.warmup(reporter.total), reporter.total, config.schedule_settings()
+    )
     table = parts.train if parts.train is not None else parts.evaluation
     assert table is not None
     loader = make_loader(config, table, parts.tokenizer.pad_token_id, uses_flash(model))

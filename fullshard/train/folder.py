@@ -15,12 +15,14 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 from fullshard.train.config import HARMLESS, SFTConfig
+from fullshard.weights.adapter_config import FIRST, WEIGHTS
 
 SETTINGS = "settings.json"
 CHECKPOINTS = "checkpoints"
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 WRITTEN = (
-    SETTINGS, CHECKPOINTS, "metrics.jsonl", "samples.jsonl", "runs", "wandb", "wandb.json", "report.html", "README.md",
+    SETTINGS, CHECKPOINTS, FIRST, "metrics.jsonl", "samples.jsonl", "runs", "wandb", "wandb.json", "report.html",
+    "README.md",
     "config.json", "generation_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json",
     "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja",
@@ -38,6 +40,14 @@ def resumes(config: SFTConfig) -> bool:
     """Whether the run is to go on from a checkpoint, if there is one."""
     asked = (config.resume_from_checkpoint or "").lower() not in ("", "false", "none", "no")
     return config.resume or asked or restarted()
+
+
+def first_adapter(config: SFTConfig) -> Path | None:
+    """What the adapter of a run that is gone on with began with, where that was written down."""
+    asked = config.resume_from_checkpoint or ""
+    places = (Path(asked), Path(asked).parent, Path(asked).parent.parent, Path(config.output_dir))
+    found = (place.expanduser() / FIRST for place in places)
+    return next((place for place in found if (place / WEIGHTS).is_file()), None)
 
 
 def check_folder(config: SFTConfig) -> None:

@@ -19,7 +19,7 @@ from fullshard.data.sources import Source, hold_back, row_source
 from fullshard.errors import ConfigError
 from fullshard.train import assemble, boards, folder, results
 from fullshard.train.accelerator import Accelerator, Plugin, State
-from fullshard.train.adapter import lora_config
+from fullshard.train.adapter import adapter_config
 from fullshard.train.arguments import check_model_folder, check_paths
 from fullshard.train.batches import total_steps
 from fullshard.train.callbacks import Callbacks, TrainerState
@@ -86,7 +86,7 @@ class SFTTrainer:
             check_model_folder(str(model))
         engine = assemble.engine_settings(self.args, notes)
         if peft_config is None and earlier is None:
-            peft_config = lora_config(self.args)
+            peft_config = adapter_config(self.args)
         if peft_config is not None and (hasattr(model, "peft_config") or earlier is not None):
             raise ConfigError("the model has an adapter already, and peft_config asks for another; leave one out.")
         self._say: Callable[[str], None] = _speaker(self.args.progress)
@@ -142,6 +142,8 @@ class SFTTrainer:
             assert table is not None
             total = self.state.max_steps = total_steps(self.args, table)
             place = Path(self.args.output_dir).expanduser()
+            if self.parts.takes_from_weights and folder.resumes(self.args):
+                self.parts.first = folder.first_adapter(self.args)
             reporter = Reporter(place, total, self.args.progress, boards.opener(self.args))
             self._loop = assemble.build_loop(self.parts, reporter, self._optimizer, self._callbacks)
         return self._loop
@@ -158,6 +160,7 @@ class SFTTrainer:
         earlier = self._open_folder()
         loop = self.loop
         loop.config = self.args
+        results.keep_first(loop.model, self.parts, self.args)
         with assemble.open_checkpoints(self.args, loop) as manager:
             loop.manager = manager
             self._resume(manager, earlier)
