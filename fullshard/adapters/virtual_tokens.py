@@ -15,9 +15,15 @@ FILE_KEY = "prompt_embeddings"
 """PEFT's name of the table in files."""
 
 
+def prompt_kinds(model: Any) -> list[str]:
+    """What kind of prompt the model's adapters are, in PEFT's words; empty for others."""
+    configs = [c for c in getattr(model, "peft_config", {}).values() if getattr(c, "is_prompt_learning", False)]
+    return [str(getattr(config.peft_type, "value", config.peft_type)).lower() for config in configs]
+
+
 def is_prompt(model: Any) -> bool:
     """Whether the model's adapter is a prompt."""
-    return any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values())
+    return bool(prompt_kinds(model))
 
 
 def encoders(model: Any) -> Mapping[str, Any]:

@@ -139,10 +139,9 @@ def with_tokens(peft_config: Any, model: Any, tokens: list[int]) -> Any:
 
 def chosen_tokens(config: SFTConfig, tokenizer: Any, rows: int) -> list[int]:
     """The tokens that `trainable_token_indices` names, by number or as they are written."""
-    found = []
+    found, known = [], tokenizer.get_vocab()
     for word in as_list(config.trainable_token_indices or ""):
-        known = tokenizer.get_vocab()
-        index = int(word) if word.isdigit() and word not in known else known.get(word)
+        index = int(word) if word.isdigit() else known.get(word)
         if index is None or index >= rows:
             what = f"has no token {word!r}{nearest(word, known)}" if index is None else f"has no token {index}"
             raise ConfigError(
@@ -206,6 +205,17 @@ def settle_dtypes(config: SFTConfig, model: nn.Module, precision: str, say: Say)
         if p.requires_grad:
             p.data = p.data.to(getattr(torch, wanted))
     return dataclasses.replace(usual, master_dtype=None)
+
+
+def settle_projections(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Hold VeRA's shared projections in the dtype the run computes in: they are buffers, which the engine leaves alone,
+    and PEFT's layer multiplies them as they are."""
+    from peft.tuners.vera.model import VeraModel
+
+    for tuner in model.modules():
+        for held in (tuner.vera_A, tuner.vera_B) if isinstance(tuner, VeraModel) and dtype is not None else ():
+            for adapter in held:
+                held[adapter] = held[adapter].to(dtype)
 
 
 def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | None = None) -> nn.Module:

@@ -46,8 +46,9 @@ class AdapterOptions:
     them; all three are computed weight by weight while the model is read."""
     modules_to_save: str | None = option(None, given_as="module names")
     """Modules that train whole beside the adapter and are saved with it, such as embed_tokens,lm_head."""
-    trainable_token_indices: str | None = option(None, given_as="tokens, or their numbers")
-    """Tokens whose rows in the embedding and the output head train beside the adapter, with commas."""
+    trainable_token_indices: str | None = option(None, given_as="numbers of tokens, or tokens")
+    """Tokens whose rows in the embedding and the output head train beside the adapter, with commas; digits are
+    numbers of tokens."""
     freeze: str | None = option(None, given_as="patterns of parameter names")
     """What does not train, with commas: whole parts of names, * and [0-9] as in file names, such as
     embed_tokens,layers.[0-7]."""
@@ -148,15 +149,19 @@ class AdapterOptions:
 
     def _check_prompt(self) -> None:
         wanted: Any = self
-        if self.adapter_kind not in PROMPT_TYPES:
-            return
-        if wanted.packing:
-            raise ConfigError(
-                f"packing is on, and peft_type is {self.peft_type}: documents that share a row would share one prompt "
-                f"and see each other. Leave packing out."
-            )
-        if self.peft_type == "prefix_tuning" and wanted.gradient_checkpointing:
-            raise ConfigError(
-                "gradient_checkpointing is on, and peft_type is prefix_tuning: the prefix lies in the attention cache, "
-                "which computing a layer again would write to twice. Leave gradient_checkpointing out."
-            )
+        if self.adapter_kind in PROMPT_TYPES:
+            check_prompt(self.peft_type, wanted.packing, wanted.gradient_checkpointing)
+
+
+def check_prompt(kind: str, packing: bool, checkpointing: bool) -> None:
+    """Refuse what a prompt cannot be trained with."""
+    if packing:
+        raise ConfigError(
+            f"packing is on, and the adapter is {kind}: documents that share a row would share one prompt and see each "
+            f"other. Leave packing out."
+        )
+    if kind == "prefix_tuning" and checkpointing:
+        raise ConfigError(
+            "gradient_checkpointing is on, and the adapter is prefix_tuning: the prefix lies in the attention cache, "
+            "which computing a layer again would write to twice. Leave gradient_checkpointing out."
+        )

@@ -15,14 +15,15 @@ from fullshard import runtime
 from fullshard.adapters import lora
 from fullshard.adapters.quantize import quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
-from fullshard.adapters.virtual_tokens import begin_with
+from fullshard.adapters.virtual_tokens import begin_with, prompt_kinds
 from fullshard.data.once import agree
 from fullshard.data.sources import Source
 from fullshard.data.stream import Stream
 from fullshard.data.tokens import TokenTable
 from fullshard.fsdp import checkpoint_module
 from fullshard.train import fit, folder
-from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes
+from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes, settle_projections
+from fullshard.train.adapter_options import check_prompt
 from fullshard.train.batches import describe_data, make_loader, make_stream, make_table
 from fullshard.train.config import SFTConfig
 from fullshard.train.engine import EngineSettings
@@ -102,6 +103,8 @@ def gather_parts(
         model = add_adapter(model, peft_config, config.seed, earlier)
         if config.prompt_tuning_init_text:
             begin_with(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
+    for kind in prompt_kinds(model):
+        check_prompt(kind, config.packing, config.gradient_checkpointing or engine.activation_checkpointing)
     if config.freeze:
         agree(functools.partial(freeze, model, config.freeze, say))
     lora.check_trains(model)
@@ -143,6 +146,7 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
             sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier,
             first=parts.first,
         )  # fmt: skip
+    settle_projections(sharded, dtypes.param_dtype)
     optimizer = rebind(optimizer) if optimizer is not None else make_optimizer(sharded, config)
     schedule = Schedule(
         optimizer, config.lr_scheduler_type, config.warmup(reporter.total), reporter.total, config.schedule_settings()

@@ -61,6 +61,7 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
     with torch.device("meta"):
         model = lay_out(plain, found)
     tensors = dict(stored_tensors(manifest, directory, name))
+    tensors |= {key: tensors[source] for key, source in entry["tied"].items() if source in tensors}
     for adapter, encoder in virtual_tokens.encoders(model).items():
         values = {key: tensors[f"prompt_encoder.{adapter}.{key}"].read() for key in encoder.state_dict()}
         save_file(virtual_tokens.as_file(encoder, values), out / WEIGHTS, metadata={"format": "pt"})

@@ -91,8 +91,11 @@ def fill(
             if files is not source:
                 files.close()
     base = Base(str(work.source.path), next(filter(None, fingerprints)))
+    names: dict[int, list[str]] = {}  # a module may stand in two places, such as the embedding beside a prompt
+    for name, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(name)
     for p in work.provided:
-        base.record(p.plan.names, p.shard)
+        base.record({*p.plan.names, *names.get(id(p.shard), ())}, p.shard)
     setattr(model, ATTRIBUTE, base)
     report.seconds = time.perf_counter() - started
     runtime.get_logger().info("%s", report)
