@@ -16,7 +16,6 @@ from fullshard.options import as_list, option, options_of, takes_other_names
 from fullshard.train import rates
 from fullshard.train.adapter_options import AdapterOptions
 
-SAME_LENGTH = ("max_seq_length", "max_length")
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
 
 Strategy = Literal["no", "steps", "epoch"]
@@ -107,7 +106,7 @@ class SFTConfig(AdapterOptions):
     """Rows of the data that are tokenised, packed and shuffled together when streaming."""
     packing: bool = False
     """Let documents share rows, so that hardly anything is padding. They never see each other."""
-    max_seq_len: int = _named(1024, *SAME_LENGTH)
+    max_seq_len: int = _named(1024, "max_seq_length", "max_length")
     """The longest row, in tokens. What becomes of longer documents is said by `overflow`, and counted."""
     overflow: Literal["truncate", "split", "drop"] = "truncate"
     """What happens to documents longer than `max_seq_len`."""
