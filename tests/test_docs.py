@@ -66,7 +66,7 @@ def programs() -> dict[str, str]:
     return found
 
 
-@ranks(1, 4)
+@ranks(1, 2, 4, slow=(1, 4))
 @pytest.mark.parametrize("block", programs())
 def test_a_block_runs_as_printed(block):
     exec(compile(programs()[block], block, "exec"), {"__name__": "__main__"})
