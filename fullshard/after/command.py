@@ -64,7 +64,7 @@ class ExportOptions:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"--dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}.")
         if re.fullmatch(r"\d+(\.\d+)?([KMGT]B)?", self.max_shard_size, re.IGNORECASE) is None:
-            raise ConfigError(f"--max-shard-size is {self.max_shard_size!r}; expected a size such as 5GB or 500MB.")
+            raise ConfigError(f"--max_shard_size is {self.max_shard_size!r}; expected a size such as 5GB or 500MB.")
         if self.dequantized and not self.merge:
             raise ConfigError("--dequantized says what an adapter is added to; it goes with --merge.")
 
@@ -122,8 +122,9 @@ def _alone(command: str) -> None:
 
 def _hush() -> None:
     """Let only warnings through: what the user reads is the answer."""
-    from fullshard import runtime
+    from fullshard import messages, runtime
 
+    messages.leave_out(messages.TRAINED)
     runtime.get_logger().setLevel("WARNING")
     import transformers
 

@@ -16,6 +16,8 @@ from fullshard.options import as_list, option, options_of, takes_other_names
 
 SAME_LENGTH = ("max_seq_length", "max_length")
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
+REPORT_TO = ("tensorboard", "wandb")
+"""What `report_to` can name; each is called like the package it needs."""
 
 Strategy = Literal["no", "steps", "epoch"]
 
@@ -250,8 +252,9 @@ class SFTConfig:
     """How much the libraries say; passive leaves it as it is."""
     progress: Literal["auto", "live", "plain", "json", "quiet"] = "auto"
     """A live display, plain lines, JSON lines, or errors only; auto is live on a terminal and plain elsewhere."""
-    report_to: str = option("tensorboard", given_as="tensorboard, wandb, all, none")
-    """Where metrics go besides metrics.jsonl. Each is used where it is installed."""
+    report_to: str = option("auto", given_as="auto, tensorboard, wandb, all, none")
+    """Where metrics go besides metrics.jsonl. auto is TensorBoard if it is installed, all each that is; one that is
+    named must be installed."""
     run_name: str | None = None
     """A name for the run in its report."""
     push_to_hub: bool = False
@@ -319,9 +322,9 @@ class SFTConfig:
             raise ConfigError("bf16 and fp16 are both on; choose one.")
         if self.resume and self.overwrite:
             raise ConfigError("resume and overwrite are both on; choose one.")
-        unknown = [name for name in as_list(self.report_to) if name not in ("tensorboard", "wandb", "none", "all")]
+        unknown = [name for name in as_list(self.report_to) if name not in (*REPORT_TO, "auto", "all", "none")]
         if unknown:
-            raise ConfigError(f"report_to names {', '.join(unknown)}; expected tensorboard, wandb, all or none.")
+            raise ConfigError(f"report_to names {', '.join(unknown)}; expected auto, tensorboard, wandb, all or none.")
 
     def _check_plan(self) -> None:
         if self.streaming and self.max_steps < 0:

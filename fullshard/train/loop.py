@@ -44,6 +44,10 @@ class Progress:
     """Rows in a global batch."""
     tokens: int = 0
     skipped: int = 0
+    loss_sum: float = 0.0
+    """The losses of all steps that were not skipped, added up."""
+    loss_steps: int = 0
+    """How many those are."""
     best_step: int | None = None
     best_value: float | None = None
     without_improvement: int = 0
@@ -51,6 +55,11 @@ class Progress:
     """Epochs gone through. In the first pass over a stream parts of one are not known."""
     position: dict[str, Any] | None = None
     """Where a stream of data stands; None for a table, whose rows follow from the step."""
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean of the steps' losses since the run began, each step counted once: Trainer's `train_loss`."""
+        return self.loss_sum / self.loss_steps if self.loss_steps else math.nan
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,8 @@ class Loop:
         self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
         self.rate = 0.0
         self._saved: int | None = None
+        self.logged_steps = 0
+        """How many steps the last logged loss is the mean of."""
         self._window: list[Outcome] = []
         self._window_tokens, self._window_start = 0, time.monotonic()
 
@@ -113,7 +124,10 @@ class Loop:
         config, progress, pick = self.config, self.progress, step.pick
         progress.step, progress.tokens = step.number + 1, progress.tokens + pick.tokens
         progress.epoch, progress.position = pick.epoch, pick.position
-        progress.skipped += not outcome.updated
+        if outcome.updated:
+            progress.loss_sum, progress.loss_steps = progress.loss_sum + outcome.loss, progress.loss_steps + 1
+        else:
+            progress.skipped += 1
         self._window.append(outcome)
         self._window_tokens += pick.tokens
         done, epoch_ends = progress.step, pick.ends_epoch
@@ -225,6 +239,7 @@ class Loop:
     def _log(self) -> None:
         now, window = time.monotonic(), self._window
         finite = [o for o in window if o.updated] or window
+        self.logged_steps = len(finite)
         values = {
             "loss": _mean([o.loss for o in finite]),
             "learning_rate": self.rate,
@@ -264,6 +279,7 @@ class Loop:
         values = {
             f"{prefix}_loss": loss, f"{prefix}_mean_token_accuracy": correct, f"{prefix}_entropy": entropy,
             f"{prefix}_runtime": took, f"{prefix}_samples_per_second": len(table) / max(took, 1e-9),
+            "epoch": round(self.progress.epoch, 4),
         }  # fmt: skip
         self.reporter.log(self.progress.step, values)
         self.notify("on_evaluate", step=self.progress.step, metrics=values)

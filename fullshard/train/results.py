@@ -118,12 +118,36 @@ def describe(trainer: SFTTrainer, place: Path) -> None:
 
 
 def final_metrics(trainer: SFTTrainer) -> dict[str, float]:
-    """The last value of each number that was logged."""
+    """The mean loss of all steps, and the last value of each number that was logged."""
     wanted = ("loss", "mean_token_accuracy", "eval_loss", "eval_mean_token_accuracy", "tokens_per_second", "memory_gib")
-    found: dict[str, float] = {}
+    progress = trainer.loop.progress
+    found: dict[str, float] = {"train_loss": progress.mean_loss} if progress.loss_steps else {}
     for record in trainer.state.log_history:
         found |= {name: record[name] for name in wanted if record.get(name) is not None}
     return found
+
+
+def _final_rows(trainer: SFTTrainer) -> dict[str, str]:
+    """The last numbers in words: of what each is the mean, and of which step."""
+    progress, metrics, logged = trainer.loop.progress, final_metrics(trainer), trainer.loop.logged_steps
+    evaluated = [record["step"] for record in trainer.state.log_history if "eval_loss" in record]
+    every = f"all {progress.loss_steps:,}" if progress.loss_steps == progress.step else f"{progress.loss_steps:,}"
+    last = "of the last step" if logged == 1 else f"mean of the last {logged:,} steps"
+    evaluation = f"at step {evaluated[-1]:,}" if evaluated else ""
+    rows = {
+        "train_loss": ("training loss", "{:.4f}", f"mean of {every} steps"),
+        "loss": ("", "{:.4f}", last),
+        "mean_token_accuracy": ("token accuracy", "{:.4f}", last),
+        "eval_loss": ("evaluation loss", "{:.4f}", evaluation),
+        "eval_mean_token_accuracy": ("evaluation accuracy", "{:.4f}", evaluation),
+        "tokens_per_second": ("tokens per second", "{:,.0f}", last),
+        "memory_gib": ("memory", "{:.2f} GiB", "at most, on the first rank"),
+    }
+    if not logged:  # nothing was trained
+        metrics = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+    elif logged == progress.loss_steps:
+        metrics.pop("loss", None)  # the line above it says the same
+    return {name: f"{form.format(metrics[key])}  {what}" for key, (name, form, what) in rows.items() if key in metrics}
 
 
 def show(trainer: SFTTrainer) -> None:
@@ -136,7 +160,7 @@ def show(trainer: SFTTrainer) -> None:
     rows = {
         "steps": f"{progress.step:,}" + (f" ({progress.skipped} left out)" if progress.skipped else ""),
         "tokens": f"{progress.tokens:,}",
-        **{name.replace("_", " "): f"{value:,.4f}" for name, value in final_metrics(trainer).items()},
+        **_final_rows(trainer),
         f"{kind}, tokenizer, card": str(place),
         "checkpoints": str(place / CHECKPOINTS),
         "metrics": str(place / FILE),

@@ -20,7 +20,7 @@ from fullshard.errors import ConfigError
 from fullshard.train import assemble, boards, folder, results
 from fullshard.train.accelerator import Accelerator, Plugin, State
 from fullshard.train.adapter import lora_config
-from fullshard.train.arguments import check_model_folder, check_paths
+from fullshard.train.arguments import check_model_folder, check_paths, check_report_to
 from fullshard.train.batches import total_steps
 from fullshard.train.callbacks import Callbacks, TrainerState
 from fullshard.train.config import SFTConfig
@@ -35,9 +35,13 @@ from fullshard.weights.checkpoint import CheckpointManager
 
 
 class TrainOutput(NamedTuple):
+    """What `train()` returns, as transformers' does."""
+
     global_step: int
     training_loss: float
+    """The mean of the losses of all steps, those before a resume included."""
     metrics: dict[str, float]
+    """The last numbers of training that were logged, and `train_loss`, which is `training_loss`."""
 
 
 class SFTTrainer:
@@ -69,6 +73,7 @@ class SFTTrainer:
     ) -> None:
         given = {"packing": packing, "dataset_text_field": dataset_text_field, "max_seq_len": max_seq_length}
         self.args, notes = config_of(args, **given, **(dataset_kwargs or {}))
+        check_report_to(self.args.report_to)
         if data_collator is not None:
             raise ConfigError(
                 "data_collator: the trainer puts rows together itself, so that documents stay apart and the loss "
@@ -158,6 +163,16 @@ class SFTTrainer:
         earlier = self._open_folder()
         loop = self.loop
         loop.config = self.args
+        try:
+            self._train(loop, earlier)
+        finally:
+            loop.reporter.close()  # whatever happened, the terminal is left in order
+        self._update_state()
+        last: dict[str, Any] = next((r for r in reversed(self.state.log_history) if "loss" in r), {})
+        mean = loop.progress.mean_loss
+        return TrainOutput(loop.progress.step, mean, {**last, "train_loss": mean})
+
+    def _train(self, loop: Loop, earlier: dict[str, Any] | None) -> None:
         with assemble.open_checkpoints(self.args, loop) as manager:
             loop.manager = manager
             self._resume(manager, earlier)
@@ -167,11 +182,6 @@ class SFTTrainer:
             self._load_best(manager)
             loop.manager = None
         self._callbacks("on_train_end", step=loop.progress.step)
-        loop.reporter.close()
-        self._update_state()
-        losses = [r["loss"] for r in self.state.log_history if r.get("loss") is not None]
-        last: dict[str, Any] = next((r for r in reversed(self.state.log_history) if "loss" in r), {})
-        return TrainOutput(loop.progress.step, sum(losses) / max(1, len(losses)), dict(last))
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Metrics on the evaluation data, before or after training. All ranks must call it."""

@@ -152,7 +152,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["chat", "MODEL", "--prompt", " "], "--prompt is empty"),
     (["export", "MODEL", "MODEL"], "exists already and is not empty"),
     (["export", "MODEL", "OUT", "--dtype", "int4"], "--dtype is 'int4'; expected one of float32"),
-    (["export", "MODEL", "OUT", "--max-shard-size", "big"], "--max-shard-size is 'big'; expected a size such as 5GB"),
+    (["export", "MODEL", "OUT", "--max-shard-size", "big"], "--max_shard_size is 'big'; expected a size such as 5GB"),
     (["export", "MODEL", "OUT", "--dequantized"], "it goes with --merge"),
     (["export", "MODEL", "OUT", "--merge", "--dequantized"], "holds a whole model; there is no adapter"),
     (["export", "RUN", "OUT"], "has neither a result nor a checkpoint yet"),

@@ -90,7 +90,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "columns that are not there": (lambda p: words(p, dataset_columns="text=body"), "line 1: dataset_columns says text=body, but the columns are text"),
     "weights of other sets": (lambda p: words(p, dataset_weights="1,2"), "dataset_weights has 2 numbers, dataset_name 1 data sets"),
     "a part of a row": (lambda p: words(p, val_size=1.5), "val_size is 1.5; expected a whole number of rows"),
-    "unknown reporter": (lambda p: words(p, report_to="mlflow"), "report_to names mlflow; expected tensorboard, wandb, all or none"),
+    "unknown reporter": (lambda p: words(p, report_to="mlflow"), "report_to names mlflow; expected auto, tensorboard, wandb, all or none"),
     "impossible number of processes": (lambda p: [*words(p), "--num_processes", "none at all"], "--num_processes: expected a whole number"),
     "unknown strategy": (lambda p: [*words(p), "--num_processes", "2", "--fsdp_sharding_strategy", "SHARD_ALL"], "expected FULL_SHARD"),
 }  # fmt: skip

@@ -37,7 +37,7 @@ def test_a_run_from_files_leaves_what_transformers_reads(tmp_path: Path) -> None
     runtime.barrier()
     config = settings(
         tmp_path, max_steps=4, save_strategy="steps", save_steps=2, save_total_limit=1, per_device_train_batch_size=2,
-        eval_strategy="epoch", max_seq_len=64, report_to="tensorboard",
+        eval_strategy="epoch", max_seq_len=64, report_to="auto",
     )  # fmt: skip
     trainer = SFTTrainer(
         model=str(tmp_path / "model"), args=config, train_dataset=str(tmp_path / "data" / "train.jsonl"),
