@@ -28,10 +28,11 @@ from fullshard.train.engine import EngineSettings
 from fullshard.train.loop import Loop
 from fullshard.train.loss import LeanHead
 from fullshard.train.metrics import Reporter
-from fullshard.train.model import check_rows, empty_model, read_tokenizer, settle_vocabulary, uses_flash
+from fullshard.train.model import check_rows, empty_model, read_tokenizer, resized, settle_vocabulary, uses_flash
 from fullshard.train.prepare import rebind
 from fullshard.train.schedule import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
+from fullshard.weights.adapter_files import brought_tables
 from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import resolve
@@ -53,6 +54,8 @@ class Parts:
     """The folder of the adapter that is gone on with."""
     grown: bool = False
     """Whether the model has more token rows than its files."""
+    tables: bool = False
+    """Whether embedding and head are written with the adapter: those of its base are others."""
 
 
 def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
@@ -80,6 +83,7 @@ def gather_parts(
         tokenizer = agree(lambda: read_tokenizer(config, base or _origin(model), earlier), own=True)
     if base is not None:
         model = agree(lambda: empty_model(config, base, say), own=True)
+    tables = any(agree(lambda: brought_tables(earlier) if earlier is not None else base is None and resized(model)))
     settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
     peft_config, grown = agree(settle, own=True)
     if base is None and (four_bits := quantization(config)) is not None:
@@ -98,7 +102,7 @@ def gather_parts(
             data.append(make_table(config, source, tokenizer))
             say(describe_data(name, data[-1].facts, config))
             agree(functools.partial(check, data[-1]))
-    return Parts(config, engine, model, base, tokenizer, data[0], data[1], earlier, grown)
+    return Parts(config, engine, model, base, tokenizer, data[0], data[1], earlier, grown, tables)
 
 
 def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: Any = None) -> Loop:
