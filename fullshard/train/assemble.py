@@ -13,6 +13,7 @@ from typing import Any
 
 from fullshard import runtime
 from fullshard.adapters import lora
+from fullshard.adapters.inventory import dense_line
 from fullshard.adapters.quantize import quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
 from fullshard.data.once import agree
@@ -118,8 +119,9 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
     need = agree(lambda: fit.check_fit(sharded.plan, config.optim, engine.offload_params))[0]
-    for line in (*fit.describe(sharded.plan, need), lora.summary(sharded)):
-        reporter.say(line)
+    for line in (*fit.describe(sharded.plan, need), dense_line(sharded), lora.summary(sharded)):
+        if line is not None:
+            reporter.say(line)
     if parts.base is not None:
         shown = reporter.mode in ("live", "plain")
         fill(sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier)
