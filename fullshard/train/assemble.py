@@ -13,6 +13,7 @@ from typing import Any
 
 from fullshard import runtime
 from fullshard.adapters import lora
+from fullshard.adapters.inventory import dense_line
 from fullshard.adapters.quantize import quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
 from fullshard.data.once import agree
@@ -28,10 +29,11 @@ from fullshard.train.engine import EngineSettings
 from fullshard.train.loop import Loop
 from fullshard.train.loss import LeanHead
 from fullshard.train.metrics import Reporter
-from fullshard.train.model import check_rows, empty_model, read_tokenizer, settle_vocabulary, uses_flash
+from fullshard.train.model import check_rows, empty_model, read_tokenizer, resized, settle_vocabulary, uses_flash
 from fullshard.train.prepare import rebind
 from fullshard.train.schedule import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
+from fullshard.weights.adapter_files import brought_tables
 from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import resolve
@@ -53,6 +55,8 @@ class Parts:
     """The folder of the adapter that is gone on with."""
     grown: bool = False
     """Whether the model has more token rows than its files."""
+    tables: bool = False
+    """Whether embedding and head are written with the adapter: those of its base are others."""
 
 
 def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
@@ -80,6 +84,7 @@ def gather_parts(
         tokenizer = agree(lambda: read_tokenizer(config, base or _origin(model), earlier), own=True)
     if base is not None:
         model = agree(lambda: empty_model(config, base, say), own=True)
+    tables = any(agree(lambda: brought_tables(earlier) if earlier is not None else base is None and resized(model)))
     settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
     peft_config, grown = agree(settle, own=True)
     if base is None and (four_bits := quantization(config)) is not None:
@@ -98,7 +103,7 @@ def gather_parts(
             data.append(make_table(config, source, tokenizer))
             say(describe_data(name, data[-1].facts, config))
             agree(functools.partial(check, data[-1]))
-    return Parts(config, engine, model, base, tokenizer, data[0], data[1], earlier, grown)
+    return Parts(config, engine, model, base, tokenizer, data[0], data[1], earlier, grown, tables)
 
 
 def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: Any = None) -> Loop:
@@ -114,8 +119,9 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
     need = agree(lambda: fit.check_fit(sharded.plan, config.optim, engine.offload_params))[0]
-    for line in (*fit.describe(sharded.plan, need), lora.summary(sharded)):
-        reporter.say(line)
+    for line in (*fit.describe(sharded.plan, need), dense_line(sharded), lora.summary(sharded)):
+        if line is not None:
+            reporter.say(line)
     if parts.base is not None:
         shown = reporter.mode in ("live", "plain")
         fill(sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier)

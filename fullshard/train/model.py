@@ -25,7 +25,7 @@ from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
 from fullshard.train.loss import causal
 from fullshard.weights import load as loading
-from fullshard.weights.adapter_files import stored_rows
+from fullshard.weights.adapter_files import other_rows, stored_rows
 from fullshard.weights.grow import grow_in_memory
 from fullshard.weights.locate import open_source
 
@@ -90,6 +90,12 @@ def attention(config: SFTConfig, say: Say) -> str | None:
 
 def embedding_rows(model: Any) -> int:
     return int(plain_layer(causal(model).get_input_embeddings()).weight.shape[0])
+
+
+def resized(model: Any) -> bool:
+    """Whether a model that was handed over has other token rows than the base it names."""
+    inner = causal(model)
+    return other_rows(getattr(inner.config, "_name_or_path", None), inner.config)
 
 
 class Vocabulary(NamedTuple):

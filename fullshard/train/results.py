@@ -22,7 +22,7 @@ from fullshard.train.loss import causal
 from fullshard.train.metrics import FILE
 from fullshard.train.model import local_folder
 from fullshard.train.report import write_report
-from fullshard.weights.adapter_files import brought_tables, names_in_files
+from fullshard.weights.adapter_files import names_in_files
 from fullshard.weights.export import save_pretrained
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def export(model: Any, parts: Parts, config: SFTConfig, place: Path) -> None:
     """Write the model or the adapter, and the tokenizer. All ranks must call it."""
     dtype = None if config.save_dtype == "auto" else getattr(torch, config.save_dtype)
     if hasattr(model, "peft_config"):
-        tables = parts.earlier is not None and bool(brought_tables(parts.earlier))
-        export_adapter(model, place, dtype, tables)
+        export_adapter(model, place, dtype, parts.tables)
         agree(lambda: parts.tokenizer.save_pretrained(place) if runtime.is_main() else None)
     else:
         dtype = dtype or getattr(model.config, "dtype", None)
@@ -47,7 +46,7 @@ def export(model: Any, parts: Parts, config: SFTConfig, place: Path) -> None:
 def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None, tables: bool = False) -> None:
     """Write the adapter as PEFT does, gathering nothing else; read it back before it takes its place.
 
-    With `tables` embedding and head are written with it, whole: an adapter that brought its own keeps them.
+    With `tables` embedding and head are written with it, whole.
     """
     names = set(model.peft_config)
     whole_tables = {n for a in names for n in names_in_files(model, a)[1].values()} if tables else set()
