@@ -14,7 +14,8 @@ from fullshard.data.formats import reading_of
 from fullshard.data.sources import Source, chain, mix
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, options_of, parse_flags
-from fullshard.paths import held, looks_local
+from fullshard.paths import Inputs, held, looks_local
+from fullshard.train import folder
 from fullshard.train.config import SFTConfig
 from fullshard.train.prompts import read_prompts
 from fullshard.train.start import check_template_path, starting_point
@@ -68,6 +69,12 @@ def check_paths(config: SFTConfig) -> Data:
     if config.sample_prompts:
         read_prompts(config.sample_prompts)
     return find(config)
+
+
+def inputs_of(config: SFTConfig, data: Data) -> Inputs:
+    """What the run reads here; as far as paths can tell."""
+    model, adapter = starting_point(config.model_name_or_path, config.adapter_name_or_path)
+    return folder.inputs_of(config, model, adapter, data)
 
 
 def find(config: SFTConfig) -> Data:

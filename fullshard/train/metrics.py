@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import accelerator, runtime
+from fullshard.paths import replace_text
 from fullshard.train.boards import Board, Opens, attempt, none
 from fullshard.train.samples import FILE as SAMPLES
 from fullshard.train.samples import Sample
@@ -176,7 +177,7 @@ def sample_text(sample: Sample) -> str:
 def _keep(path: Path, step: int) -> list[dict[str, Any]]:
     """What a file of records holds up to this step; the rest, of a run that was broken off later, is dropped."""
     kept = [r for r in _read(path) if r["step"] <= step] if step and path.exists() else []
-    path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+    replace_text(path, "".join(json.dumps(r) + "\n" for r in kept))
     return kept
 
 
