@@ -196,7 +196,7 @@ def save(chat: Chat, path: Path) -> str:
 
 
 def _ends_a_line(path: Path) -> bool:
-    """Whether a file of JSON lines ends with a whole one; other files are refused, since a line more would spoil them."""
+    """Whether a file of JSON lines ends with a whole one; other files, which one more would spoil, are refused."""
     with path.open("rb") as file:
         first, size = file.readline(), file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))

@@ -231,10 +231,24 @@ class SFTTrainer:
         else:
             self.loop.restore(manager, None)
         self._say(f"resumed at step {self.loop.progress.step} of {self.loop.total}")
+        self._forget_lost_best(manager)
         if not runtime.is_main() or earlier is None:
             return
         if (found := folder.describe_changes(earlier, self.args)).startswith("Changed"):
             runtime.get_logger().warning("resumed with other settings. %s", found)
+
+    def _forget_lost_best(self, manager: CheckpointManager) -> None:
+        """A best checkpoint that is not in this folder (but in that of the run gone on with) cannot be returned to."""
+        progress, there = self.loop.progress, agree(manager.all_steps)[0]
+        if not self.args.load_best_model_at_end or progress.best_step is None or progress.best_step in there:
+            return
+        if runtime.is_main():
+            runtime.get_logger().warning(
+                "the best checkpoint so far, of step %d, is not in %s: from here on the best of what follows counts",
+                progress.best_step,
+                manager.path,
+            )
+        progress.best_step = progress.best_value = None
 
     def _write_settings(self) -> None:
         if runtime.is_main():
