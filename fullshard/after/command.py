@@ -9,8 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.after.place import check_out, find
+from fullshard.after.place import find
 from fullshard.errors import ConfigError
+from fullshard.paths import check_new_folder
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -97,8 +98,7 @@ def export(name: str, out: str, options: ExportOptions) -> None:
     """Write a result, and say what was written."""
     _alone("export")
     place = find(name, options.base, options.checkpoint)
-    target = Path(out).expanduser()
-    check_out(target)
+    check_new_folder(out)
     if place.kind == "model" and options.dequantized:
         raise ConfigError(f"--dequantized: {name} holds a whole model; there is no adapter to add.")
     _hush()
@@ -110,7 +110,7 @@ def export(name: str, out: str, options: ExportOptions) -> None:
     choices = Choices(
         options.merge, options.dtype, options.dequantized, options.max_shard_size, options.verify, sys.stderr.isatty()
     )
-    found = write(place, target, choices)
+    found = write(place, Path(out).expanduser(), choices)
     print(json.dumps(found) if options.as_json else "\n".join(summary(found)))
 
 

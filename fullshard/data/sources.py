@@ -36,6 +36,13 @@ class Source:
     """The sources that this one is made of."""
     join: Callable[[Sequence[Source]], Source] | None = None
     """For a mix: the same mix of other parts."""
+    own_files: tuple[Path, ...] = ()
+    """The files that its rows are read from, but for those of its parts."""
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that rows are read from."""
+        return [*self.own_files, *(file for part in self.parts for file in part.files)]
 
     def documents(self, reading: Reading = AS_USUAL) -> Iterator[Document]:
         return (understand(row, reading) for row in self.rows(None))
@@ -63,7 +70,7 @@ def _one_file(path: Path) -> Source:
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
 
-    return Source(str(path), functools.partial(read_file, path), fingerprint)
+    return Source(str(path), functools.partial(read_file, path), fingerprint, own_files=(path,))
 
 
 def row_source(rows: Iterable[Any], name: str) -> Source:
@@ -85,7 +92,9 @@ def row_source(rows: Iterable[Any], name: str) -> Source:
             digest.update(b"\n")
         return digest.hexdigest()
 
-    return Source(name, walk, fingerprint)
+    cached = getattr(rows, "cache_files", None)  # of a data set of `datasets`, which reads them as it goes
+    files = tuple(Path(file["filename"]) for file in cached) if isinstance(cached, list) else ()
+    return Source(name, walk, fingerprint, own_files=files)
 
 
 # --- several sources ------------------------------------------------------------------------------------------------

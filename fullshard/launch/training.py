@@ -13,7 +13,7 @@ from fullshard.launch import command
 from fullshard.launch.config import find_file, launch_options
 from fullshard.launch.show import HELP, count_gpus, show_help
 from fullshard.options import FALSE, TRUE, Option, options_of
-from fullshard.train.arguments import check_paths, parse
+from fullshard.train.arguments import check_paths, inputs_of, parse
 from fullshard.train.config import SFTConfig
 from fullshard.train.folder import check_folder
 
@@ -27,14 +27,14 @@ def sft(words: Sequence[str]) -> int:
         return 0
     mine, launchers = split(words)
     arguments = parse(mine)
-    check_paths(arguments.config)
+    data = check_paths(arguments.config)
     if arguments.config.preview:
         from fullshard.train import preview
 
         preview.run(arguments.config, arguments.notes)
         return 0
     if int(os.environ.get("RANK") or 0) == 0:
-        check_folder(arguments.config)
+        check_folder(arguments.config, inputs_of(arguments.config, data))
     launched = bool(os.environ.get("RANK"))
     if not launched and (launchers or find_file(None)[0] is not None or count_gpus() > 1):
         return command.launch([*launchers, "-m", MODULE, *mine])

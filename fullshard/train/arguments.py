@@ -15,7 +15,8 @@ from fullshard.data.formats import reading_of
 from fullshard.data.sources import Source, chain, mix
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, options_of, parse_flags
-from fullshard.paths import held, looks_local
+from fullshard.paths import Inputs, held, looks_local
+from fullshard.train import folder
 from fullshard.train.config import REPORT_TO, SFTConfig
 from fullshard.train.prompts import read_prompts
 from fullshard.train.start import check_template_path, starting_point
@@ -80,6 +81,12 @@ def check_report_to(named: str) -> None:
                 f"report_to names {name}, which is not installed; pip install {name}, or leave report_to out: "
                 f"metrics.jsonl is always written."
             )
+
+
+def inputs_of(config: SFTConfig, data: Data) -> Inputs:
+    """What the run reads here; as far as paths can tell."""
+    model, adapter = starting_point(config.model_name_or_path, config.adapter_name_or_path)
+    return folder.inputs_of(config, model, adapter, data)
 
 
 def find(config: SFTConfig) -> Data:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,17 @@ def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
     return dataclasses.replace(engine, **changes)
 
 
+def join_ranks(engine: EngineSettings) -> None:
+    """Meet the other ranks, on the device that the settings choose."""
+    runtime.use_spmd(device="cpu" if engine.use_cpu else None)
+
+
 def gather_parts(
     config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, train: Source | None,
     evaluation: Source | None, peft_config: Any, say: Say,
 ) -> Parts:  # fmt: skip
     """Ranks, model without values, adapter, tokens."""
-    runtime.use_spmd(device="cpu" if engine.use_cpu else None)
+    join_ranks(engine)
     runtime.announce_transport(say)
     runtime.seed(config.seed)
     named = config.adapter_name_or_path if not hasattr(model, "peft_config") else None
@@ -137,11 +143,14 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     )  # fmt: skip
 
 
-def open_checkpoints(config: SFTConfig, loop: Loop) -> CheckpointManager:
-    """The run's checkpoints; the best one is never removed."""
-    place = Path(config.output_dir).expanduser() / folder.CHECKPOINTS
-    keep = config.save_total_limit
-    return CheckpointManager(place, config.save_steps, keep, protect=lambda step: step == loop.progress.best_step)
+def open_checkpoints(config: SFTConfig, loop: Loop, needed: Callable[[int], bool]) -> CheckpointManager:
+    """The run's checkpoints; the best one, and those that are `needed` (by an upload), are not removed."""
+
+    def protect(step: int) -> bool:
+        return step == loop.progress.best_step or needed(step)
+
+    place = folder.place_of(config) / folder.CHECKPOINTS
+    return CheckpointManager(place, config.save_steps, config.save_total_limit, protect=protect)
 
 
 def _origin(model: Any) -> str | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fullshard import runtime
 from fullshard.options import as_list
+from fullshard.paths import replace_text
 from fullshard.train.config import SFTConfig
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def _run_id(folder: Path) -> str:
         return str(json.loads(path.read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):
         made = uuid.uuid4().hex[:8]
-        path.write_text(json.dumps({"id": made}) + "\n")
+        replace_text(path, json.dumps({"id": made}) + "\n")
         return made
 
 

@@ -140,7 +140,8 @@ class SFTConfig:
     output_dir: str = option("trainer_output", given_as="a folder")
     """Where the run writes: checkpoints, metrics, and at the end the model."""
     overwrite: bool = _named(False, "overwrite_output_dir")
-    """Start anew in an `output_dir` that holds an earlier run; its files are removed."""
+    """Start anew in an `output_dir` that holds an earlier run; what that run wrote is removed once everything is
+    loaded, other files stay. A folder with something that the run reads is refused."""
     resume: bool = False
     """Go on from the newest checkpoint in `output_dir`."""
     resume_from_checkpoint: str | None = option(None, given_as="true, or a checkpoint's folder")
@@ -266,7 +267,7 @@ class SFTConfig:
     """Whether a new repository is private."""
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = "every_save"
     """What `push_to_hub` uploads: the result at the end; the model after every save as well, in the background; and
-    the newest checkpoint besides, as last-checkpoint; or every checkpoint."""
+    the newest checkpoint besides, as last-checkpoint; or every checkpoint, which stays until it is uploaded."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -320,7 +321,7 @@ class SFTConfig:
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 and fp16 are both on; choose one.")
-        if self.resume and self.overwrite:
+        if (self.resume or self.resumes_newest) and self.overwrite:
             raise ConfigError("resume and overwrite are both on; choose one.")
         unknown = [name for name in as_list(self.report_to) if name not in (*REPORT_TO, "auto", "all", "none")]
         if unknown:
@@ -350,6 +351,11 @@ class SFTConfig:
             )
 
     # --- what the settings come to ----------------------------------------------------------------------------------
+
+    @property
+    def resumes_newest(self) -> bool:
+        """Whether `resume_from_checkpoint` asks for the newest checkpoint rather than for one by name."""
+        return (self.resume_from_checkpoint or "").strip().lower() in ("true", "yes")
 
     @property
     def evaluates_every(self) -> int:

@@ -10,11 +10,14 @@ import functools
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fullshard import accelerator, runtime
+from fullshard.paths import replace_text
 from fullshard.train.boards import Board, Opens, attempt, none
 from fullshard.train.display import Clock, LiveBar, step_line, width_of_stdout
 from fullshard.train.samples import FILE as SAMPLES
@@ -34,6 +37,49 @@ def memory_gib() -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+@dataclass
+class Window:
+    """The steps since the last line of the log, as sums; saved with a checkpoint, so that a resumed run goes on with
+    them. Losses that are not finite are left out of the means."""
+
+    steps: int = 0
+    loss: float = 0.0
+    accuracy: float = 0.0
+    entropy: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    """Spent before `began`, by the run that was resumed."""
+    began: float = field(default_factory=time.monotonic, compare=False)
+
+    def add(self, loss: float, accuracy: float, entropy: float, tokens: int) -> None:
+        self.tokens += tokens
+        if math.isfinite(loss):
+            self.steps += 1
+            self.loss, self.accuracy, self.entropy = self.loss + loss, self.accuracy + accuracy, self.entropy + entropy
+
+    @property
+    def elapsed(self) -> float:
+        return max(1e-9, self.seconds + time.monotonic() - self.began)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.elapsed
+
+    def means(self) -> dict[str, float]:
+        """What the log says of the steps."""
+        sums = {"loss": self.loss, "mean_token_accuracy": self.accuracy, "entropy": self.entropy}
+        return {name: value / self.steps if self.steps else math.nan for name, value in sums.items()}
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was not spent on steps."""
+        self.began += seconds
+
+    def state(self, elapsed: float) -> dict[str, float]:
+        """What a checkpoint holds; `elapsed` must be the same on every rank."""
+        held = {name: value for name, value in asdict(self).items() if name != "began"}
+        return {**held, "seconds": elapsed}
 
 
 class Reporter:
@@ -153,7 +199,7 @@ def sample_text(sample: Sample) -> str:
 def _keep(path: Path, step: int) -> list[dict[str, Any]]:
     """What a file of records holds up to this step; the rest, of a run that was broken off later, is dropped."""
     kept = [r for r in _read(path) if r["step"] <= step] if step and path.exists() else []
-    path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+    replace_text(path, "".join(json.dumps(r) + "\n" for r in kept))
     return kept
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from fullshard import __version__, runtime
 from fullshard.data.once import agree
 from fullshard.errors import WeightsError
 from fullshard.fsdp.state import whole_value
+from fullshard.paths import replaced_files, save_tokenizer
 from fullshard.train.card import write_card
 from fullshard.train.config import SFTConfig
 from fullshard.train.folder import CHECKPOINTS
@@ -37,7 +37,7 @@ def export(model: Any, parts: Parts, config: SFTConfig, place: Path) -> None:
     dtype = None if config.save_dtype == "auto" else getattr(torch, config.save_dtype)
     if hasattr(model, "peft_config"):
         export_adapter(model, place, dtype, parts.tables)
-        agree(lambda: parts.tokenizer.save_pretrained(place) if runtime.is_main() else None)
+        agree(lambda: save_tokenizer(parts.tokenizer, place) if runtime.is_main() else None)
     else:
         dtype = dtype or getattr(model.config, "dtype", None)
         save_pretrained(model, place, dtype=dtype, tokenizer=parts.tokenizer, progress=False)
@@ -61,17 +61,13 @@ def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None, ta
     def write() -> None:
         if not runtime.is_main():
             return
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".adapter-", dir=place) as part:
+        with replaced_files(place) as part:
             type(model)._fullshard_plain.save_pretrained(
-                model, part, state_dict=dict(values), save_embedding_layers=tables
+                model, str(part), state_dict=dict(values), save_embedding_layers=tables
             )
-            written = [f for f in Path(part).rglob("*") if f.is_file() and f.name != "README.md"]
-            _check_adapter([f for f in written if f.suffix == ".safetensors"], values)
-            for file in written:
-                target = place / file.relative_to(part)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                file.replace(target)
+            _check_adapter(list(part.rglob("*.safetensors")), values)
+            for card in part.rglob("README.md"):  # PEFT's; `card.py` writes the run's
+                card.unlink()
 
     agree(write)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from fullshard.adapters.quantize import Quantization
 from fullshard.errors import QuantizationError, WeightsError, first_line
+from fullshard.paths import check_new_folder
 from fullshard.weights import grow, keys
 from fullshard.weights.adapter_files import adapter_readers, open_adapter, stored_rows
 from fullshard.weights.dtypes import dtypes_kept
@@ -59,8 +60,7 @@ def merge_adapter(
     where = Path(base if base is not None else given.base_model_name_or_path or "")
     if not where.exists() or not str(where):
         raise WeightsError(f"the adapter's base {str(where)!r} is not here; name its folder with base=")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise WeightsError(f"{target} exists already and is not empty; choose another directory")
+    check_new_folder(target)
     config = read_config(where, None, False)
     packed = getattr(config, "quantization_config", None)
     if packed is not None and not dequantized:

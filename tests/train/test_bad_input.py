@@ -70,7 +70,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no evaluation split": (lambda p: words(p, dataset_name=p / "noise", eval_strategy="epoch"), "evaluation is on .eval_strategy epoch., but .*noise has no split 'test'; .*val_size"),
     "a kind of file that is not read": (lambda p: words(p, dataset_name=p / "run.yaml"), "a file of kind '.yaml'; expected .jsonl"),
     "output is a file": (lambda p: words(p, output_dir=p / "run.yaml"), "output_dir: .*run.yaml is a file"),
-    "output holds other things": (lambda p: words(p, output_dir=p / "data"), "is not empty .* and holds no earlier run"),
+    "output holds other things": (lambda p: words(p, output_dir=p / "noise"), "is not empty .* and holds no earlier run"),
     "zero rows": (lambda p: words(p, per_device_train_batch_size=0), "per_device_train_batch_size is 0; expected 1 or more"),
     "no steps": (lambda p: words(p, max_steps=0), "max_steps is 0; expected 1 or more, or -1"),
     "negative rate": (lambda p: words(p, learning_rate=-1), "learning_rate is -1.0; expected 0 or more"),

@@ -65,7 +65,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "bnb_4bit_quant_type": (QLORA, "fp4"),
 }  # fmt: skip
 ELSEWHERE = {
-    "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_formats", "overwrite": "test_config",
+    "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_formats", "overwrite": "test_folder",
     "resume": "test_resume", "resume_from_checkpoint": "test_trainer", "use_4bit_quantization": "test_qlora",
     "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
     "on_nonfinite_loss": "test_trainer", "use_flash_attn": "needs a GPU and flash-attn", "torch_compile": "needs a compiler",
