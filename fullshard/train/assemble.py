@@ -50,8 +50,8 @@ class Parts:
     base: Path | None
     """The folder with the weights; None if the model came with its values."""
     tokenizer: Any
-    train: TokenTable | Stream | None
-    evaluation: TokenTable | None
+    train: TokenTable | Stream | None = None
+    evaluation: TokenTable | None = None
     earlier: Path | None = None
     """The folder of the adapter that is gone on with."""
     grown: bool = False
@@ -98,18 +98,22 @@ def gather_parts(
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
     lora.check_trains(model)
-    check = functools.partial(check_rows, model, packing=config.packing)
-    data: list[Any] = []
-    for name, source in (("training", train), ("evaluation", evaluation)):
-        if source is None:
-            data.append(None)
-        elif config.streaming and source is train:
-            data.append(make_stream(config, source, tokenizer, check))
-        else:
-            data.append(make_table(config, source, tokenizer))
-            say(describe_data(name, data[-1].facts, config))
-            agree(functools.partial(check, data[-1]))
-    return Parts(config, engine, model, base, tokenizer, data[0], data[1], earlier, grown, tables)
+    parts = Parts(config, engine, model, base, tokenizer, earlier=earlier, grown=grown, tables=tables)
+    if train is not None and config.streaming:
+        parts.train = make_stream(config, train, tokenizer, functools.partial(check_rows, model))
+    elif train is not None:
+        parts.train = table_of(parts, "training", train, say)
+    if evaluation is not None:
+        parts.evaluation = table_of(parts, "evaluation", evaluation, say)
+    return parts
+
+
+def table_of(parts: Parts, name: str, source: Source, say: Say) -> TokenTable:
+    """The tokens of a data set, checked against the model. All ranks must call this."""
+    table = make_table(parts.config, source, parts.tokenizer)
+    say(describe_data(name, table.facts, parts.config))
+    agree(functools.partial(check_rows, parts.model, table))
+    return table
 
 
 def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: Any = None) -> Loop:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,7 +190,7 @@ def uses_flash(model: Any) -> bool:
     return "flash" in str(getattr(model.config, "_attn_implementation", None))
 
 
-def check_rows(model: Any, table: TokenTable, packing: bool) -> None:
+def check_rows(model: Any, table: TokenTable) -> None:
     """Refuse rows that the model cannot take."""
     inner = causal(model)
     longest = int((table.document_starts[1:] - table.document_starts[:-1]).max())
@@ -206,11 +205,6 @@ def check_rows(model: Any, table: TokenTable, packing: bool) -> None:
     if top >= embedding_rows(model):
         raise ConfigError(
             f"the data has token {top}, the model's embedding {embedding_rows(model)} rows: another model's tokens."
-        )
-    takes = inspect.signature(type(inner).forward).parameters
-    if packing and ("position_ids" not in takes or getattr(inner.config, "alibi", False)):
-        raise ConfigError(
-            f"packing: {type(inner).__name__} does not take positions, so documents would see each other."
         )
 
 

@@ -198,10 +198,7 @@ class SFTTrainer:
         table = self.parts.evaluation
         if eval_dataset is not None:
             source = source_of(eval_dataset, "eval_dataset")
-            parts = assemble.gather_parts(
-                self.args, self.parts.engine, self.model, self.tokenizer, None, source, None, self._say
-            )
-            table = parts.evaluation
+            table = assemble.table_of(self.parts, "evaluation", source, self._say)
         if table is None:
             raise ConfigError("there is no eval_dataset to evaluate on.")
         return self.loop.evaluate(table, metric_key_prefix)
