@@ -1,15 +1,18 @@
 """Messages of other libraries that a user can do nothing about. Our own commands leave them out; nothing else does.
 
 A script that imports fullshard is shown everything: only the processes of `fullshard …` call `leave_out()`. Each entry
-is limited to one text of one module. Only the standard library is imported here.
+is limited to one text of one module. `own_line` keeps our own messages apart from a bar that another process draws.
+Only the standard library is imported here.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import warnings
 from dataclasses import dataclass
+from typing import TextIO
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,12 @@ def leave_out(warned: tuple[Message, ...] = WARNED) -> None:
         logging.getLogger(one.source).addFilter(_SHOWN[one])
     for one in warned:
         warnings.filterwarnings("ignore", one.text, module=re.escape(one.source) + "$")
+
+
+def own_line(stream: TextIO) -> str:
+    """What is written before a message where another process, the first rank, may be drawing a bar: it takes the bar's
+    place, which is drawn again below it."""
+    return "\r\x1b[2K" if stream.isatty() and os.environ.get("TERM") != "dumb" else ""
 
 
 class _Shown(logging.Filter):

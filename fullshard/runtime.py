@@ -35,6 +35,7 @@ from fullshard.launcher import (
     read_launcher,
     read_local_place,
 )
+from fullshard.messages import own_line
 from fullshard.rendezvous import Meeting, meet
 from fullshard.transport import Transport, transport_of
 from fullshard.wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
@@ -375,6 +376,10 @@ class _Terminal(logging.StreamHandler):
         if not logging.getLogger().handlers:
             self.stream = sys.stderr
             super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        start = "" if getattr(record, "rank", 0) == 0 else own_line(self.stream)
+        return start + super().format(record)
 
 
 def get_logger(name: str = "fullshard", *, all_ranks: bool = False) -> logging.Logger:

@@ -13,6 +13,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from fullshard import messages
+from fullshard.errors import ConfigError
+from fullshard.train.adapter import add_adapter
 
 SMALL = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -33,6 +35,8 @@ def test_patterns_that_peft_itself_puts_in() -> None:
     with torch.device("meta"):
         model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2))
     targets = ["q_proj", "w1", "w2", "w3"]
+    with pytest.raises(ConfigError, match=r"lora_dropout is 0.1, .* MixtralForCausalLM stores as one parameter"):
+        add_adapter(copy.deepcopy(model), LoraConfig(target_modules=targets, lora_dropout=0.1), 0)
     assert any("rank_pattern keys did not match" in text for text in warned(model, (), target_modules=targets))
     assert not warned(model, messages.WARNED, target_modules=targets)
     (own,) = warned(model, messages.WARNED, target_modules=["q_proj"], rank_pattern={"k_proj": 2})

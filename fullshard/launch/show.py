@@ -15,6 +15,7 @@ from rich.table import Table
 from fullshard.launch.ask import Machine
 from fullshard.launch.config import ProcessSettings, RunSettings
 from fullshard.launch.resolve import LaunchSettings
+from fullshard.messages import own_line
 from fullshard.options import Option, options_of
 from fullshard.train.engine import EngineSettings
 
@@ -34,7 +35,7 @@ def console() -> Console:
 
 def say(line: str) -> None:
     """One line for the user."""
-    print(f"fullshard: {line}", file=sys.stderr, flush=True)
+    print(f"{own_line(sys.stderr)}fullshard: {line}", file=sys.stderr, flush=True)
 
 
 def show_settings(settings: LaunchSettings) -> None:

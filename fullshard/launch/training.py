@@ -13,7 +13,6 @@ from fullshard.launch import command
 from fullshard.launch.config import find_file, launch_options
 from fullshard.launch.show import HELP, count_gpus, show_help
 from fullshard.options import FALSE, TRUE, Option, options_of
-from fullshard.train.arguments import check_paths, inputs_of, parse
 from fullshard.train.config import SFTConfig
 from fullshard.train.folder import check_folder
 
@@ -25,6 +24,8 @@ def sft(words: Sequence[str]) -> int:
     if any(word in HELP for word in words):
         show_sft_help()
         return 0
+    from fullshard.train.arguments import check_paths, inputs_of, parse
+
     mine, launchers = split(words)
     arguments = parse(mine)
     data = check_paths(arguments.config)

@@ -174,6 +174,12 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
     try:
         return get_peft_model(model, peft_config)
     except ValueError as error:
+        if "lora_dropout" in str(error):
+            raise ConfigError(
+                f"lora_dropout is {peft_config.lora_dropout:g}, and among the targets are experts that "
+                f"{type(model).__name__} stores as one parameter, for which PEFT has no dropout; give lora_dropout 0, "
+                f"or lora_target_modules without them."
+            ) from None
         if "target" not in str(error).lower():
             raise
         kinds = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})

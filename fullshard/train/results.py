@@ -157,7 +157,7 @@ def show(trainer: SFTTrainer) -> None:
         "tokens": f"{progress.tokens:,}",
         **_final_rows(trainer),
         f"{kind}, tokenizer, card": str(place),
-        "checkpoints": str(place / CHECKPOINTS),
+        **({"checkpoints": str(place / CHECKPOINTS)} if (place / CHECKPOINTS).is_dir() else {}),
         "metrics": str(place / FILE),
         "report": str(place / REPORT),
         "talk to it": f"fullshard chat {place}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,21 @@ def test_the_mean_loss_is_that_of_transformers_trainer(tmp_path: Path) -> None:
     mean, last = re.findall(r"^(training loss| {13}) +(\S+)  (.*)$", shown.getvalue(), re.MULTILINE)
     assert mean[1:] == (f"{expected.training_loss:.4f}", "mean of all 5 steps")
     assert last[1:] == (f"{logged[-1]:.4f}", "of the last step")
+
+
+class Breaks:
+    def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        raise KeyError("a callback's own mistake")
+
+
+@ranks(1)
+def test_the_bar_is_taken_away_whatever_ends_a_run(tmp_path: Path) -> None:
+    made = trainer(tmp_path, progress="live")
+    made._callbacks.callbacks.append(Breaks())
+    before = sys.stdout
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(KeyError, match="own mistake"):
+        made.train()
+    assert made.loop.reporter._bar is None and made.loop.reporter._file is None and sys.stdout is before
 
 
 @ranks(1)
