@@ -17,6 +17,7 @@ from fullshard import load_pretrained, load_state, runtime, save_pretrained, sav
 from fullshard.adapters import lora
 from fullshard.adapters.experts import NF4Experts
 from fullshard.adapters.export import model_tensors
+from fullshard.adapters.fused import Factors
 from fullshard.adapters.groups import Scheme
 from fullshard.adapters.quantize import dequantize_model, quantize_model, quantized_experts
 from fullshard.errors import QuantizationError
@@ -133,7 +134,10 @@ def test_nothing_dense_is_kept_for_backward(way):
 
 
 def test_dtypes_follow_the_input_or_the_configuration():
-    for compute, given, expected in [(None, torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16, torch.float32)]:
+    for compute, given, expected in [
+        (None, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16, torch.float32),
+    ]:
         module = mixtral().bfloat16().model.layers[0].mlp.experts
         plain = copy.deepcopy(module)
         NF4Experts.of(module, ["gate_up_proj", "down_proj"], Scheme(), compute)
@@ -163,6 +167,35 @@ def test_a_weight_of_experts_can_be_read_but_not_changed():
         experts.requires_grad_(True)
 
 
+def test_every_use_of_a_weight_counts_the_adapters_in_force():
+    """Products are done expert by expert, anything else with the dense weight: the values are the same."""
+    experts = quantize_model(mixtral(), Scheme()).model.layers[0].mlp.experts
+    torch.manual_seed(1)
+    left, right = torch.randn(3, 192, 4), torch.randn(3, 4, 128)
+    for adapters in ([], [Factors(left, right, 0.5)], [Factors(left, right, 0.5), Factors(-left, right, 0.25)]):
+        experts.adapters["gate_up_proj"] = adapters
+        weight, dense = experts.gate_up_proj, experts.dequantize("gate_up_proj")
+        for one in adapters:
+            dense = dense + one.scale * one.left @ one.right
+        x, tall, bias = torch.randn(5, 128), torch.randn(5, 192), torch.randn(192)
+        uses = {
+            "linear": lambda w: nn.functional.linear(x, w[torch.tensor(1)], bias),  # noqa: B023
+            "matmul": lambda w: tall @ w[-1],  # noqa: B023
+            "swapped": lambda w: x @ w[0].mT,  # noqa: B023
+            "grouped": lambda w: torch.cat([x[:2] @ w[0].mT, x[2:4] @ w[2].mT]),  # noqa: B023
+            "bmm": lambda w: torch.bmm(x.expand(3, 5, 128), w.transpose(1, 2)),  # noqa: B023
+            "several": lambda w: w[torch.tensor([2, 0, 2])],
+            "whole": lambda w: w.sum(0) + w[1].T.sum(),
+        }
+        for name, use in uses.items():
+            torch.testing.assert_close(use(weight), use(dense), rtol=1e-4, atol=1e-4, msg=name)
+        ends = torch.tensor([2, 2, 4], dtype=torch.int32)
+        found = nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+        torch.testing.assert_close(found[:4], uses["grouped"](dense), rtol=1e-4, atol=1e-4)
+    with pytest.raises(IndexError):
+        weight[3]
+
+
 # --- on several ranks -------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +214,9 @@ def from_files(place, scheme, strategy="FULL_SHARD", **options):
 
 
 def with_meta_lora(model):
-    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", target_parameters=PARAMETERS))
+    return get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", target_parameters=PARAMETERS)
+    )
 
 
 @ranks(2)
