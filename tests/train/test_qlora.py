@@ -97,7 +97,7 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
         make_tokenizer().save_pretrained(tmp_path / "model")
     runtime.barrier()
     options = {"use_peft_lora": True, "lora_r": 4, "lora_target_modules": "all-linear", **global_batch(2), **FOUR_BITS}
-    config = settings(tmp_path, max_steps=4, lora_dropout=0.0, progress="plain", **options)
+    config = settings(tmp_path, max_steps=2, lora_dropout=0.0, progress="plain", **options)
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         trainer = train(str(tmp_path / "model"), config)
     assert not runtime.is_main() or "dense: 210.8 KiB (embedding 104.0 KiB, head 104.0 KiB," in shown.getvalue()
