@@ -55,8 +55,8 @@ class NF4Experts(nn.Module):
         _let_adapters_act()
         made: Any = module
         made.scheme, made.compute_dtype, made.plain = scheme, compute_dtype, type(module)
-        made.fused = {name: tuple(module._parameters[name].shape) for name in names}  # type: ignore[union-attr]
-        made.dtype = module._parameters[names[0]].dtype  # type: ignore[union-attr]
+        made.fused = {name: tuple(module._parameters[name].shape) for name in names}
+        made.dtype = module._parameters[names[0]].dtype
         made.running_dtype, made.adapters = None, {}
         for name in names:
             weight: Any = module._parameters[name]
@@ -73,7 +73,7 @@ class NF4Experts(nn.Module):
                 parts = groups.finish_runs(runs, count, numel, scheme)
             for part, value in parts.items():
                 module._parameters[parameter_name(name, part)] = nn.Parameter(value, requires_grad=False)
-        module.__class__ = _class_of(type(module), tuple(names))
+        module.__class__ = _class_of(made.plain, tuple(names))
         return made
 
     # --- the weights --------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class NF4Experts(nn.Module):
         dense = {name: self.dequantize(name, dtype) for name in self.fused}
         for name in self.made_parameters():
             del self._parameters[name]
-        self.__class__ = self.plain  # type: ignore[assignment]
+        self.__class__ = self.plain
         for name, weight in dense.items():
             self._parameters[name] = nn.Parameter(weight, requires_grad=False)
         return self
@@ -136,7 +136,7 @@ class NF4Experts(nn.Module):
         """Work out what takes all ranks, and store this rank's rows."""
         for name, (count, *matrix) in self.fused.items():
             mesh = pieces[name].mesh
-            split = any(p.is_shard() for p in self._parameters[name].placements)  # type: ignore[union-attr]
+            split = any(p.is_shard() for p in self._parameters[name].placements)
             group = mesh.get_group(mesh.get_axis_name_idx("fsdp")) if split else None
             parts = groups.finish_runs(read[name], count, math.prod(matrix), self.scheme, group)
             for part, value in parts.items():
@@ -191,7 +191,7 @@ def unpack_stack(parts: Parts, shape: tuple[int, ...], scheme: Scheme, dtype: to
 
 
 @functools.cache
-def _class_of(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _class_of(plain: Any, names: tuple[str, ...]) -> type[nn.Module]:
     """The class of such a module: its own, whose weights are seen as `FusedWeight`s."""
     seen = {name: property(functools.partial(FusedWeight, name=name)) for name in names}
     return type(f"NF4{plain.__name__}", (NF4Experts, plain), seen)
@@ -207,9 +207,10 @@ def _let_adapters_act() -> None:
     PEFT adds them to the weight while its module runs, which must be dense for that. Here they are multiplied with
     beside the weight. Other modules' adapters act as ever.
     """
-    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.lora import layer
 
-    fold_in = ParamWrapper._activate_lora
+    wrapper_class: Any = layer.ParamWrapper
+    fold_in = wrapper_class._activate_lora
 
     @contextlib.contextmanager
     def activate(wrapper: Any, adapters: Sequence[str]) -> Iterator[None]:
@@ -224,7 +225,7 @@ def _let_adapters_act() -> None:
         finally:
             del experts.adapters[name]
 
-    ParamWrapper._activate_lora = activate
+    wrapper_class._activate_lora = activate
 
 
 def _factors(wrapper: Any, adapter: str) -> Factors:
@@ -235,4 +236,3 @@ def _factors(wrapper: Any, adapter: str) -> Factors:
     if not getattr(wrapper, "_did_swap_in_out_features", False):  # the weight is stored as [experts, in, out]
         left, right = right.transpose(1, 2), left.transpose(1, 2)
     return Factors(left, right, wrapper.scaling[adapter])
-

@@ -7,6 +7,7 @@ unpacks what it needs; writing to it is refused.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,7 +58,7 @@ class FusedWeight(torch.Tensor):
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls, matrix if index is not None else (count, *matrix), requires_grad=False,
             dtype=experts.running_dtype or experts.compute_dtype or experts.dtype,
-            device=experts._parameters[name].device,  # type: ignore[union-attr]
+            device=experts._parameters[name].device,
         )  # fmt: skip
         made.experts, made.key, made.index, made.swapped = experts, name, index, swapped
         return made
@@ -65,7 +66,7 @@ class FusedWeight(torch.Tensor):
     def __init__(self, experts: NF4Experts, name: str, index: int | None = None, swapped: bool = False) -> None:
         super().__init__()
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"FusedWeight({self.key}, {tuple(self.shape)})"
 
     @property
@@ -132,10 +133,10 @@ def _known(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
     if isinstance(first, FusedWeight):
-        if name == "__getitem__" and first.index is None and (index := _one(args[1])) is not None:
+        if name == "__getitem__" and first.index is None and (index := _one(args[1], len(first))) is not None:
             return first.other(index, first.swapped)
         exchanged = name in ("transpose", "swapaxes", "swapdims") and _last_two(args[1:], first.dim())
-        if (exchanged and not kwargs) or func == torch.Tensor.mT.__get__:  # type: ignore[attr-defined]
+        if (exchanged and not kwargs) or func == torch.Tensor.mT.__get__:
             return first.other(first.index, not first.swapped)
         return NotImplemented
     if not isinstance(first, torch.Tensor) or is_sharded(first) or len(args) < 2:
@@ -149,17 +150,23 @@ def _known(func: Any, args: Any, kwargs: Any) -> Any:
         return out if bias is None else out + bias
     if name in ("matmul", "mm", "__matmul__") and weight.index is not None and not kwargs:
         return product(first, weight)
+    if name == "bmm" and weight.index is None and not kwargs:  # every expert gets as many rows
+        count, each, _ = first.shape
+        out = product(first.flatten(0, 1), weight, [each * (i + 1) for i in range(count)])
+        return out.view(count, each, -1)
     if name in ("grouped_mm", "_grouped_mm", "grouped_mm_fallback") and weight.index is None and first.ndim == 2:
         offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
         return NotImplemented if offsets is None else product(first, weight, _ends(offsets))
     return NotImplemented
 
 
-def _one(index: Any) -> int | None:
-    """An index that takes one expert."""
-    if isinstance(index, torch.Tensor):
-        return int(index) if index.ndim == 0 and not index.is_floating_point() and index.dtype != torch.bool else None
-    return index if isinstance(index, int) and not isinstance(index, bool) else None
+def _one(index: Any, count: int) -> int | None:
+    """The number of the expert that an index takes; None if it takes several, or none that there is."""
+    if isinstance(index, torch.Tensor) and index.ndim == 0 and index.dtype in (torch.int64, torch.int32):
+        index = int(index)
+    if not isinstance(index, int) or isinstance(index, bool) or not -count <= index < count:
+        return None
+    return index % count
 
 
 def _last_two(dims: Sequence[int], ndim: int) -> bool:
@@ -170,7 +177,7 @@ def _ends(offsets: torch.Tensor) -> list[int]:
     """Where each expert's tokens end. A layer's products share the offsets, so the host waits for them once."""
     known = getattr(offsets, "_fullshard_ends", None)
     if known is None:
-        known = offsets._fullshard_ends = offsets.tolist()  # type: ignore[attr-defined]
+        known = offsets._fullshard_ends = offsets.tolist()
     return known
 
 
@@ -187,7 +194,7 @@ def product(x: torch.Tensor, weight: FusedWeight, ends: Sequence[int] | None = N
         segments: Segments = [(weight.index, 0, len(rows))]
     else:
         starts = [0, *(ends or ())]
-        segments = [(i, a, b) for i, (a, b) in enumerate(zip(starts, starts[1:], strict=False)) if a < b]
+        segments = [(i, a, b) for i, (a, b) in enumerate(itertools.pairwise(starts)) if a < b]
     parts = weight.experts.parts(weight.key)
     held = (parts["packed"], parts["absmax"], parts.get("nested"))
     stack, scheme = weight.experts.fused[weight.key], weight.experts.scheme

@@ -45,7 +45,8 @@ def _computes_a_product(module: nn.Linear | Conv1D, transposed: bool) -> bool:
         return False  # parts of torch's own layers, which take the weight from them
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
-        torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in ((2, 5, 3), (4, 3), (4,))
+        torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        for shape in ((2, 5, 3), (4, 3), (4,))
     )
     probe: Any = copy.copy(module)
     held = bias if module.bias is not None else None

@@ -93,7 +93,8 @@ class MergedLayers:
         """Take off the base what the adapter's first values took off it; its trained values stay."""
         from peft.tuners.lora import Linear
 
-        if self.start not in CHANGE_BASE or not isinstance(layer, Linear):
+        begins: bool = isinstance(layer, Linear) and self.start in CHANGE_BASE
+        if not begins:
             return
         pair = [layer.lora_A[self.adapter].weight, layer.lora_B[self.adapter].weight]
         trained = [weight.data for weight in pair]

@@ -132,13 +132,23 @@ class Checked(nn.Linear):
 
 
 def test_subclasses_of_linear_layers_are_tried():
-    held = {"plain": nn.Linear(64, 64), "same": Checked(64, 8), "bare": Checked(64, 8, bias=False), "other": Doubled(64, 64)}
+    held = {
+        "plain": nn.Linear(64, 64),
+        "same": Checked(64, 8),
+        "bare": Checked(64, 8, bias=False),
+        "other": Doubled(64, 64),
+    }
     model = quantize_model(nn.ModuleDict(held), Scheme())
     assert quantized_layers(model).keys() == {"plain", "same", "bare"} and type(model["other"]) is Doubled
     assert quantized_layers(quantize_model(falcon(), Scheme())).keys() == {
         f"transformer.h.{i}.{layer}"
         for i in range(2)
-        for layer in ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+        for layer in (
+            "self_attention.query_key_value",
+            "self_attention.dense",
+            "mlp.dense_h_to_4h",
+            "mlp.dense_4h_to_h",
+        )
     }
 
 
@@ -146,7 +156,9 @@ def test_conv1d_layers_are_those_that_transformers_quantises(tmp_path):
     """Bytes, keys and results of a GPT-2 that transformers loads with bitsandbytes; adapters go on and off it alike."""
     gpt2().save_pretrained(tmp_path)
     config = BitsAndBytesConfig(**NF4_DOUBLE, bnb_4bit_compute_dtype="float32")
-    theirs = GPT2LMHeadModel.from_pretrained(tmp_path, quantization_config=config, device_map="cpu", dtype=torch.float32)
+    theirs = GPT2LMHeadModel.from_pretrained(
+        tmp_path, quantization_config=config, device_map="cpu", dtype=torch.float32
+    )
     ours = quantize_model(gpt2(), config)
     for name, tensors in model_tensors(ours):
         weight = theirs.get_submodule(name).weight
@@ -222,8 +234,10 @@ def test_the_line_that_says_what_stays_dense():
     assert four_bits + dense.total() == sum(p.numel() * p.element_size() for p in model.parameters())
     assert dense == {"embedding": 2**18, "head": 2**18, "norms and biases": 5 * 512, "mlp.gate.weight": 2 * 4 * 512}
     weights = 2 * (4 * 128 * 128 + 4 * 3 * 128 * 128)
-    line = f"4 bits: {weights:,} weights in 288.0 KiB; dense: 518.5 KiB (embedding 256.0 KiB, head 256.0 KiB, " \
+    line = (
+        f"4 bits: {weights:,} weights in 288.0 KiB; dense: 518.5 KiB (embedding 256.0 KiB, head 256.0 KiB, "
         "norms and biases 2.5 KiB, mlp.gate.weight 4.0 KiB)"
+    )
     assert dense_line(model) == line
     lora_config = LoraConfig(r=2, target_modules=["q_proj"])
     assert dense_line(get_peft_model(model, lora_config)) == line, "an adapter is none of it"
