@@ -64,8 +64,16 @@ def adapter_readers(model: Any, source: Source) -> dict[str, Reader]:
         if key in source.entries and source.entries[key].shape != shapes[name]
     ]
     if wrong:
-        raise WeightsError(f"{source.path} does not fit the model: {'; '.join(sorted(wrong)[:5])}")
+        trained_on = read_config(Path(source.path).parent).get("base_model_name_or_path") or "an unknown model"
+        raise WeightsError(
+            f"{source.path}, trained on {trained_on}, does not fit the model {_called(model)}: "
+            f"{'; '.join(sorted(wrong)[:5])}"
+        )
     return {name: Stored(source, source.entries[key]) for key, name in (must | may).items() if key in source.entries}
+
+
+def _called(model: Any) -> str:
+    return getattr(model.get_base_model(), "name_or_path", None) or type(model.get_base_model()).__name__
 
 
 def brought_tables(folder: str | Path) -> list[int]:
