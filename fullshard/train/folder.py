@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -35,6 +34,8 @@ WRITTEN = (
 )  # fmt: skip
 """What a run writes into its folder; overwriting removes these and nothing else. The settings, by which a run's folder
 is known, go last."""
+DOOMED = ".overwritten"
+"""Marks an earlier run that is to be removed once everything is loaded, for a job that is restarted before that."""
 NAMED = 4
 """Names that a message lists."""
 
@@ -63,7 +64,7 @@ def resumes(config: SFTConfig) -> bool:
     if named is not None and not config.overwrite and within(named, place_of(config)):
         return True
     # Restarted before it had removed the earlier run, it begins anew again.
-    return restarted() and (not config.overwrite or _record(place_of(config)).get("job") == _job())
+    return restarted() and not (config.overwrite and (place_of(config) / DOOMED).exists())
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def _listed(folder: Path) -> list[Path]:
 def _is_own(path: Path, config: SFTConfig) -> bool:
     """Whether a thing in the folder belongs to this run already, or is nothing."""
     empty = path.is_dir() and not any(path.iterdir())
-    return path.name == LOCK or empty or (config.cache_dir is not None and within(config.cache_dir, path))
+    return path.name in (LOCK, DOOMED) or empty or (config.cache_dir is not None and within(config.cache_dir, path))
 
 
 def _names(paths: Iterable[Path]) -> str:
@@ -186,21 +187,10 @@ def written_in(folder: Path) -> list[Path]:
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
     """The settings of the run in this folder; None where there is none."""
-    found = _record(folder).get("settings")
-    return dict(found) if isinstance(found, dict) else None
-
-
-def _record(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / SETTINGS).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _job() -> str:
-    """Tells this job from others on all its restarts: the launcher's process stays the same."""
-    return f"{platform.node()}/{os.getppid()}/{os.environ.get('MASTER_PORT', '')}"
+        return dict(json.loads((folder / SETTINGS).read_text())["settings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def changes(earlier: Mapping[str, Any], config: SFTConfig) -> dict[str, tuple[Any, Any]]:
@@ -230,6 +220,10 @@ def open_folder(config: SFTConfig) -> FolderLock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.take()
+        if not config.overwrite:
+            (folder / DOOMED).unlink(missing_ok=True)
+        elif not restarted() and written_in(folder):
+            (folder / DOOMED).touch()
     except OSError as error:
         raise ConfigError(f"output_dir {folder} cannot be used: {error.strerror or error}.") from None
     return lock
@@ -246,6 +240,7 @@ def remove_earlier(config: SFTConfig) -> str | None:
         for name in (CHECKPOINTS, "runs", "wandb"):
             if (folder / name).is_dir() and not (folder / name).is_symlink() and not any((folder / name).iterdir()):
                 (folder / name).rmdir()
+        (folder / DOOMED).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir {folder} cannot be used: {error.strerror or error}.") from None
     foreign = [path for path in _listed(folder) if not _is_own(path, config)]
@@ -254,5 +249,5 @@ def remove_earlier(config: SFTConfig) -> str | None:
 
 def write_settings(config: SFTConfig, facts: Mapping[str, Any]) -> None:
     """Write down the resolved settings."""
-    text = json.dumps({"settings": config.to_dict(), "job": _job(), **facts}, indent=1, default=str)
+    text = json.dumps({"settings": config.to_dict(), **facts}, indent=1, default=str)
     replace_text(place_of(config) / SETTINGS, text)

@@ -17,27 +17,30 @@ from fullshard.errors import ConfigError
 
 LOCK = ".lock"
 
-_own: set[tuple[int, int]] = set()
-"""The locks of this process. To close a second handle of such a file would give up the lock."""
+_own: dict[tuple[int, int], list[int]] = {}
+"""The locks of this process: its handle, and how often each was taken. To close a second handle of such a file would
+give up the lock."""
 
 
 class FolderLock:
-    """The right to write to a run's folder, for the first rank alone."""
+    """The right to write to a run's folder, for the first rank alone. The process that has it may take it again."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK
-        self._file = -1
-        self._identity = (0, 0)
+        self._identity: tuple[int, int] | None = None
 
     def take(self) -> None:
         """Take the lock, or say which process has it."""
-        refuse_occupied(self.path.parent)
+        self._identity = _identity_of(self.path)
+        if self._identity in _own:
+            _own[self._identity][1] += 1
+            return
         while True:
             file = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
             if not _locked(file):
                 os.close(file)
-                refuse_occupied(self.path.parent)  # another process was quicker
-                continue
+                refuse_occupied(self.path.parent)
+                continue  # it was given free meanwhile
             status = os.fstat(file)
             self._identity = (status.st_dev, status.st_ino)
             if _identity_of(self.path) == self._identity:  # else its last owner removed the file meanwhile
@@ -45,18 +48,18 @@ class FolderLock:
             os.close(file)
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {platform.node()}".encode())
-        self._file = file
-        _own.add(self._identity)
+        _own[self._identity] = [file, 1]
 
     def release(self) -> None:
-        """Give the folder free. Calling it again changes nothing."""
-        if self._file < 0:
+        """Give the folder free, if this was the last to hold it. Calling it again changes nothing."""
+        if self._identity is None:
             return
-        with contextlib.suppress(OSError):
-            self.path.unlink()
-        os.close(self._file)
-        _own.discard(self._identity)
-        self._file = -1
+        held, self._identity = self._identity, None
+        _own[held][1] -= 1
+        if _own[held][1] == 0:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+            os.close(_own.pop(held)[0])
 
 
 def refuse_occupied(folder: Path) -> None:
@@ -70,7 +73,7 @@ def refuse_occupied(folder: Path) -> None:
 
 def _owner(path: Path) -> str | None:
     if _identity_of(path) in _own:
-        return "in this process"
+        return None
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
