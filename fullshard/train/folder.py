@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.data.sources import Source
+from fullshard.data.tokens import cache_root
 from fullshard.errors import ConfigError
 from fullshard.paths import Inputs, refuse_inputs, replace_text, within
 from fullshard.train.config import HARMLESS, SFTConfig
@@ -107,7 +108,7 @@ def check_folder(config: SFTConfig, inputs: Inputs) -> None:
         return
     earlier = read_settings(folder)
     if config.overwrite:
-        _check_removal(config, folder, earlier is not None)
+        _check_removal(config, folder, inputs, earlier is not None)
     elif earlier is None:
         raise ConfigError(
             f"output_dir {folder} is not empty ({_names(there)}) and holds no earlier run. Choose another folder, or "
@@ -147,7 +148,7 @@ def _check_named(named: Path) -> None:
         )
 
 
-def _check_removal(config: SFTConfig, folder: Path, earlier: bool) -> None:
+def _check_removal(config: SFTConfig, folder: Path, inputs: Inputs, earlier: bool) -> None:
     """Refuse to overwrite what no run wrote, and what is still needed."""
     doomed = written_in(folder)
     if doomed and not earlier:
@@ -155,11 +156,11 @@ def _check_removal(config: SFTConfig, folder: Path, earlier: bool) -> None:
             f"output_dir {folder} holds {_names(doomed)}, which a run would replace, but no earlier run ({SETTINGS}): "
             f"--overwrite removes only what a run of fullshard wrote. Move them away, or choose another folder."
         )
-    kept = {"cache_dir": Path(config.cache_dir).expanduser() if config.cache_dir else None}
-    kept["resume_from_checkpoint"] = named_checkpoint(config)
-    for name, path in kept.items():
-        if lost := [one for one in doomed if path is not None and within(path, one)]:
-            raise ConfigError(f"{name}: {path} lies in {lost[0]}, which --overwrite removes; choose another place.")
+    named = named_checkpoint(config)
+    kept = {**inputs, "cache_dir": [cache_root(config.cache_dir)], "resume_from_checkpoint": [named] if named else []}
+    for name, path, one in ((name, path, one) for name, paths in kept.items() for path in paths for one in doomed):
+        if within(path, one):
+            raise ConfigError(f"{name}: {path} lies in {one}, which --overwrite removes; choose another place.")
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -169,7 +170,7 @@ def _listed(folder: Path) -> list[Path]:
 def _is_own(path: Path, config: SFTConfig) -> bool:
     """Whether a thing in the folder belongs to this run already, or is nothing."""
     empty = path.is_dir() and not any(path.iterdir())
-    return path.name in (LOCK, DOOMED) or empty or (config.cache_dir is not None and within(config.cache_dir, path))
+    return path.name in (LOCK, DOOMED) or empty or within(cache_root(config.cache_dir), path)
 
 
 def _names(paths: Iterable[Path]) -> str:

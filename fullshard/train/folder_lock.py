@@ -31,24 +31,26 @@ class FolderLock:
 
     def take(self) -> None:
         """Take the lock, or say which process has it."""
-        self._identity = _identity_of(self.path)
-        if self._identity in _own:
-            _own[self._identity][1] += 1
+        there = _identity_of(self.path)
+        if there in _own:
+            _own[there][1] += 1
+            self._identity = there
             return
         while True:
             file = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-            if not _locked(file):
+            if not _locked(file, fcntl.LOCK_EX):
                 os.close(file)
                 refuse_occupied(self.path.parent)
                 continue  # it was given free meanwhile
             status = os.fstat(file)
-            self._identity = (status.st_dev, status.st_ino)
-            if _identity_of(self.path) == self._identity:  # else its last owner removed the file meanwhile
+            taken = (status.st_dev, status.st_ino)
+            if _identity_of(self.path) == taken:  # else its last owner removed the file meanwhile
                 break
             os.close(file)
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {platform.node()}".encode())
-        _own[self._identity] = [file, 1]
+        self._identity = taken
+        _own[taken] = [file, 1]
 
     def release(self) -> None:
         """Give the folder free, if this was the last to hold it. Calling it again changes nothing."""
@@ -79,7 +81,9 @@ def _owner(path: Path) -> str | None:
     except OSError:
         return None
     try:
-        return None if _locked(file) else os.read(file, 200).decode(errors="replace") or "a process that has just begun"
+        if _locked(file, fcntl.LOCK_SH):  # shared: several may ask at once
+            return None
+        return os.read(file, 200).decode(errors="replace") or "a process that has just begun"
     finally:
         os.close(file)
 
@@ -92,10 +96,10 @@ def _identity_of(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _locked(file: int) -> bool:
+def _locked(file: int, kind: int) -> bool:
     """Take a lock that is free; whether nobody else has it."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     return True

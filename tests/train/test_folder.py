@@ -139,10 +139,20 @@ def test_what_is_needed_is_not_removed(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     an_earlier_run(out)
     config = SFTConfig(output_dir=str(out), overwrite=True, **{name: str(out / "checkpoints" / "step-5")})
-    with pytest.raises(ConfigError, match=rf"{name}: .*step-5 lies in .*step-5, which --overwrite removes"):
+    with pytest.raises(ConfigError, match=rf"{name}: .*step-5\S* lies in .*step-5, which --overwrite removes"):
         check_folder(config, {})
     with pytest.raises(ConfigError, match=r"resume and overwrite are both on"):
         SFTConfig(overwrite=True, resume_from_checkpoint="true")
+
+
+def test_what_is_read_lies_behind_a_link_in_the_folder(tmp_path: Path) -> None:
+    out, model = tmp_path / "out", tmp_path / "models" / "step-5"
+    an_earlier_run(out)
+    shutil.rmtree(out / "checkpoints")
+    model.mkdir(parents=True)
+    (out / "checkpoints").symlink_to(tmp_path / "models")
+    with pytest.raises(ConfigError, match=r"model_name_or_path: .*models/step-5 lies in .*checkpoints/step-5, which"):
+        check_folder(SFTConfig(output_dir=str(out), overwrite=True), {"model_name_or_path": [model]})
 
 
 def test_a_cache_inside_the_folder_is_the_run_s_own(tmp_path: Path) -> None:
@@ -215,14 +225,15 @@ EQUAL: dict[str, Callable[[Path], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("flag", ["overwrite", "resume", None])
 @pytest.mark.parametrize("case", EQUAL)
-def test_a_folder_with_something_that_is_read_is_refused(case: str, flag: str | None, place: Path) -> None:
+def test_a_folder_with_something_that_is_read_is_refused(case: str, place: Path) -> None:
     values = {"model_name_or_path": place / "model", "dataset_name": place / "data", "report_to": "none"}
-    values |= EQUAL[case](place) | ({flag: "true"} if flag else {})
+    values |= EQUAL[case](place)
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     before = contents(place)
-    with pytest.raises(ConfigError, match=r"output_dir: .* (is also|holds) .*; choose another folder"):
-        sft([word for name, value in values.items() for word in (f"--{name}", str(value))])
+    for flags in (["--overwrite"], ["--resume"], []):
+        with pytest.raises(ConfigError, match=r"output_dir: .* (is also|holds) .*; choose another folder"):
+            sft([*words, *flags])
     assert contents(place) == before
 
 
