@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.after.place import find
+from fullshard.after.place import fetched, find
 from fullshard.errors import ConfigError
 from fullshard.paths import check_new_folder
 
@@ -82,7 +82,7 @@ def chat(name: str, options: ChatOptions) -> None:
     from fullshard.after.speaker import open_speaker
     from fullshard.train.answer import Sampling
 
-    speaker = open_speaker(place, options.dtype, options.device, options.use_4bit_quantization)
+    speaker = open_speaker(fetched(place, options.base), options.dtype, options.device, options.use_4bit_quantization)
     chatting.seed(options.seed)
     sampling = Sampling(options.temperature, options.top_p)
     conversation = chatting.Chat(speaker, options.system, options.max_new_tokens, sampling)
@@ -110,7 +110,7 @@ def export(name: str, out: str, options: ExportOptions) -> None:
     choices = Choices(
         options.merge, options.dtype, options.dequantized, options.max_shard_size, options.verify, sys.stderr.isatty()
     )
-    found = write(place, Path(out).expanduser(), choices)
+    found = write(fetched(place, options.base), Path(out).expanduser(), choices)
     print(json.dumps(found) if options.as_json else "\n".join(summary(found)))
 
 

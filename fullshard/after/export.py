@@ -25,6 +25,7 @@ from fullshard.after.speaker import trained_quantization
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.paths import check_new_folder
+from fullshard.weights.adapter_base import RECORD, check_base, lasting_name
 from fullshard.weights.adapter_checkpoint import write_adapter
 from fullshard.weights.adapter_config import CONFIG, WEIGHTS
 from fullshard.weights.dtypes import dtypes_kept
@@ -117,6 +118,7 @@ def _with_tokenizer(place: Place, folder: Path) -> Path:
 
 def _copy_adapter(place: Place, folder: Path, target: Path, choices: Choices) -> None:
     """The adapter alone: its files, its tokenizer, and where its base lies."""
+    check_base(folder, str(place.base))
     target = check_new_folder(target)
     aside = target.parent / f".{target.name}-{uuid.uuid4().hex[:8]}.writing"
     wanted = dtype_of(choices.dtype)
@@ -127,8 +129,10 @@ def _copy_adapter(place: Place, folder: Path, target: Path, choices: Choices) ->
             tensors = {name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors.items()}
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         config = json.loads((folder / CONFIG).read_text())
-        config["base_model_name_or_path"] = place.base
+        config["base_model_name_or_path"] = lasting_name(str(place.base))
         (aside / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if (folder / RECORD).is_file():
+            shutil.copyfile(folder / RECORD, aside / RECORD)
         copy_tokenizer_files(Path(place.tokenizer), aside)
         for path in [*aside.rglob("*"), aside]:
             sync(path)

@@ -176,9 +176,8 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
     except ValueError as error:
         if "lora_dropout" in str(error):
             raise ConfigError(
-                f"lora_dropout is {peft_config.lora_dropout:g}, and among the targets are experts that "
-                f"{type(model).__name__} stores as one parameter, for which PEFT has no dropout; give lora_dropout 0, "
-                f"or lora_target_modules without them."
+                f"lora_dropout={peft_config.lora_dropout}: peft has no dropout for adapters on parameters, which fused "
+                f"experts are (lora_target_modules all-linear); set lora_dropout to 0, or name linear layers."
             ) from None
         if "target" not in str(error).lower():
             raise

@@ -34,6 +34,7 @@ from fullshard.train.model import check_rows, empty_model, read_tokenizer, resiz
 from fullshard.train.prepare import rebind
 from fullshard.train.schedule import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
+from fullshard.weights.adapter_base import check_base
 from fullshard.weights.adapter_files import brought_tables
 from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.fill import fill
@@ -86,8 +87,11 @@ def gather_parts(
     earlier = resolve(named) if named is not None else None
     model = base_of_adapter(earlier) if model is None and earlier is not None else model
     base = resolve(model) if isinstance(model, str | Path) else None
+    named_base = base or _origin(model)
+    if earlier is not None and named_base is not None:
+        agree(lambda: check_base(earlier, named_base))
     if tokenizer is None:
-        tokenizer = agree(lambda: read_tokenizer(config, base or _origin(model), earlier), own=True)
+        tokenizer = agree(lambda: read_tokenizer(config, named_base, earlier), own=True)
     if base is not None:
         model = agree(lambda: empty_model(config, base, say), own=True)
     tables = any(agree(lambda: brought_tables(earlier) if earlier is not None else base is None and resized(model)))

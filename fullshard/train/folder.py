@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fullshard.data.sources import Source
+from fullshard.data.tokens import cache_root
 from fullshard.errors import ConfigError
 from fullshard.paths import Inputs, refuse_inputs, replace_text, within
 from fullshard.train.config import HARMLESS, SFTConfig
@@ -35,6 +35,8 @@ WRITTEN = (
 )  # fmt: skip
 """What a run writes into its folder; overwriting removes these and nothing else. The settings, by which a run's folder
 is known, go last."""
+DOOMED = ".overwritten"
+"""Marks an earlier run that is to be removed once everything is loaded, for a job that is restarted before that."""
 NAMED = 4
 """Names that a message lists."""
 
@@ -63,7 +65,7 @@ def resumes(config: SFTConfig) -> bool:
     if named is not None and not config.overwrite and within(named, place_of(config)):
         return True
     # Restarted before it had removed the earlier run, it begins anew again.
-    return restarted() and (not config.overwrite or _record(place_of(config)).get("job") == _job())
+    return restarted() and not (config.overwrite and (place_of(config) / DOOMED).exists())
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ def check_folder(config: SFTConfig, inputs: Inputs) -> None:
         return
     earlier = read_settings(folder)
     if config.overwrite:
-        _check_removal(config, folder, earlier is not None)
+        _check_removal(config, folder, inputs, earlier is not None)
     elif earlier is None:
         raise ConfigError(
             f"output_dir {folder} is not empty ({_names(there)}) and holds no earlier run. Choose another folder, or "
@@ -146,7 +148,7 @@ def _check_named(named: Path) -> None:
         )
 
 
-def _check_removal(config: SFTConfig, folder: Path, earlier: bool) -> None:
+def _check_removal(config: SFTConfig, folder: Path, inputs: Inputs, earlier: bool) -> None:
     """Refuse to overwrite what no run wrote, and what is still needed."""
     doomed = written_in(folder)
     if doomed and not earlier:
@@ -154,11 +156,11 @@ def _check_removal(config: SFTConfig, folder: Path, earlier: bool) -> None:
             f"output_dir {folder} holds {_names(doomed)}, which a run would replace, but no earlier run ({SETTINGS}): "
             f"--overwrite removes only what a run of fullshard wrote. Move them away, or choose another folder."
         )
-    kept = {"cache_dir": Path(config.cache_dir).expanduser() if config.cache_dir else None}
-    kept["resume_from_checkpoint"] = named_checkpoint(config)
-    for name, path in kept.items():
-        if lost := [one for one in doomed if path is not None and within(path, one)]:
-            raise ConfigError(f"{name}: {path} lies in {lost[0]}, which --overwrite removes; choose another place.")
+    named = named_checkpoint(config)
+    kept = {**inputs, "cache_dir": [cache_root(config.cache_dir)], "resume_from_checkpoint": [named] if named else []}
+    for name, path, one in ((name, path, one) for name, paths in kept.items() for path in paths for one in doomed):
+        if within(path, one):
+            raise ConfigError(f"{name}: {path} lies in {one}, which --overwrite removes; choose another place.")
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -168,7 +170,7 @@ def _listed(folder: Path) -> list[Path]:
 def _is_own(path: Path, config: SFTConfig) -> bool:
     """Whether a thing in the folder belongs to this run already, or is nothing."""
     empty = path.is_dir() and not any(path.iterdir())
-    return path.name == LOCK or empty or (config.cache_dir is not None and within(config.cache_dir, path))
+    return path.name in (LOCK, DOOMED) or empty or within(cache_root(config.cache_dir), path)
 
 
 def _names(paths: Iterable[Path]) -> str:
@@ -186,21 +188,10 @@ def written_in(folder: Path) -> list[Path]:
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
     """The settings of the run in this folder; None where there is none."""
-    found = _record(folder).get("settings")
-    return dict(found) if isinstance(found, dict) else None
-
-
-def _record(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / SETTINGS).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _job() -> str:
-    """Tells this job from others on all its restarts: the launcher's process stays the same."""
-    return f"{platform.node()}/{os.getppid()}/{os.environ.get('MASTER_PORT', '')}"
+        return dict(json.loads((folder / SETTINGS).read_text())["settings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def changes(earlier: Mapping[str, Any], config: SFTConfig) -> dict[str, tuple[Any, Any]]:
@@ -230,6 +221,10 @@ def open_folder(config: SFTConfig) -> FolderLock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.take()
+        if not config.overwrite:
+            (folder / DOOMED).unlink(missing_ok=True)
+        elif not restarted() and written_in(folder):
+            (folder / DOOMED).touch()
     except OSError as error:
         raise ConfigError(f"output_dir {folder} cannot be used: {error.strerror or error}.") from None
     return lock
@@ -246,6 +241,7 @@ def remove_earlier(config: SFTConfig) -> str | None:
         for name in (CHECKPOINTS, "runs", "wandb"):
             if (folder / name).is_dir() and not (folder / name).is_symlink() and not any((folder / name).iterdir()):
                 (folder / name).rmdir()
+        (folder / DOOMED).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir {folder} cannot be used: {error.strerror or error}.") from None
     foreign = [path for path in _listed(folder) if not _is_own(path, config)]
@@ -254,5 +250,5 @@ def remove_earlier(config: SFTConfig) -> str | None:
 
 def write_settings(config: SFTConfig, facts: Mapping[str, Any]) -> None:
     """Write down the resolved settings."""
-    text = json.dumps({"settings": config.to_dict(), "job": _job(), **facts}, indent=1, default=str)
+    text = json.dumps({"settings": config.to_dict(), **facts}, indent=1, default=str)
     replace_text(place_of(config) / SETTINGS, text)

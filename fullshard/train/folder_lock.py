@@ -17,46 +17,51 @@ from fullshard.errors import ConfigError
 
 LOCK = ".lock"
 
-_own: set[tuple[int, int]] = set()
-"""The locks of this process. To close a second handle of such a file would give up the lock."""
+_own: dict[tuple[int, int], list[int]] = {}
+"""The locks of this process: its handle, and how often each was taken. To close a second handle of such a file would
+give up the lock."""
 
 
 class FolderLock:
-    """The right to write to a run's folder, for the first rank alone."""
+    """The right to write to a run's folder, for the first rank alone. The process that has it may take it again."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK
-        self._file = -1
-        self._identity = (0, 0)
+        self._identity: tuple[int, int] | None = None
 
     def take(self) -> None:
         """Take the lock, or say which process has it."""
-        refuse_occupied(self.path.parent)
+        there = _identity_of(self.path)
+        if there in _own:
+            _own[there][1] += 1
+            self._identity = there
+            return
         while True:
             file = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-            if not _locked(file):
+            if not _locked(file, fcntl.LOCK_EX):
                 os.close(file)
-                refuse_occupied(self.path.parent)  # another process was quicker
-                continue
+                refuse_occupied(self.path.parent)
+                continue  # it was given free meanwhile
             status = os.fstat(file)
-            self._identity = (status.st_dev, status.st_ino)
-            if _identity_of(self.path) == self._identity:  # else its last owner removed the file meanwhile
+            taken = (status.st_dev, status.st_ino)
+            if _identity_of(self.path) == taken:  # else its last owner removed the file meanwhile
                 break
             os.close(file)
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {platform.node()}".encode())
-        self._file = file
-        _own.add(self._identity)
+        self._identity = taken
+        _own[taken] = [file, 1]
 
     def release(self) -> None:
-        """Give the folder free. Calling it again changes nothing."""
-        if self._file < 0:
+        """Give the folder free, if this was the last to hold it. Calling it again changes nothing."""
+        if self._identity is None:
             return
-        with contextlib.suppress(OSError):
-            self.path.unlink()
-        os.close(self._file)
-        _own.discard(self._identity)
-        self._file = -1
+        held, self._identity = self._identity, None
+        _own[held][1] -= 1
+        if _own[held][1] == 0:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+            os.close(_own.pop(held)[0])
 
 
 def refuse_occupied(folder: Path) -> None:
@@ -70,13 +75,15 @@ def refuse_occupied(folder: Path) -> None:
 
 def _owner(path: Path) -> str | None:
     if _identity_of(path) in _own:
-        return "in this process"
+        return None
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        return None if _locked(file) else os.read(file, 200).decode(errors="replace") or "a process that has just begun"
+        if _locked(file, fcntl.LOCK_SH):  # shared: several may ask at once
+            return None
+        return os.read(file, 200).decode(errors="replace") or "a process that has just begun"
     finally:
         os.close(file)
 
@@ -89,10 +96,10 @@ def _identity_of(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _locked(file: int) -> bool:
+def _locked(file: int, kind: int) -> bool:
     """Take a lock that is free; whether nobody else has it."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     return True

@@ -24,6 +24,7 @@ from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
 from fullshard.train.loss import causal
 from fullshard.weights import load as loading
+from fullshard.weights.adapter_base import lasting_name
 from fullshard.weights.adapter_files import other_rows, stored_rows
 from fullshard.weights.grow import grow_in_memory
 from fullshard.weights.locate import open_source
@@ -51,6 +52,7 @@ def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
         shape = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no model configuration could be read from {folder}: {first_line(error)[:200]}") from None
+    shape.name_or_path = lasting_name(folder)
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
         say(f"{folder} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")

@@ -22,7 +22,10 @@ from fullshard.train.loss import causal
 from fullshard.train.metrics import FILE
 from fullshard.train.model import local_folder
 from fullshard.train.report import write_report
+from fullshard.weights.adapter_base import lasting_name, write_record
+from fullshard.weights.adapter_config import CONFIG, read_config
 from fullshard.weights.adapter_files import names_in_files
+from fullshard.weights.base import base_of
 from fullshard.weights.export import save_pretrained
 
 if TYPE_CHECKING:
@@ -66,10 +69,21 @@ def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None, ta
                 model, str(part), state_dict=dict(values), save_embedding_layers=tables
             )
             _check_adapter(list(part.rglob("*.safetensors")), values)
+            for file in part.rglob(CONFIG):
+                _name_base(file.parent, model)
             for card in part.rglob("README.md"):  # PEFT's; `card.py` writes the run's
                 card.unlink()
 
     agree(write)
+
+
+def _name_base(folder: Path, model: Any) -> None:
+    """Have an adapter's files name the base so that it is found from any folder, and known from others."""
+    name, base = read_config(folder).get("base_model_name_or_path"), base_of(model)
+    if base is not None:
+        write_record(folder, name or base.path, base.fingerprint)
+    elif name:
+        write_record(folder, name, None)
 
 
 def _check_adapter(files: list[Path], values: dict[str, torch.Tensor]) -> None:
@@ -96,8 +110,9 @@ def describe(trainer: SFTTrainer, place: Path) -> None:
         return
     config, progress = trainer.args, trainer.loop.progress
     metrics = final_metrics(trainer)
+    base = trainer.parts.base or local_folder(causal(trainer.model))
     facts = {
-        "base": trainer.parts.base or local_folder(causal(trainer.model)),
+        "base": lasting_name(base) if base else None,
         "adapter": hasattr(trainer.model, "peft_config"),
         "data": config.dataset_name or "data of the user's own",
         "steps": progress.step,

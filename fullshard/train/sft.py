@@ -167,7 +167,7 @@ class SFTTrainer:
         if resume_from_checkpoint:
             text = "true" if resume_from_checkpoint is True else str(resume_from_checkpoint)
             self.args = self.parts.config = dataclasses.replace(self.args, resume_from_checkpoint=text)
-        with self._own_folder() as (earlier, resumes):
+        with self.own_folder() as (earlier, resumes):
             loop = self.loop
             loop.config = self.args
             if not resumes:
@@ -204,7 +204,7 @@ class SFTTrainer:
         return self.loop.evaluate(table, metric_key_prefix)
 
     @contextlib.contextmanager
-    def _own_folder(self) -> Iterator[tuple[dict[str, Any] | None, bool]]:
+    def own_folder(self) -> Iterator[tuple[dict[str, Any] | None, bool]]:
         """The output folder, checked, and held for this run until its end: the settings of the run that is there, and
         whether this one goes on with it."""
         locks: list[FolderLock] = []
@@ -327,8 +327,9 @@ def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
         train_dataset=data.train,
         eval_dataset=data.evaluation,
     )
-    trainer.train()
-    trainer.save_model()
+    with trainer.own_folder():  # until the result is written
+        trainer.train()
+        trainer.save_model()
     results.show(trainer)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from fullshard.errors import CheckpointError
+from fullshard.weights.adapter_base import write_record
 from fullshard.weights.adapter_config import CONFIG, WEIGHTS
 from fullshard.weights.adapter_files import names_in_files, other_rows
 from fullshard.weights.load import class_of, on_meta
@@ -39,12 +40,14 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
         )
     base = entry["base"]["path"] if entry["base"] else None
     (config,) = configs.values()
-    config = {**config, "base_model_name_or_path": config.get("base_model_name_or_path") or base}
+    base = config.get("base_model_name_or_path") or base
     (out / CONFIG).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
+    if base is not None:
+        write_record(out, base, entry["base"]["fingerprint"] if entry["base"] else None)
     shape.pop("quantization_config", None)
     empty = AutoConfig.for_model(**shape)
     plain = on_meta(class_of(None, empty), empty, torch.float32, directory, False)
-    plain.name_or_path = config["base_model_name_or_path"]
+    plain.name_or_path = base
     with torch.device("meta"):
         model = get_peft_model(plain, PeftConfig.from_pretrained(str(out)))
     tensors = dict(stored_tensors(manifest, directory, name))

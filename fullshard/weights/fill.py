@@ -91,7 +91,7 @@ def fill(
         for files in opened:
             if files is not source:
                 files.close()
-    base = Base(str(work.source.path), next(filter(None, fingerprints)))
+    base = Base(os.path.abspath(work.source.path), next(filter(None, fingerprints)))
     for p in work.provided:
         base.record(p.plan.names, p.shard)
     setattr(model, ATTRIBUTE, base)

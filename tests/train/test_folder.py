@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,8 @@ import pytest
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.launch.training import sft
 from fullshard.paths import check_new_folder, replace_text, save_tokenizer, within
-from fullshard.train import folder
 from fullshard.train.config import SFTConfig
-from fullshard.train.folder import changes, check_folder, open_folder, remove_earlier, resumes, write_settings
+from fullshard.train.folder import DOOMED, changes, check_folder, open_folder, remove_earlier, resumes, write_settings
 from fullshard.train.folder_lock import LOCK, FolderLock
 from fullshard.train.sft import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
@@ -26,9 +26,9 @@ from tests.train.runs import settings, train
 from tests.train.tiny import make_folder, make_model
 
 
-def contents(place: Path) -> dict[str, bytes]:
-    """Every file under a place with what it holds."""
-    return {str(p.relative_to(place)): p.read_bytes() for p in sorted(place.rglob("*")) if p.is_file()}
+def contents(place: Path) -> dict[str, int]:
+    """Every file under a place, with a check sum of what it holds."""
+    return {str(p.relative_to(place)): zlib.crc32(p.read_bytes()) for p in sorted(place.rglob("*")) if p.is_file()}
 
 
 def an_earlier_run(out: Path, **changes: Any) -> None:
@@ -72,8 +72,9 @@ def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
     config = SFTConfig(output_dir=str(out), overwrite=True)
     before = contents(out)
     check_folder(config, {})
+    assert contents(out) == before, "a check changes nothing"
     open_folder(config).release()
-    assert contents(out) == before, "a check, and holding the folder, change nothing"
+    assert contents(out) == {**before, DOOMED: 0}, "nor does holding the folder"
     said = remove_earlier(config)
     assert said is not None and "data, model.fp16.safetensors, notes.txt did not come from a run" in said
     assert sorted(contents(out)) == FOREIGN and not (out / "runs").exists()
@@ -116,11 +117,21 @@ def test_restarted_before_the_earlier_run_was_removed_it_begins_anew(
     out = tmp_path / "out"
     an_earlier_run(out)
     config = SFTConfig(output_dir=str(out), overwrite=True)
+    open_folder(config).release()  # and then something fails
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr(folder, "_job", lambda: "this one")
-    assert not resumes(config), "the checkpoint that is there is another job's"
-    write_settings(config, {})
-    assert resumes(config), "now it is this job's own"
+    assert not resumes(config), "the checkpoint that is there is the earlier run's"
+    check_folder(config, {})
+    open_folder(config).release()
+    remove_earlier(config)
+    assert resumes(config) and sorted(contents(out)) == FOREIGN, "what is there from now on is this job's"
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    an_earlier_run(out)
+    open_folder(config).release()  # fails for good; the user goes on with the earlier run after all
+    going_on = SFTConfig(output_dir=str(out), resume=True)
+    check_folder(going_on, {})
+    open_folder(going_on).release()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert resumes(SFTConfig(output_dir=str(out))) and resumes(config), "nothing there is to be removed any more"
 
 
 @pytest.mark.parametrize("name", ["cache_dir", "resume_from_checkpoint"])
@@ -128,10 +139,20 @@ def test_what_is_needed_is_not_removed(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     an_earlier_run(out)
     config = SFTConfig(output_dir=str(out), overwrite=True, **{name: str(out / "checkpoints" / "step-5")})
-    with pytest.raises(ConfigError, match=rf"{name}: .*step-5 lies in .*step-5, which --overwrite removes"):
+    with pytest.raises(ConfigError, match=rf"{name}: .*step-5\S* lies in .*step-5, which --overwrite removes"):
         check_folder(config, {})
     with pytest.raises(ConfigError, match=r"resume and overwrite are both on"):
         SFTConfig(overwrite=True, resume_from_checkpoint="true")
+
+
+def test_what_is_read_lies_behind_a_link_in_the_folder(tmp_path: Path) -> None:
+    out, model = tmp_path / "out", tmp_path / "models" / "step-5"
+    an_earlier_run(out)
+    shutil.rmtree(out / "checkpoints")
+    model.mkdir(parents=True)
+    (out / "checkpoints").symlink_to(tmp_path / "models")
+    with pytest.raises(ConfigError, match=r"model_name_or_path: .*models/step-5 lies in .*checkpoints/step-5, which"):
+        check_folder(SFTConfig(output_dir=str(out), overwrite=True), {"model_name_or_path": [model]})
 
 
 def test_a_cache_inside_the_folder_is_the_run_s_own(tmp_path: Path) -> None:
@@ -204,14 +225,15 @@ EQUAL: dict[str, Callable[[Path], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("flag", ["overwrite", "resume", None])
 @pytest.mark.parametrize("case", EQUAL)
-def test_a_folder_with_something_that_is_read_is_refused(case: str, flag: str | None, place: Path) -> None:
+def test_a_folder_with_something_that_is_read_is_refused(case: str, place: Path) -> None:
     values = {"model_name_or_path": place / "model", "dataset_name": place / "data", "report_to": "none"}
-    values |= EQUAL[case](place) | ({flag: "true"} if flag else {})
+    values |= EQUAL[case](place)
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     before = contents(place)
-    with pytest.raises(ConfigError, match=r"output_dir: .* (is also|holds) .*; choose another folder"):
-        sft([word for name, value in values.items() for word in (f"--{name}", str(value))])
+    for flags in (["--overwrite"], ["--resume"], []):
+        with pytest.raises(ConfigError, match=r"output_dir: .* (is also|holds) .*; choose another folder"):
+            sft([*words, *flags])
     assert contents(place) == before
 
 
@@ -279,10 +301,19 @@ def test_a_run_that_fails_to_load_leaves_the_earlier_one(tmp_path: Path) -> None
     with pytest.raises(WeightsError):
         SFTTrainer(model=str(place / "model"), args=again, train_dataset=file).train()
     assert contents(out) == before
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise WeightsError("the disk is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fullshard.train.loop.Loop.__init__", fail)  # the last thing before the run begins
+        with pytest.raises(WeightsError, match="gone"):
+            train(make_model(), again)
+    assert contents(out) == {**before, DOOMED: 0}
     train(make_model(), again)
     after = contents(out)
     assert "checkpoints/step-2/manifest.json" not in after and "model.safetensors" not in after
-    assert after["notes.txt"] == b"mine" and "checkpoints/step-1/manifest.json" in after
+    assert after["notes.txt"] == before["notes.txt"] and "checkpoints/step-1/manifest.json" in after
 
 
 # --- two runs at once -----------------------------------------------------------------------------------------------
@@ -305,11 +336,11 @@ def test_a_folder_that_another_run_writes_to(tmp_path: Path) -> None:
         other.kill()
         other.communicate()
     check_folder(config, {})
-    lock = open_folder(config)  # what a killed process leaves behind does not count
-    with pytest.raises(ConfigError, match=r"in use by another run .in this process"):
-        open_folder(config)
+    lock, again = open_folder(config), open_folder(config)  # what a killed process leaves behind does not count
     lock.release()
     lock.release()
+    assert (out / LOCK).exists(), "held twice by this process, given free once"
+    again.release()
     assert not (out / LOCK).exists()
 
 

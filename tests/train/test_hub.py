@@ -110,7 +110,7 @@ def test_one_upload_at_a_time_on_several_ranks(tmp_path: Path) -> None:
 
 
 @ranks(1)
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_is_saved_during_an_upload_is_sent_too(background: bool, tmp_path: Path) -> None:
     """The first upload ends after the last save; by then `save_total_limit` would have removed what waits."""
     with pytest.MonkeyPatch.context() as patch:
@@ -124,6 +124,7 @@ def test_what_is_saved_during_an_upload_is_sent_too(background: bool, tmp_path: 
     assert all(files == sorted(p.name for p in left.iterdir()) for _, files in sent), "whole"
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_uploads_that_fail_hold_no_checkpoints(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -133,6 +134,7 @@ def test_uploads_that_fail_hold_no_checkpoints(tmp_path: Path) -> None:
     assert left == ["step-5", "step-6"]
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_a_resumed_run_sends_the_checkpoints_that_the_hub_lacks(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
