@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fullshard.data.chat import Conversation, Span
+from fullshard.data.chat import Conversation, Message, Span
 from fullshard.data.formats import AS_USUAL, UNUSED, Document, Reading, count_bad, documents
 from fullshard.data.rows import Raw
 from fullshard.data.template_fields import fit, variables
@@ -170,7 +170,8 @@ def write(document: Document, tokenizer: Any, settings: TextSettings) -> Written
 
 
 def _write_conversation(document: Document, tokenizer: Any, settings: TextSettings) -> Written:
-    template, messages = settings.template_of(document.data_set), document.messages or ()
+    template = settings.template_of(document.data_set)
+    messages: Sequence[Message] = document.messages or ()
     if template is not None:
         messages = fit(messages, document.tools, template, tokenizer, document.where)
     given = document.template_kwargs or {}

@@ -16,10 +16,10 @@ from fullshard.data.messages import REASONING
 from fullshard.errors import DataError
 
 ARGUMENT = f"{PROBE}Argument"
-USER = {"role": "user", "content": "Hello"}
+USER: Message = {"role": "user", "content": "Hello"}
 CALL = {"id": "abcDEF123", "type": "function", "function": {"name": PROBE, "arguments": {"word": ARGUMENT}}}
-RESULT = {"role": "tool", "content": "42", "name": PROBE, "tool_call_id": CALL["id"]}
-ANSWER = {"role": "assistant", "content": "Done"}
+RESULT: Message = {"role": "tool", "content": "42", "name": PROBE, "tool_call_id": CALL["id"]}
+ANSWER: Message = {"role": "assistant", "content": "Done"}
 TOOL = {
     "type": "function",
     "function": {
@@ -65,7 +65,7 @@ def content_beside_calls(template: str, special: Special) -> Any:
     """What a message that only calls a tool must have as its content (None or "") so that the call is written;
     `DROPPED` if it never is."""
     for content in (None, ""):
-        call = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+        call: Message = {"role": "assistant", "content": content, "tool_calls": [CALL]}
         for trial in ([USER, call], [USER, call, RESULT, ANSWER]):
             if any(_writes(template, special, trial, ARGUMENT, tools) for tools in (None, [TOOL])):
                 return content
@@ -95,7 +95,7 @@ def variables(template: str) -> frozenset[str]:
 def writes_role(template: str, special: Special, role: str) -> bool:
     """Whether a template writes what the system or a tool says; also if it refuses such messages with an error."""
     said = {**RESULT, "role": role, "content": PROBE}
-    call = {"role": "assistant", "content": "Wait", "tool_calls": [CALL]}
+    call: Message = {"role": "assistant", "content": "Wait", "tool_calls": [CALL]}
     system = [said, USER, ANSWER]
     trials = [system] if role == "system" else [[USER, call, said, ANSWER], [USER, ANSWER, said, ANSWER]]
     found = [_written(template, special, trial, None) for trial in trials]
