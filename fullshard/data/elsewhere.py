@@ -24,17 +24,19 @@ NOTED = (
 PREFERENCES = (
     "preferences (`chosen` and `rejected`), which DPO and reward models are trained on. SFT can learn the chosen side "
     "alone: name it by dataset_columns, messages=chosen where it is a whole conversation, completion=chosen beside a "
-    "`prompt`. Trainers for preferences, such as TRL's DPOTrainer, take the model and these rows as they are"
+    "`prompt` (where it is a whole text, by dataset_text_field). Trainers for preferences, such as TRL's DPOTrainer, "
+    "take the model and these rows as they are"
 )
 
 
-def check(row: Mapping[str, Any], shaped: bool) -> None:
-    """Refuse rows that ask for another kind of training. `shaped`: the row is understood without these columns; it has
+def check(row: Mapping[str, Any], read: Collection[str]) -> None:
+    """Refuse rows that ask for another kind of training. `read` are the columns that the row's shape reads; the row has
     no nulls."""
-    if "chosen" in row and "rejected" in row and not (shaped and _is_answered(row)):
+    paired = "chosen" in row and "rejected" in row and "chosen" not in read
+    if paired and not (read and _is_answered(row)):
         raise BadRow(f"the row holds {PREFERENCES}.")
     for name in VERDICTS if "completion" in row or "messages" in row or "conversations" in row else ():
-        if isinstance(row.get(name), bool | int) and row[name] in (0, 1):
+        if isinstance(row.get(name), bool) or str(row.get(name)).lower() in ("true", "false"):
             raise BadRow(
                 f"`{name}` is {short(row[name])}: an unpaired preference (KTO), in which a completion may be a bad "
                 f"example. SFT would learn it all the same: keep the good rows, without this column."
@@ -51,15 +53,18 @@ def _is_answered(row: Mapping[str, Any]) -> bool:
 
 def check_conversation(row: Mapping[str, Any]) -> None:
     """Refuse columns without which a conversation says something else."""
-    held = {name: row[name] for name in MEDIA if name in row}
-    if media := [name for name, value in held.items() if value or not isinstance(value, str | list | tuple)]:
+    if media := [name for name in MEDIA if name in row and not _is_empty(row[name])]:
         raise BadRow(f"`{media[0]}`: pictures and sound cannot be trained on; expected rows of text.")
     if "functions" in row and "tools" not in row:
         raise BadRow("`functions` is an older name of `tools`; say so by dataset_columns tools=functions.")
 
 
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, str | list | tuple | dict) and not value
+
+
 def unused(row: Mapping[str, Any], read: Collection[str]) -> tuple[str, ...] | None:
     """Columns with a meaning elsewhere that this row's shape does not read; None where there are none."""
-    found = [name for name in NOTED if name in row and name not in read]
+    found = [name for name in NOTED if name in row and name not in read and not _is_empty(row[name])]
     found += [name for name in row if isinstance(name, str) and name.startswith("train_on_")]
     return tuple(found) or None

@@ -167,9 +167,10 @@ def _understand(raw: Raw, reading: Reading) -> Document:
     shapes = _shapes(reading.text_field, reading.prompt_format)
     shape = next((s for s in shapes if all(column in row for column in s.columns)), None)
     try:
-        elsewhere.check(row, shape is not None)
+        read = (*shape.columns, *shape.optional) if shape is not None else ()
+        elsewhere.check(row, read)
         if shape is not None:
-            unused = elsewhere.unused(row, (*shape.columns, *shape.optional))
+            unused = elsewhere.unused(row, read)
             return Document(raw.where, **shape.read(row), unused=unused, data_set=raw.data_set)
     except BadRow as bad:
         raise BadRow(bad.why, whole) from None

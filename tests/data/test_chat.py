@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -156,6 +157,34 @@ def test_marks_in_a_template_are_followed(name: str, messages: chats.Messages) -
     assert got[0] == marked["input_ids"]
     if all(end > start for start, end in spans):  # transformers takes an empty mark for the token that follows
         assert got[1] == marked["assistant_masks"]
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma", "mistral", "qwen"])
+@settings(max_examples=15, deadline=None)
+@given(messages=talks, data=st.data())
+def test_built_in_marks_are_what_is_found_without_them(
+    name: str, messages: chats.Messages, data: st.DataObject
+) -> None:
+    """A template's marks, and the turns as they are told apart in the same template without marks."""
+    marked = templates.TEMPLATES[name]
+    plain = re.sub(r"\{% (end)?generation %\}", "", marked)
+    assert chat.MARKED.search(marked) and not chat.MARKED.search(plain)
+    if name == "qwen":
+        called = st.fixed_dictionaries({"name": contents, "arguments": st.dictionaries(contents, contents, max_size=2)})
+        for message in messages:
+            if message["role"] == "assistant" and data.draw(st.booleans()):
+                message["tool_calls"] = [{"type": "function", "function": data.draw(called)}]
+                message["content"] = data.draw(st.sampled_from([None, message["content"]]))
+    weights = [data.draw(st.sampled_from([None, None, 0, 1])) if m["role"] == "assistant" else None for m in messages]
+    row = {"messages": tuple(messages), "weights": tuple(weights)}
+    for changes in ({"assistant_only_loss": True}, {"last_turn_only_loss": True}, {}):
+        found = []
+        for template in (marked, plain):
+            try:
+                found.append(encoded(KINDS["marks"], row, template=template, **changes))
+            except DataError as error:
+                found.append(([], []) if "refuses this conversation" in str(error) else "told apart")
+        assert found[0] == found[1] or (messages[0]["role"] == "assistant" and "told apart" in found)
 
 
 @settings(max_examples=40, deadline=None)

@@ -44,7 +44,8 @@ HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "weights and a system column": ({"messages": [U, {**A, "train": True}], "system": "S"}, {"messages": ({"role": "system", "content": "S"}, U, A), "weights": (None, None, 1)}),
     "empty calls": ({"messages": [U, {**A, "tool_calls": []}]}, {}),
     "a developer's words": ({"messages": [{"role": "developer", "content": "S"}, U, A]}, {"messages": ({"role": "system", "content": "S"}, U, A)}),
-    "no pictures": ({**TALK, "images": [], "image": None}, {"unused": ("images",)}),
+    "a number of a class": ({**TALK, "label": 1}, {"unused": ("label",)}),
+    "no pictures": ({**TALK, "images": [], "image": None}, {}),
 }  # fmt: skip
 
 
@@ -78,6 +79,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "preferences for a talk": ({"conversations": [U], "chosen": A, "rejected": A}, "the row holds preferences"),
     "Alpaca's preferences": ({"instruction": "Q", "chosen": "a", "rejected": "b"}, "the row holds preferences"),
     "a verdict": ({"prompt": "Q", "completion": "R", "label": False}, "`label` is False: an unpaired preference .KTO."),
+    "a verdict in words": ({"prompt": "Q", "completion": "R", "label": "True"}, "`label` is 'True': an unpaired preference"),
     "a tag": ({**TALK, "kto_tag": True}, "`kto_tag` is True: an unpaired preference"),
     "pictures": ({**TALK, "images": ["x.png"]}, "`images`: pictures and sound cannot be trained on"),
     "functions": ({**TALK, "functions": [TOOL]}, "dataset_columns tools=functions"),
@@ -118,6 +120,8 @@ def test_the_chosen_side_alone_can_be_learnt() -> None:
     assert read(pair, columns=(("completion", "chosen"),)) == {"prompt": "Q", "text": " R", "unused": ("rejected",)}
     whole = {"chosen": [U, A], "rejected": [U, {**A, "content": "S"}]}
     assert read(whole, columns=(("messages", "chosen"),)) == {"messages": (U, A), "unused": ("rejected",)}
+    text = {"chosen": "Human: Q Assistant: R", "rejected": "Human: Q Assistant: S"}
+    assert read(text, text_field="chosen") == {"text": text["chosen"], "unused": ("rejected",)}
     assert read({**TALK, "prompt": "Q", **whole})["unused"] == ("prompt", "chosen", "rejected"), "a row of both kinds"
 
 
