@@ -20,10 +20,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fullshard.adapters import bnb
-from fullshard.after.place import TOKENIZER, Place, check_out
+from fullshard.after.place import TOKENIZER, Place
 from fullshard.after.speaker import trained_quantization
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.fsdp.strategy import dtype_of
+from fullshard.paths import check_new_folder
 from fullshard.weights.adapter_checkpoint import write_adapter
 from fullshard.weights.adapter_config import CONFIG, WEIGHTS
 from fullshard.weights.dtypes import dtypes_kept
@@ -53,7 +54,7 @@ class Choices:
 def export(place: Place, out: str | Path, choices: Choices) -> dict[str, Any]:
     """Write what lies at `place` to `out`, a folder that does not exist or is empty; what was written."""
     target = Path(out).expanduser()
-    check_out(target)
+    check_new_folder(target)
     if place.kind == "adapter":
         with tempfile.TemporaryDirectory(prefix="fullshard-adapter-") as made:
             folder = Path(place.folder)
@@ -116,6 +117,7 @@ def _with_tokenizer(place: Place, folder: Path) -> Path:
 
 def _copy_adapter(place: Place, folder: Path, target: Path, choices: Choices) -> None:
     """The adapter alone: its files, its tokenizer, and where its base lies."""
+    target = check_new_folder(target)
     aside = target.parent / f".{target.name}-{uuid.uuid4().hex[:8]}.writing"
     wanted = dtype_of(choices.dtype)
     try:

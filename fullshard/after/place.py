@@ -78,12 +78,6 @@ def find(name: str, base: str | None = None, checkpoint: str | None = None) -> P
     return _with_base(found, base)
 
 
-def check_out(target: Path) -> None:
-    """Refuse a folder to write to that holds something."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists already and is not empty; choose another folder.")
-
-
 def _from_files(path: Path) -> Place:
     run = path if (path / SETTINGS).is_file() else None
     settings = (read_settings(path) if run is not None else None) or {}

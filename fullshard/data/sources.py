@@ -36,6 +36,13 @@ class Source:
     """The sources that this one is made of."""
     join: Callable[[Sequence[Source]], Source] | None = None
     """For a mix: the same mix of other parts."""
+    own_files: tuple[Path, ...] = ()
+    """The files that its rows are read from, but for those of its parts."""
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that rows are read from."""
+        return [*self.own_files, *(file for part in self.parts for file in part.files)]
 
     def documents(self, reading: Reading = AS_USUAL) -> Iterator[Document]:
         return (understand(row, reading) for row in self.rows(None))
@@ -64,7 +71,8 @@ def _one_file(path: Path, sample_by: str) -> Source:
             raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
         return _digest(content, sample_by) if kind == ".txt" else content
 
-    return Source(str(path), functools.partial(read_file, path, sample_by=sample_by), fingerprint)
+    reads = functools.partial(read_file, path, sample_by=sample_by)
+    return Source(str(path), reads, fingerprint, own_files=(path,))
 
 
 def row_source(rows: Iterable[Any], name: str) -> Source:
@@ -86,7 +94,9 @@ def row_source(rows: Iterable[Any], name: str) -> Source:
             digest.update(b"\n")
         return digest.hexdigest()
 
-    return Source(name, walk, fingerprint)
+    cached = getattr(rows, "cache_files", None)  # of a data set of `datasets`, which reads them as it goes
+    files = tuple(Path(file["filename"]) for file in cached) if isinstance(cached, list) else ()
+    return Source(name, walk, fingerprint, own_files=files)
 
 
 def numbered(source: Source, number: int) -> Source:
@@ -95,7 +105,10 @@ def numbered(source: Source, number: int) -> Source:
     def rows(start: Place) -> Iterator[Raw]:
         return (replace(row, data_set=number) for row in source.rows(start))
 
-    return Source(source.name, rows, lambda: _digest("data set", number, source.fingerprint()))
+    def fingerprint() -> str:
+        return _digest("data set", number, source.fingerprint())
+
+    return Source(source.name, rows, fingerprint, own_files=tuple(source.files))
 
 
 # --- several sources ------------------------------------------------------------------------------------------------

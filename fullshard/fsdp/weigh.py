@@ -100,19 +100,25 @@ class _Scaled(torch.autograd.Function):
 
 def entering(inputs: Any, weight: float) -> Any:
     """What a call takes: gradients that leave through it are those of the loss again (zeros if the weight is 0)."""
-    return inputs if weight in (0.0, 1.0) else map_tensors(lambda t: _scaled(t, 1 / weight), inputs)
+    return inputs if weight in (0.0, 1.0) else map_tensors(lambda t: scaled(t, 1 / weight), inputs)
 
 
 def leaving(output: Any, weight: float) -> Any:
     """What a call returns: gradients that enter through it get the weight."""
     if weight == 1.0:
         return output
-    weighed = map_tensors(lambda t: _scaled(t, weight), output)
+    weighed = map_tensors(lambda t: scaled(t, weight), output)
     if weighed is output and not isinstance(output, torch.Tensor) and any(t.requires_grad for t in tensors_in(output)):
         weighed = copy.copy(output)  # an object of the user's own class
         vars(weighed).update({name: leaving(value, weight) for name, value in vars(output).items()})
     return weighed
 
 
-def _scaled(value: torch.Tensor, factor: float) -> torch.Tensor:
-    return _Scaled.apply(value, factor) if value.requires_grad else value
+def is_weighed(node: Any, weight: float) -> bool:
+    """Whether an operation is the one that gives gradients this weight."""
+    return type(node).__name__ == "_ScaledBackward" and node.factor == weight
+
+
+def scaled(value: torch.Tensor, factor: float) -> torch.Tensor:
+    """The same value; gradients that come to it are multiplied."""
+    return _Scaled.apply(value, factor) if value.requires_grad and factor != 1.0 else value

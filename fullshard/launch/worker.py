@@ -1,7 +1,7 @@
 """Runs first in every process that `fullshard launch` starts: readies the process and becomes the user's script.
 
-Only the standard library and `fullshard/__init__.py` are imported here; the script decides what else is. An error that
-the user can put right is handed to the launcher, which says it once for all ranks.
+Only the standard library, `fullshard/__init__.py` and `messages.py` are imported here; the script decides what else is.
+An error that the user can put right is handed to the launcher, which says it once for all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def main(words: list[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path[0] = os.getcwd() if kind == "module" else str(Path(script).resolve().parent)
     with contextlib.suppress(ImportError):  # not on the script's path
-        import fullshard  # noqa: F401 - first, so that it has dealt with other libraries' messages
+        from fullshard import messages
+
+        messages.leave_out()
     _leave(_run(kind, script))
 
 
@@ -56,6 +58,8 @@ def _run(kind: str, script: str) -> int:
         if _is_user_error(error):
             _report(str(error))
             return int(getattr(error, "exit_code", EXIT_USER_ERROR))
+        if isinstance(error, KeyboardInterrupt) and script.startswith("fullshard."):
+            return 128 + signal.SIGINT  # our own commands: the launcher has said it
         shown = error.__traceback__
         while shown is not None and shown.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             shown = shown.tb_next  # the user's own frames only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from fullshard.data.find import find_data, look, names_of, split_names
 from fullshard.data.sources import Source, chain, mix, numbered
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, options_of, parse_flags
-from fullshard.paths import held, looks_local
-from fullshard.train.config import SFTConfig
+from fullshard.paths import Inputs, held, looks_local
+from fullshard.train import folder
+from fullshard.train.config import REPORT_TO, SFTConfig
 from fullshard.train.data_sets import configs_of, reading
 from fullshard.train.prompts import read_prompts
 from fullshard.train.start import check_template_path, starting_point
@@ -68,7 +70,24 @@ def check_paths(config: SFTConfig) -> Data:
             check_template_path(each.chat_template_path)
     if config.sample_prompts:
         read_prompts(config.sample_prompts)
+    check_report_to(config.report_to)
     return find(config)
+
+
+def check_report_to(named: str) -> None:
+    """What is asked for by name must be installed."""
+    for name in as_list(named):
+        if name in REPORT_TO and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"report_to names {name}, which is not installed; pip install {name}, or leave report_to out: "
+                f"metrics.jsonl is always written."
+            )
+
+
+def inputs_of(config: SFTConfig, data: Data) -> Inputs:
+    """What the run reads here; as far as paths can tell."""
+    model, adapter = starting_point(config.model_name_or_path, config.adapter_name_or_path)
+    return folder.inputs_of(config, model, adapter, data)
 
 
 def find(config: SFTConfig) -> Data:

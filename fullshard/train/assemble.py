@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fullshard import runtime
 from fullshard.adapters import lora
+from fullshard.adapters.inventory import dense_line
 from fullshard.adapters.quantize import quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
 from fullshard.data.once import agree
@@ -28,10 +30,11 @@ from fullshard.train.engine import EngineSettings
 from fullshard.train.loop import Loop
 from fullshard.train.loss import LeanHead
 from fullshard.train.metrics import Reporter
-from fullshard.train.model import check_rows, empty_model, read_tokenizer, settle_vocabulary, uses_flash
+from fullshard.train.model import check_rows, empty_model, read_tokenizer, resized, settle_vocabulary, uses_flash
 from fullshard.train.prepare import rebind
 from fullshard.train.schedule import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
+from fullshard.weights.adapter_files import brought_tables
 from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import resolve
@@ -47,12 +50,14 @@ class Parts:
     base: Path | None
     """The folder with the weights; None if the model came with its values."""
     tokenizer: Any
-    train: TokenTable | Stream | None
-    evaluation: TokenTable | None
+    train: TokenTable | Stream | None = None
+    evaluation: TokenTable | None = None
     earlier: Path | None = None
     """The folder of the adapter that is gone on with."""
     grown: bool = False
     """Whether the model has more token rows than its files."""
+    tables: bool = False
+    """Whether embedding and head are written with the adapter: those of its base are others."""
 
 
 def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
@@ -64,12 +69,17 @@ def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
     return dataclasses.replace(engine, **changes)
 
 
+def join_ranks(engine: EngineSettings) -> None:
+    """Meet the other ranks, on the device that the settings choose."""
+    runtime.use_spmd(device="cpu" if engine.use_cpu else None)
+
+
 def gather_parts(
     config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, train: Source | None,
     evaluation: Source | None, peft_config: Any, say: Say,
 ) -> Parts:  # fmt: skip
     """Ranks, model without values, adapter, tokens."""
-    runtime.use_spmd(device="cpu" if engine.use_cpu else None)
+    join_ranks(engine)
     runtime.announce_transport(say)
     runtime.seed(config.seed)
     named = config.adapter_name_or_path if not hasattr(model, "peft_config") else None
@@ -80,6 +90,7 @@ def gather_parts(
         tokenizer = agree(lambda: read_tokenizer(config, base or _origin(model), earlier), own=True)
     if base is not None:
         model = agree(lambda: empty_model(config, base, say), own=True)
+    tables = any(agree(lambda: brought_tables(earlier) if earlier is not None else base is None and resized(model)))
     settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
     peft_config, grown = agree(settle, own=True)
     if base is None and (four_bits := quantization(config)) is not None:
@@ -87,18 +98,22 @@ def gather_parts(
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
     lora.check_trains(model)
-    check = functools.partial(check_rows, model, packing=config.packing)
-    data: list[Any] = []
-    for name, source in (("training", train), ("evaluation", evaluation)):
-        if source is None:
-            data.append(None)
-        elif config.streaming and source is train:
-            data.append(make_stream(config, source, tokenizer, check))
-        else:
-            data.append(make_table(config, source, tokenizer))
-            say(describe_data(name, data[-1].facts, config))
-            agree(functools.partial(check, data[-1]))
-    return Parts(config, engine, model, base, tokenizer, data[0], data[1], earlier, grown)
+    parts = Parts(config, engine, model, base, tokenizer, earlier=earlier, grown=grown, tables=tables)
+    if train is not None and config.streaming:
+        parts.train = make_stream(config, train, tokenizer, functools.partial(check_rows, model))
+    elif train is not None:
+        parts.train = table_of(parts, "training", train, say)
+    if evaluation is not None:
+        parts.evaluation = table_of(parts, "evaluation", evaluation, say)
+    return parts
+
+
+def table_of(parts: Parts, name: str, source: Source, say: Say) -> TokenTable:
+    """The tokens of a data set, checked against the model. All ranks must call this."""
+    table = make_table(parts.config, source, parts.tokenizer)
+    say(describe_data(name, table.facts, parts.config))
+    agree(functools.partial(check_rows, parts.model, table))
+    return table
 
 
 def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: Any = None) -> Loop:
@@ -114,8 +129,9 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
     need = agree(lambda: fit.check_fit(sharded.plan, config.optim, engine.offload_params))[0]
-    for line in (*fit.describe(sharded.plan, need), lora.summary(sharded)):
-        reporter.say(line)
+    for line in (*fit.describe(sharded.plan, need), dense_line(sharded), lora.summary(sharded)):
+        if line is not None:
+            reporter.say(line)
     if parts.base is not None:
         shown = reporter.mode in ("live", "plain")
         fill(sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier)
@@ -131,11 +147,14 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     )  # fmt: skip
 
 
-def open_checkpoints(config: SFTConfig, loop: Loop) -> CheckpointManager:
-    """The run's checkpoints; the best one is never removed."""
-    place = Path(config.output_dir).expanduser() / folder.CHECKPOINTS
-    keep = config.save_total_limit
-    return CheckpointManager(place, config.save_steps, keep, protect=lambda step: step == loop.progress.best_step)
+def open_checkpoints(config: SFTConfig, loop: Loop, needed: Callable[[int], bool]) -> CheckpointManager:
+    """The run's checkpoints; the best one, and those that are `needed` (by an upload), are not removed."""
+
+    def protect(step: int) -> bool:
+        return step == loop.progress.best_step or needed(step)
+
+    place = folder.place_of(config) / folder.CHECKPOINTS
+    return CheckpointManager(place, config.save_steps, config.save_total_limit, protect=protect)
 
 
 def _origin(model: Any) -> str | None:

@@ -16,6 +16,8 @@ from fullshard.options import as_list, option, options_of, takes_other_names
 
 SAME_LENGTH = ("max_seq_length", "max_length")
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
+REPORT_TO = ("tensorboard", "wandb")
+"""What `report_to` can name; each is called like the package it needs."""
 
 Strategy = Literal["no", "steps", "epoch"]
 
@@ -147,7 +149,8 @@ class SFTConfig:
     output_dir: str = option("trainer_output", given_as="a folder")
     """Where the run writes: checkpoints, metrics, and at the end the model."""
     overwrite: bool = _named(False, "overwrite_output_dir")
-    """Start anew in an `output_dir` that holds an earlier run; its files are removed."""
+    """Start anew in an `output_dir` that holds an earlier run; what that run wrote is removed once everything is
+    loaded, other files stay. A folder with something that the run reads is refused."""
     resume: bool = False
     """Go on from the newest checkpoint in `output_dir`."""
     resume_from_checkpoint: str | None = option(None, given_as="true, or a checkpoint's folder")
@@ -259,8 +262,9 @@ class SFTConfig:
     """How much the libraries say; passive leaves it as it is."""
     progress: Literal["auto", "live", "plain", "json", "quiet"] = "auto"
     """A live display, plain lines, JSON lines, or errors only; auto is live on a terminal and plain elsewhere."""
-    report_to: str = option("tensorboard", given_as="tensorboard, wandb, all, none")
-    """Where metrics go besides metrics.jsonl. Each is used where it is installed."""
+    report_to: str = option("auto", given_as="auto, tensorboard, wandb, all, none")
+    """Where metrics go besides metrics.jsonl. auto is TensorBoard if it is installed, all each that is; one that is
+    named must be installed."""
     run_name: str | None = None
     """A name for the run in its report."""
     push_to_hub: bool = False
@@ -272,7 +276,7 @@ class SFTConfig:
     """Whether a new repository is private."""
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = "every_save"
     """What `push_to_hub` uploads: the result at the end; the model after every save as well, in the background; and
-    the newest checkpoint besides, as last-checkpoint; or every checkpoint."""
+    the newest checkpoint besides, as last-checkpoint; or every checkpoint, which stays until it is uploaded."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -326,11 +330,11 @@ class SFTConfig:
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 and fp16 are both on; choose one.")
-        if self.resume and self.overwrite:
+        if (self.resume or self.resumes_newest) and self.overwrite:
             raise ConfigError("resume and overwrite are both on; choose one.")
-        unknown = [name for name in as_list(self.report_to) if name not in ("tensorboard", "wandb", "none", "all")]
+        unknown = [name for name in as_list(self.report_to) if name not in (*REPORT_TO, "auto", "all", "none")]
         if unknown:
-            raise ConfigError(f"report_to names {', '.join(unknown)}; expected tensorboard, wandb, all or none.")
+            raise ConfigError(f"report_to names {', '.join(unknown)}; expected auto, tensorboard, wandb, all or none.")
 
     def _check_plan(self) -> None:
         if self.streaming and self.max_steps < 0:
@@ -356,6 +360,11 @@ class SFTConfig:
             )
 
     # --- what the settings come to ----------------------------------------------------------------------------------
+
+    @property
+    def resumes_newest(self) -> bool:
+        """Whether `resume_from_checkpoint` asks for the newest checkpoint rather than for one by name."""
+        return (self.resume_from_checkpoint or "").strip().lower() in ("true", "yes")
 
     @property
     def evaluates_every(self) -> int:

@@ -26,7 +26,7 @@ from fullshard.train.config import SFTConfig
 from fullshard.train.data_sets import needed, templates_of
 from fullshard.train.loss import causal
 from fullshard.weights import load as loading
-from fullshard.weights.adapter_files import stored_rows
+from fullshard.weights.adapter_files import other_rows, stored_rows
 from fullshard.weights.grow import grow_in_memory
 from fullshard.weights.locate import open_source
 
@@ -97,6 +97,12 @@ def prepared_tokenizer(config: SFTConfig, tokenizer: Any) -> Prepared:
     """The tokenizer with the template of the run, and the tokens that this and those of its data sets need."""
     more = needed(templates_of(config))
     return prepare_tokenizer(tokenizer, config.chat_template_format, config.chat_template_path, more)
+
+
+def resized(model: Any) -> bool:
+    """Whether a model that was handed over has other token rows than the base it names."""
+    inner = causal(model)
+    return other_rows(getattr(inner.config, "_name_or_path", None), inner.config)
 
 
 class Vocabulary(NamedTuple):
@@ -202,7 +208,7 @@ def uses_flash(model: Any) -> bool:
     return "flash" in str(getattr(model.config, "_attn_implementation", None))
 
 
-def check_rows(model: Any, table: TokenTable, packing: bool) -> None:
+def check_rows(model: Any, table: TokenTable) -> None:
     """Refuse rows that the model cannot take."""
     inner = causal(model)
     longest = int((table.document_starts[1:] - table.document_starts[:-1]).max())
@@ -217,11 +223,6 @@ def check_rows(model: Any, table: TokenTable, packing: bool) -> None:
     if top >= embedding_rows(model):
         raise ConfigError(
             f"the data has token {top}, the model's embedding {embedding_rows(model)} rows: another model's tokens."
-        )
-    takes = inspect.signature(type(inner).forward).parameters
-    if packing and ("position_ids" not in takes or getattr(inner.config, "alibi", False)):
-        raise ConfigError(
-            f"packing: {type(inner).__name__} does not take positions, so documents would see each other."
         )
 
 

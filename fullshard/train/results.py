@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from fullshard import __version__, runtime
 from fullshard.data.once import agree
 from fullshard.errors import WeightsError
 from fullshard.fsdp.state import whole_value
+from fullshard.paths import replaced_files, save_tokenizer
 from fullshard.train.card import write_card
 from fullshard.train.config import SFTConfig
 from fullshard.train.folder import CHECKPOINTS
@@ -22,7 +22,7 @@ from fullshard.train.loss import causal
 from fullshard.train.metrics import FILE
 from fullshard.train.model import local_folder
 from fullshard.train.report import write_report
-from fullshard.weights.adapter_files import brought_tables, names_in_files
+from fullshard.weights.adapter_files import names_in_files
 from fullshard.weights.export import save_pretrained
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ def export(model: Any, parts: Parts, config: SFTConfig, place: Path) -> None:
     """Write the model or the adapter, and the tokenizer. All ranks must call it."""
     dtype = None if config.save_dtype == "auto" else getattr(torch, config.save_dtype)
     if hasattr(model, "peft_config"):
-        tables = parts.earlier is not None and bool(brought_tables(parts.earlier))
-        export_adapter(model, place, dtype, tables)
-        agree(lambda: parts.tokenizer.save_pretrained(place) if runtime.is_main() else None)
+        export_adapter(model, place, dtype, parts.tables)
+        agree(lambda: save_tokenizer(parts.tokenizer, place) if runtime.is_main() else None)
     else:
         dtype = dtype or getattr(model.config, "dtype", None)
         save_pretrained(model, place, dtype=dtype, tokenizer=parts.tokenizer, progress=False)
@@ -47,7 +46,7 @@ def export(model: Any, parts: Parts, config: SFTConfig, place: Path) -> None:
 def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None, tables: bool = False) -> None:
     """Write the adapter as PEFT does, gathering nothing else; read it back before it takes its place.
 
-    With `tables` embedding and head are written with it, whole: an adapter that brought its own keeps them.
+    With `tables` embedding and head are written with it, whole.
     """
     names = set(model.peft_config)
     whole_tables = {n for a in names for n in names_in_files(model, a)[1].values()} if tables else set()
@@ -62,17 +61,13 @@ def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None, ta
     def write() -> None:
         if not runtime.is_main():
             return
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".adapter-", dir=place) as part:
+        with replaced_files(place) as part:
             type(model)._fullshard_plain.save_pretrained(
-                model, part, state_dict=dict(values), save_embedding_layers=tables
+                model, str(part), state_dict=dict(values), save_embedding_layers=tables
             )
-            written = [f for f in Path(part).rglob("*") if f.is_file() and f.name != "README.md"]
-            _check_adapter([f for f in written if f.suffix == ".safetensors"], values)
-            for file in written:
-                target = place / file.relative_to(part)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                file.replace(target)
+            _check_adapter(list(part.rglob("*.safetensors")), values)
+            for card in part.rglob("README.md"):  # PEFT's; `card.py` writes the run's
+                card.unlink()
 
     agree(write)
 
@@ -118,12 +113,36 @@ def describe(trainer: SFTTrainer, place: Path) -> None:
 
 
 def final_metrics(trainer: SFTTrainer) -> dict[str, float]:
-    """The last value of each number that was logged."""
+    """The mean loss of all steps, and the last value of each number that was logged."""
     wanted = ("loss", "mean_token_accuracy", "eval_loss", "eval_mean_token_accuracy", "tokens_per_second", "memory_gib")
-    found: dict[str, float] = {}
+    progress = trainer.loop.progress
+    found: dict[str, float] = {"train_loss": progress.mean_loss} if progress.loss_steps else {}
     for record in trainer.state.log_history:
         found |= {name: record[name] for name in wanted if record.get(name) is not None}
     return found
+
+
+def _final_rows(trainer: SFTTrainer) -> dict[str, str]:
+    """The last numbers in words: of what each is the mean, and of which step."""
+    progress, metrics, logged = trainer.loop.progress, final_metrics(trainer), trainer.loop.logged_steps
+    evaluated = [record["step"] for record in trainer.state.log_history if "eval_loss" in record]
+    every = f"all {progress.loss_steps:,}" if progress.loss_steps == progress.step else f"{progress.loss_steps:,}"
+    last = "of the last step" if logged == 1 else f"mean of the last {logged:,} steps"
+    evaluation = f"at step {evaluated[-1]:,}" if evaluated else ""
+    rows = {
+        "train_loss": ("training loss", "{:.4f}", f"mean of {every} steps"),
+        "loss": ("", "{:.4f}", last),
+        "mean_token_accuracy": ("token accuracy", "{:.4f}", last),
+        "eval_loss": ("evaluation loss", "{:.4f}", evaluation),
+        "eval_mean_token_accuracy": ("evaluation accuracy", "{:.4f}", evaluation),
+        "tokens_per_second": ("tokens per second", "{:,.0f}", last),
+        "memory_gib": ("memory", "{:.2f} GiB", "at most, on the first rank"),
+    }
+    if not logged:  # nothing was trained
+        metrics = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+    elif logged == progress.loss_steps:
+        metrics.pop("loss", None)  # the line above it says the same
+    return {name: f"{form.format(metrics[key])}  {what}" for key, (name, form, what) in rows.items() if key in metrics}
 
 
 def show(trainer: SFTTrainer) -> None:
@@ -136,7 +155,7 @@ def show(trainer: SFTTrainer) -> None:
     rows = {
         "steps": f"{progress.step:,}" + (f" ({progress.skipped} left out)" if progress.skipped else ""),
         "tokens": f"{progress.tokens:,}",
-        **{name.replace("_", " "): f"{value:,.4f}" for name, value in final_metrics(trainer).items()},
+        **_final_rows(trainer),
         f"{kind}, tokenizer, card": str(place),
         "checkpoints": str(place / CHECKPOINTS),
         "metrics": str(place / FILE),

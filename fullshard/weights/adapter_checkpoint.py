@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from fullshard.errors import CheckpointError
 from fullshard.weights.adapter_config import CONFIG, WEIGHTS
-from fullshard.weights.adapter_files import names_in_files
+from fullshard.weights.adapter_files import names_in_files, other_rows
 from fullshard.weights.load import class_of, on_meta
 from fullshard.weights.manifest import damaged, misplaced, read_manifest
 from fullshard.weights.merge import find_model, stored_tensors
@@ -51,8 +51,10 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
     must, may = names_in_files(model, next(iter(model.peft_config)))
     if absent := [key for key in must.values() if key not in tensors]:
         raise CheckpointError(f"{directory} does not hold {', '.join(absent[:5])}, which its adapter has")
-    # Beside a base a checkpoint holds what the base does not give: a table that is there was changed or grown.
-    wanted = must | {file_key: key for file_key, key in may.items() if key in tensors and entry["base"]}
+    # Beside a base a checkpoint holds what the base does not give: a table that is there was changed or grown. One of a
+    # model that was handed over holds everything.
+    grown = entry["base"] or other_rows(config["base_model_name_or_path"], empty)
+    wanted = must | {file_key: key for file_key, key in may.items() if key in tensors and grown}
     save_file(
         {file_key: tensors[key].read() for file_key, key in wanted.items()}, out / WEIGHTS, metadata={"format": "pt"}
     )

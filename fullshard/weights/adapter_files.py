@@ -68,6 +68,23 @@ def adapter_readers(model: Any, source: Source) -> dict[str, Reader]:
     return {name: Stored(source, source.entries[key]) for key, name in (must | may).items() if key in source.entries}
 
 
+def other_rows(base: str | None, config: Any) -> bool:
+    """Whether a model has another number of token rows than its base, so that its adapter must bring them.
+
+    PEFT's test (`save_embedding_layers="auto"`): by the configurations alone. A base that cannot be found is none.
+    """
+    from transformers import AutoConfig
+
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if not base or rows is None:
+        return False
+    try:
+        found = AutoConfig.from_pretrained(base, local_files_only=True)
+    except (OSError, ValueError):
+        return False
+    return rows != getattr(found.get_text_config(), "vocab_size", rows)
+
+
 def brought_tables(folder: str | Path) -> list[int]:
     """The numbers of rows of the embedding and the head, where an adapter's files hold them."""
     with open_adapter(folder) as source:

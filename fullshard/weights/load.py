@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from fullshard import runtime
+from fullshard.adapters.inventory import dense_line
 from fullshard.adapters.quantize import Quantization, quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
 from fullshard.errors import WeightsError
@@ -108,6 +109,7 @@ def load_pretrained(
         packed = quantization_config or getattr(model.config, "quantization_config", None)
         if packed is not None:
             quantize_model(model, packed, {name: entry.shape for name, entry in opened[0].entries.items()})
+            runtime.get_logger().info("%s", dense_line(model))
         before = set(model.state_dict())
         prefix = ""
         if adapt is not None:

@@ -70,7 +70,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no evaluation split": (lambda p: words(p, dataset_name=p / "noise", eval_strategy="epoch"), "evaluation is on .eval_strategy epoch., but .*noise has no split 'test'; .*val_size"),
     "a kind of file that is not read": (lambda p: words(p, dataset_name=p / "run.yaml"), "a file of kind '.yaml'; expected .jsonl"),
     "output is a file": (lambda p: words(p, output_dir=p / "run.yaml"), "output_dir: .*run.yaml is a file"),
-    "output holds other things": (lambda p: words(p, output_dir=p / "data"), "is not empty .* and holds no earlier run"),
+    "output holds other things": (lambda p: words(p, output_dir=p / "noise"), "is not empty .* and holds no earlier run"),
     "zero rows": (lambda p: words(p, per_device_train_batch_size=0), "per_device_train_batch_size is 0; expected 1 or more"),
     "no steps": (lambda p: words(p, max_steps=0), "max_steps is 0; expected 1 or more, or -1"),
     "negative rate": (lambda p: words(p, learning_rate=-1), "learning_rate is -1.0; expected 0 or more"),
@@ -90,7 +90,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "columns that are not there": (lambda p: words(p, dataset_columns="text=body"), "line 1: dataset_columns says text=body, but the columns are text"),
     "weights of other sets": (lambda p: words(p, dataset_weights="1,2"), "dataset_weights has 2 numbers, dataset_name 1 data sets"),
     "a part of a row": (lambda p: words(p, val_size=1.5), "val_size is 1.5; expected a whole number of rows"),
-    "unknown reporter": (lambda p: words(p, report_to="mlflow"), "report_to names mlflow; expected tensorboard, wandb, all or none"),
+    "unknown reporter": (lambda p: words(p, report_to="mlflow"), "report_to names mlflow; expected auto, tensorboard, wandb, all or none"),
     "impossible number of processes": (lambda p: [*words(p), "--num_processes", "none at all"], "--num_processes: expected a whole number"),
     "unknown strategy": (lambda p: [*words(p), "--num_processes", "2", "--fsdp_sharding_strategy", "SHARD_ALL"], "expected FULL_SHARD"),
 }  # fmt: skip

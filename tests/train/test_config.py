@@ -16,7 +16,6 @@ from fullshard.launch.training import split
 from fullshard.options import options_of
 from fullshard.train.arguments import parse
 from fullshard.train.config import SFTConfig
-from fullshard.train.folder import changes, check_folder, prepare_folder, write_settings
 from fullshard.train.given import config_of
 from fullshard.train.schedule import factor
 
@@ -127,29 +126,6 @@ def test_warm_up() -> None:
     assert SFTConfig(warmup_ratio=0.1).warmup(95) == 10
     assert SFTConfig(warmup_ratio=0.1, warmup_steps=3).warmup(95) == 3
     assert SFTConfig(warmup_steps=0.5).warmup(95) == 48
-
-
-def test_a_folder_with_an_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = SFTConfig(output_dir=str(tmp_path / "out"), learning_rate=1e-3)
-    check_folder(first)
-    prepare_folder(first)
-    write_settings(first, {})
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    (tmp_path / "out" / "checkpoints").mkdir()
-    second = SFTConfig(output_dir=str(tmp_path / "out"), learning_rate=2e-3, logging_steps=3, packing=True)
-    differ = "packing False → True, learning_rate 0.001 → 0.002"
-    said = rf"holds an earlier run. --resume .*, --overwrite .*Changed since: {differ}\."
-    with pytest.raises(ConfigError, match=said):
-        check_folder(second)
-    with pytest.raises(ConfigError, match="The settings are the same"):
-        check_folder(first)
-    assert set(changes(first.to_dict(), second)) == {"packing", "learning_rate"}
-    check_folder(SFTConfig(output_dir=str(tmp_path / "out"), resume=True))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    check_folder(second)
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
-    prepare_folder(SFTConfig(output_dir=str(tmp_path / "out"), overwrite=True))
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["notes.txt"], "nothing but what a run writes is removed"
 
 
 def test_other_names_work_in_a_script_too() -> None:

@@ -56,7 +56,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "metric_for_best_model": (EVALUATES, "eval_entropy"), "greater_is_better": (EVALUATES, True),
     "early_stopping_threshold": ({**EVALUATES, "eval_steps": 1, "early_stopping_patience": 1}, 1e9),
     "load_best_model_at_end": ({**EVALUATES, "learning_rate": 2.0}, True), "logging_strategy": ({}, "epoch"),
-    "logging_steps": ({}, 1), "logging_first_step": ({}, True), "report_to": ({}, "tensorboard"), "run_name": ({}, "mine"),
+    "logging_steps": ({}, 1), "logging_first_step": ({}, True), "report_to": ({}, "auto"), "run_name": ({}, "mine"),
     "eval_samples": (EVALUATES, 2), "sample_prompts": ({**EVALUATES, "eval_samples": 1}, "prompts.txt"),
     "sample_max_new_tokens": ({**EVALUATES, "eval_samples": 1}, 3),
     "push_to_hub": ({}, True), "hub_strategy": ({"push_to_hub": True}, "end"), "fsdp": ({}, "shard_grad_op"), "fsdp_config": ({}, "section.json"), "ddp_timeout": ({}, 77.0),
@@ -65,7 +65,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "bnb_4bit_quant_type": (QLORA, "fp4"),
 }  # fmt: skip
 ELSEWHERE = {
-    "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_formats", "overwrite": "test_config",
+    "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_formats", "overwrite": "test_folder",
     "resume": "test_resume", "resume_from_checkpoint": "test_trainer", "use_4bit_quantization": "test_qlora",
     "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
     "on_nonfinite_loss": "test_trainer", "use_flash_attn": "needs a GPU and flash-attn", "torch_compile": "needs a compiler",
