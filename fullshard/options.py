@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import json
 import textwrap
 import types
 import typing
@@ -229,8 +230,12 @@ def _as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _as_dict(value: Any) -> dict[str, Any]:
+    return dict(json.loads(value) if isinstance(value, str) else value)
+
+
 _KINDS: dict[type, typing.Callable[[Any], Any]] = {
-    bool: as_bool, int: as_int, float: _as_float, str: _as_text, list: as_list, tuple: _as_tuple, dict: dict,
+    bool: as_bool, int: as_int, float: _as_float, str: _as_text, list: as_list, tuple: _as_tuple, dict: _as_dict,
 }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ class SFTConfig:
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _named("auto", "dtype")
     """The dtype of the weights as they are read; auto keeps that of the files. What trains is stored in fp32 besides
     when bf16 or fp16 is on."""
-    chat_template_format: Literal["none", "chatml", "zephyr"] = "none"
+    chat_template_format: Literal["none", "chatml", "zephyr", "llama3", "gemma", "mistral", "qwen", "phi"] = "none"
     """How conversations become text: by the tokenizer's own template (none), or by a built-in one."""
     chat_template_path: str | None = option(None, given_as="a Jinja file, or a folder with a tokenizer")
     """A chat template of your own; overrules `chat_template_format`."""
@@ -91,6 +91,12 @@ class SFTConfig:
     has."""
     dataset_columns: str | None = option(None, given_as="name=column,…")
     """Columns under other names, such as prompt=question,completion=answer."""
+    prompt_format: str | None = option(None, given_as="text with {column} in it")
+    """How a prompt is written from a row's columns; the answer is its `completion` or `output`."""
+    dataset_settings: dict[str, Any] | None = option(None, given_as="a mapping, or JSON")  # noqa: RUF009 - a field
+    """Settings that one of several data sets has for itself, by its name: how its rows are read and written out."""
+    sample_by: Literal["line", "paragraph", "document"] = "line"
+    """What a row of a .txt file is."""
     splits: str = "train,test"
     """Names of the training and the evaluation split: their files' names in the folder, or those on the hub."""
     val_size: float = 0.0
@@ -111,14 +117,17 @@ class SFTConfig:
     """The longest row, in tokens. What becomes of longer documents is said by `overflow`, and counted."""
     overflow: Literal["truncate", "split", "drop"] = "truncate"
     """What happens to documents longer than `max_seq_len`."""
-    append_concat_token: bool = False
-    """End each document with the end-of-text token."""
+    append_concat_token: bool | None = None
+    """End each document with the end-of-text token. If not given, texts and prompts with completions end with it, and
+    conversations as their template says."""
     add_special_tokens: bool = False
     """Let the tokenizer add its special tokens (such as the one that begins a text) to each document."""
     assistant_only_loss: bool = False
     """In conversations, learn only what the assistant says."""
     completion_only_loss: bool | None = None
     """Of rows with a prompt, learn only the completion; on if not given."""
+    last_turn_only_loss: bool = _named(False, "mask_history")
+    """In conversations, learn only the assistant's last turn."""
     preview: bool = False
     """Show a few rows as the model will see them, and the numbers of the data, and stop."""
     preview_rows: int = 3

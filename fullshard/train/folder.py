@@ -19,6 +19,7 @@ from fullshard.data.tokens import cache_root
 from fullshard.errors import ConfigError
 from fullshard.paths import Inputs, refuse_inputs, replace_text, within
 from fullshard.train.config import HARMLESS, SFTConfig
+from fullshard.train.data_sets import configs_of
 from fullshard.train.folder_lock import LOCK, FolderLock, refuse_occupied
 from fullshard.weights.manifest import MANIFEST, published_steps
 
@@ -82,6 +83,9 @@ def inputs_of(
         "fsdp_config": config.fsdp_config if isinstance(config.fsdp_config, str) else None,
     }  # fmt: skip
     found = {name: [Path(text).expanduser()] for name, text in named.items() if text is not None}
+    found["dataset_settings"] = [
+        Path(own.chat_template_path).expanduser() for own in configs_of(config) if own.chat_template_path
+    ]
     found["dataset_name"] = [file for source in data if source is not None for file in source.files]
     return {name: there for name, paths in found.items() if (there := [path for path in paths if path.exists()])}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +17,13 @@ from fullshard import accelerator, runtime
 from fullshard.adapters import lora
 from fullshard.adapters.quantize import Quantization, quantize_model
 from fullshard.adapters.token_rows import plain_layer
-from fullshard.data.templates import prepare_tokenizer
+from fullshard.data.templates import Prepared, prepare_tokenizer
 from fullshard.data.tokens import TokenTable
 from fullshard.errors import ConfigError, first_line
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
+from fullshard.train.data_sets import needed, templates_of
 from fullshard.train.loss import causal
 from fullshard.weights import load as loading
 from fullshard.weights.adapter_base import lasting_name
@@ -93,6 +95,12 @@ def embedding_rows(model: Any) -> int:
     return int(plain_layer(causal(model).get_input_embeddings()).weight.shape[0])
 
 
+def prepared_tokenizer(config: SFTConfig, tokenizer: Any) -> Prepared:
+    """The tokenizer with the template of the run, and the tokens that this and those of its data sets need."""
+    more = needed(templates_of(config))
+    return prepare_tokenizer(tokenizer, config.chat_template_format, config.chat_template_path, more)
+
+
 def resized(model: Any) -> bool:
     """Whether a model that was handed over has other token rows than the base it names."""
     inner = causal(model)
@@ -112,7 +120,7 @@ def settle_vocabulary(
     config: SFTConfig, model: Any, tokenizer: Any, peft_config: Any, earlier: Path | None, say: Say
 ) -> Vocabulary:
     """Choose the chat template, give tokenizer and model the tokens it needs, and let those train."""
-    prepared = prepare_tokenizer(tokenizer, config.chat_template_format, config.chat_template_path)
+    prepared = prepared_tokenizer(config, tokenizer)
     for note in prepared.notes:
         say(note)
     rows = embedding_rows(model)
@@ -141,8 +149,10 @@ def make_room(model: Any, tokenizer: Any, added: list[str], say: Say, least: int
 
     Without values yet, new rows get theirs when the files are read; in a model in memory they start at the mean here.
     """
-    rows, vocabulary = embedding_rows(model), tokenizer.get_vocab()
-    size = max(len(tokenizer), least, *(i + 1 for i in vocabulary.values()))
+    rows = embedding_rows(model)
+    spare = spare_tokens(tokenizer) - {*added}
+    vocabulary = {token: i for token, i in tokenizer.get_vocab().items() if i < rows or token not in spare}
+    size = max(least, *(i + 1 for i in vocabulary.values()))
     beyond = {token: i for token, i in vocabulary.items() if i >= rows}
     if foreign := set(beyond) - set(tokenizer.get_added_vocab()):
         raise ConfigError(
@@ -159,6 +169,14 @@ def make_room(model: Any, tokenizer: Any, added: list[str], say: Say, least: int
         )
         say(f"{len(new)} new token{'s' * (len(new) > 1)} ({named}): the model's embedding {grown}.")
     return new
+
+
+def spare_tokens(tokenizer: Any) -> set[str]:
+    """Tokens that the tokenizer's class brings along by itself and that nothing writes: Qwen2's adds <|endoftext|> for
+    unknown words to any vocabulary. Without a row of their own they do no harm."""
+    parameters = inspect.signature(type(tokenizer).__init__).parameters.values()
+    brought = {str(p.default) for p in parameters if p.name.endswith("_token") and p.default}
+    return brought - {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
 
 
 def _resize(model: Any, size: int) -> None:

@@ -100,7 +100,7 @@ class SFTTrainer:
         self._say: Callable[[str], None] = _speaker(self.args.progress)
         _set_log_level(self.args)
         train, evaluation = (
-            None if data is None else _source(data, name, formatting_func, self.args.dataset_text_field)
+            None if data is None else _source(data, name, formatting_func, self.args)
             for data, name in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset"))
         )
         if train is None and evaluation is None:
@@ -197,7 +197,7 @@ class SFTTrainer:
         """Metrics on the evaluation data, before or after training. All ranks must call it."""
         table = self.parts.evaluation
         if eval_dataset is not None:
-            source = source_of(eval_dataset, "eval_dataset")
+            source = source_of(eval_dataset, "eval_dataset", self.args.sample_by)
             table = assemble.table_of(self.parts, "evaluation", source, self._say)
         if table is None:
             raise ConfigError("there is no eval_dataset to evaluate on.")
@@ -333,10 +333,10 @@ def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
     results.show(trainer)
 
 
-def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, text_field: str) -> Source:
+def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, config: SFTConfig) -> Source:
     if formatting is None:
-        return source_of(data, name)
-    return row_source([{text_field: formatting(row)} for row in data], name)
+        return source_of(data, name, config.sample_by)
+    return row_source([{config.dataset_text_field: formatting(row)} for row in data], name)
 
 
 def _speaker(progress: str) -> Callable[[str], None]:

@@ -63,7 +63,7 @@ def expected(steps: int, shuffle: bool) -> list[list[list[int]]]:
     """The documents of each step by the words of the manual: pages in order, each shuffled by seed, epoch and page."""
     found: list[list[list[int]]] = []
     tokenizer, epoch = make_tokenizer(), 0
-    rows = [tokenizer(row["text"])["input_ids"][1:] for row in ROWS]
+    rows = [[*tokenizer(row["text"])["input_ids"][1:], tokenizer.eos_token_id] for row in ROWS]
     while len(found) < steps:
         stream = []
         for page, start in enumerate(range(0, len(rows), PAGE)):

@@ -39,8 +39,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "chat_template_format": (CHATS, "zephyr"), "chat_template_path": (CHATS, "own.jinja"), "use_peft_lora": ({}, True), "lora_r": (LORA, 8),
     "lora_alpha": (LORA, 32), "lora_dropout": (LORA, 0.5), "lora_target_modules": (LORA, "q_proj"),
     "dataset_text_field": ({}, "other"), "dataset_columns": ({}, "text=other"), "packing": ({}, True), "max_seq_len": ({}, 12), "overflow": ({"max_seq_len": 8}, "drop"),
-    "append_concat_token": ({}, True), "add_special_tokens": ({}, True),
-    "assistant_only_loss": (CHATS, True),
+    "append_concat_token": ({}, False), "add_special_tokens": ({}, True),
+    "assistant_only_loss": (CHATS, True), "last_turn_only_loss": (CHATS, True),
     "train_sampling_strategy": ({}, "sequential"), "data_seed": ({}, 5), "dataloader_drop_last": ({"max_steps": 20, "per_device_train_batch_size": 3}, True),
     "dataloader_num_workers": ({}, 2), "cache_dir": ({}, "cache 2"), "output_dir": ({}, "elsewhere"), "seed": ({}, 7),
     "num_train_epochs": ({"max_steps": -1, "num_train_epochs": 0.2}, 0.3), "max_steps": ({}, 3),
@@ -72,6 +72,7 @@ ELSEWHERE = {
     "adapter_name_or_path": "test_continue", "dataset_config_name": "test_formats", "dataset_weights": "test_mixture",
     "stopping_strategy": "test_mixture", "val_size": "test_data_options", "on_bad_row": "test_data_options", "streaming": "test_stream",
     "shuffle_buffer_size": "test_stream", "completion_only_loss": "test_chat", "preview": "test_preview", "preview_rows": "test_preview",
+    "prompt_format": "test_data_options", "dataset_settings": "test_data_options", "sample_by": "test_data_options",
     "dataloader_pin_memory": "needs a GPU", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""

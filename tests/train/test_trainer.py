@@ -79,7 +79,8 @@ def test_an_adapter_is_peft_s(tmp_path: Path) -> None:
     read = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer, total, count = make_tokenizer(), 0.0, 0
     for row in text_rows(6, seed=3):
-        ids = torch.tensor([tokenizer(row["text"], add_special_tokens=False)["input_ids"]])
+        tokens = tokenizer(row["text"], add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([[*tokens, tokenizer.eos_token_id]])
         loss = read(input_ids=ids, labels=ids).loss
         total, count = total + float(loss.detach()) * (ids.shape[1] - 1), count + ids.shape[1] - 1
     assert evaluated == pytest.approx(total / count, abs=1e-5)
