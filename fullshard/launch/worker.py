@@ -54,7 +54,7 @@ def _run(kind: str, script: str) -> int:
     except BaseException as error:
         error = _cause(error)
         if _is_user_error(error):
-            _report(str(error))
+            _report(str(error), getattr(error, "at", ""))
             return int(getattr(error, "exit_code", EXIT_USER_ERROR))
         shown = error.__traceback__
         while shown is not None and shown.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
@@ -111,13 +111,13 @@ def _is_user_error(error: BaseException) -> bool:
     return errors is not None and isinstance(error, errors.UserError)
 
 
-def _report(message: str) -> None:
+def _report(message: str, at: str) -> None:
     path = os.environ.get(ERROR_FILE)
     if path is None:
         print(f"fullshard: rank {os.environ.get('RANK', '0')}: {message}", file=sys.stderr)
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({"message": message}))
+    Path(path).write_text(json.dumps({"message": message, "at": at}))
 
 
 if __name__ == "__main__":

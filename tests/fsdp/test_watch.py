@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import runtime
+from fullshard import processes, runtime
 from fullshard.errors import FSDPError, RankLostError
 from fullshard.fsdp import FSDPv2, abort, heartbeat, lookout, watch
 from fullshard.fsdp.diagnosis import Note, Verdict, Wait, belongs, judge, missing, report
-from fullshard.fsdp.heartbeat import Board, Loss, Process, Ring, beat_every, state_of
+from fullshard.fsdp.heartbeat import Board, Loss, Ring, beat_every
 from fullshard.groups import short_name
 from fullshard.launch.worker import EXIT_RANK_LOST
+from fullshard.processes import Process, state_of
 from tests.fsdp.programs import Block, Stack, mesh_for
 from tests.pool import ROOT, ranks
 
@@ -82,9 +83,9 @@ def test_a_slow_rank_is_reported_and_left_alone():
         time.sleep(0.5)
     if runtime.rank() == 0:
         [message] = heard.lines
-        assert "step 2, unit (root), gather" in message and "not entered by rank(s) 1" in message
-        assert "rank 1: step 1, unit (root), after backward" in message
-        assert "rank 0: step 2, unit (root), gather (waiting)" in message
+        assert "step 1, unit (root), gather" in message and "not entered by rank(s) 1" in message
+        assert "rank 1: step 1, unit (root), after backward" in message  # no optimizer has stepped
+        assert "rank 0: step 1, unit (root), gather (waiting)" in message
     else:
         assert not heard.lines
     assert watch._here.verdict is None
@@ -101,7 +102,7 @@ def test_a_rank_that_never_comes_is_given_up_at_the_timeout():
     start = time.monotonic()
     if runtime.rank() == 1:
         store.wait(["given up"], timedelta(seconds=50))
-    with pytest.raises(FSDPError, match=r"cannot go on in step 2, unit \(root\), gather"):
+    with pytest.raises(FSDPError, match=r"cannot go on in step 1, unit \(root\), gather"):
         model(torch.randn(4, 8)).sum().backward()
     if runtime.rank() == 0:
         assert time.monotonic() - start > 1.5
@@ -134,8 +135,8 @@ def test_ranks_in_different_operations_are_stopped():
     assert time.monotonic() - start < 15
     message = str(caught.value)
     assert "different operations" in message
-    assert "rank 0 is in step 2, unit left, gather, rank 1 in step 2, unit right, gather" in message or (
-        "rank 1 is in step 2, unit right, gather, rank 0 in step 2, unit left, gather" in message
+    assert "rank 0 is in step 1, unit left, gather, rank 1 in step 1, unit right, gather" in message or (
+        "rank 1 is in step 1, unit right, gather, rank 0 in step 1, unit left, gather" in message
     )
     assert not isinstance(caught.value, RankLostError)  # the program's mistake: exit code 2
     assert caught.value.exit_code == 2
@@ -353,12 +354,12 @@ def test_a_report_of_many_ranks_is_short():
 
 
 def test_processes_are_told_by_node_number_and_start():
-    me = heartbeat.this_process()
+    me = processes.this_process()
     assert Process.parse(me.text()) == me
     assert state_of(me) == "alive"
     assert state_of(Process(me.node, me.pid, "1", me.host)) == "dead"  # the number is another process's now
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    theirs = Process(me.node, child.pid, heartbeat._stat(child.pid)[1], me.host)
+    theirs = Process(me.node, child.pid, processes.stat_of(child.pid)[1], me.host)
     os.kill(child.pid, signal.SIGSTOP)
     _until(lambda: state_of(theirs) == "stopped")
     os.kill(child.pid, signal.SIGKILL)
@@ -395,11 +396,39 @@ def test_the_ring_names_the_silent_and_leaves_the_rest_alone(monkeypatch):
     assert look(7) == []  # rank 2 is looked at from now on: it may have gone with the node
     rings[1].beat("step 2")
     assert look(8) == [(1, "back")] and rings[0].watched() == [1]
-    assert look(14.1) == [(1, "silent")]
+    assert look(11) == [] and look(14.1) == [(1, "silent")]
     rings[2].beat("step 2")
-    assert look(14.2) == [] and look(38.1)[0] == (1, "lost")
+    assert look(14.2) == [] and not [loss for now in (20, 26, 32, 37) for loss in look(now) if loss[0] == 1]
+    assert look(38.1)[0] == (1, "lost")
     rings[1].part("its end")
     assert (1, "exited") in look(39)
+
+
+def test_a_rank_that_was_stopped_itself_accuses_nobody():
+    board = Board(dist.HashStore())
+    rings = [Ring(board, rank, 2) for rank in range(2)]
+    board.put("process/1", Process("another-node", 999_999, "5", "b").text())
+    look = lambda now: [loss.how for loss in rings[0].look(board.read(["beat/1"]), now)]  # noqa: E731
+    rings[1].beat("step 1")
+    assert look(0) == [] and look(1) == []
+    assert look(3601) == []  # the whole job was suspended for an hour
+    assert look(3604) == [] and look(3608) == ["silent"]
+    rings[1].beat("step 1")
+    assert look(3609) == ["back"]
+
+
+def test_a_rank_that_is_stopped_before_its_first_heartbeat_is_named(monkeypatch):
+    board = Board(dist.HashStore())
+    ring = Ring(board, 0, 3)
+    states = {"1": "alive", "2": "alive"}
+    monkeypatch.setattr(heartbeat, "state_of", lambda process: states[process.start] if process else "")
+    board.put("process/1", Process("node", 1, "1", "a").text())  # as `runtime.use_spmd` does
+    look = lambda now: [(loss.rank, loss.how) for loss in ring.look({}, now)]  # noqa: E731
+    assert [look(now) for now in range(0, 40, 5)] == [[]] * 8  # it loads
+    states["1"] = "stopped"
+    assert look(40) == [(1, "lost")]
+    states["1"] = "dead"
+    assert look(41) == [(1, "dead")]
 
 
 def test_reading_keys_takes_few_calls():
@@ -499,7 +528,7 @@ def test_a_killed_rank_is_named(tmp_path, nodes):
         killed = time.time()
         assert job.end(0) == [69]
         text = job.said(0)
-        assert "rank 1" in text and "its own output says why" not in text
+        assert "rank 1" in text
         assert ("ended without a word" if nodes == "one" else "gives no sign of life") in text
         assert "it was last in step" in text
         assert _named_after(text) - killed < 10
@@ -511,7 +540,7 @@ def test_a_rank_that_exits_early_is_named(tmp_path):
     with Ranks(tmp_path, "exit") as job:
         assert job.end(1, 0) == [0, 69]
         text = job.said(0)
-        assert "rank 1 has exited; its own output says why (it was last in step" in text
+        assert "rank 1 has exited (it was last in step" in text
 
 
 @pytest.mark.slow
