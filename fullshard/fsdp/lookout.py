@@ -218,7 +218,8 @@ class Lookout:
                 watch._here.outside.look(now)
                 failure = watch.finish_followed(now)
                 if failure is not None and watch._here.broken is None:
-                    watch._here.broken = watch.Broken(failure[0].what, failure[1], failure[0].watch.ranks, now)
+                    label, why = failure
+                    watch._here.broken = watch.Broken(label.what, why, label.watch.ranks, now, "time-out" in why)
                     self.hurry()
                 self._look_at_times(now)
                 self._look_at_store(now)
@@ -231,8 +232,12 @@ class Lookout:
         """torch's own limit is switched off on NCCL (see `groups.leave_time_outs_to_us`), so it is kept here."""
         for label, wait in watch.waits(now):
             limit = abort.time_out(label.watch.group) if wait.followed else None
-            if limit is not None and wait.seconds > limit and watch._here.verdict is None:
-                self.decide(watch.unnamed(wait.what, f"its time-out of {limit:g} s is over"))
+            if limit is None or wait.seconds <= limit or watch._here.verdict is not None:
+                continue
+            if watch._here.broken is None:
+                why = f"its time-out of {limit:g} s is over"
+                watch._here.broken = watch.Broken(wait.what, why, label.watch.ranks, now, timed_out=True)
+                self.hurry()
 
     def _look_at_store(self, now: float) -> None:
         """The store ends, or stops, with the process that holds it: rank 0 or its launcher."""
@@ -242,15 +247,15 @@ class Lookout:
         quiet, state = now - self._since, state_of(self.first)
         if quiet < heartbeat.SILENT_AFTER and not (self._store_error and quiet > 2 * heartbeat.BEAT):
             return
-        what = waits[0][1].what
+        what, patient = waits[0][1].what, waits[0][1].outside and state == "alive"
         if state in ("dead", "stopped"):
             first = str(Loss(0, state, "an unknown place", str(self.first)))
         else:
             first = "the job's store does not answer; rank 0, or the launcher on its machine, holds it"
         broken = watch._here.broken is not None and state in ("dead", "stopped")
-        if broken or self._store_error and state != "alive" or quiet > heartbeat.LOST_AFTER:
+        if broken or self._store_error and state != "alive" or quiet > heartbeat.LOST_AFTER and not patient:
             self.decide(Verdict(f"rank {self.rank} waits in {what}, but {first}", True, what))
-        elif not self._store_told:
+        elif not self._store_told and not patient:
             self._store_told = True
             runtime.get_logger(all_ranks=True).warning("waiting for %.0f s in %s: %s", waits[0][1].seconds, what, first)
 

@@ -359,7 +359,8 @@ def note(asked: int, now: float) -> Note:
         told = {n for first in [*starts, watch.number - TOLD + 1] for n in range(first, first + TOLD)}
         done[key] = {str(n): what for n in sorted(told) if (what := watch.history.get(n)) is not None}
     last = {key: watch.number for key, watch in list(_here.watches.items())}
-    return Note(asked, _here.text(), [wait for _, wait in open_waits], last, done)
+    where = open_waits[0][1].what if open_waits and open_waits[0][1].outside else _here.text()
+    return Note(asked, where, [wait for _, wait in open_waits], last, done)
 
 
 def finish_followed(now: float) -> tuple[Label, str] | None:

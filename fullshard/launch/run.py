@@ -326,12 +326,16 @@ class Agent(LocalElasticAgent):
         bad = [code for code in self.exit_codes.values() if code != 0]
         return bool(self.reports) and bad[0] > 0 and -signal.SIGKILL not in bad
 
-    def _crash(self) -> str:
-        """What happened first, in words."""
+    def _first(self) -> tuple[int, int]:
+        """The rank that all else follows from, and its exit code."""
         ended = [(rank, code) for rank, code in self.exit_codes.items() if code != 0]
         # Those that only lost another rank say nothing of the cause.
         caused = [one for one in ended if one[1] != EXIT_RANK_LOST] or ended
-        rank, code = next((one for one in caused if one[1] < 0), caused[0])
+        return next((one for one in caused if one[1] < 0), caused[0])
+
+    def _crash(self) -> str:
+        """What happened first, in words."""
+        rank, code = self._first()
         if rank in self.echoes:
             return self.echoes[rank].splitlines()[0]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -352,8 +356,7 @@ class Agent(LocalElasticAgent):
             return EXIT_USER_ERROR
         logs = f"; logs are in {self._logs_specs.root_log_dir}" if self.settings.run.log_dir else ""
         self.say(self._crash() + logs)
-        bad = [code for code in self.exit_codes.values() if code != 0]
-        code = next((code for code in bad if code != EXIT_RANK_LOST), bad[0])
+        code = self._first()[1]
         return code if code > 0 else 128 - code
 
 

@@ -51,6 +51,8 @@ def _run(kind: str, script: str) -> int:
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # the user's wish: nothing to explain, on no rank
     except BaseException as error:
         error = _cause(error)
         if _is_user_error(error):
@@ -60,7 +62,7 @@ def _run(kind: str, script: str) -> int:
         while shown is not None and shown.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             shown = shown.tb_next  # the user's own frames only
         sys.excepthook(type(error), error.with_traceback(shown), shown)
-        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        return 1
     return 0
 
 

@@ -89,6 +89,8 @@ class Loop:
     def run(self) -> None:
         """Train until the last step, or until something says stop."""
         config = self.config
+        if self.manager is not None:
+            self.manager.listen()
         self.reporter.start(self.progress.step)
         if config.eval_on_start and self.evaluation is not None and self.progress.step == 0:
             self.evaluate()

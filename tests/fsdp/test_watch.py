@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from fullshard.errors import FSDPError, RankLostError
 from fullshard.fsdp import FSDPv2, abort, heartbeat, lookout, watch
 from fullshard.fsdp.diagnosis import Note, Verdict, Wait, belongs, judge, missing, report
 from fullshard.fsdp.heartbeat import Board, Loss, Ring, beat_every
+from fullshard.fsdp.outside import Outside
 from fullshard.groups import short_name
 from fullshard.launch.worker import EXIT_RANK_LOST
 from fullshard.processes import Process, state_of
@@ -281,6 +283,99 @@ def test_a_verdict_stops_everything_that_would_use_a_result(alone):
     with pytest.raises(RankLostError, match="rank 1 is gone") as caught:
         watch.check()
     assert caught.value.exit_code == EXIT_RANK_LOST and watch._here.raised
+
+
+def test_steps_are_the_optimizer_s(alone):
+    assert watch.begin_pass() == 1 and watch.begin_pass() == 1  # micro-batches
+    watch.stepped()
+    watch.stepped()  # one optimizer for the body, one for the head
+    assert watch.begin_pass() == 2
+    watch.begin_step(500)  # a loop that was resumed
+    assert watch.begin_pass() == 500 and watch.position().startswith("step 500, ")
+    watch.stepped()
+    assert watch.begin_pass() == 501
+
+
+@ranks(2)
+def test_reports_count_optimizer_steps():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "_here", watch._Here())
+        model = FSDPv2(Stack(), mesh_for("FULL_SHARD"), auto_wrap_policy={Block}, small_parameter_bytes=0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        seen = []
+        for _ in range(3):
+            with model.no_sync():
+                model(torch.randn(4, 8)).sum().backward()
+            model(torch.randn(4, 8)).sum().backward()
+            seen.append(watch.position().partition(",")[0])
+            model.clip_grad_norm_(1.0)
+            seen.append(watch.position())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.randn(4, 8))
+            seen.append(watch.position().partition(",")[0])
+    assert seen == [
+        text for n in (1, 2, 3) for text in (f"step {n}", f"step {n}, after norm of the gradients", f"step {n}")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:20613. This "
+         "is typically caused by a remote worker crashing.", "a connection broke"),
+        ("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation to "
+         "complete", "its time-out is over"),
+        ("Application timeout caused pair closure", "its time-out is over"),
+        ("quota exceeded", "quota exceeded"),
+    ],
+)  # fmt: skip
+def test_what_gloo_says_of_its_sockets_is_not_shown(alone, said, shown):
+    error = watch.failed("step 3, unit a, gather", (0, 1), RuntimeError(said))
+    assert isinstance(error, RankLostError) and error.at == "step 3, unit a, gather"
+    assert str(error).endswith(f"another rank has failed, or is too late ({shown})")
+
+
+# --- waits outside the engine -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_a_collective_of_the_program_is_seen_from_outside():
+    store = dist.distributed_c10d._get_default_store()
+    found = Outside()
+    if runtime.rank() == 1:
+        store.wait(["seen from outside"], timedelta(seconds=50))
+    else:
+
+        def look():
+            found.look(0.0)
+            _until(lambda: (found.look(1.0), found.standing)[1], 30)
+            found.look(2.0)
+            store.set("seen from outside", "")
+
+        looking = threading.Thread(target=look)
+        looking.start()
+    dist.all_reduce(torch.zeros(1))
+    if runtime.rank() == 0:
+        looking.join()
+        standing = found.longest()
+        assert standing.since == 1.0 and standing.what.startswith("all_reduce at test_watch.py:")
+        assert found.longest(but=threading.main_thread().ident) is None
+        found.look(3.0)
+        assert not found.standing
+
+
+def test_a_wait_outside_ends_with_a_rank_that_is_lost_and_not_before():
+    wait = Wait("outside/0-2", 0, "step 4, barrier at train.py:7", 90.0, outside=True)
+    notes = {0: _note({"gather/0-2": 7}, [wait]), 1: _note({"gather/0-2": 7}, [wait]), 2: _note({"gather/0-2": 7})}
+    assert missing(wait, (0, 1, 2), notes) == [2]
+    for how in ("silent", "stopped", "busy", "back", "exited"):  # it may not be one of those that are waited for
+        assert judge(notes, {2: Loss(2, how, "x")}) is None
+    found = judge(notes, {2: Loss(2, "lost", "step 4", " (process 5 on b)")})
+    assert found.lost and found.at == "step 4, barrier at train.py:7"
+    assert found.text.startswith("rank 0 waits in step 4, barrier at train.py:7, but rank 2 (process 5 on b) has given")
 
 
 # --- notes ------------------------------------------------------------------------------------------------------------

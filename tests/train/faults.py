@@ -76,7 +76,7 @@ HOWS = {
     "abort": by(signal.SIGABRT),
     "raise": How(fail, 1, f"{PROCESS} ended with exit code 1", tracebacks=1),
     "exit": How(lambda: sys.exit(3), 3, f"{PROCESS} ended with exit code 3"),
-    "leave": How(lambda: sys.exit(0), EXIT_RANK_LOST, "rank {rank} has exited"),
+    "leave": How(lambda: sys.exit(0), EXIT_RANK_LOST, r"rank {rank} has exited|\d+ s for rank\(s\) {rank} to start"),
 }
 
 
@@ -118,5 +118,6 @@ def lose_at(fault: Fault, folder: Path) -> None:
 def draw_place(chance: random.Random, how: str, places: str) -> tuple[str, int]:
     """Where a rank is lost, and at which call; among `places`, separated by commas, if there are any."""
     moments = [""] * 4 if how in ("stop", "continue", "kill", "abort") else []
-    place = chance.choice(places.split(",") if places else [*PLACES, *moments])
+    here = [place for place in PLACES if (how, place) != ("raise", "meeting")]  # there it is an error of the rendezvous
+    place = chance.choice(places.split(",") if places else [*here, *moments])
     return place, chance.randint(1, 9) if place in REPEATED else chance.randint(1, 2) if place in AFTER else 1
