@@ -144,7 +144,8 @@ class Engine:
         self._as_global = self.has_global_parameters or any(is_sharded(t) for t in tensors_in((args, kwargs)))
         self._grad_pass = torch.is_grad_enabled()
         self._recorded, self._left = [], []
-        self.step += self._grad_pass
+        if self._grad_pass:
+            self.step = watch.begin_pass()
         for unit in self.units:
             # Gathered values that outlived their pass: their graph was dropped, or the shards have changed since.
             if unit.state is not State.SHARDED and not (self._live(unit) and unit.is_fresh()):

@@ -117,6 +117,7 @@ def expect_optimizers() -> None:
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watch.check()  # gradients that were summed without a rank that is gone are no gradients
+    watch.stepped()
     for group in optimizer.param_groups:
         if any(isinstance(parameter.grad, HeldGradient) for parameter in group["params"]):
             raise FSDPError(

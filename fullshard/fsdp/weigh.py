@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fullshard import runtime
 from fullshard.errors import FSDPError
+from fullshard.fsdp import watched
 from fullshard.fsdp.tree import map_tensors, tensors_in
 
 
@@ -76,7 +77,7 @@ def weighted(count: float) -> Iterator[float]:
     total = mine = 0.0 if current_rows().rows == 0 else float(count)
     if runtime.world_size() > 1:
         summed = torch.tensor(mine, dtype=torch.float64, device=runtime.device())
-        dist.all_reduce(summed)
+        watched.finish("sum of the weights", lambda: dist.all_reduce(summed, async_op=True))
         total = summed.item()
     with opened(Share(mine / total * runtime.world_size() if total else 0.0)):
         yield total

@@ -53,10 +53,12 @@ def _run(kind: str, script: str) -> int:
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # the user's wish: nothing to explain, on no rank
     except BaseException as error:
         error = _cause(error)
         if _is_user_error(error):
-            _report(str(error))
+            _report(str(error), getattr(error, "at", ""))
             return int(getattr(error, "exit_code", EXIT_USER_ERROR))
         if isinstance(error, KeyboardInterrupt) and script.startswith("fullshard."):
             return 128 + signal.SIGINT  # our own commands: the launcher has said it
@@ -64,7 +66,7 @@ def _run(kind: str, script: str) -> int:
         while shown is not None and shown.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             shown = shown.tb_next  # the user's own frames only
         sys.excepthook(type(error), error.with_traceback(shown), shown)
-        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        return 1
     return 0
 
 
@@ -115,13 +117,13 @@ def _is_user_error(error: BaseException) -> bool:
     return errors is not None and isinstance(error, errors.UserError)
 
 
-def _report(message: str) -> None:
+def _report(message: str, at: str) -> None:
     path = os.environ.get(ERROR_FILE)
     if path is None:
         print(f"fullshard: rank {os.environ.get('RANK', '0')}: {message}", file=sys.stderr)
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({"message": message}))
+    Path(path).write_text(json.dumps({"message": message, "at": at}))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from fullshard.data.once import agree
 from fullshard.data.sources import Source
 from fullshard.data.stream import Stream
 from fullshard.data.tokens import TokenTable
-from fullshard.fsdp import checkpoint_module
+from fullshard.fsdp import checkpoint_module, watched
 from fullshard.train import fit, folder
 from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes
 from fullshard.train.batches import describe_data, make_loader, make_stream, make_table
@@ -129,7 +129,9 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
         reporter.say(f"chunked_loss: {head.why_not}.")
     layers = engine.checkpointed(model) if config.gradient_checkpointing and not engine.activation_checkpointing else []
     dtypes = settle_dtypes(config, model, engine.mixed_precision, reporter.say)
+    watched.meet("start of sharding")  # making groups waits for all ranks unwatched
     sharded = engine.wrap(model, timeout=config.ddp_timeout, mixed_precision=dtypes)
+    watched.limit(sharded._fullshard_mesh, config.ddp_timeout)
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
     need = agree(lambda: fit.check_fit(sharded.plan, config.optim, engine.offload_params))[0]

@@ -22,7 +22,7 @@ from fullshard import accelerator, runtime
 from fullshard.data.loader import Batch, Loader, Step, one_pass
 from fullshard.data.tokens import TokenTable
 from fullshard.errors import TrainingError
-from fullshard.fsdp import watch
+from fullshard.fsdp import watch, watched
 from fullshard.train.batches import describe_data
 from fullshard.train.config import SFTConfig
 from fullshard.train.loss import LeanHead
@@ -101,6 +101,8 @@ class Loop:
     def run(self) -> None:
         """Train until the last step, or until something says stop."""
         config = self.config
+        if self.manager is not None:
+            self.manager.listen()
         self.reporter.start(self.progress.step)
         if config.eval_on_start and self.evaluation is not None and self.progress.step == 0:
             self.evaluate()
@@ -165,6 +167,7 @@ class Loop:
 
     def train_step(self, step: Step) -> Outcome:
         """Forward and backward over this rank's part of the global batch, then one update."""
+        watch.begin_step(step.number + 1)
         rate = self.schedule.set(step.number - self.progress.skipped)  # a step that is left out is no update
         self._seed(step.number)
         targets = max(1, step.pick.targets)
@@ -181,7 +184,7 @@ class Loop:
             sums += self.head.statistics.sums
             losses.append(self.head.statistics.loss)
         if runtime.world_size() > 1:
-            dist.all_reduce(sums)
+            watched.finish("sum of the metrics", lambda: dist.all_reduce(sums, async_op=True))
         loss_sum, correct, entropy = sums.tolist()
         watch.check()  # the host has just waited for the device: what it read is right only if no rank is gone
         self.scaler.unscale_(self.optimizer)
@@ -273,7 +276,7 @@ class Loop:
                 sums += self.head.statistics.sums
         self.model.train()
         if runtime.world_size() > 1:
-            dist.all_reduce(sums)
+            watched.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
         targets, took = int(table.row_targets.sum()), time.monotonic() - began
         loss, correct, entropy = (value / targets for value in sums.tolist())
         watch.check()

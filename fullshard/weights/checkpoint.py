@@ -53,7 +53,7 @@ class CheckpointManager:
         - `keep_every`: multiples of this step are never removed. `protect(step)` may name others (the best one so far);
           it is asked on the first rank, in the thread that saves and at the time of the save.
         - `save_frozen`: also write frozen parameters that the base files provide.
-        - `signals`: those that `reached_preemption` listens for, from its first call on.
+        - `signals`: those that are listened for, from `listen()` or the first `reached_preemption` on.
         - `verify`: compare every file's checksum before it is restored.
         """
         for name, value, least in (("save_interval", save_interval, 1), ("max_to_keep", max_to_keep, 1),
@@ -249,10 +249,14 @@ class CheckpointManager:
         """Ask the job to stop, as a signal would; one rank is enough."""
         self._asked_to_stop = True
 
+    def listen(self) -> None:
+        """Listen for signals from now on: one that comes in the first step is then answered like any other."""
+        self._signals.install()
+
     def reached_preemption(self, step: int) -> bool:
         """Whether the job was asked to stop, on any rank. Call it once per step on every rank: all get the same answer
         at the same step. A save that failed in the background is raised here too."""
-        self._signals.install()
+        self.listen()
         stop = self._asked_to_stop or self._signals.seen is not None
         flags = any_of(PREEMPTED * stop + FAILED * (self._failure is not None), step, "preemption check")
         if flags & FAILED:
