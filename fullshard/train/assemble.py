@@ -17,24 +17,29 @@ from fullshard.adapters import lora
 from fullshard.adapters.inventory import dense_line
 from fullshard.adapters.quantize import quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
+from fullshard.adapters.virtual_tokens import begin_with, prompt_kinds
 from fullshard.data.once import agree
 from fullshard.data.sources import Source
 from fullshard.data.stream import Stream
 from fullshard.data.tokens import TokenTable
 from fullshard.fsdp import checkpoint_module, watched
 from fullshard.train import fit, folder
-from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes
+from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes, settle_projections
+from fullshard.train.adapter_options import check_prompt
 from fullshard.train.batches import describe_data, make_loader, make_stream, make_table
 from fullshard.train.config import SFTConfig
 from fullshard.train.engine import EngineSettings
+from fullshard.train.freeze import freeze
 from fullshard.train.loop import Loop
 from fullshard.train.loss import LeanHead
 from fullshard.train.metrics import Reporter
 from fullshard.train.model import check_rows, empty_model, read_tokenizer, resized, settle_vocabulary, uses_flash
+from fullshard.train.noise import add_noise
 from fullshard.train.prepare import rebind
 from fullshard.train.schedule import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
 from fullshard.weights.adapter_base import check_base
+from fullshard.weights.adapter_config import taken_from_weights
 from fullshard.weights.adapter_files import brought_tables
 from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.fill import fill
@@ -55,10 +60,20 @@ class Parts:
     evaluation: TokenTable | None = None
     earlier: Path | None = None
     """The folder of the adapter that is gone on with."""
+    adds_adapter: bool = False
+    """Whether the run itself put a new adapter into the model."""
     grown: bool = False
     """Whether the model has more token rows than its files."""
     tables: bool = False
     """Whether embedding and head are written with the adapter: those of its base are others."""
+    first: Path | None = None
+    """The folder of the adapter as the run began with it, where it was taken out of the weights."""
+
+    @property
+    def takes_from_weights(self) -> bool:
+        """Whether the run's own adapter begins with what it takes out of the weights."""
+        configs = getattr(self.model, "peft_config", {}).values() if self.adds_adapter else ()
+        return any(taken_from_weights(getattr(one, "init_lora_weights", None)) for one in configs)
 
 
 def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
@@ -101,8 +116,17 @@ def gather_parts(
         model = quantize_model(model, four_bits)
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
+        if config.prompt_tuning_init_text:
+            begin_with(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
+    for kind in prompt_kinds(model):
+        check_prompt(kind, config.packing, config.gradient_checkpointing or engine.activation_checkpointing)
+    if config.freeze:
+        agree(functools.partial(freeze, model, config.freeze, say))
     lora.check_trains(model)
-    parts = Parts(config, engine, model, base, tokenizer, earlier=earlier, grown=grown, tables=tables)
+    adds = peft_config is not None and earlier is None
+    parts = Parts(
+        config, engine, model, base, tokenizer, earlier=earlier, adds_adapter=adds, grown=grown, tables=tables
+    )
     if train is not None and config.streaming:
         parts.train = make_stream(config, train, tokenizer, functools.partial(check_rows, model))
     elif train is not None:
@@ -124,6 +148,8 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     """Shard the model as planned, fill it, and put a loop around it."""
     config, engine, model = parts.config, parts.engine, parts.model
     keep_tables_whole(model)
+    if config.neftune_noise_alpha:
+        add_noise(model, config.neftune_noise_alpha)
     head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss)
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
@@ -140,9 +166,15 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
             reporter.say(line)
     if parts.base is not None:
         shown = reporter.mode in ("live", "plain")
-        fill(sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier)
+        fill(
+            sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier,
+            first=parts.first,
+        )  # fmt: skip
+    settle_projections(sharded, dtypes.param_dtype)
     optimizer = rebind(optimizer) if optimizer is not None else make_optimizer(sharded, config)
-    schedule = Schedule(optimizer, config.lr_scheduler_type, config.warmup(reporter.total), reporter.total)
+    schedule = Schedule(
+        optimizer, config.lr_scheduler_type, config.warmup(reporter.total), reporter.total, config.schedule_settings()
+    )
     table = parts.train if parts.train is not None else parts.evaluation
     assert table is not None
     loader = make_loader(config, table, parts.tokenizer.pad_token_id, uses_flash(model))

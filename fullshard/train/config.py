@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, option, options_of, takes_other_names
+from fullshard.train import rates
+from fullshard.train.adapter_options import AdapterOptions
 
 SAME_LENGTH = ("max_seq_length", "max_length")
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
@@ -29,7 +31,7 @@ def _named(default: Any, *others: str, **about: Any) -> Any:
 
 @takes_other_names
 @dataclass
-class SFTConfig:
+class SFTConfig(AdapterOptions):
     """Settings of a fine-tuning run."""
 
     # --- the model ---
@@ -173,8 +175,10 @@ class SFTConfig:
     """Reduce gradients after each of these passes (least memory) or once per step (least communication)."""
     learning_rate: float = 5e-5
     """The highest learning rate."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    lr_scheduler_type: rates.Kind = "linear"
     """How the learning rate goes on from there."""
+    lr_scheduler_kwargs: dict[str, Any] | None = option(None, given_as="name=value,…, or JSON")  # noqa: RUF009 - a field
+    """Settings of the schedule by transformers' names, such as min_lr_rate=0.1 or num_decay_steps=100."""
     warmup_ratio: float = 0.0
     """The part of all steps over which the learning rate rises from 0."""
     warmup_steps: float = 0
@@ -282,6 +286,8 @@ class SFTConfig:
         self._check_numbers()
         self._check_route()
         self._check_plan()
+        self.check_adapter()
+        self.schedule_settings()
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
@@ -390,6 +396,10 @@ class SFTConfig:
         if self.warmup_steps:
             return math.ceil(self.warmup_steps * steps) if self.warmup_steps < 1 else int(self.warmup_steps)
         return math.ceil(steps * self.warmup_ratio)
+
+    def schedule_settings(self) -> dict[str, Any]:
+        """What the schedule is told, complete."""
+        return rates.check(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

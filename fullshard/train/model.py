@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fullshard import accelerator, runtime
-from fullshard.adapters import lora
+from fullshard.adapters import lora, virtual_tokens
 from fullshard.adapters.quantize import Quantization, quantize_model
 from fullshard.adapters.token_rows import plain_layer
 from fullshard.data.templates import Prepared, prepare_tokenizer
@@ -136,7 +136,8 @@ def settle_vocabulary(
                 f"new adapter."
             )
     elif peft_config is not None:
-        peft_config = adapter.with_tokens(peft_config, model, new)
+        chosen = adapter.chosen_tokens(config, tokenizer, embedding_rows(model))
+        peft_config = adapter.with_tokens(peft_config, model, sorted({*new, *chosen}))
     elif hasattr(model, "peft_config"):
         held = model.peft_config[model.active_adapters[0]]
         if adapter.missing_tokens(held, causal(model), new):
@@ -214,12 +215,12 @@ def check_rows(model: Any, table: TokenTable) -> None:
     """Refuse rows that the model cannot take."""
     inner = causal(model)
     longest = int((table.document_starts[1:] - table.document_starts[:-1]).max())
-    positions = getattr(inner.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and longest > positions:
+    positions, before = getattr(inner.config, "max_position_embeddings", None), virtual_tokens.count(model)
+    if isinstance(positions, int) and longest + before > positions:
+        prompt = f" and {before} virtual ones before them" if before else ""
         raise ConfigError(
-            f"the data has documents of {longest} tokens, {type(inner).__name__} has {positions} positions; set "
-            f"max_seq_len to "
-            f"{positions} or less."
+            f"the data has documents of {longest} tokens{prompt}, {type(inner).__name__} has {positions} positions; "
+            f"set max_seq_len to {positions - before} or less."
         )
     top = int(table.tokens.max())
     if top >= embedding_rows(model):
