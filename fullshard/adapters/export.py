@@ -10,12 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import runtime
 from fullshard.adapters import bnb, groups
+from fullshard.adapters.experts import NF4Experts
 from fullshard.adapters.linear import NF4Linear
 from fullshard.spmd.tensor import is_sharded, relaid, replicated
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Each 4-bit layer's name and its whole weight under bitsandbytes' keys, one layer at a time.
+    """Each 4-bit weight's layer and its whole value under bitsandbytes' keys, one at a time; experts one by one, as
+    `….experts.down_proj.3`.
 
     All ranks of a sharded model must go through it together; beside the model only one packed weight is held.
     """
@@ -24,6 +26,13 @@ def model_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tenso
             parts = {part: whole(value) for part, value in module.parts.items()}
             packed, state = groups.to_state(parts, module.shape, module.scheme, module.dtype)
             yield name, bnb.to_tensors(packed, state, f"{name}.weight")
+        elif isinstance(module, NF4Experts):
+            for own, (count, *matrix) in module.fused.items():
+                parts, shape = {part: whole(value) for part, value in module.parts(own).items()}, tuple(matrix)
+                for i in range(count):
+                    one = groups.matrix_of(parts, i, shape, module.scheme)
+                    packed, state = groups.to_state(one, shape, module.scheme, module.dtype)
+                    yield f"{name}.{own}.{i}", bnb.to_tensors(packed, state, f"{name}.{own}.{i}")
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,9 @@ way or at rest, can reach what they mean. The last group is padded; `to_state` t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,9 +49,9 @@ class Scheme:
     def groups(self, numel: int) -> int:
         return -(-numel // self.group)
 
-    def shapes(self, numel: int) -> dict[str, tuple[int, int]]:
-        """The shape of each part of a weight with `numel` elements."""
-        count = self.groups(numel)
+    def shapes(self, numel: int, matrices: int = 1) -> dict[str, tuple[int, int]]:
+        """The shape of each part of a weight with `numel` elements, or of a stack of such matrices."""
+        count = matrices * self.groups(numel)
         shapes = {"packed": (count, self.group // 2), "absmax": (count, NESTED_BLOCK * (1 if self.double else 4))}
         return shapes | ({"nested": (count, 8)} if self.double else {})
 
@@ -73,33 +75,71 @@ def finish_shard(
     packed: torch.Tensor, absmax: torch.Tensor, numel: int, scheme: Scheme, group: dist.ProcessGroup | None = None
 ) -> Parts:
     """The rows of all parts from packed values and fp32 scales; the half of `quantize_shard` that communicates."""
-    parts = {"packed": rows_of(packed, scheme.group // 2)}
+    return finish_runs([Run(0, packed, absmax)], 1, numel, scheme, group)
+
+
+class Run(NamedTuple):
+    """Some groups of one matrix of a stack."""
+
+    matrix: int
+    packed: torch.Tensor
+    absmax: torch.Tensor
+    """fp32."""
+
+
+def finish_runs(
+    runs: Sequence[Run], count: int, numel: int, scheme: Scheme, group: dist.ProcessGroup | None = None
+) -> Parts:
+    """The rows of all parts of a stack of `count` matrices with `numel` elements each, from this rank's runs of them.
+
+    Each matrix is quantised for itself. For double quantisation every rank of `group` must take part.
+    """
+    parts = {"packed": torch.cat([rows_of(run.packed, scheme.group // 2) for run in runs])}
+    scales = torch.cat([rows_of(run.absmax, NESTED_BLOCK) for run in runs])
     if not scheme.double:
-        return parts | {"absmax": rows_of(absmax, NESTED_BLOCK).view(torch.uint8)}
-    offset = nested.mean_of(gather_scales(absmax, numel, scheme, group))
-    code, largest = nested.quantize_scales(absmax, offset.to(absmax.device))
-    pairs = torch.stack([largest, offset.to(largest.device).expand_as(largest)], dim=1)
-    return parts | {"absmax": rows_of(code, NESTED_BLOCK), "nested": pairs.view(torch.uint8)}
+        return parts | {"absmax": scales.view(torch.uint8)}
+    rows = count * scheme.groups(numel)
+    by_matrix = _gather_scales(scales, rows, group).view(count, -1)[:, : -(-numel // scheme.blocksize)]
+    codes_, pairs = [], []
+    for run, mean in zip(runs, nested.means_of(by_matrix[run.matrix] for run in runs), strict=True):
+        offset = mean.to(run.absmax.device)
+        code, largest = nested.quantize_scales(run.absmax, offset)
+        codes_.append(rows_of(code, NESTED_BLOCK))
+        pairs.append(torch.stack([largest, offset.expand_as(largest)], dim=1))
+    return parts | {"absmax": torch.cat(codes_), "nested": torch.cat(pairs).view(torch.uint8)}
 
 
-def gather_scales(absmax: torch.Tensor, numel: int, scheme: Scheme, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """All ranks' fp32 scales of one weight, in order, without padding."""
+def _gather_scales(mine: torch.Tensor, rows: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """All ranks' fp32 scales, in order: `rows` rows of them."""
     size = group.size() if group is not None else 1
     if size == 1:
-        return absmax
+        return mine
     assert group is not None
-    host = carries(group, "cpu")
-    carried = absmax.cpu() if host else absmax
-    length = -(-scheme.groups(numel) // size) * NESTED_BLOCK
-    mine = torch.nn.functional.pad(carried, (0, length - carried.numel()))
-    everyone = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(everyone, mine, group=group)
-    return torch.cat(everyone)[: -(-numel // scheme.blocksize)]
+    carried = mine.cpu() if carries(group, "cpu") else mine
+    carried = torch.nn.functional.pad(carried, (0, 0, 0, -(-rows // size) - len(carried)))
+    everyone = [torch.empty_like(carried) for _ in range(size)]
+    dist.all_gather(everyone, carried, group=group)
+    return torch.cat(everyone)[:rows]
 
 
 def rows_of(flat: torch.Tensor, length: int) -> torch.Tensor:
     """A flat run as rows of a length, the last one filled with zeros."""
     return torch.nn.functional.pad(flat, (0, -flat.numel() % length)).view(-1, length)
+
+
+def runs_of(rows: slice, count: int, numel: int, scheme: Scheme) -> Iterator[tuple[int, int, int]]:
+    """The runs that rows of a stack's parts stand for: which matrix, first element of it, and one past the last."""
+    per = scheme.groups(numel)
+    for matrix in range(rows.start // per, min(-(-rows.stop // per), count)):
+        first, last = max(rows.start - matrix * per, 0), min(rows.stop - matrix * per, per)
+        if first < last:
+            yield matrix, first * scheme.group, min(last * scheme.group, numel)
+
+
+def matrix_of(parts: Parts, index: int, shape: tuple[int, ...], scheme: Scheme) -> Parts:
+    """The parts of one matrix of a stack."""
+    per = scheme.groups(math.prod(shape))
+    return {name: part[index * per : (index + 1) * per] for name, part in parts.items()}
 
 
 def dense(parts: Parts, shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:

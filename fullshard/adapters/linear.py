@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from fullshard.adapters import bnb, groups, ops, reading
 from fullshard.adapters.groups import Parts, Scheme
+from fullshard.adapters.layers import Form, form_of
 from fullshard.adapters.nf4 import QuantState
 from fullshard.errors import QuantizationError
 from fullshard.spmd.tensor import is_sharded
@@ -30,6 +31,8 @@ class NF4Linear(nn.Linear):
 
     stored: dict[str, tuple[int, ...]] | None = None
     """Names and shapes of bitsandbytes' tensors, where the files to load from hold the weight in 4 bits already."""
+    transposed = False
+    """Whether files hold the dense weight as (in, out): the layer stands in place of a `Conv1D`."""
 
     def __init__(
         self,
@@ -55,17 +58,27 @@ class NF4Linear(nn.Linear):
         self.register_parameter("bias", value)
 
     @classmethod
-    def of(cls, linear: nn.Linear, scheme: Scheme | None = None, compute_dtype: torch.dtype | None = None) -> NF4Linear:
-        """A linear layer quantised; on the meta device only laid out."""
-        weight, bias = linear.weight, linear.bias
+    def of(
+        cls,
+        linear: Any,
+        scheme: Scheme | None = None,
+        compute_dtype: torch.dtype | None = None,
+        form: Form | None = None,
+    ) -> NF4Linear:
+        """A linear layer quantised; on the meta device only laid out. `form` is its own, where that is known."""
+        weight, bias, form = linear.weight, linear.bias, form or form_of(linear)
+        if form is None:
+            raise QuantizationError(f"a {type(linear).__name__} computes something else than a product with its weight")
         layer = cls(
-            linear.in_features, linear.out_features, bias is not None, scheme=scheme, compute_dtype=compute_dtype,
+            form.in_features, form.out_features, bias is not None, scheme=scheme, compute_dtype=compute_dtype,
             device=weight.device, dtype=weight.dtype,
         )  # fmt: skip
+        layer.transposed = form.transposed
         if bias is not None:
             layer.bias = bias
         if not weight.is_meta:
-            layer.set_parts(groups.quantize_shard(weight.detach().reshape(-1), weight.numel(), layer.scheme))
+            rows = (weight.T if form.transposed else weight).detach()  # [out, in]
+            layer.set_parts(groups.quantize_shard(rows.reshape(-1), weight.numel(), layer.scheme))
         return layer.train(linear.training)
 
     # --- the weight ---------------------------------------------------------------------------------------------------
@@ -125,7 +138,7 @@ class NF4Linear(nn.Linear):
 
     def file_tensors(self) -> dict[str, tuple[int, ...]]:
         """Files hold the dense weight, or what `stored` says."""
-        return self.stored or {"weight": self.shape}
+        return self.stored or {"weight": self.shape[::-1] if self.transposed else self.shape}
 
     def made_parameters(self) -> tuple[str, ...]:
         return tuple(self.parts)
@@ -203,7 +216,7 @@ class QuantizedWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        raise _refusal()
+        raise refusal()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,12 +225,12 @@ class QuantizedWeight(torch.Tensor):
             return cls(args[0]._layer)
         named = zip(func._schema.arguments, args, strict=False)
         if any(a.alias_info is not None and a.alias_info.is_write and isinstance(v, cls) for a, v in named):
-            raise _refusal()
+            raise refusal()
         dense = tree_map(lambda t: t._layer.dequantize(t.dtype) if isinstance(t, cls) else t, (args, kwargs))
         return func(*dense[0], **dense[1])
 
 
-def _refusal() -> QuantizationError:
+def refusal() -> QuantizationError:
     return QuantizationError(
         "a 4-bit weight cannot be changed in place, so an adapter cannot be merged into it: rounding to 4 bits again "
         "would lose most of what was learned. Merge into full weights instead: load the base model without "

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.adapters.linear import NF4Linear
-from fullshard.adapters.quantize import Quantization
+from fullshard.adapters.quantize import Quantization, packed_parameters, packed_weights
 from fullshard.adapters.virtual_tokens import is_prompt
 from fullshard.errors import ConfigError, QuantizationError
 from fullshard.fsdp.strategy import dtype_name
@@ -86,13 +85,12 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     Sharded parameters count with all their shards, tied ones once, 4-bit weights by the weights they stand for.
     """
     trainable = total = 0
-    packed = {id(part) for m in model.modules() if isinstance(m, NF4Linear) for part in m.parts.values()}
+    packed = packed_parameters(model)
     for parameter in model.parameters():
         if id(parameter) not in packed:
             total += parameter.numel()
             trainable += parameter.numel() if parameter.requires_grad else 0
-    total += sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, NF4Linear))
-    return trainable, total
+    return trainable, total + packed_weights(model)
 
 
 def summary(model: nn.Module) -> str:
@@ -151,8 +149,8 @@ def check_trains(model: nn.Module) -> None:
     """Refuse what cannot train: a quantised model without adapters, or a model in which nothing trains."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    quantised = any(isinstance(m, NF4Linear) for m in model.modules())
-    if quantised and not is_prompt(model) and not any(isinstance(m, BaseTunerLayer) for m in model.modules()):
+    adapted = is_prompt(model) or any(isinstance(m, BaseTunerLayer) for m in model.modules())
+    if packed_weights(model) and not adapted:
         raise QuantizationError(
             "full fine-tuning of a 4-bit model: its weights are frozen, and only norms and embeddings would train. Add "
             "adapters (use_peft_lora, or get_peft_model), or load the model without quantisation"

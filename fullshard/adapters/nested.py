@@ -8,7 +8,7 @@ so that a model has the same bytes however many ranks load it; the rest is exact
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -28,8 +28,13 @@ def _one_thread() -> Iterator[None]:
 
 def mean_of(absmax: torch.Tensor) -> torch.Tensor:
     """The mean of all scales of one tensor, a scalar on their device."""
+    return means_of([absmax])[0]
+
+
+def means_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The mean of the scales of each of several tensors."""
     with _one_thread():
-        return absmax.cpu().mean().to(absmax.device)
+        return [absmax.cpu().mean().to(absmax.device) for absmax in tensors]
 
 
 def quantize_scales(absmax: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

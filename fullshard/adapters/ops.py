@@ -29,7 +29,7 @@ def linear(x: torch.Tensor, parts: Packed, out_features: int, blocksize: int, qu
     return found
 
 
-def _exactly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def exactly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """The dtype was chosen by the layer: autocast has no say in the product."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
@@ -38,13 +38,13 @@ def _exactly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 def _product(x: torch.Tensor, parts: Packed, out_features: int, blocksize: int, quant_type: str) -> torch.Tensor:
     weight = weight_of(*parts, (out_features, x.shape[-1]), blocksize, quant_type, x.dtype)
-    with _exactly(x.device):
+    with exactly(x.device):
         return torch.nn.functional.linear(x, weight)
 
 
 def _gradient(gradient: torch.Tensor, parts: Packed, in_features: int, blocksize: int, quant_type: str) -> torch.Tensor:
     weight = weight_of(*parts, (gradient.shape[-1], in_features), blocksize, quant_type, gradient.dtype)
-    with _exactly(gradient.device):
+    with exactly(gradient.device):
         return torch.matmul(gradient, weight)
 
 

@@ -1,10 +1,12 @@
-"""Which layers of a model are quantised, and how: from a configuration in bitsandbytes' terms to `NF4Linear` layers.
+"""Which layers of a model are quantised, and how: from a configuration in bitsandbytes' terms to `NF4Linear` layers and
+`NF4Experts`.
 
 Works on models with values, layer by layer, and on the meta device, where it only lays out what loading fills.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +16,9 @@ import torch
 from torch import nn
 
 from fullshard.adapters import bnb
+from fullshard.adapters.experts import NF4Experts
 from fullshard.adapters.groups import Scheme
+from fullshard.adapters.layers import Form, form_of, fused_experts
 from fullshard.adapters.linear import NF4Linear
 from fullshard.errors import QuantizationError
 from fullshard.fsdp.strategy import dtype_of
@@ -93,7 +97,8 @@ class Quantization:
 
 
 def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int, ...]] | None = None) -> nn.Module:
-    """Replace the model's linear layers by `NF4Linear`, in place; the head and the modules to skip stay.
+    """Hold the model's linear layers (`NF4Linear`) and fused experts (`NF4Experts`) in 4 bits, in place; the head and
+    the modules to skip stay.
 
     On the meta device the new layers wait for their values. `stored` has names and shapes of the tensors in the files
     they will come from: a weight that lies there in 4 bits is read as it is. Returns the model.
@@ -101,20 +106,23 @@ def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int
     chosen = Quantization.of(config)
     _check(model)
     made: dict[nn.Module, NF4Linear] = {}
-    for name, linear in list(linears(model, chosen.skip)):
+    for name, linear, form in list(linears(model, chosen.skip)):
         if linear not in made:
-            made[linear] = NF4Linear.of(linear, chosen.scheme, chosen.compute_dtype)
+            made[linear] = NF4Linear.of(linear, chosen.scheme, chosen.compute_dtype, form)
             made[linear].stored = _stored(f"{name}.weight", stored or {})
             if made[linear].bias is not None:
                 made[linear].bias.requires_grad_(False)
         model.set_submodule(name, made[linear])
-    if made and hasattr(model, "config"):
-        model.config.quantization_config = chosen.to_config()
-    if not made:
+    experts = list(expert_modules(model, chosen.skip))
+    for _, module, names in experts:
+        NF4Experts.of(module, names, chosen.scheme, chosen.compute_dtype)
+    if not made and not experts:
         raise QuantizationError(
-            f"{type(model).__name__} has no linear layer to quantise (nn.Linear besides the head"
-            f"{' and ' + ', '.join(chosen.skip) if chosen.skip else ''})"
+            f"{type(model).__name__} has no weight to quantise (linear layers besides the head"
+            f"{' and ' + ', '.join(chosen.skip) if chosen.skip else ''}, fused experts)"
         )
+    if hasattr(model, "config"):
+        model.config.quantization_config = chosen.to_config()
     return model
 
 
@@ -129,21 +137,49 @@ def _of(key: str, name: str) -> bool:
     return key == name or key.startswith(f"{name}.")
 
 
-def linears(model: nn.Module, skip: tuple[str, ...] = ()) -> Iterator[tuple[str, nn.Linear]]:
+def linears(model: nn.Module, skip: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, Form]]:
     """The linear layers that are quantised, with every name they have."""
     kept = [*skip, *_always_dense(model)]
     for name, module in model.named_modules(remove_duplicate=False):
-        if type(module) is nn.Linear and name and not _matches(name, kept):
-            yield name, module
+        if name and not _matches(name, kept) and (form := form_of(module)) is not None:
+            yield name, module, form
+
+
+def expert_modules(model: nn.Module, skip: tuple[str, ...] = ()) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """The modules with fused experts that are quantised, and the names of those weights."""
+    kept = [*skip, *_always_dense(model)]
+    for name, module in model.named_modules():
+        weights = [own for own, _ in fused_experts(module) if not _matches(f"{name}.{own}", kept)]
+        if weights and not _matches(name, kept):
+            yield name, module, weights
 
 
 def quantized_layers(model: nn.Module) -> dict[str, NF4Linear]:
-    """The model's 4-bit layers by name."""
+    """The model's 4-bit linear layers by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
+
+
+def quantized_experts(model: nn.Module) -> dict[str, NF4Experts]:
+    """The model's modules with 4-bit experts by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, NF4Experts)}
+
+
+def packed_parameters(model: nn.Module) -> set[int]:
+    """The ids of the parameters that hold 4-bit weights."""
+    modules: list[Any] = [*quantized_layers(model).values(), *quantized_experts(model).values()]
+    return {id(module._parameters[name]) for module in modules for name in module.made_parameters()}
+
+
+def packed_weights(model: nn.Module) -> int:
+    """How many weights are held in 4 bits."""
+    linear = sum(math.prod(layer.shape) for layer in quantized_layers(model).values())
+    return linear + sum(math.prod(s) for module in quantized_experts(model).values() for s in module.fused.values())
 
 
 def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Replace 4-bit layers by dense ones with the same (rounded) weights, in place; adapters stay."""
+    for module in quantized_experts(model).values():
+        module.restore(dtype)
     for name, layer in quantized_layers(model).items():
         dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
         dense.weight = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
@@ -164,7 +200,7 @@ def _check(model: nn.Module) -> None:
         raise QuantizationError(
             "the model has adapters already, which would be quantised too; quantise it before get_peft_model"
         )
-    if quantized_layers(model):
+    if quantized_layers(model) or quantized_experts(model):
         raise QuantizationError("the model is quantised already")
 
 

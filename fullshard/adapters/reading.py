@@ -30,8 +30,18 @@ def read(layer: NF4Linear, readers: Mapping[str, Any], rows: slice) -> Read:
         return _stored(layer, readers, rows)
     numel, scheme = layer.in_features * layer.out_features, layer.scheme
     start, stop = (min(row * scheme.group, numel) for row in (rows.start, rows.stop))
-    flat = readers["weight"].flat(start, stop) if start < stop else torch.empty(0)
+    flat = _flat(readers["weight"], layer, start, stop) if start < stop else torch.empty(0)
     return blocks.quantize(flat.to(device=runtime.device(), dtype=layer.dtype), scheme.blocksize, scheme.quant_type)
+
+
+def _flat(reader: Any, layer: NF4Linear, start: int, stop: int) -> torch.Tensor:
+    """A run of the flattened weight [out, in], whichever way files hold it."""
+    if not layer.transposed:
+        return reader.flat(start, stop)
+    width = layer.in_features
+    first = start // width
+    columns = reader[:, first : -(-stop // width)]  # [in, some of out]
+    return columns.T.reshape(-1)[start - first * width : stop - first * width]
 
 
 def finish(layer: NF4Linear, found: Read, group: dist.ProcessGroup | None) -> Parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard import runtime
 from fullshard.errors import FSDPError
-from fullshard.fsdp import watch
+from fullshard.fsdp import watch, watched
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.tensor import is_sharded
 
@@ -75,5 +76,7 @@ def _sum_along(value: torch.Tensor, axes: tuple[int, ...], mesh: Mesh, p: float)
     op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
     for axis in axes:
         if mesh.mesh_shape[axis] > 1:
-            dist.all_reduce(value, op=op, group=mesh.get_group(axis))
+            group = mesh.get_group(axis)
+            issue = functools.partial(dist.all_reduce, value, op, group, async_op=True)
+            watched.finish("norm of the gradients", issue, group)
     return value

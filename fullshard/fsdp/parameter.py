@@ -10,6 +10,7 @@ for backward points into that memory, so it is right again once the memory is fi
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -172,7 +173,9 @@ class ShardedParameter:
         """The leaf that modules compute with."""
         leaf = nn.Parameter(data, requires_grad=data.is_floating_point())  # packed values are integers
         if leaf.requires_grad:
-            leaf.register_post_accumulate_grad_hook(lambda _: self.on_gradient())
+            # Python does not see through autograd's hooks: held by one of its own, a parameter would never be freed.
+            mine = weakref.ref(self)
+            leaf.register_post_accumulate_grad_hook(lambda _: None if (p := mine()) is None else p.on_gradient())
         return leaf.requires_grad_(self.shard.requires_grad)
 
     def free(self) -> int:

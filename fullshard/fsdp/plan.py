@@ -218,12 +218,12 @@ class ShardingPlan:
         total = sum(len(unit.parameters) for unit in self.units)
         lines = [
             f"{self.strategy} on Mesh({axes}): {len(self.units)} unit(s), {total} parameters, "
-            f"{_bytes(self.shard_bytes)} per rank at rest"
+            f"{bytes_in_words(self.shard_bytes)} per rank at rest"
         ]
         for unit in self.units:
             lines.append(
-                f"{unit.name or '(root)'} [{unit.module}]  {_bytes(unit.shard_bytes)} per rank, "
-                f"{_bytes(unit.gathered_bytes)} gathered"
+                f"{unit.name or '(root)'} [{unit.module}]  {bytes_in_words(unit.shard_bytes)} per rank, "
+                f"{bytes_in_words(unit.gathered_bytes)} gathered"
             )
             lines += [f"  {_line(p)}" for p in unit.parameters]
         return "\n".join(lines)
@@ -241,7 +241,8 @@ def _line(p: ParameterPlan) -> str:
     return f"{p.name}  {tuple(p.shape)} {dtype}  {p.spec}  {', '.join(notes)}"
 
 
-def _bytes(n: float) -> str:
+def bytes_in_words(n: float) -> str:
+    """A number of bytes as people read it."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"

@@ -237,6 +237,11 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
     try:
         return lora.lay_out(model, peft_config) if empty else get_peft_model(model, peft_config)
     except ValueError as error:
+        if "lora_dropout" in str(error):
+            raise ConfigError(
+                f"lora_dropout={peft_config.lora_dropout}: peft has no dropout for adapters on parameters, which fused "
+                f"experts are (lora_target_modules all-linear); set lora_dropout to 0, or name linear layers."
+            ) from None
         if "target" not in str(error).lower():
             raise
         kinds = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})

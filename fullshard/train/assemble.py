@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fullshard import runtime
 from fullshard.adapters import lora
+from fullshard.adapters.inventory import dense_line
 from fullshard.adapters.quantize import quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
 from fullshard.adapters.virtual_tokens import begin_with, prompt_kinds
@@ -20,7 +22,7 @@ from fullshard.data.once import agree
 from fullshard.data.sources import Source
 from fullshard.data.stream import Stream
 from fullshard.data.tokens import TokenTable
-from fullshard.fsdp import checkpoint_module
+from fullshard.fsdp import checkpoint_module, watched
 from fullshard.train import fit, folder
 from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes, settle_projections
 from fullshard.train.adapter_options import check_prompt
@@ -31,12 +33,14 @@ from fullshard.train.freeze import freeze
 from fullshard.train.loop import Loop
 from fullshard.train.loss import LeanHead
 from fullshard.train.metrics import Reporter
-from fullshard.train.model import check_rows, empty_model, read_tokenizer, settle_vocabulary, uses_flash
+from fullshard.train.model import check_rows, empty_model, read_tokenizer, resized, settle_vocabulary, uses_flash
 from fullshard.train.noise import add_noise
 from fullshard.train.prepare import rebind
 from fullshard.train.schedule import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
+from fullshard.weights.adapter_base import check_base
 from fullshard.weights.adapter_config import taken_from_weights
+from fullshard.weights.adapter_files import brought_tables
 from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import resolve
@@ -52,14 +56,16 @@ class Parts:
     base: Path | None
     """The folder with the weights; None if the model came with its values."""
     tokenizer: Any
-    train: TokenTable | Stream | None
-    evaluation: TokenTable | None
+    train: TokenTable | Stream | None = None
+    evaluation: TokenTable | None = None
     earlier: Path | None = None
     """The folder of the adapter that is gone on with."""
     adds_adapter: bool = False
     """Whether the run itself put a new adapter into the model."""
     grown: bool = False
     """Whether the model has more token rows than its files."""
+    tables: bool = False
+    """Whether embedding and head are written with the adapter: those of its base are others."""
     first: Path | None = None
     """The folder of the adapter as the run began with it, where it was taken out of the weights."""
 
@@ -79,22 +85,31 @@ def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
     return dataclasses.replace(engine, **changes)
 
 
+def join_ranks(engine: EngineSettings) -> None:
+    """Meet the other ranks, on the device that the settings choose."""
+    runtime.use_spmd(device="cpu" if engine.use_cpu else None)
+
+
 def gather_parts(
     config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, train: Source | None,
     evaluation: Source | None, peft_config: Any, say: Say,
 ) -> Parts:  # fmt: skip
     """Ranks, model without values, adapter, tokens."""
-    runtime.use_spmd(device="cpu" if engine.use_cpu else None)
+    join_ranks(engine)
     runtime.announce_transport(say)
     runtime.seed(config.seed)
     named = config.adapter_name_or_path if not hasattr(model, "peft_config") else None
     earlier = resolve(named) if named is not None else None
     model = base_of_adapter(earlier) if model is None and earlier is not None else model
     base = resolve(model) if isinstance(model, str | Path) else None
+    named_base = base or _origin(model)
+    if earlier is not None and named_base is not None:
+        agree(lambda: check_base(earlier, named_base))
     if tokenizer is None:
-        tokenizer = agree(lambda: read_tokenizer(config, base or _origin(model), earlier), own=True)
+        tokenizer = agree(lambda: read_tokenizer(config, named_base, earlier), own=True)
     if base is not None:
         model = agree(lambda: empty_model(config, base, say), own=True)
+    tables = any(agree(lambda: brought_tables(earlier) if earlier is not None else base is None and resized(model)))
     settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
     peft_config, grown = agree(settle, own=True)
     if base is None and (four_bits := quantization(config)) is not None:
@@ -108,19 +123,25 @@ def gather_parts(
     if config.freeze and train is not None:
         agree(functools.partial(freeze, model, config.freeze, say))
     lora.check_trains(model)
-    check = functools.partial(check_rows, model, packing=config.packing)
-    data: list[Any] = []
-    for name, source in (("training", train), ("evaluation", evaluation)):
-        if source is None:
-            data.append(None)
-        elif config.streaming and source is train:
-            data.append(make_stream(config, source, tokenizer, check))
-        else:
-            data.append(make_table(config, source, tokenizer))
-            say(describe_data(name, data[-1].facts, config))
-            agree(functools.partial(check, data[-1]))
     adds = peft_config is not None and earlier is None
-    return Parts(config, engine, model, base, tokenizer, data[0], data[1], earlier, adds, grown)
+    parts = Parts(
+        config, engine, model, base, tokenizer, earlier=earlier, adds_adapter=adds, grown=grown, tables=tables
+    )
+    if train is not None and config.streaming:
+        parts.train = make_stream(config, train, tokenizer, functools.partial(check_rows, model))
+    elif train is not None:
+        parts.train = table_of(parts, "training", train, say)
+    if evaluation is not None:
+        parts.evaluation = table_of(parts, "evaluation", evaluation, say)
+    return parts
+
+
+def table_of(parts: Parts, name: str, source: Source, say: Say) -> TokenTable:
+    """The tokens of a data set, checked against the model. All ranks must call this."""
+    table = make_table(parts.config, source, parts.tokenizer)
+    say(describe_data(name, table.facts, parts.config))
+    agree(functools.partial(check_rows, parts.model, table))
+    return table
 
 
 def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: Any = None) -> Loop:
@@ -134,12 +155,15 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
         reporter.say(f"chunked_loss: {head.why_not}.")
     layers = engine.checkpointed(model) if config.gradient_checkpointing and not engine.activation_checkpointing else []
     dtypes = settle_dtypes(config, model, engine.mixed_precision, reporter.say)
+    watched.meet("start of sharding")  # making groups waits for all ranks unwatched
     sharded = engine.wrap(model, timeout=config.ddp_timeout, mixed_precision=dtypes)
+    watched.limit(sharded._fullshard_mesh, config.ddp_timeout)
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
     need = agree(lambda: fit.check_fit(sharded.plan, config.optim, engine.offload_params))[0]
-    for line in (*fit.describe(sharded.plan, need), lora.summary(sharded)):
-        reporter.say(line)
+    for line in (*fit.describe(sharded.plan, need), dense_line(sharded), lora.summary(sharded)):
+        if line is not None:
+            reporter.say(line)
     if parts.base is not None:
         shown = reporter.mode in ("live", "plain")
         fill(
@@ -161,11 +185,14 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     )  # fmt: skip
 
 
-def open_checkpoints(config: SFTConfig, loop: Loop) -> CheckpointManager:
-    """The run's checkpoints; the best one is never removed."""
-    place = Path(config.output_dir).expanduser() / folder.CHECKPOINTS
-    keep = config.save_total_limit
-    return CheckpointManager(place, config.save_steps, keep, protect=lambda step: step == loop.progress.best_step)
+def open_checkpoints(config: SFTConfig, loop: Loop, needed: Callable[[int], bool]) -> CheckpointManager:
+    """The run's checkpoints; the best one, and those that are `needed` (by an upload), are not removed."""
+
+    def protect(step: int) -> bool:
+        return step == loop.progress.best_step or needed(step)
+
+    place = folder.place_of(config) / folder.CHECKPOINTS
+    return CheckpointManager(place, config.save_steps, config.save_total_limit, protect=protect)
 
 
 def _origin(model: Any) -> str | None:

@@ -17,6 +17,8 @@ from fullshard.train import rates
 from fullshard.train.adapter_options import AdapterOptions
 
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
+REPORT_TO = ("tensorboard", "wandb")
+"""What `report_to` can name; each is called like the package it needs."""
 
 Strategy = Literal["no", "steps", "epoch"]
 
@@ -39,7 +41,7 @@ class SFTConfig(AdapterOptions):
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _named("auto", "dtype")
     """The dtype of the weights as they are read; auto keeps that of the files. What trains is stored in fp32 besides
     when bf16 or fp16 is on."""
-    chat_template_format: Literal["none", "chatml", "zephyr"] = "none"
+    chat_template_format: Literal["none", "chatml", "zephyr", "llama3", "gemma", "mistral", "qwen", "phi"] = "none"
     """How conversations become text: by the tokenizer's own template (none), or by a built-in one."""
     chat_template_path: str | None = option(None, given_as="a Jinja file, or a folder with a tokenizer")
     """A chat template of your own; overrules `chat_template_format`."""
@@ -90,6 +92,12 @@ class SFTConfig(AdapterOptions):
     has."""
     dataset_columns: str | None = option(None, given_as="name=column,…")
     """Columns under other names, such as prompt=question,completion=answer."""
+    prompt_format: str | None = option(None, given_as="text with {column} in it")
+    """How a prompt is written from a row's columns; the answer is its `completion` or `output`."""
+    dataset_settings: dict[str, Any] | None = option(None, given_as="a mapping, or JSON")  # noqa: RUF009 - a field
+    """Settings that one of several data sets has for itself, by its name: how its rows are read and written out."""
+    sample_by: Literal["line", "paragraph", "document"] = "line"
+    """What a row of a .txt file is."""
     splits: str = "train,test"
     """Names of the training and the evaluation split: their files' names in the folder, or those on the hub."""
     val_size: float = 0.0
@@ -110,14 +118,17 @@ class SFTConfig(AdapterOptions):
     """The longest row, in tokens. What becomes of longer documents is said by `overflow`, and counted."""
     overflow: Literal["truncate", "split", "drop"] = "truncate"
     """What happens to documents longer than `max_seq_len`."""
-    append_concat_token: bool = False
-    """End each document with the end-of-text token."""
+    append_concat_token: bool | None = None
+    """End each document with the end-of-text token. If not given, texts and prompts with completions end with it, and
+    conversations as their template says."""
     add_special_tokens: bool = False
     """Let the tokenizer add its special tokens (such as the one that begins a text) to each document."""
     assistant_only_loss: bool = False
     """In conversations, learn only what the assistant says."""
     completion_only_loss: bool | None = None
     """Of rows with a prompt, learn only the completion; on if not given."""
+    last_turn_only_loss: bool = _named(False, "mask_history")
+    """In conversations, learn only the assistant's last turn."""
     preview: bool = False
     """Show a few rows as the model will see them, and the numbers of the data, and stop."""
     preview_rows: int = 3
@@ -139,7 +150,8 @@ class SFTConfig(AdapterOptions):
     output_dir: str = option("trainer_output", given_as="a folder")
     """Where the run writes: checkpoints, metrics, and at the end the model."""
     overwrite: bool = _named(False, "overwrite_output_dir")
-    """Start anew in an `output_dir` that holds an earlier run; its files are removed."""
+    """Start anew in an `output_dir` that holds an earlier run; what that run wrote is removed once everything is
+    loaded, other files stay. A folder with something that the run reads is refused."""
     resume: bool = False
     """Go on from the newest checkpoint in `output_dir`."""
     resume_from_checkpoint: str | None = option(None, given_as="true, or a checkpoint's folder")
@@ -253,8 +265,9 @@ class SFTConfig(AdapterOptions):
     """How much the libraries say; passive leaves it as it is."""
     progress: Literal["auto", "live", "plain", "json", "quiet"] = "auto"
     """A live display, plain lines, JSON lines, or errors only; auto is live on a terminal and plain elsewhere."""
-    report_to: str = option("tensorboard", given_as="tensorboard, wandb, all, none")
-    """Where metrics go besides metrics.jsonl. Each is used where it is installed."""
+    report_to: str = option("auto", given_as="auto, tensorboard, wandb, all, none")
+    """Where metrics go besides metrics.jsonl. auto is TensorBoard if it is installed, all each that is; one that is
+    named must be installed."""
     run_name: str | None = None
     """A name for the run in its report."""
     push_to_hub: bool = False
@@ -266,7 +279,7 @@ class SFTConfig(AdapterOptions):
     """Whether a new repository is private."""
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = "every_save"
     """What `push_to_hub` uploads: the result at the end; the model after every save as well, in the background; and
-    the newest checkpoint besides, as last-checkpoint; or every checkpoint."""
+    the newest checkpoint besides, as last-checkpoint; or every checkpoint, which stays until it is uploaded."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -322,11 +335,11 @@ class SFTConfig(AdapterOptions):
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 and fp16 are both on; choose one.")
-        if self.resume and self.overwrite:
+        if (self.resume or self.resumes_newest) and self.overwrite:
             raise ConfigError("resume and overwrite are both on; choose one.")
-        unknown = [name for name in as_list(self.report_to) if name not in ("tensorboard", "wandb", "none", "all")]
+        unknown = [name for name in as_list(self.report_to) if name not in (*REPORT_TO, "auto", "all", "none")]
         if unknown:
-            raise ConfigError(f"report_to names {', '.join(unknown)}; expected tensorboard, wandb, all or none.")
+            raise ConfigError(f"report_to names {', '.join(unknown)}; expected auto, tensorboard, wandb, all or none.")
 
     def _check_plan(self) -> None:
         if self.streaming and self.max_steps < 0:
@@ -352,6 +365,11 @@ class SFTConfig(AdapterOptions):
             )
 
     # --- what the settings come to ----------------------------------------------------------------------------------
+
+    @property
+    def resumes_newest(self) -> bool:
+        """Whether `resume_from_checkpoint` asks for the newest checkpoint rather than for one by name."""
+        return (self.resume_from_checkpoint or "").strip().lower() in ("true", "yes")
 
     @property
     def evaluates_every(self) -> int:

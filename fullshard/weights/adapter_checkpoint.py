@@ -17,8 +17,9 @@ from transformers import AutoConfig
 from fullshard.adapters import virtual_tokens
 from fullshard.adapters.lora import lay_out
 from fullshard.errors import CheckpointError
+from fullshard.weights.adapter_base import write_record
 from fullshard.weights.adapter_config import CONFIG, FIRST, WEIGHTS, taken_from_weights
-from fullshard.weights.adapter_files import names_in_files
+from fullshard.weights.adapter_files import names_in_files, other_rows
 from fullshard.weights.load import class_of, on_meta
 from fullshard.weights.manifest import damaged, misplaced, read_manifest
 from fullshard.weights.merge import find_model, stored_tensors
@@ -50,12 +51,14 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
         )
     base = entry["base"]["path"] if entry["base"] else None
     (config,) = configs.values()
-    config = {**config, "base_model_name_or_path": config.get("base_model_name_or_path") or base}
+    base = config.get("base_model_name_or_path") or base
     (out / CONFIG).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
+    if base is not None:
+        write_record(out, base, entry["base"]["fingerprint"] if entry["base"] else None)
     shape.pop("quantization_config", None)
     empty = AutoConfig.for_model(**shape)
     plain = on_meta(class_of(None, empty), empty, torch.float32, directory, False)
-    plain.name_or_path = config["base_model_name_or_path"]
+    plain.name_or_path = base
     found: Any = PeftConfig.from_pretrained(str(out))
     found.inference_mode = False  # with all that trains
     with torch.device("meta"):
@@ -69,8 +72,10 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
     must, may = names_in_files(model, next(iter(model.peft_config)))
     if absent := [key for key in must.values() if key not in tensors]:
         raise CheckpointError(f"{directory} does not hold {', '.join(absent[:5])}, which its adapter has")
-    # Beside a base a checkpoint holds what the base does not give: a table that is there was changed or grown.
-    wanted = must | {file_key: key for file_key, key in may.items() if key in tensors and entry["base"]}
+    # Beside a base a checkpoint holds what the base does not give: a table that is there was changed or grown. One of a
+    # model that was handed over holds everything.
+    grown = entry["base"] or other_rows(config["base_model_name_or_path"], empty)
+    wanted = must | {file_key: key for file_key, key in may.items() if key in tensors and grown}
     save_file(
         {file_key: tensors[key].read() for file_key, key in wanted.items()}, out / WEIGHTS, metadata={"format": "pt"}
     )

@@ -67,8 +67,33 @@ def adapter_readers(model: Any, source: Source) -> dict[str, Reader]:
         if key in source.entries and source.entries[key].shape != shapes[name]
     ]
     if wrong:
-        raise WeightsError(f"{source.path} does not fit the model: {'; '.join(sorted(wrong)[:5])}")
+        trained_on = read_config(Path(source.path).parent).get("base_model_name_or_path") or "an unknown model"
+        raise WeightsError(
+            f"{source.path}, trained on {trained_on}, does not fit the model {_called(model)}: "
+            f"{'; '.join(sorted(wrong)[:5])}"
+        )
     return {name: Stored(source, source.entries[key]) for key, name in (must | may).items() if key in source.entries}
+
+
+def other_rows(base: str | None, config: Any) -> bool:
+    """Whether a model has another number of token rows than its base, so that its adapter must bring them.
+
+    PEFT's test (`save_embedding_layers="auto"`): by the configurations alone. A base that cannot be found is none.
+    """
+    from transformers import AutoConfig
+
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if not base or rows is None:
+        return False
+    try:
+        found = AutoConfig.from_pretrained(base, local_files_only=True)
+    except (OSError, ValueError):
+        return False
+    return rows != getattr(found.get_text_config(), "vocab_size", rows)
+
+
+def _called(model: Any) -> str:
+    return getattr(model.get_base_model(), "name_or_path", None) or type(model.get_base_model()).__name__
 
 
 def brought_tables(folder: str | Path) -> list[int]:

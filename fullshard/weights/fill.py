@@ -90,7 +90,7 @@ def fill(
         for files in opened:
             if files is not source:
                 files.close()
-    base = Base(str(work.source.path), next(filter(None, fingerprints)))
+    base = Base(os.path.abspath(work.source.path), next(filter(None, fingerprints)))
     names: dict[int, list[str]] = {}  # a module may stand in two places, such as the embedding beside a prompt
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)

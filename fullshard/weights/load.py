@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from fullshard import runtime
+from fullshard.adapters.inventory import dense_line
 from fullshard.adapters.lora import lay_out
 from fullshard.adapters.quantize import Quantization, quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
@@ -31,6 +32,7 @@ from fullshard.fsdp.strategy import ShardingStrategy, dtype_of
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.weights import export as export  # a loaded model's own save_pretrained streams
 from fullshard.weights import keys
+from fullshard.weights.adapter_base import check_base, lasting_name
 from fullshard.weights.adapter_files import stored_rows
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.files import Source
@@ -90,13 +92,15 @@ def load_pretrained(
         adapt = adapt or functools.partial(_with_adapter, folder=adapter)
 
     def build() -> PreTrainedModel:
+        if adapter is not None:
+            check_base(adapter, where, path)
         opened.append(open_source(where))
         settings = read_config(where, config, trust_remote_code)
         rows = resize_vocab or (stored_rows(adapter) if adapter is not None else 0)
         if resize_vocab is not None or rows > getattr(settings.get_text_config(), "vocab_size", rows):
             settings.get_text_config().vocab_size = rows
         wanted = choose_dtype(torch_dtype if torch_dtype is not None else dtype, settings, opened[0])
-        settings.name_or_path = str(path)
+        settings.name_or_path = lasting_name(path)
         return on_meta(class_of(model_class, settings), settings, wanted, where, trust_remote_code)
 
     with contextlib.ExitStack() as stack:
@@ -109,6 +113,7 @@ def load_pretrained(
         packed = quantization_config or getattr(model.config, "quantization_config", None)
         if packed is not None:
             quantize_model(model, packed, {name: entry.shape for name, entry in opened[0].entries.items()})
+            runtime.get_logger().info("%s", dense_line(model))
         before = set(model.state_dict())
         prefix = ""
         if adapt is not None:

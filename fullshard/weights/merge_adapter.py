@@ -7,7 +7,6 @@ of. So memory holds the adapter and one layer, and the result is what PEFT's `me
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,17 @@ import torch
 from torch import nn
 
 from fullshard.adapters.quantize import Quantization
-from fullshard.errors import QuantizationError, WeightsError
+from fullshard.errors import QuantizationError, WeightsError, first_line
+from fullshard.paths import check_new_folder
 from fullshard.weights import grow, keys
+from fullshard.weights.adapter_base import check_base, find_base
 from fullshard.weights.adapter_files import adapter_readers, open_adapter, stored_rows
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.load import choose_dtype, class_of, on_meta, read_config
 from fullshard.weights.locate import open_source
+from fullshard.weights.merged_layers import CHANGE_BASE, MergedLayers, check_kind, kind_of
 from fullshard.weights.outgoing import Outgoing
 from fullshard.weights.progress import Bar
-from fullshard.weights.reader import Reader
 from fullshard.weights.reverse import Reverse
 from fullshard.weights.rounded import rounded_readers
 from fullshard.weights.writer import total_bytes
@@ -51,16 +52,18 @@ def merge_adapter(
     is stored in 4 bits): then to the weights as they come back from 4 bits, converted to `dtype`, which is what was
     trained. `held_as` is the dtype that they had when the run quantised them; None is the base's.
     """
-    from peft import PeftConfig, get_peft_model
+    from peft import PeftConfig
 
     folder, target = Path(adapter), Path(out)
     rows = stored_rows(folder)
     given = PeftConfig.from_pretrained(str(folder))
-    where = Path(base if base is not None else given.base_model_name_or_path or "")
+    check_kind(given)
+    stored = given.base_model_name_or_path
+    where = Path(base if base is not None else find_base(folder, stored) if stored else "")
     if not where.exists() or not str(where):
-        raise WeightsError(f"the adapter's base {str(where)!r} is not here; name its folder with base=")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise WeightsError(f"{target} exists already and is not empty; choose another directory")
+        raise WeightsError(f"the adapter's base {str(where)!r} is not here; name its folder with base= (--base)")
+    check_base(folder, where)
+    check_new_folder(target)
     config = read_config(where, None, False)
     packed = getattr(config, "quantization_config", None)
     if packed is not None and not dequantized:
@@ -88,11 +91,10 @@ def merge_adapter(
         for name in grow.may_grow(plain, {id(p): [n] for n, p in plain.named_parameters()}) & found.readers.keys():
             if found.readers[name].shape[0] < form[name].shape[0]:
                 found.readers[name] = grow.grown(found.readers[name], form[name].shape[0], alone=True)
-        with torch.device("meta"):
-            model: Any = get_peft_model(plain, given)
-        _read_adapter(model, folder)
-        changed = _changed(model)
-        missing = [name for name in form if name not in found.readers and name not in changed]
+        start = getattr(given, "init_lora_weights", None)
+        model = _laid_out(plain, given)
+        merged = MergedLayers(model, _read_adapter(model, folder), form, start)
+        missing = [name for name in form if name not in found.readers and name not in merged.replaced]
         if missing:
             raise WeightsError(f"{where} does not hold {len(missing)} of the model's weights: {', '.join(missing[:5])}")
         groups = Reverse(plain).groups(form)
@@ -103,19 +105,41 @@ def merge_adapter(
         with Bar("merging", total_bytes(written), progress) as bar:
             done = 0
             for group in groups:
-                values = {name: _value(name, form, found.readers, changed) for name in group.members}
+                values = {name: merged.value(name, found.readers) for name in group.members}
                 done += outgoing.write(group.convert(values))
                 bar.at(done)
         outgoing.finish(plain, _tokenizer(folder), verify)
     return target
 
 
-def _read_adapter(model: Any, folder: Path) -> None:
-    """Give the adapter's parameters their values. (PEFT's own loading would move them to the base's device: meta.)"""
+def _laid_out(plain: Any, config: Any) -> Any:
+    """The model with the adapter put into it, without values."""
+    from peft import get_peft_model
+
+    if getattr(config, "init_lora_weights", None) in CHANGE_BASE:
+        config.init_lora_weights = True  # there are no weights to take anything off yet
+    try:
+        with torch.device("meta"):
+            return get_peft_model(plain, config)
+    except (RuntimeError, NotImplementedError) as error:
+        raise WeightsError(
+            f"a {kind_of(config)} adapter cannot be merged layer by layer ({first_line(error)}); merge it with PEFT "
+            f"(merge_and_unload)"
+        ) from error
+
+
+def _read_adapter(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Give the adapter's tensors their values; those, by name. (PEFT's own loading would move them to meta.)"""
+    brought: dict[str, torch.Tensor] = {}
     with open_adapter(folder) as source:
         for name, reader in adapter_readers(model, source).items():
             place, _, own = name.rpartition(".")
-            model.get_submodule(place)._parameters[own] = nn.Parameter(reader[()], requires_grad=False)
+            module = model.get_submodule(place)
+            if own in module._buffers:
+                brought[name] = module._buffers[own] = reader[()]
+            else:
+                brought[name] = module._parameters[own] = nn.Parameter(reader[()], requires_grad=False)
+    return brought
 
 
 def _form(model: Any) -> dict[str, torch.Tensor]:
@@ -128,64 +152,6 @@ def _form(model: Any) -> dict[str, torch.Tensor]:
             form[name] = value.detach().to(kept.get(name, value.dtype))
         seen.add(id(value))
     return form
-
-
-def _changed(model: Any) -> dict[str, tuple[Any, str]]:
-    """Tensors that the adapter gives another value: who knows it, and as which of its own."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
-
-    prefix, plain = keys.plain_model(model)
-    tied = getattr(plain, "all_tied_weights_keys", None) or {}
-    changed: dict[str, tuple[Any, str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            names = [n for n, _ in module.modules_to_save[module.active_adapter].named_parameters()]
-        elif isinstance(module, BaseTunerLayer):
-            names = [n for n, _ in module.get_base_layer().named_parameters(recurse=False)]
-        else:
-            continue
-        for own in names:
-            full = keys.plain_name(f"{name}.{own}", prefix)
-            if (full in tied or full in tied.values()) and not hasattr(module, "trainable_tokens_delta"):
-                raise WeightsError(
-                    f"the adapter changes {full}, which is tied to another weight; merge it with PEFT, or untie the "
-                    f"base (tie_word_embeddings) first"
-                )
-            changed[full] = (module, own)
-    return changed
-
-
-def _value(
-    name: str, form: dict[str, torch.Tensor], readers: dict[str, Reader], changed: dict[str, tuple[Any, str]]
-) -> torch.Tensor:
-    """A tensor of the result."""
-    from peft.utils import ModulesToSaveWrapper
-
-    if name not in changed:
-        return readers[name][()].to(form[name].dtype)
-    module, own = changed[name]
-    if isinstance(module, ModulesToSaveWrapper):
-        return module.modules_to_save[module.active_adapter].get_parameter(own).detach().to(form[name].dtype)
-    held = module.get_base_layer()._parameters[own]  # an adapter may bring the embedding it was trained beside
-    start = readers[name][()] if held.is_meta else held.detach().clone()
-    with _filled(module, own, start.to(form[name].dtype)) as layer:
-        if own == "weight":
-            module.merge()
-            module.merged_adapters.clear()
-        return layer.get_parameter(own).detach()
-
-
-@contextlib.contextmanager
-def _filled(module: Any, own: str, value: torch.Tensor) -> Iterator[nn.Module]:
-    """The base layer with one of its tensors in memory."""
-    layer = module.get_base_layer()
-    empty = layer._parameters[own]
-    layer._parameters[own] = nn.Parameter(value, requires_grad=False)
-    try:
-        yield layer
-    finally:
-        layer._parameters[own] = empty
 
 
 def _tokenizer(folder: Path) -> Any:

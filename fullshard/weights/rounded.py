@@ -6,6 +6,7 @@ quantised and unpacked again, those that lie there in 4 bits are unpacked.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -16,51 +17,72 @@ from torch import nn
 
 from fullshard.adapters import bnb, groups
 from fullshard.adapters.groups import Scheme
-from fullshard.adapters.quantize import Quantization, linears
+from fullshard.adapters.quantize import Quantization, expert_modules, linears
 from fullshard.weights.files import Source
 from fullshard.weights.reader import Cuts, Job, Reader, Stored
 
 
 class _Whole(Reader):
-    """A weight that is made as a whole, in the dtype it is wanted in."""
+    """A weight that is made as a whole, in the dtype it is wanted in; `transposed` if it is one of a `Conv1D`."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype):
-        self.shape, self.dtype = shape, dtype
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool):
+        self.shape, self.dtype, self.transposed = shape, dtype, transposed
+        self.form = shape[::-1] if transposed else shape
+        """As it is quantised: [out, in]."""
 
     @abstractmethod
     def value(self) -> torch.Tensor:
-        """All of it."""
+        """All of it, as it is quantised."""
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
         if out.numel():
-            yield lambda: out.copy_(self.value()[cuts])
+            yield lambda: out.copy_((self.value().T if self.transposed else self.value())[cuts])
 
 
 class Rounded(_Whole):
     """A dense weight, quantised as a run does it that holds weights in dtype `held`, and unpacked."""
 
-    def __init__(self, reader: Reader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype):
-        super().__init__(reader.shape, dtype)
+    def __init__(self, reader: Reader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype, transposed: bool):
+        super().__init__(reader.shape, dtype, transposed)
         self.reader, self.scheme, self.held = reader, scheme, held
 
     def value(self) -> torch.Tensor:
-        flat = self.reader[()].to(self.held).reshape(-1)
+        dense = self.reader[()].to(self.held)
+        flat = (dense.T if self.transposed else dense).reshape(-1)
         parts = groups.quantize_shard(flat, math.prod(self.shape), self.scheme)
-        return groups.dense(parts, self.shape, self.scheme, self.dtype)
+        return groups.dense(parts, self.form, self.scheme, self.dtype)
+
+
+class RoundedStack(Reader):
+    """A weight of fused experts, quantised and unpacked one expert at a time."""
+
+    def __init__(self, reader: Reader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype):
+        self.shape, self.dtype = reader.shape, dtype
+        self.reader, self.scheme, self.held = reader, scheme, held
+
+    def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        for place, i in zip(out, range(cuts[0].start, cuts[0].stop), strict=True):
+            yield functools.partial(self._one, place, i, cuts[1:])
+
+    def _one(self, out: torch.Tensor, i: int, cuts: Cuts) -> None:
+        shape = self.shape[1:]
+        flat = self.reader[i : i + 1].to(self.held).reshape(-1)
+        parts = groups.quantize_shard(flat, math.prod(shape), self.scheme)
+        out.copy_(groups.dense(parts, shape, self.scheme, self.dtype)[cuts])
 
 
 class Unpacked(_Whole):
     """A weight that lies in the files in 4 bits, under bitsandbytes' keys."""
 
-    def __init__(self, source: Source, name: str, shape: tuple[int, ...], dtype: torch.dtype):
-        super().__init__(shape, dtype)
+    def __init__(self, source: Source, name: str, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool):
+        super().__init__(shape, dtype, transposed)
         self.parts = {key: entry for key, entry in source.entries.items() if key == name or key.startswith(f"{name}.")}
         self.source, self.name = source, name
 
     def value(self) -> torch.Tensor:
         tensors = {key: Stored(self.source, entry)[()] for key, entry in self.parts.items()}
         parts, scheme = groups.from_state(*bnb.from_tensors(tensors, self.name))
-        return groups.dense(parts, self.shape, scheme, self.dtype)
+        return groups.dense(parts, self.form, scheme, self.dtype)
 
 
 def rounded_readers(
@@ -68,10 +90,14 @@ def rounded_readers(
 ) -> dict[str, Reader]:
     """Readers of the weights that are quantised, in `dtype`, by their names in the (plain, empty) model."""
     found: dict[str, Reader] = {}
-    for name, linear in linears(model, how.skip):
+    for name, linear, form in linears(model, how.skip):
         key = f"{name}.weight"
         if bnb.is_quantized(source.entries, key):
-            found[key] = Unpacked(source, key, tuple(linear.weight.shape), dtype)
+            found[key] = Unpacked(source, key, tuple(linear.weight.shape), dtype, form.transposed)
         elif key in readers:
-            found[key] = Rounded(readers[key], how.scheme, held, dtype)
+            found[key] = Rounded(readers[key], how.scheme, held, dtype, form.transposed)
+    for name, _, weights in expert_modules(model, how.skip):
+        for own in weights:
+            if (key := f"{name}.{own}") in readers:
+                found[key] = RoundedStack(readers[key], how.scheme, held, dtype)
     return found

@@ -2,18 +2,33 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from fullshard import load_pretrained, runtime, save_pretrained
 from fullshard.adapters import lora
+from fullshard.adapters.export import model_tensors
 from fullshard.adapters.groups import Scheme
+from fullshard.adapters.inventory import bytes_by_kind, dense_line
 from fullshard.adapters.linear import NF4Linear
-from fullshard.adapters.quantize import Quantization, quantize_model, quantized_layers
+from fullshard.adapters.quantize import Quantization, dequantize_model, quantize_model, quantized_layers
 from fullshard.errors import ConfigError, QuantizationError
-from tests.adapters.programs import llama, with_lora
+from fullshard.weights.merge_adapter import merge_adapter
+from tests.adapters.programs import batches, llama, train, with_lora
+from tests.fsdp.programs import mesh_for
+from tests.pool import ranks
 
 NF4_DOUBLE = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
@@ -79,9 +94,154 @@ def test_models_that_are_refused():
         quantize_model(with_lora(llama()), Scheme())
     with pytest.raises(QuantizationError, match="quantised already"):
         quantize_model(quantize_model(llama(), Scheme()), Scheme())
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1))
-    with pytest.raises(QuantizationError, match="no linear layer"):
-        quantize_model(gpt2, Scheme())
+    with pytest.raises(QuantizationError, match="Sequential has no weight to quantise"):
+        quantize_model(nn.Sequential(nn.Embedding(8, 8), nn.LayerNorm(8)), Scheme())
+
+
+# --- layers of other classes ------------------------------------------------------------------------------------------
+
+
+def gpt2():
+    """Weights stored as (in, out), of more than one group."""
+    torch.manual_seed(5)
+    shape = {"vocab_size": 131, "n_positions": 32, "n_embd": 128, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(
+        GPT2Config(**shape, bos_token_id=1, eos_token_id=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    )
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(p, std=0.02)
+    return model
+
+
+def falcon():
+    torch.manual_seed(5)
+    shape = {"vocab_size": 131, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return FalconForCausalLM(FalconConfig(**shape, bos_token_id=1, eos_token_id=2))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Checked(nn.Linear):
+    def forward(self, x):
+        assert x.shape[-1] == self.in_features
+        return x @ self.weight.T if self.bias is None else x @ self.weight.T + self.bias
+
+
+def test_subclasses_of_linear_layers_are_tried():
+    held = {
+        "plain": nn.Linear(64, 64),
+        "same": Checked(64, 8),
+        "bare": Checked(64, 8, bias=False),
+        "other": Doubled(64, 64),
+    }
+    model = quantize_model(nn.ModuleDict(held), Scheme())
+    assert quantized_layers(model).keys() == {"plain", "same", "bare"} and type(model["other"]) is Doubled
+    assert quantized_layers(quantize_model(falcon(), Scheme())).keys() == {
+        f"transformer.h.{i}.{layer}"
+        for i in range(2)
+        for layer in (
+            "self_attention.query_key_value",
+            "self_attention.dense",
+            "mlp.dense_h_to_4h",
+            "mlp.dense_4h_to_h",
+        )
+    }
+
+
+def test_conv1d_layers_are_those_that_transformers_quantises(tmp_path):
+    """Bytes, keys and results of a GPT-2 that transformers loads with bitsandbytes; adapters go on and off it alike."""
+    gpt2().save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(**NF4_DOUBLE, bnb_4bit_compute_dtype="float32")
+    theirs = GPT2LMHeadModel.from_pretrained(
+        tmp_path, quantization_config=config, device_map="cpu", dtype=torch.float32
+    )
+    ours = quantize_model(gpt2(), config)
+    for name, tensors in model_tensors(ours):
+        weight = theirs.get_submodule(name).weight
+        assert torch.equal(tensors[f"{name}.weight"], weight.data)
+        state = weight.quant_state.as_dict(packed=True)
+        assert all(torch.equal(tensors[f"{name}.weight.{key}"], value) for key, value in state.items()), name
+    assert len(quantized_layers(ours)) == 8
+    rows = batches(1)[0]
+    lora_config = LoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=True, init_lora_weights=False)
+    torch.manual_seed(7)
+    adapted = get_peft_model(ours, lora_config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        dense = gpt2()
+        for name, layer in quantized_layers(ours).items():
+            where = name.removesuffix(".base_layer")
+            dense.get_submodule(where).weight.data = layer.dequantize().T.contiguous()
+        loaded = PeftModel.from_pretrained(dense, tmp_path / "adapter")
+        torch.testing.assert_close(adapted(rows).logits, loaded(rows).logits, rtol=1e-4, atol=1e-5)
+        with adapted.disable_adapter():
+            assert not torch.allclose(adapted(rows).logits, loaded(rows).logits, atol=1e-3)
+
+
+@ranks(2)
+@pytest.mark.parametrize("family", [gpt2, pytest.param(falcon, marks=pytest.mark.slow)])
+def test_layers_of_other_classes_from_files_and_back(tmp_path, family):
+    """Ranks read their own part of a transposed weight; files and merges are those of bitsandbytes and PEFT."""
+    if runtime.is_main():
+        family().save_pretrained(tmp_path / "base")
+    runtime.barrier()
+    scheme, mesh = Scheme(double=True), mesh_for("FULL_SHARD")
+    adapt = lambda model: get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))  # noqa: E731
+    model = load_pretrained(tmp_path / "base", mesh, quantization_config=scheme, adapt=adapt, progress=False)
+    model.save_pretrained(tmp_path / "first")
+    runtime.barrier()
+    expected = dict(model_tensors(quantize_model(family(), scheme)))
+    for name, tensors in model_tensors(model):
+        plain = name.removeprefix("base_model.model.").removesuffix(".base_layer")
+        assert all(torch.equal(v, expected[plain][k.replace(name, plain)]) for k, v in tensors.items()), name
+    dense = dequantize_model(quantize_model(family(), scheme))
+    alone = PeftModel.from_pretrained(dense, tmp_path / "first", is_trainable=True)
+    assert train(model, 4, sharded=True) == pytest.approx(train(alone, 4, sharded=False), abs=1e-5)
+
+    whole = load_pretrained(tmp_path / "base", mesh, quantization_config=scheme, progress=False)
+    save_pretrained(whole, tmp_path / "packed", progress=False)
+    model.save_pretrained(tmp_path / "adapter")
+    runtime.barrier()
+    again = load_pretrained(tmp_path / "packed", mesh, progress=False)
+    rows = batches(1)[0]
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=rows).logits, whole(input_ids=rows).logits)
+    if runtime.is_main():
+        kinds = {"dense": (tmp_path / "base", scheme), "packed": (tmp_path / "packed", True)}
+        merged = {}
+        for kind, (base, how) in kinds.items():
+            merge_adapter(tmp_path / "adapter", tmp_path / kind / "out", base=base, dequantized=how, progress=False)
+            merged[kind] = AutoModelForCausalLM.from_pretrained(tmp_path / kind / "out").eval()
+        model_alone = dequantize_model(quantize_model(family(), scheme))
+        loaded = PeftModel.from_pretrained(model_alone, tmp_path / "adapter").merge_and_unload().eval()
+        with torch.no_grad():
+            for found in merged.values():
+                torch.testing.assert_close(found(rows).logits, loaded(rows).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_the_line_that_says_what_stays_dense():
+    """Every byte of the model is in it, under the name of what it belongs to."""
+    config = MixtralConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, num_local_experts=4,
+    )  # fmt: skip
+    model = quantize_model(MixtralForCausalLM(config), Scheme())
+    four_bits, dense = bytes_by_kind(model)
+    assert four_bits + dense.total() == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert dense == {"embedding": 2**18, "head": 2**18, "norms and biases": 5 * 512, "mlp.gate.weight": 2 * 4 * 512}
+    weights = 2 * (4 * 128 * 128 + 4 * 3 * 128 * 128)
+    line = (
+        f"4 bits: {weights:,} weights in 288.0 KiB; dense: 518.5 KiB (embedding 256.0 KiB, head 256.0 KiB, "
+        "norms and biases 2.5 KiB, mlp.gate.weight 4.0 KiB)"
+    )
+    assert dense_line(model) == line
+    lora_config = LoraConfig(r=2, target_modules=["q_proj"])
+    assert dense_line(get_peft_model(model, lora_config)) == line, "an adapter is none of it"
+    assert dense_line(nn.Linear(2, 2)) is None
 
 
 def test_full_fine_tuning_of_quantised_weights_is_refused():

@@ -172,7 +172,7 @@ def test_ignored_modules_stay_as_they_are():
     assert model.out.weight.grad is not None
 
 
-@ranks(1, 2, 4)
+@ranks(1, 2, 4, slow=(1, 2))
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
 def test_clip_grad_norm(strategy, p):

@@ -70,7 +70,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no evaluation split": (lambda p: words(p, dataset_name=p / "noise", eval_strategy="epoch"), "evaluation is on .eval_strategy epoch., but .*noise has no split 'test'; .*val_size"),
     "a kind of file that is not read": (lambda p: words(p, dataset_name=p / "run.yaml"), "a file of kind '.yaml'; expected .jsonl"),
     "output is a file": (lambda p: words(p, output_dir=p / "run.yaml"), "output_dir: .*run.yaml is a file"),
-    "output holds other things": (lambda p: words(p, output_dir=p / "data"), "is not empty .* and holds no earlier run"),
+    "output holds other things": (lambda p: words(p, output_dir=p / "noise"), "is not empty .* and holds no earlier run"),
     "zero rows": (lambda p: words(p, per_device_train_batch_size=0), "per_device_train_batch_size is 0; expected 1 or more"),
     "no steps": (lambda p: words(p, max_steps=0), "max_steps is 0; expected 1 or more, or -1"),
     "negative rate": (lambda p: words(p, learning_rate=-1), "learning_rate is -1.0; expected 0 or more"),
@@ -109,7 +109,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "nothing to freeze": (lambda p: words(p, freeze=","), "freeze is empty; expected names with commas"),
     "noise below zero": (lambda p: words(p, neftune_noise_alpha=-1), "neftune_noise_alpha is -1.0; expected 0 or more"),
     "a ratio below one": (lambda p: words(p, use_peft_lora=True, loraplus_lr_ratio=0.5), "loraplus_lr_ratio is 0.5; expected 1 or more"),
-    "unknown reporter": (lambda p: words(p, report_to="mlflow"), "report_to names mlflow; expected tensorboard, wandb, all or none"),
+    "unknown reporter": (lambda p: words(p, report_to="mlflow"), "report_to names mlflow; expected auto, tensorboard, wandb, all or none"),
     "impossible number of processes": (lambda p: [*words(p), "--num_processes", "none at all"], "--num_processes: expected a whole number"),
     "unknown strategy": (lambda p: [*words(p), "--num_processes", "2", "--fsdp_sharding_strategy", "SHARD_ALL"], "expected FULL_SHARD"),
 }  # fmt: skip

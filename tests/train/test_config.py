@@ -17,7 +17,6 @@ from fullshard.launch.training import split
 from fullshard.options import options_of
 from fullshard.train.arguments import parse
 from fullshard.train.config import SFTConfig
-from fullshard.train.folder import changes, check_folder, prepare_folder, write_settings
 from fullshard.train.given import config_of
 from fullshard.train.rates import check, factor
 
@@ -37,7 +36,8 @@ def test_the_guide_s_command() -> None:
     config = parse(SEED_FLAGS).config
     assert config.changed() == {
         "model_name_or_path": "meta-llama/Llama-2-70b-hf", "dataset_name": "smangrul/ultrachat-10k-chatml",
-        "chat_template_format": "chatml", "use_flash_attn": True, "use_peft_lora": True, "lora_r": 8,
+        "chat_template_format": "chatml", "append_concat_token": False, "use_flash_attn": True,
+        "use_peft_lora": True, "lora_r": 8,
         "lora_target_modules": "all-linear", "dataset_text_field": "content", "packing": True, "max_seq_len": 2048,
         "output_dir": "llama-sft-lora-fsdp", "seed": 100, "num_train_epochs": 1.0, "gradient_accumulation_steps": 4,
         "learning_rate": 1e-4, "lr_scheduler_type": "cosine", "weight_decay": 1e-4, "bf16": True,
@@ -149,29 +149,6 @@ def test_warm_up() -> None:
     assert SFTConfig(warmup_ratio=0.1).warmup(95) == 10
     assert SFTConfig(warmup_ratio=0.1, warmup_steps=3).warmup(95) == 3
     assert SFTConfig(warmup_steps=0.5).warmup(95) == 48
-
-
-def test_a_folder_with_an_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = SFTConfig(output_dir=str(tmp_path / "out"), learning_rate=1e-3)
-    check_folder(first)
-    prepare_folder(first)
-    write_settings(first, {})
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    (tmp_path / "out" / "checkpoints").mkdir()
-    second = SFTConfig(output_dir=str(tmp_path / "out"), learning_rate=2e-3, logging_steps=3, packing=True)
-    differ = "packing False → True, learning_rate 0.001 → 0.002"
-    said = rf"holds an earlier run. --resume .*, --overwrite .*Changed since: {differ}\."
-    with pytest.raises(ConfigError, match=said):
-        check_folder(second)
-    with pytest.raises(ConfigError, match="The settings are the same"):
-        check_folder(first)
-    assert set(changes(first.to_dict(), second)) == {"packing", "learning_rate"}
-    check_folder(SFTConfig(output_dir=str(tmp_path / "out"), resume=True))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    check_folder(second)
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
-    prepare_folder(SFTConfig(output_dir=str(tmp_path / "out"), overwrite=True))
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["notes.txt"], "nothing but what a run writes is removed"
 
 
 def test_other_names_work_in_a_script_too() -> None:

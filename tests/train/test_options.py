@@ -41,8 +41,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "chat_template_format": (CHATS, "zephyr"), "chat_template_path": (CHATS, "own.jinja"), "use_peft_lora": ({}, True), "lora_r": (LORA, 8),
     "lora_alpha": (LORA, 32), "lora_dropout": (LORA, 0.5), "lora_target_modules": (LORA, "q_proj"),
     "dataset_text_field": ({}, "other"), "dataset_columns": ({}, "text=other"), "packing": ({}, True), "max_seq_len": ({}, 12), "overflow": ({"max_seq_len": 8}, "drop"),
-    "append_concat_token": ({}, True), "add_special_tokens": ({}, True),
-    "assistant_only_loss": (CHATS, True),
+    "append_concat_token": ({}, False), "add_special_tokens": ({}, True),
+    "assistant_only_loss": (CHATS, True), "last_turn_only_loss": (CHATS, True),
     "train_sampling_strategy": ({}, "sequential"), "data_seed": ({}, 5), "dataloader_drop_last": ({"max_steps": 20, "per_device_train_batch_size": 3}, True),
     "dataloader_num_workers": ({}, 2), "cache_dir": ({}, "cache 2"), "output_dir": ({}, "elsewhere"), "seed": ({}, 7),
     "num_train_epochs": ({"max_steps": -1, "num_train_epochs": 0.2}, 0.3), "max_steps": ({}, 3),
@@ -58,7 +58,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "metric_for_best_model": (EVALUATES, "eval_entropy"), "greater_is_better": (EVALUATES, True),
     "early_stopping_threshold": ({**EVALUATES, "eval_steps": 1, "early_stopping_patience": 1}, 1e9),
     "load_best_model_at_end": ({**EVALUATES, "learning_rate": 2.0}, True), "logging_strategy": ({}, "epoch"),
-    "logging_steps": ({}, 1), "logging_first_step": ({}, True), "report_to": ({}, "tensorboard"), "run_name": ({}, "mine"),
+    "logging_steps": ({}, 1), "logging_first_step": ({}, True), "report_to": ({}, "auto"), "run_name": ({}, "mine"),
     "eval_samples": (EVALUATES, 2), "sample_prompts": ({**EVALUATES, "eval_samples": 1}, "prompts.txt"),
     "sample_max_new_tokens": ({**EVALUATES, "eval_samples": 1}, 3),
     "push_to_hub": ({}, True), "hub_strategy": ({"push_to_hub": True}, "end"), "fsdp": ({}, "shard_grad_op"), "fsdp_config": ({}, "section.json"), "ddp_timeout": ({}, 77.0),
@@ -73,13 +73,14 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "loraplus_lr_embedding": ({**LORA, "lora_target_modules": "q_proj,embed_tokens", "loraplus_lr_ratio": 2.0}, 1e-3),
 }  # fmt: skip
 ELSEWHERE = {
-    "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_formats", "overwrite": "test_config",
+    "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_formats", "overwrite": "test_folder",
     "resume": "test_resume", "resume_from_checkpoint": "test_trainer", "use_4bit_quantization": "test_qlora",
     "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
     "on_nonfinite_loss": "test_trainer", "use_flash_attn": "needs a GPU and flash-attn", "torch_compile": "needs a compiler",
     "adapter_name_or_path": "test_continue", "dataset_config_name": "test_formats", "dataset_weights": "test_mixture",
     "stopping_strategy": "test_mixture", "val_size": "test_data_options", "on_bad_row": "test_data_options", "streaming": "test_stream",
     "shuffle_buffer_size": "test_stream", "completion_only_loss": "test_chat", "preview": "test_preview", "preview_rows": "test_preview",
+    "prompt_format": "test_data_options", "dataset_settings": "test_data_options", "sample_by": "test_data_options",
     "dataloader_pin_memory": "needs a GPU", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""

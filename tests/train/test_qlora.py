@@ -5,22 +5,26 @@ The oracle is the plain loop of `test_ranks.py` on a dense model whose weights w
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from fullshard import runtime
 from fullshard.adapters.linear import NF4Linear
 from fullshard.adapters.quantize import dequantize_model, quantize_model
-from fullshard.errors import QuantizationError
+from fullshard.errors import ConfigError, QuantizationError
 from fullshard.train.adapter import quantization
 from fullshard.train.folder import CHECKPOINTS
+from fullshard.train.sft import SFTTrainer
 from fullshard.weights.manifest import read_manifest
 from fullshard.weights.meeting import exchange
+from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import global_batch, losses, settings, train
 from tests.train.test_ranks import one_device
@@ -82,6 +86,38 @@ def test_from_files_to_an_adapter_that_peft_loads(tmp_path: Path) -> None:
 
 
 @ranks(2)
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Experts in 4 bits with adapters on them, from files to an adapter that PEFT loads; the log says what is dense."""
+    shape = {
+        "vocab_size": 416, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_local_experts": 3, "max_position_embeddings": 256,
+    }  # fmt: skip
+    if runtime.is_main():
+        torch.manual_seed(0)
+        MixtralForCausalLM(MixtralConfig(**shape)).save_pretrained(tmp_path / "model")
+        make_tokenizer().save_pretrained(tmp_path / "model")
+    runtime.barrier()
+    options = {"use_peft_lora": True, "lora_r": 4, "lora_target_modules": "all-linear", **global_batch(2), **FOUR_BITS}
+    config = settings(tmp_path, max_steps=2, lora_dropout=0.0, progress="plain", **options)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        trainer = train(str(tmp_path / "model"), config)
+    assert not runtime.is_main() or "dense: 210.8 KiB (embedding 104.0 KiB, head 104.0 KiB," in shown.getvalue()
+    trainer.save_model()
+    runtime.barrier()
+    assert any("experts" in name and p.requires_grad for name, p in trainer.model.named_parameters())
+    ids = torch.arange(24).view(2, 12)
+    dense = rounded(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), config)
+    loaded = PeftModel.from_pretrained(dense, config.output_dir).eval()
+    with torch.no_grad():
+        got, expected = trainer.model.eval()(input_ids=ids).logits, loaded(input_ids=ids).logits
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        with loaded.disable_adapter():
+            assert not torch.allclose(got, loaded(input_ids=ids).logits, atol=1e-3)
+    with pytest.raises(ConfigError, match=r"lora_dropout=0\.1: peft has no dropout for adapters on parameters"):
+        train(str(tmp_path / "model"), settings(tmp_path, max_steps=1, **options))
+
+
+@ranks(2)
 def test_bf16_storage_trains_in_bf16_throughout(tmp_path: Path) -> None:
     storage = {**FOUR_BITS, "bnb_4bit_quant_storage_dtype": "bfloat16", "bnb_4bit_compute_dtype": "bfloat16"}
     if runtime.is_main():
@@ -105,3 +141,18 @@ def test_bf16_storage_trains_in_bf16_throughout(tmp_path: Path) -> None:
 def test_a_4_bit_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QuantizationError, match="full fine-tuning of a 4-bit model"):
         train(make_model(), settings(tmp_path, **FOUR_BITS))
+
+
+@ranks(1)
+def test_other_data_is_evaluated_on_the_model_as_it_is(tmp_path: Path) -> None:
+    """`evaluate(dataset)` reads data only: the model is neither quantised again nor are random numbers drawn anew."""
+    config = settings(tmp_path, max_steps=2, per_device_train_batch_size=2, **FOUR_BITS)
+    more = {"peft_config": LORA, "tokenizer": make_tokenizer()}
+    trainer = SFTTrainer(make_model(), config, train_dataset=text_rows(8), eval_dataset=text_rows(5, seed=9), **more)
+    for trained in (False, True):
+        if trained:
+            trainer.train()
+        expected = trainer.evaluate()["eval_loss"]
+        torch.manual_seed(3)
+        assert trainer.evaluate(text_rows(5, seed=9))["eval_loss"] == expected
+        assert torch.initial_seed() == 3

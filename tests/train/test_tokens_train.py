@@ -15,7 +15,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from fullshard import runtime
 from fullshard.adapters.token_rows import keep_tables_whole
@@ -25,7 +25,9 @@ from fullshard.fsdp.state import whole_value
 from fullshard.train import results
 from fullshard.train.folder import CHECKPOINTS
 from fullshard.train.loss import LeanHead
+from fullshard.train.model import embedding_rows, make_room
 from fullshard.train.sft import SFTTrainer
+from fullshard.weights.adapter_checkpoint import write_adapter
 from fullshard.weights.manifest import read_manifest
 from fullshard.weights.meeting import exchange
 from fullshard.weights.merge_adapter import merge_adapter
@@ -259,6 +261,32 @@ def test_a_tokenizer_that_has_the_marks_changes_nothing(tmp_path: Path) -> None:
     assert not rows_of(trainer.model) and trainer.model.peft_config["default"].trainable_token_indices is None
 
 
+def test_what_a_tokenizer_s_class_brings_along_is_no_new_token(tmp_path: Path) -> None:
+    """Qwen2's adds <|endoftext|> to any vocabulary; a template's marks are new beside it, and it is not."""
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=400,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+    make_tokenizer().save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 401 and tokenizer.unk_token == "<|endoftext|>", "it does so"
+    said: list[str] = []
+    assert make_room(model, tokenizer, [], said.append) == [] and embedding_rows(model) == 400 and not said
+    added = prepare_tokenizer(tokenizer, "chatml").added
+    new = make_room(model, tokenizer, added, said.append)
+    assert tokenizer.convert_ids_to_tokens(new) == ["<|im_start|>", "<|im_end|>"]
+    assert len(said) == 1 and said[0].startswith("2 new tokens (<|im_start|> <|im_end|>)")
+    tokenizer.add_tokens(["<|mine|>"])
+    assert len(make_room(model, tokenizer, [], said.append)) == 1, "a token of the user's own is new"
+
+
 @ranks(1)
 def test_models_of_the_user_s_own(tmp_path: Path) -> None:
     model = make_model(vocab_size=NEW)
@@ -285,6 +313,42 @@ def test_models_of_the_user_s_own(tmp_path: Path) -> None:
     )  # fmt: skip
     assert trainer.model.peft_config["default"].trainable_token_indices == {"model.embed_tokens": [NEW, NEW + 1]}
     assert whole.trainable_token_indices is None, "the user's own is left as it is"
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("tied", "chats"),
+    [(False, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(True, False), (False, True)])],
+)
+def test_a_model_that_was_resized_before_it_was_handed_over(tied: bool, chats: bool, tmp_path: Path) -> None:
+    """What PEFT would save, `save_embedding_layers="auto"`: the rows that the base does not have."""
+    folder(tmp_path, tie_word_embeddings=tied)
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<new {i}>" for i in range(5)])
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    rows = chat_rows(16) if chats else [{"text": f"the <new {i % 5}> sings to <new {i % 3}>"} for i in range(16)]
+    changes = {**LORA, **(CHATS if chats else {}), "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    config = settings(tmp_path, **changes)
+    trainer = SFTTrainer(model=model, args=config, train_dataset=rows, tokenizer=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    runtime.barrier()
+    out = Path(trainer.args.output_dir)
+    ids = torch.arange(NEW - 3, NEW + (7 if chats else 5)).view(1, -1)
+    trainer.model.eval()
+    with torch.no_grad():
+        expected = trainer.model(input_ids=ids).logits
+        loaded = AutoPeftModelForCausalLM.from_pretrained(out)
+        torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+        if runtime.is_main():
+            write_adapter(out / CHECKPOINTS / "step-2", tmp_path)
+            found, saved = (load_file(place / "adapter_model.safetensors") for place in (tmp_path, out))
+            assert found.keys() >= saved.keys() and all(torch.equal(found[name], v) for name, v in saved.items())
+            merge_adapter(out, tmp_path / "merged", progress=False)
+            merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+            torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    BOFTConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from fullshard.errors import QuantizationError, WeightsError
+from fullshard.errors import ConfigError, QuantizationError, WeightsError
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.weights.models import save
 
@@ -26,8 +38,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_adapter(base: Path, place: Path, **options: Any) -> Path:
+    return save_adapter(base, place, LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options))
+
+
+def save_adapter(base: Path, place: Path, config: Any) -> Path:
     torch.manual_seed(3)
-    config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     for name, p in model.named_parameters():
         if p.requires_grad and "magnitude" not in name:
@@ -69,6 +84,71 @@ def test_other_families_and_files(name: str, tmp_path: Path) -> None:
     assert names_in(tmp_path / "out") == names_in(base), "in the form that this family's files have"
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+OTHERS: dict[str, tuple[str, Any]] = {
+    "fused experts": ("mixtral", LoraConfig(r=4, target_modules="all-linear")),
+    "one of two": ("qwen2-moe", LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS[1:])),
+    "every bias": ("gpt2", LoraConfig(r=4, target_modules=["c_attn"], bias="all", fan_in_fan_out=True)),
+    "a bias of its own": ("qwen2", LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True)),
+    "pissa": ("llama", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa")),
+    "olora": ("llama", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="olora")),
+    "vera": ("llama", VeraConfig(r=4, target_modules=["q_proj"])),
+    "ia3": ("qwen2", IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
+    "loha": ("llama", LoHaConfig(r=4, target_modules=["q_proj"])),
+    "norms": ("llama", LNTuningConfig(target_modules=["input_layernorm"])),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "fused experts" else pytest.mark.slow) for kind in OTHERS]
+)
+def test_kinds_that_change_more_than_a_weight(kind: str, tmp_path: Path) -> None:
+    family, config = OTHERS[kind]
+    base = save(family, tmp_path / "base")
+    adapter = save_adapter(base, tmp_path / "adapter", copy.deepcopy(config))
+    merge_adapter(adapter, tmp_path / "out", progress=False)
+    assert_merged(base, adapter, tmp_path / "out", None)
+    assert names_in(tmp_path / "out") == names_in(base)
+
+
+UNKNOWN = {
+    "replicated layers": (
+        LoraConfig(r=4, target_modules=["q_proj"], layer_replication=[[0, 2], [1, 2]]),
+        r"holds 2 tensor\(s\) that a merge does not know.*layers.2.self_attn.q_proj.lora_A",
+    ),
+    "projections left out": (VeraConfig(r=4, target_modules=["q_proj"], save_projection=False), "does not know"),
+    "rotations": (OFTConfig(r=4, oft_block_size=0, target_modules=["q_proj"]), "does not know.*oft_R"),
+    "butterflies": (BOFTConfig(boft_block_size=4, target_modules=["q_proj"]), "BOFT adapter cannot be merged layer by"),
+    "prompts": (PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "PROMPT_TUNING adapter changes the"),
+    "random starts": (LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa_niter_4"), "'pissa_niter_4'"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "replicated layers" else pytest.mark.slow) for kind in UNKNOWN]
+)
+def test_what_a_merge_does_not_know_stops_it(kind: str, tmp_path: Path) -> None:
+    config, words = UNKNOWN[kind]
+    base = save("llama", tmp_path / "base")
+    adapter = save_adapter(base, tmp_path / "adapter", copy.deepcopy(config))
+    with pytest.raises(WeightsError, match=words):
+        merge_adapter(adapter, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_an_embedding_that_was_resized_beside_the_adapter(tmp_path: Path) -> None:
+    """PEFT writes it into the adapter's files; the rows that files of the base do not have are those."""
+    base = save("llama", tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(model.vocab_size + 3)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "out", progress=False)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    expected = adapted.merge_and_unload().state_dict()
+    assert merged.keys() == expected.keys() and all(torch.equal(merged[n], v) for n, v in expected.items())
+
+
 def names_in(directory: Path) -> set[str]:
     names: set[str] = set()
     for file in directory.glob("*.safetensors"):
@@ -82,7 +162,7 @@ def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
     adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
     with pytest.raises(WeightsError, match=r"base holds no adapter: it has no adapter_model.safetensors"):
         merge_adapter(base, tmp_path / "out")
-    with pytest.raises(WeightsError, match="exists already and is not empty"):
+    with pytest.raises(ConfigError, match="exists already and is not empty"):
         merge_adapter(adapter, base)
     with pytest.raises(WeightsError, match=r"base '.*nowhere' is not here; name its folder with base="):
         merge_adapter(adapter, tmp_path / "out", base=tmp_path / "nowhere")
