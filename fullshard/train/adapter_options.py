@@ -1,7 +1,7 @@
-"""The settings of what trains and how it starts: kinds of adapters, frozen parts, noise. Part of `SFTConfig`.
+"""The settings of what trains and how it starts: adapters, the 4-bit model beside them, frozen parts, noise.
 
-Names are PEFT's (`LoraConfig`, `VeraConfig`, …) and transformers'. No torch: what does not go together is found at
-once.
+Part of `SFTConfig`. Names are PEFT's (`LoraConfig`, `VeraConfig`, …) and transformers'. No torch: what does not go
+together is found at once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fullshard.errors import ConfigError
 from fullshard.options import as_list, option
 from fullshard.weights.adapter_config import taken_from_weights
 
+LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
 PLAIN_STARTS = ("true", "false", "gaussian", "orthogonal")
 """Ways to begin a LoRA adapter that do not look at the weights it adapts."""
 NOT_OFFERED = {
@@ -28,8 +29,36 @@ PROMPT_TYPES = ("prompt_tuning", "prefix_tuning", "p_tuning")
 
 @dataclass
 class AdapterOptions:
-    """Settings of adapters beyond rank, alpha, dropout and targets."""
+    """Settings of adapters and of the frozen model beside them."""
 
+    use_peft_lora: bool = False
+    """Train a LoRA adapter and leave the model as it is."""
+    adapter_name_or_path: str | None = option(None, given_as="a folder, or a name on the hub")
+    """Go on training this adapter instead of starting a new one; its own rank, targets and new tokens are kept."""
+    lora_r: int = 64
+    """Rank of the adapter's matrices."""
+    lora_alpha: int = 16
+    """The adapter's output is scaled by alpha / r."""
+    lora_dropout: float = 0.1
+    """Dropout before the adapter."""
+    lora_target_modules: str = option(LORA_TARGETS, given_as="module names, or all-linear")
+    """Which layers get an adapter: a comma-separated list, or all-linear for every linear layer but the output head."""
+    adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype the adapter is stored and updated in; auto is float32, but bfloat16 beside a 4-bit model whose
+    `bnb_4bit_quant_storage_dtype` is that."""
+    use_4bit_quantization: bool = False
+    """Hold the frozen model in 4 bits (QLoRA): it is quantised while it is read, each rank its own part."""
+    use_8bit_quantization: bool = False
+    """Hold the frozen model in 8 bits. Not offered; use 4 bits."""
+    use_nested_quant: bool = False
+    """Quantise the scales of a 4-bit model as well: 4.127 instead of 4.5 bits per weight."""
+    bnb_4bit_compute_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """The dtype a 4-bit model multiplies in; auto is the one that the run computes in."""
+    bnb_4bit_quant_storage_dtype: Literal["uint8", "float16", "bfloat16", "float32"] = "uint8"
+    """What stands beside the 4-bit weights: bfloat16 trains in bf16 throughout, float32 keeps the rest wide, uint8
+    leaves it as in the files. The packed values themselves are bytes whatever it says."""
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    """The 4-bit format."""
     peft_type: Literal["lora", "vera", "prompt_tuning", "prefix_tuning", "p_tuning"] = option(
         "lora", aliases=("peft_method",), flags=("peft_method",)
     )
@@ -76,8 +105,7 @@ class AdapterOptions:
     @property
     def adapter_kind(self) -> str | None:
         """What PEFT calls the adapter that is asked for; None for full fine-tuning."""
-        wanted: Any = self
-        return self.peft_type if wanted.use_peft_lora or self.peft_type != "lora" else None
+        return self.peft_type if self.use_peft_lora or self.peft_type != "lora" else None
 
     @property
     def first_values(self) -> bool | str:
@@ -86,6 +114,7 @@ class AdapterOptions:
 
     def check_adapter(self) -> None:
         """Refuse what does not go together."""
+        self._check_quantization()
         self._check_start()
         self._check_kind()
         self._check_prompt()
@@ -101,6 +130,16 @@ class AdapterOptions:
             if (given := getattr(self, name)) is not None and not as_list(given):
                 raise ConfigError(f"{name} is empty; expected names with commas.")
 
+    def _check_quantization(self) -> None:
+        if self.use_4bit_quantization and self.use_8bit_quantization:
+            raise ConfigError("use_4bit_quantization and use_8bit_quantization are both on; choose one.")
+        if self.use_8bit_quantization:
+            raise ConfigError(
+                "use_8bit_quantization is on, but 8-bit weights are not offered; use_4bit_quantization is."
+            )
+        if self.use_nested_quant and not self.use_4bit_quantization:
+            raise ConfigError("use_nested_quant quantises the scales of 4-bit weights; it needs use_4bit_quantization.")
+
     def _check_start(self) -> None:
         wanted: Any = self
         start = self.init_lora_weights.lower()
@@ -114,14 +153,14 @@ class AdapterOptions:
                 f"init_lora_weights is {self.init_lora_weights!r}; expected true, false, gaussian, orthogonal, pissa, "
                 f"pissa_niter_N (with a number), olora or loftq."
             )
-        if start == "loftq" and not wanted.use_4bit_quantization:
+        if start == "loftq" and not self.use_4bit_quantization:
             raise ConfigError("init_lora_weights is loftq, which makes up for 4 bits; it needs use_4bit_quantization.")
         if taken_from_weights(start) and wanted.save_dtype in ("float16", "bfloat16"):
             raise ConfigError(
                 f"save_dtype is {wanted.save_dtype}, and init_lora_weights is {start}: what is saved is a difference "
                 f"of two adapters, which rounding would swallow. Leave save_dtype out."
             )
-        if taken_from_weights(start) and wanted.use_4bit_quantization:
+        if taken_from_weights(start) and self.use_4bit_quantization:
             raise ConfigError(
                 f"init_lora_weights is {start}, and the model is held in 4 bits: what is left of the weights would be "
                 f"rounded, and no adapter's files could give the trained model again. Use loftq, or leave "
@@ -137,7 +176,7 @@ class AdapterOptions:
             "prompt_tuning": ("prompt_tuning_init_text",),
             "prefix_tuning": ("prefix_projection",),
         }
-        earlier = getattr(self, "adapter_name_or_path", None)
+        earlier = self.adapter_name_or_path
         for wanted, names in needs.items():
             for name in names:
                 if getattr(self, name) != defaults[name].default and kind != wanted and not earlier:

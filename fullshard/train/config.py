@@ -16,7 +16,6 @@ from fullshard.options import as_list, option, options_of, takes_other_names
 from fullshard.train import rates
 from fullshard.train.adapter_options import AdapterOptions
 
-LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
 REPORT_TO = ("tensorboard", "wandb")
 """What `report_to` can name; each is called like the package it needs."""
 
@@ -49,34 +48,6 @@ class SFTConfig(AdapterOptions):
     """Use FlashAttention 2. Where it is not installed, or without a GPU, torch's own attention is used, with a note."""
     attn_implementation: str | None = option(None, given_as="sdpa, eager, flash_attention_2, …")
     """The attention implementation by transformers' name; overrules `use_flash_attn`."""
-    use_peft_lora: bool = False
-    """Train a LoRA adapter and leave the model as it is."""
-    adapter_name_or_path: str | None = option(None, given_as="a folder, or a name on the hub")
-    """Go on training this adapter instead of starting a new one; its own rank, targets and new tokens are kept."""
-    lora_r: int = 64
-    """Rank of the adapter's matrices."""
-    lora_alpha: int = 16
-    """The adapter's output is scaled by alpha / r."""
-    lora_dropout: float = 0.1
-    """Dropout before the adapter."""
-    lora_target_modules: str = option(LORA_TARGETS, given_as="module names, or all-linear")
-    """Which layers get an adapter: a comma-separated list, or all-linear for every linear layer but the output head."""
-    adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The dtype the adapter is stored and updated in; auto is float32, but bfloat16 beside a 4-bit model whose
-    `bnb_4bit_quant_storage_dtype` is that."""
-    use_4bit_quantization: bool = False
-    """Hold the frozen model in 4 bits (QLoRA): it is quantised while it is read, each rank its own part."""
-    use_8bit_quantization: bool = False
-    """Hold the frozen model in 8 bits. Not offered; use 4 bits."""
-    use_nested_quant: bool = False
-    """Quantise the scales of a 4-bit model as well: 4.127 instead of 4.5 bits per weight."""
-    bnb_4bit_compute_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
-    """The dtype a 4-bit model multiplies in; auto is the one that the run computes in."""
-    bnb_4bit_quant_storage_dtype: Literal["uint8", "float16", "bfloat16", "float32"] = "uint8"
-    """What stands beside the 4-bit weights: bfloat16 trains in bf16 throughout, float32 keeps the rest wide, uint8
-    leaves it as in the files. The packed values themselves are bytes whatever it says."""
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
-    """The 4-bit format."""
     use_unsloth: bool = False
     """Load the model through Unsloth. Refused: Unsloth does not shard."""
 
@@ -323,14 +294,6 @@ class SFTConfig(AdapterOptions):
             raise ConfigError(f"max_seq_len is {self.max_seq_len}; a row needs at least 2 tokens to predict one.")
 
     def _check_route(self) -> None:
-        if self.use_4bit_quantization and self.use_8bit_quantization:
-            raise ConfigError("use_4bit_quantization and use_8bit_quantization are both on; choose one.")
-        if self.use_8bit_quantization:
-            raise ConfigError(
-                "use_8bit_quantization is on, but 8-bit weights are not offered; use_4bit_quantization is."
-            )
-        if self.use_nested_quant and not self.use_4bit_quantization:
-            raise ConfigError("use_nested_quant quantises the scales of 4-bit weights; it needs use_4bit_quantization.")
         if self.use_unsloth:
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
         if self.bf16 and self.fp16:

@@ -140,7 +140,8 @@ def test_settings_of_a_schedule_in_flags_and_files(tmp_path: Path) -> None:
     assert parse([str(tmp_path / "run.yaml")]).config.schedule_settings() == {"timescale": 9}
     flags = ["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs"]
     for text in ('{"min_lr": 1e-6}', "min_lr=1e-6"):
-        assert parse([*flags, text, "--learning_rate", "1e-4"]).config.schedule_settings()["min_lr_rate"] == 0.01
+        said = parse([*flags, text, "--learning_rate", "1e-4"]).config.schedule_settings()
+        assert said["min_lr_rate"] == pytest.approx(0.01)
     given = TrainingArguments(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.2})
     assert config_of(given)[0].schedule_settings()["min_lr_rate"] == 0.2
 
