@@ -102,6 +102,9 @@ def continued_config(config: SFTConfig, folder: Path, say: Say) -> Any:
         asked, own = getattr(config, option), getattr(found, name, None)
         if asked not in (own, SFTConfig.__dataclass_fields__[option].default):
             say(f"{option} {asked} is not used: the adapter that is gone on with has {own}.")
+    for option in ("peft_type", "init_lora_weights", "modules_to_save", "trainable_token_indices"):
+        if (asked := getattr(config, option)) != SFTConfig.__dataclass_fields__[option].default:
+            say(f"{option} {asked} is not used: the adapter that is gone on with has its own.")
     return found
 
 

@@ -7,6 +7,7 @@ the weight, subtracts their product from its slice of that. The same values come
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from fullshard.fsdp.strategy import dtype_of
 from fullshard.weights import init
 from fullshard.weights.adapter_config import taken_from_weights
 from fullshard.weights.meeting import front_group
+from fullshard.weights.progress import Bar
 from fullshard.weights.reader import Reader
 from fullshard.weights.report import together
 
@@ -124,14 +126,20 @@ def _check(one: Derived, base: nn.Module) -> None:
         raise WeightsError(f"{what} needs the weight of {one.name}, which the files do not hold as it is")
 
 
-def derive(model: nn.Module, parameters: list[ShardedParameter], layers: list[Derived], seed: int) -> None:
+def derive(
+    model: nn.Module, parameters: list[ShardedParameter], layers: list[Derived], seed: int, progress: bool = False
+) -> None:
     """Give the layers their values. All ranks must call it, once the weights have been read."""
     mine: dict[int, Values] = {}
+    share = range(runtime.rank(), len(layers), runtime.world_size())
 
     def compute() -> None:
-        with init.without_values(parameters):
-            for i in range(runtime.rank(), len(layers), runtime.world_size()):
+        sizes = {i: sum(math.prod(r.shape) * r.dtype.itemsize for r in layers[i].readers.values()) for i in share}
+        bar = Bar("adapters from weights", sum(sizes.values()), progress and bool(layers))
+        with init.without_values(parameters), bar:
+            for i in share:
                 mine[i] = {kind: value.cpu() for kind, value in _values(model, layers[i], seed).items()}
+                bar.at(sum(sizes[j] for j in mine))
 
     together(compute, "adapters from weights")
     for i, one in enumerate(layers):

@@ -153,7 +153,7 @@ def _carry_out(
         held: list[Any] = []
         together(lambda: held.append(module.read_files(readers, pieces)), "load")  # noqa: B023
         module.finish_reading(held[0], pieces)
-    derive.derive(model, work.parameters, work.derived, seed)
+    derive.derive(model, work.parameters, work.derived, seed, progress)
     if transform is not None:
         together(lambda: _transform(work, transform), "transform")
     if work.plain is not None and work.conversions is not None:
