@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -23,15 +23,16 @@ from fullshard.errors import CheckpointError, ConfigError, WeightsError
 from fullshard.train.answer import Ends, answer
 from fullshard.train.folder import CHECKPOINTS
 from fullshard.train.schedule import make_optimizer
+from fullshard.train.sft import SFTTrainer
 from fullshard.weights.adapter_checkpoint import write_adapter
 from fullshard.weights.adapter_config import FIRST
 from fullshard.weights.load import load_pretrained
 from fullshard.weights.manifest import read_manifest
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.pool import ranks
-from tests.train.runs import losses
+from tests.train.runs import losses, settings
 from tests.train.test_adapter_kinds import KINDS, base_of, logits_of, start, values_of
-from tests.train.tiny import make_model
+from tests.train.tiny import make_folder, make_model
 
 SAVES = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "neftune_noise_alpha": 5.0, "lora_dropout": 0.2}
 LIVES = ["pissa", "olora", "dora, 4 bits", "vera", "prompt", "prefix, projected", "p_tuning"]
@@ -225,3 +226,28 @@ def test_frozen_by_pattern(tmp_path: Path) -> None:
         start(tmp_path, "nothing", use_peft_lora=False, freeze="*")
     with pytest.raises(ConfigError, match="has no token '<nobody>'"):
         start(tmp_path, "token", trainable_token_indices="<nobody>")
+
+
+@ranks(1)
+def test_what_an_adapter_of_the_user_s_cannot_do(tmp_path: Path) -> None:
+    make_folder(tmp_path, tie_word_embeddings=True)
+    rows = str(tmp_path / "data" / "train.jsonl")
+
+    def begin(config: Any, **changes: Any) -> None:
+        args = settings(tmp_path, max_steps=1, **changes)
+        _ = SFTTrainer(model=str(tmp_path / "model"), args=args, train_dataset=rows, peft_config=config).loop
+
+    prompt = {"num_virtual_tokens": 2, "task_type": "CAUSAL_LM"}
+    with pytest.raises(ConfigError, match="packing is on, and the adapter is prompt_tuning"):
+        begin(PromptTuningConfig(**prompt), packing=True)
+    with pytest.raises(ConfigError, match="gradient_checkpointing is on, and the adapter is prefix_tuning"):
+        begin(PrefixTuningConfig(**prompt), fsdp_config={"activation_checkpointing": True})
+    with pytest.raises(
+        ConfigError, match="tokens and 250 virtual ones before them, LlamaForCausalLM has 256 positions"
+    ):
+        begin(PromptTuningConfig(num_virtual_tokens=250, task_type="CAUSAL_LM"))
+    lora: dict[str, Any] = {"r": 2, "target_modules": ["lm_head"], "task_type": "CAUSAL_LM"}
+    with pytest.raises(WeightsError, match=r"changes the weight of .*lm_head, which is tied to another"):
+        begin(LoraConfig(init_lora_weights="pissa", **lora))
+    with pytest.raises(WeightsError, match="init_lora_weights='eva' is not offered for this layer, or not at all"):
+        begin(LoraConfig(init_lora_weights="eva", **{**lora, "target_modules": ["q_proj"]}))
