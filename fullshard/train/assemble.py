@@ -1,6 +1,6 @@
 """The whole system on one screen: from settings to a loop that is ready to run, every part in its order.
 
-launched ranks → mesh → empty model → adapter → tokens → lean head → plan → weights → optimizer → loop
+launched ranks → mesh → empty model → way to pack → adapter → tokens → lean head → plan → weights → optimizer → loop
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fullshard import runtime
 from fullshard.adapters import lora
 from fullshard.adapters.quantize import quantize_model
@@ -19,16 +21,20 @@ from fullshard.data.once import agree
 from fullshard.data.sources import Source
 from fullshard.data.stream import Stream
 from fullshard.data.tokens import TokenTable
+from fullshard.errors import ConfigError
 from fullshard.fsdp import checkpoint_module
+from fullshard.fsdp.strategy import dtype_of
 from fullshard.train import fit, folder
 from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes
 from fullshard.train.batches import describe_data, make_loader, make_stream, make_table
 from fullshard.train.config import SFTConfig
 from fullshard.train.engine import EngineSettings
 from fullshard.train.loop import Loop
-from fullshard.train.loss import LeanHead
+from fullshard.train.loss import LeanHead, causal
 from fullshard.train.metrics import Reporter
 from fullshard.train.model import check_rows, empty_model, read_tokenizer, settle_vocabulary, uses_flash
+from fullshard.train.packed import Packed, Way, takes_positions
+from fullshard.train.packing_trial import Verdict, try_packing
 from fullshard.train.prepare import rebind
 from fullshard.train.schedule import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
@@ -53,6 +59,8 @@ class Parts:
     """The folder of the adapter that is gone on with."""
     grown: bool = False
     """Whether the model has more token rows than its files."""
+    way: Way | None = None
+    """How the model is given packed rows; None without packing."""
 
 
 def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
@@ -82,12 +90,13 @@ def gather_parts(
         model = agree(lambda: empty_model(config, base, say), own=True)
     settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
     peft_config, grown = agree(settle, own=True)
+    way = way_to_pack(config, model, say) if config.packing else None
     if base is None and (four_bits := quantization(config)) is not None:
         model = quantize_model(model, four_bits)
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
     lora.check_trains(model)
-    parts = Parts(config, engine, model, base, tokenizer, earlier=earlier, grown=grown)
+    parts = Parts(config, engine, model, base, tokenizer, earlier=earlier, grown=grown, way=way)
     if train is not None and config.streaming:
         parts.train = make_stream(config, train, tokenizer, functools.partial(check_rows, model))
     elif train is not None:
@@ -105,10 +114,33 @@ def table_of(parts: Parts, name: str, source: Source, say: Say) -> TokenTable:
     return table
 
 
+def way_to_pack(config: SFTConfig, model: Any, say: Say) -> Way:
+    """How this model is given packed rows, as the first rank finds by trying. All ranks must call this."""
+    work = functools.partial(try_packing, model, runtime.device(), uses_flash(model))
+    verdict: Verdict = agree(work if runtime.is_main() else lambda: None)[0]
+    name = type(causal(model)).__name__
+    if verdict.way is not None:
+        if verdict.way != Way():
+            say(f"packing: documents are kept apart in {name} by {verdict.way}.")
+        return verdict.way
+    if verdict.tried:
+        raise ConfigError(f"packing: {verdict.reason} in {name}, however they are given to it; leave packing out.")
+    if not config.trust_packing:
+        raise ConfigError(
+            f"packing: whether {name} keeps documents in a row apart cannot be tried on a small model of its class "
+            f"({verdict.reason}); leave packing out, or set trust_packing if you know that it does."
+        )
+    if not takes_positions(model):
+        raise ConfigError(f"packing: {name} does not take position_ids, so documents would see each other.")
+    say(f"packing: {name} is trusted to keep documents in a row apart; it could not be tried ({verdict.reason}).")
+    return Way()
+
+
 def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: Any = None) -> Loop:
     """Shard the model as planned, fill it, and put a loop around it."""
     config, engine, model = parts.config, parts.engine, parts.model
     keep_tables_whole(model)
+    packed = Packed(model, parts.way, _computed_in(engine, model)) if parts.way is not None else None
     head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss)
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
@@ -131,7 +163,7 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     precision, more = engine.mixed_precision, {"notify": notify} if notify is not None else {}
     return Loop(
         config, sharded, head, optimizer, schedule, loader, reporter, reporter.total, evaluation=parts.evaluation,
-        precision=precision, **more,
+        precision=precision, packed=packed, **more,
     )  # fmt: skip
 
 
@@ -140,6 +172,10 @@ def open_checkpoints(config: SFTConfig, loop: Loop) -> CheckpointManager:
     place = Path(config.output_dir).expanduser() / folder.CHECKPOINTS
     keep = config.save_total_limit
     return CheckpointManager(place, config.save_steps, keep, protect=lambda step: step == loop.progress.best_step)
+
+
+def _computed_in(engine: EngineSettings, model: Any) -> torch.dtype:
+    return dtype_of(engine.mixed_precision) if engine.mixed_precision != "no" else causal(model).dtype
 
 
 def _origin(model: Any) -> str | None:

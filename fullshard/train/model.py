@@ -23,6 +23,7 @@ from fullshard.train import adapter
 from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
 from fullshard.train.loss import causal
+from fullshard.train.rope import longest_document, scale_rope
 from fullshard.weights import load as loading
 from fullshard.weights.adapter_files import stored_rows
 from fullshard.weights.grow import grow_in_memory
@@ -51,6 +52,8 @@ def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
         shape = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no model configuration could be read from {folder}: {first_line(error)[:200]}") from None
+    if config.rope_scaling is not None:
+        scale_rope(shape, config.rope_scaling, config.max_seq_len, say)
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
         say(f"{folder} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")
@@ -188,12 +191,11 @@ def check_rows(model: Any, table: TokenTable) -> None:
     """Refuse rows that the model cannot take."""
     inner = causal(model)
     longest = int((table.document_starts[1:] - table.document_starts[:-1]).max())
-    positions = getattr(inner.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and longest > positions:
+    positions = longest_document(inner.config)
+    if positions is not None and longest > positions:
         raise ConfigError(
             f"the data has documents of {longest} tokens, {type(inner).__name__} has {positions} positions; set "
-            f"max_seq_len to "
-            f"{positions} or less."
+            f"max_seq_len to {positions} or less, or rope_scaling where the model has rotary positions."
         )
     top = int(table.tokens.max())
     if top >= embedding_rows(model):

@@ -73,6 +73,7 @@ ELSEWHERE = {
     "stopping_strategy": "test_mixture", "val_size": "test_data_options", "on_bad_row": "test_data_options", "streaming": "test_stream",
     "shuffle_buffer_size": "test_stream", "completion_only_loss": "test_chat", "preview": "test_preview", "preview_rows": "test_preview",
     "dataloader_pin_memory": "needs a GPU", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
+    "trust_packing": "test_packing_trial", "rope_scaling": "test_rope",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""
 
