@@ -1,5 +1,6 @@
 """Losses from tensors that left a unit by another way than its outputs, and `backward(inputs=…)`, as on one device."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -260,6 +261,39 @@ def test_a_weight_counts_once_where_models_call_each_other():
         around(rows).square().mean().backward()
     assert_same_gradients(inner, sharded)
     assert_same_gradients(outer, around)
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+def test_hybrid_strategies_with_groups_of_two(strategy):
+    """Four ranks, so that the hybrid ones shard something: hooks, losses on modules, accumulation, chosen inputs."""
+
+    def program(m, x, step):
+        with _Taken(m, ["parts.0.a"]) as found:
+            y = m(x)
+        kept = sum(part.kept.square().mean() for part in m.parts)
+        with m.no_sync() if step == 1 and hasattr(m, "no_sync") else contextlib.nullcontext():
+            (kept + found["parts.0.a"].square().mean()).backward(retain_graph=True)
+        if step == 2:
+            y.square().mean().backward(inputs=[m.parts[1].b.weight, m.out.bias])
+        else:
+            (y.square().mean() + kept).backward()
+
+    run(lambda: _Auxiliaries(late=True), strategy, program, policy={_Auxiliary}, steps=4)
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("how", ["hook", "with the output", "into another call"])
+def test_weights_on_four_ranks(how):
+    (reference, _), (model, _) = both(_Leaves, "HYBRID_SHARD", auto_wrap_policy={_Auxiliary, _Out})
+    x = data(7, 8)
+    _terms(reference, x, how).backward()
+    rows = mine(x)
+    with weigh.opened(weigh.Share(len(rows) * 4 / 7)):
+        _terms(model, rows, how).backward()
+    assert_same_gradients(reference, model)
 
 
 # --- backward(inputs=…) -----------------------------------------------------------------------------------------------
