@@ -327,8 +327,7 @@ class ShardedParameter:
             self.shard.grad = HeldGradient(self.shard, term, self.shard.grad)
 
     def drop_gradient(self) -> None:
-        if (held := self.held) is not None:
-            self.shard.grad = held.base
+        """Drop what a backward that was broken off has left; what `no_sync` holds back is of passes before."""
         for leaf in (self.full, self.full_global):
             if leaf is not None:
                 leaf.grad = None

@@ -43,7 +43,7 @@ def _initialise(m, step):
 @ranks(2)
 @every_strategy
 @pytest.mark.parametrize("change", [_assign, _swap, _vector, _initialise])
-@pytest.mark.parametrize("after_a_pass", [False, True])
+@pytest.mark.parametrize("after_a_pass", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_values_written_by_other_means(strategy, change, after_a_pass):
     def program(m, x, step):
         if after_a_pass:
