@@ -129,7 +129,7 @@ def gather_parts(
             begin_with(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
     for kind in prompt_kinds(model):
         check_prompt(kind, config.packing, config.gradient_checkpointing or engine.activation_checkpointing)
-    if config.freeze:
+    if config.freeze and train is not None:
         agree(functools.partial(freeze, model, config.freeze, say))
     lora.check_trains(model)
     adds = peft_config is not None and earlier is None

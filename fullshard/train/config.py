@@ -16,7 +16,6 @@ from fullshard.options import as_list, option, options_of, takes_other_names
 from fullshard.train import rates
 from fullshard.train.adapter_options import AdapterOptions
 
-SAME_LENGTH = ("max_seq_length", "max_length")
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
 REPORT_TO = ("tensorboard", "wandb")
 """What `report_to` can name; each is called like the package it needs."""

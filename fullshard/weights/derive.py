@@ -110,6 +110,11 @@ def _check(one: Derived, base: nn.Module) -> None:
     if one.subtracts and (one.weight is None or len(one.weight.sites) > 1):
         kind = "is held in 4 bits" if one.weight is None else "is tied to another"
         raise WeightsError(f"{what} changes the weight of {one.name}, which {kind}; leave that layer out, or use True")
+    if one.subtracts and "niter" in one.start and "A" not in one.parameters and not one.first:
+        raise WeightsError(
+            f"an adapter that began as {one.start} cannot be loaded: what was taken out of the weights was drawn at "
+            f"random. Have PEFT save it as plain LoRA (path_initial_model_for_weight_conversion=)"
+        )
     if one.start == "loftq" and getattr(base, "stored", None) is not None:
         raise WeightsError(
             f"init_lora_weights='loftq' needs the weights before quantisation, and the files hold {one.name} in 4 "

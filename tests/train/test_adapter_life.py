@@ -98,6 +98,7 @@ def test_a_run_resumes_exports_and_talks(kind: str, tmp_path: Path) -> None:
     life(kind, tmp_path)
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_without_its_first_values_a_run_computes_them_again(tmp_path: Path) -> None:
     changes = {**KINDS["pissa_niter"][0], **SAVES}
@@ -135,8 +136,9 @@ def test_answers_with_a_prompt_are_peft_s(kind: str, tmp_path: Path) -> None:
 @ranks(2)
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("prompt", {"gradient_checkpointing": True}), ("p_tuning", {"gradient_checkpointing": True, "use_reentrant": True}),
-     ("prompt", {"chunked_loss": False}), ("prefix", {"chunked_loss": False}), ("prompt", {"loss_chunk_tokens": 3}),
+    [("prompt", {"gradient_checkpointing": True}), ("prompt", {"chunked_loss": False}),
+     ("p_tuning", {"gradient_checkpointing": True, "use_reentrant": True}),
+     ("prefix", {"chunked_loss": False}), ("prompt", {"loss_chunk_tokens": 3}),
      ("dora, 4 bits", {"gradient_checkpointing": True}), ("vera", {"gradient_checkpointing": True})],
 )  # fmt: skip
 def test_how_it_is_computed_does_not_matter(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -202,9 +204,7 @@ def test_groups_of_loraplus_are_peft_s(tmp_path: Path) -> None:
 
 @ranks(1)
 def test_frozen_by_pattern(tmp_path: Path) -> None:
-    trainer = start(
-        tmp_path, use_peft_lora=False, freeze="embed_tokens, layers.0, *.self_attn.[kv]_proj.*", max_steps=2
-    )
+    trainer = start(tmp_path, use_peft_lora=False, freeze="embed_tokens,layers.0, *.self_attn.[kv]_proj.*", max_steps=2)
     before = values_of(trainer.loop.model)
     trainer.train()
     same = {name for name, value in values_of(trainer.loop.model).items() if torch.equal(value, before[name])}
