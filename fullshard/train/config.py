@@ -118,7 +118,7 @@ class SFTConfig(AdapterOptions):
     """Let documents share rows, so that hardly anything is padding. They never see each other; that is tried first."""
     trust_packing: bool = False
     """Pack although it cannot be tried whether the model keeps documents apart, as with code of your own."""
-    max_seq_len: int = _named(1024, *SAME_LENGTH)
+    max_seq_len: int = _named(1024, "max_seq_length", "max_length")
     """The longest row, in tokens. What becomes of longer documents is said by `overflow`, and counted."""
     overflow: Literal["truncate", "split", "drop"] = "truncate"
     """What happens to documents longer than `max_seq_len`."""
