@@ -48,6 +48,8 @@ class SFTConfig(AdapterOptions):
     """Use FlashAttention 2. Where it is not installed, or without a GPU, torch's own attention is used, with a note."""
     attn_implementation: str | None = option(None, given_as="sdpa, eager, flash_attention_2, …")
     """The attention implementation by transformers' name; overrules `use_flash_attn`."""
+    rope_scaling: Literal["linear", "dynamic", "yarn"] | None = None
+    """Scale rotary positions so that documents of `max_seq_len` tokens fit, where that is more than the model has."""
     use_unsloth: bool = False
     """Load the model through Unsloth. Refused: Unsloth does not shard."""
 
@@ -84,7 +86,9 @@ class SFTConfig(AdapterOptions):
     shuffle_buffer_size: int = 4096
     """Rows of the data that are tokenised, packed and shuffled together when streaming."""
     packing: bool = False
-    """Let documents share rows, so that hardly anything is padding. They never see each other."""
+    """Let documents share rows, so that hardly anything is padding. They never see each other; that is tried first."""
+    trust_packing: bool = False
+    """Pack although it cannot be tried whether the model keeps documents apart, as with code of your own."""
     max_seq_len: int = _named(1024, "max_seq_length", "max_length")
     """The longest row, in tokens. What becomes of longer documents is said by `overflow`, and counted."""
     overflow: Literal["truncate", "split", "drop"] = "truncate"
@@ -296,6 +300,11 @@ class SFTConfig(AdapterOptions):
     def _check_route(self) -> None:
         if self.use_unsloth:
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
+        if self.packing and self.rope_scaling == "dynamic":
+            raise ConfigError(
+                "rope_scaling dynamic follows the longest document of a batch, so packed documents would change each "
+                "other; use linear or yarn, or leave packing out."
+            )
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 and fp16 are both on; choose one.")
         if (self.resume or self.resumes_newest) and self.overwrite:

@@ -92,6 +92,11 @@ class SFTTrainer:
             raise ConfigError("there is no model: give model=, or model_name_or_path in args.")
         if isinstance(model, str | Path):
             check_model_folder(str(model))
+        elif model is not None and self.args.rope_scaling is not None:
+            raise ConfigError(
+                f"rope_scaling is {self.args.rope_scaling}, but the model is in memory already; set rope_parameters in "
+                f"its configuration before it is made, or name its folder."
+            )
         engine = assemble.engine_settings(self.args, notes)
         if peft_config is None and earlier is None:
             peft_config = adapter_config(self.args)

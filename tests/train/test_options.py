@@ -58,7 +58,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "metric_for_best_model": (EVALUATES, "eval_entropy"), "greater_is_better": (EVALUATES, True),
     "early_stopping_threshold": ({**EVALUATES, "eval_steps": 1, "early_stopping_patience": 1}, 1e9),
     "load_best_model_at_end": ({**EVALUATES, "learning_rate": 2.0}, True), "logging_strategy": ({}, "epoch"),
-    "logging_steps": ({}, 1), "logging_first_step": ({}, True), "report_to": ({}, "auto"), "run_name": ({}, "mine"),
+    "logging_steps": ({}, 1), "logging_first_step": ({}, True), "run_name": ({}, "mine"),
     "eval_samples": (EVALUATES, 2), "sample_prompts": ({**EVALUATES, "eval_samples": 1}, "prompts.txt"),
     "sample_max_new_tokens": ({**EVALUATES, "eval_samples": 1}, 3),
     "push_to_hub": ({}, True), "hub_strategy": ({"push_to_hub": True}, "end"), "fsdp": ({}, "shard_grad_op"), "fsdp_config": ({}, "section.json"), "ddp_timeout": ({}, 77.0),
@@ -81,7 +81,8 @@ ELSEWHERE = {
     "stopping_strategy": "test_mixture", "val_size": "test_data_options", "on_bad_row": "test_data_options", "streaming": "test_stream",
     "shuffle_buffer_size": "test_stream", "completion_only_loss": "test_chat", "preview": "test_preview", "preview_rows": "test_preview",
     "prompt_format": "test_data_options", "dataset_settings": "test_data_options", "sample_by": "test_data_options",
-    "dataloader_pin_memory": "needs a GPU", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
+    "dataloader_pin_memory": "needs a GPU", "report_to": "test_boards", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
+    "trust_packing": "test_packing_trial", "rope_scaling": "test_rope",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""
 
