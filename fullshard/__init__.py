@@ -6,7 +6,6 @@ Importing this package is cheap: torch is imported when a part that needs it is 
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import Any
 
 from fullshard.errors import UserError
@@ -75,15 +74,6 @@ _HOMES = {
     ),
 }
 """Names that `fullshard` itself offers, and the room each comes from."""
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
-
-
-# peft imports bitsandbytes, which on CPUs with AVX512-BF16 asks every process to install a kernel for its own 4-bit
-# layers. fullshard has its own. Here, because every process imports this file first; other messages are shown.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
 
 
 def __getattr__(name: str) -> Any:

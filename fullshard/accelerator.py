@@ -41,6 +41,11 @@ def names() -> list[str]:
     return [module.get_device_name(index) for index in range(count())]
 
 
+def computes_bf16() -> bool:
+    """Whether the accelerators multiply in bf16 themselves, rather than by emulation."""
+    return count() > 0 and bool(torch.get_device_module(kind()).is_bf16_supported(including_emulation=False))
+
+
 def identity(device: torch.device) -> str:
     """What tells this accelerator from every other one, on this machine and elsewhere."""
     properties = torch.get_device_module(device).get_device_properties(device)

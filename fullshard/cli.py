@@ -9,21 +9,42 @@ import sys
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
-from fullshard import UserError, __version__
+from fullshard import UserError, __version__, messages
 from fullshard.errors import ConfigError
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands. Ctrl-C ends each of them with one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("\nfullshard: interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+# Options are declared with underscores, as everywhere in fullshard; with hyphens they are the same.
+_NAMES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 app = typer.Typer(
     name="fullshard",
+    cls=Commands,
     help="Train and fine-tune transformer models fully sharded.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 
 def main() -> None:
     """Run the command line. What the user can put right is one message and exit code 2, without a traceback."""
+    messages.leave_out()
     try:
         app()
     except UserError as error:
@@ -46,7 +67,7 @@ def _options(
     pass
 
 
-@app.command()
+@app.command(context_settings=_NAMES, short_help="Show versions, devices and ranks.")
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Show what fullshard would run on: Python, torch, backend, devices, ranks."""
     facts = describe_environment()
@@ -69,26 +90,22 @@ _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False, "h
 """For commands whose flags come from a typed configuration."""
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False)
+@app.command(context_settings=_PASS_ON, add_help_option=False, short_help="Start a script on every rank.")
 def launch(words: Annotated[list[str] | None, typer.Argument(metavar="[FLAGS] SCRIPT [ARGUMENTS]…")] = None) -> None:
-    """Start a script on every rank, with the settings of a configuration file. See fullshard launch --help."""
+    """Start a script on every rank, with the settings of a configuration file."""
     from fullshard.launch import command
 
     raise typer.Exit(command.launch(words or []))
 
 
-@app.command()
+@app.command(context_settings=_NAMES, short_help="Ask how to train; write the configuration file.")
 def config(
     action: Annotated[str, typer.Argument(help="ask (the questionnaire), default or update")] = "ask",
-    config_file: Annotated[
-        str | None, typer.Option("--config_file", "--config-file", help="The file to write; YAML or JSON.")
-    ] = None,
+    config_file: Annotated[str | None, typer.Option("--config_file", help="The file to write; YAML or JSON.")] = None,
     default: Annotated[bool, typer.Option("--default", help="Write a file for this machine without asking.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Rewrite a file in today's spelling.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
-    mixed_precision: Annotated[
-        str | None, typer.Option("--mixed_precision", "--mixed-precision", help="no, fp16 or bf16.")
-    ] = None,
+    mixed_precision: Annotated[str | None, typer.Option("--mixed_precision", help="no, fp16 or bf16.")] = None,
 ) -> None:
     """Ask how you want to train, and write the configuration file that fullshard launch and Accelerate read."""
     from fullshard.launch import command
@@ -99,21 +116,23 @@ def config(
     command.config(chosen, config_file, force, mixed_precision)
 
 
-@app.command("test", context_settings=_PASS_ON, add_help_option=False)
+@app.command(
+    "test", context_settings=_PASS_ON, add_help_option=False, short_help="Try a configuration on a tiny model."
+)
 def try_configuration(words: Annotated[list[str] | None, typer.Argument(metavar="[FLAGS]…")] = None) -> None:
-    """Train a tiny model for a moment under your configuration, and say what works. Takes the flags of launch."""
+    """Train a tiny model for a moment under your configuration, and say what works."""
     from fullshard.launch import command
 
     raise typer.Exit(command.test(words or []))
 
 
-@app.command("merge-weights")
+@app.command("merge-weights", context_settings=_NAMES, short_help="Make whole weights of a sharded checkpoint.")
 def merge_weights(
     checkpoint: Annotated[str, typer.Argument(help="The checkpoint: a directory such as RUN/checkpoints/step-100.")],
     out: Annotated[str, typer.Argument(help="Where to write the weights: a directory that does not exist yet.")],
     dtype: Annotated[str | None, typer.Option(help="Convert to float32, bfloat16 or float16.")] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", "--max_shard_size", help="Larger models become several files.")
+        str, typer.Option("--max_shard_size", help="Larger models become several files.")
     ] = "10GB",
     model: Annotated[str | None, typer.Option(help="Which model, where the checkpoint holds several.")] = None,
     verify: Annotated[bool, typer.Option(help="Compare every file's checksum first.")] = True,
@@ -126,7 +145,7 @@ def merge_weights(
         print(file)
 
 
-@app.command("inspect")
+@app.command("inspect", context_settings=_NAMES, short_help="Show what is inside a checkpoint.")
 def inspect_checkpoint(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a directory of them.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
@@ -150,29 +169,27 @@ def inspect_checkpoint(
         raise typer.Exit(1)
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False)
+@app.command(context_settings=_PASS_ON, add_help_option=False, short_help="Fine-tune a language model.")
 def sft(words: Annotated[list[str] | None, typer.Argument(metavar="[RUN.YAML] [FLAGS]…")] = None) -> None:
-    """Fine-tune a language model, fully sharded. See fullshard sft --help."""
+    """Fine-tune a language model, fully sharded."""
     from fullshard.launch import training
 
     raise typer.Exit(training.sft(words or []))
 
 
-@app.command()
+@app.command(context_settings=_NAMES, short_help="Talk to a model or to the result of a run.")
 def chat(
     model: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a model, or an adapter.")],
     prompt: Annotated[
         str | None, typer.Option(help="Answer this and leave: only the answer is printed. - reads it from stdin.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="Who the assistant is: the conversation's first turn.")] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max_new_tokens", "--max-new-tokens", help="The longest answer.")
-    ] = 512,
+    max_new_tokens: Annotated[int, typer.Option("--max_new_tokens", help="The longest answer.")] = 512,
     temperature: Annotated[
         float, typer.Option(help="0: the likeliest token each time; above, chosen by chance.")
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option("--top_p", "--top-p", help="Choose among the likeliest tokens of this probability.")
+        float, typer.Option("--top_p", help="Choose among the likeliest tokens of this probability.")
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Repeats what chance chooses.")] = None,
     dtype: Annotated[str, typer.Option(help="auto (that of the files), float32, bfloat16 or float16.")] = "auto",
@@ -182,8 +199,7 @@ def chat(
     use_4bit_quantization: Annotated[
         bool | None,
         typer.Option(
-            "--use_4bit_quantization/--no-use_4bit_quantization",
-            "--use-4bit-quantization/--no-use-4bit-quantization",
+            "--use_4bit_quantization/--no_use_4bit_quantization",
             help="Hold the model in 4 bits; as the run did if not given.",
         ),
     ] = None,
@@ -198,7 +214,7 @@ def chat(
     ))  # fmt: skip
 
 
-@app.command("export")
+@app.command("export", context_settings=_NAMES, short_help="Write a result for others; --merge: whole weights.")
 def export_result(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, a model, an adapter, or a checkpoint.")],
     out: Annotated[str, typer.Argument(help="Where to write: a folder that does not exist yet.")],
@@ -211,7 +227,7 @@ def export_result(
     base: Annotated[str | None, typer.Option(help="Where an adapter's base model lies now.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="A run's checkpoint instead: a step, or latest.")] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", "--max_shard_size", help="Larger models become several files.")
+        str, typer.Option("--max_shard_size", help="Larger models become several files.")
     ] = "10GB",
     verify: Annotated[bool, typer.Option(help="Read everything back and compare checksums.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

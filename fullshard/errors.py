@@ -24,6 +24,12 @@ class RuntimeSetupError(UserError, RuntimeError):
     """The processes cannot be set up as asked (launcher variables, devices, rendezvous)."""
 
 
+class RanksMissingError(RuntimeSetupError):
+    """Other ranks did not come to the rendezvous: not this rank's mistake, and a restart may help."""
+
+    exit_code = 69
+
+
 class MeshError(UserError, ValueError):
     """A mesh that cannot exist, or that does not fit the devices there are."""
 
@@ -70,6 +76,11 @@ class RankLostError(FSDPError, CheckpointError):
     """Another rank is gone, or does not answer: not this rank's mistake, and a restart may help."""
 
     exit_code = 69
+
+    def __init__(self, message: str, at: str = ""):
+        super().__init__(message)
+        self.at = at
+        """Where in the program a rank was that waited for it."""
 
 
 class QuantizationError(UserError, ValueError):

@@ -6,9 +6,11 @@ torch gives for it names all of them, so only the backend of the device in quest
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -55,6 +57,12 @@ def leave_time_outs_to_us(backend: str) -> None:
     if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+
+
+def limit(group: dist.ProcessGroup, seconds: float) -> None:
+    """Set how long an operation of a group may take."""
+    with contextlib.suppress(ValueError, RuntimeError):  # a backend without time-outs
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 _made: dict[tuple[int, ...], int] = {}

@@ -1,21 +1,26 @@
 """Where the ranks of a job meet before they have a process group: who is missing, and what all of them can use.
 
-A handful of calls of the job's store per rank, however many ranks there are.
+A handful of calls of the job's store per rank, however many ranks there are, and one a second while some are missing.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from fullshard import accelerator, groups
-from fullshard.errors import RuntimeSetupError
+from fullshard.errors import RanksMissingError, RuntimeSetupError
 from fullshard.launcher import DEVICE_VARIABLE, INIT_TIMEOUT_VARIABLE, Launch
+
+REPORT_AFTER = 10.0
+"""Seconds after which the ranks that have not come are named."""
+NAMED = 16
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,9 @@ class Meeting:
         return not (self.shared or self.without)
 
 
-def meet(store: dist.Store, launch: Launch, device: torch.device, seconds: float) -> Meeting:
+def meet(
+    store: dist.Store, launch: Launch, device: torch.device, seconds: float, warn: Callable[[str], None]
+) -> Meeting:
     """Wait until every rank is there, so that the one that is not can be named; what they are to each other.
 
     Ranks are counted, and the last one opens the door. A rank also counts itself at its GPU: where two find each other
@@ -54,15 +61,7 @@ def meet(store: dist.Store, launch: Launch, device: torch.device, seconds: float
             store.set("without", f"rank {launch.rank} on {socket.gethostname()}")
         if store.add("here", 1) == launch.world_size:
             store.set("all here", "1")
-    try:
-        store.wait(["all here"], timedelta(seconds=seconds))
-    except RuntimeError as error:
-        absent = [r for r in range(launch.world_size) if not store.check([f"here/{r}"])]
-        raise RuntimeSetupError(
-            f"Rank {launch.rank} waited {seconds:g} s at {launch.master} (MASTER_ADDR:MASTER_PORT), but of "
-            f"{launch.world_size} ranks these did not come: {', '.join(map(str, absent))}. Look at their output first; "
-            f"if they are only slow to start, raise {INIT_TIMEOUT_VARIABLE}."
-        ) from error
+    _wait_for_all(store, launch, seconds, warn)
     here = store.add(f"device/{kind}", 0)
     if here < launch.world_size:
         raise RuntimeSetupError(
@@ -72,3 +71,31 @@ def meet(store: dist.Store, launch: Launch, device: torch.device, seconds: float
         )
     shared, without = (store.get(key).decode() if store.check([key]) else "" for key in ("shared", "without"))
     return Meeting(shared, without)
+
+
+def _wait_for_all(store: dist.Store, launch: Launch, seconds: float, warn: Callable[[str], None]) -> None:
+    """Wait until the last rank has come. Those that have not are named: soon, by one rank, and at the end."""
+    began, pause, reported = time.monotonic(), 0.02, False
+    # Asked again and again: a wait that times out makes torch print a warning about its sockets.
+    while not store.check(["all here"]):
+        waited = time.monotonic() - began
+        if waited > seconds:
+            break
+        if waited > REPORT_AFTER and not reported:
+            reported = True
+            if store.add("reported", 1) == 1:
+                warn(f"waiting for {REPORT_AFTER:g} s for rank(s) {_absent(store, launch)} to start")
+        time.sleep(pause)
+        pause = min(1.0, 1.5 * pause)
+    else:
+        return
+    raise RanksMissingError(
+        f"Rank {launch.rank} waited {seconds:g} s at {launch.master} (MASTER_ADDR:MASTER_PORT), but of "
+        f"{launch.world_size} ranks these did not come: {_absent(store, launch)}. Look at their output first; "
+        f"if they are only slow to start, raise {INIT_TIMEOUT_VARIABLE}."
+    )
+
+
+def _absent(store: dist.Store, launch: Launch) -> str:
+    absent = [str(rank) for rank in range(launch.world_size) if not store.check([f"here/{rank}"])]
+    return ", ".join(absent[:NAMED]) + (f" and {len(absent) - NAMED} more" if len(absent) > NAMED else "")

@@ -35,6 +35,8 @@ from fullshard.launcher import (
     read_launcher,
     read_local_place,
 )
+from fullshard.messages import own_line
+from fullshard.processes import this_process
 from fullshard.rendezvous import Meeting, meet
 from fullshard.transport import Transport, transport_of
 from fullshard.wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
@@ -112,9 +114,11 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
         # A job that is started again may meet the store of its last attempt, with addresses of processes long gone.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"fullshard/{attempt}/{_starts}", found)
-        _met = meet(store, launch, device, seconds)
+        _met = meet(store, launch, device, seconds, get_logger().warning)
         backend = choose_backend(device.type, own=_met.own)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
+        # So that a rank which is stopped or killed before its first heartbeat is known (see `fsdp/heartbeat.py`).
+        dist.distributed_c10d._get_default_store().set(f"watch/process/{launch.rank}", this_process().text())
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, RuntimeSetupError):
             raise
@@ -375,6 +379,10 @@ class _Terminal(logging.StreamHandler):
         if not logging.getLogger().handlers:
             self.stream = sys.stderr
             super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        start = "" if getattr(record, "rank", 0) == 0 else own_line(self.stream)
+        return start + super().format(record)
 
 
 def get_logger(name: str = "fullshard", *, all_ranks: bool = False) -> logging.Logger:

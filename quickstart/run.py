@@ -20,6 +20,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fullshard import messages
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 MODEL, DATA = HERE / "model", HERE / "data"
@@ -210,6 +212,7 @@ def shown(path: Path) -> str:
 
 
 if __name__ == "__main__":
+    messages.leave_out()
     try:
         terminal = Console(highlight=False)
         terminal.width = min(terminal.width, 110)

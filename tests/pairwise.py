@@ -1,9 +1,18 @@
-"""All-pairs test design: few combinations in which every pair of values of two different factors occurs."""
+"""Which of many alike cases the default run takes: every pair of values of two factors, or every n-th case."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def thinned(cases: Iterable[Any], every: int = 3) -> list[Any]:
+    """All cases for `parametrize`; the default run takes every n-th of them, the rest are slow tests."""
+    slow = pytest.mark.slow
+    return [case if n % every == 0 else pytest.param(case, marks=slow) for n, case in enumerate(cases)]
 
 
 def pairwise(factors: Sequence[Sequence[Hashable]]) -> list[tuple[Hashable, ...]]:

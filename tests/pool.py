@@ -26,7 +26,7 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -87,9 +87,10 @@ def chosen_device() -> str:
 
 
 def ranks(
-    *world_sizes: int, timeout: float = HANG_AFTER, kind: str = "cpu"
+    *world_sizes: int, slow: Sequence[int] = (), timeout: float = HANG_AFTER, kind: str = "cpu"
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Run a test on every rank of a world of this size; with several sizes, once for each."""
+    """Run a test on every rank of a world of this size; with several sizes, once for each. Sizes named in `slow` are
+    left to the slow tests."""
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         key = (body.__module__, body.__qualname__)
@@ -111,7 +112,9 @@ def ranks(
             signature = signature.replace(parameters=[*signature.parameters.values(), extra])
         test.__signature__ = signature  # type: ignore[attr-defined]
         if wants_size or len(world_sizes) > 1:
-            return pytest.mark.parametrize("world_size", world_sizes, ids=[f"ranks{n}" for n in world_sizes])(test)
+            marks = {size: [pytest.mark.slow] if size in slow else [] for size in world_sizes}
+            sizes = [pytest.param(size, marks=marks[size], id=f"ranks{size}") for size in world_sizes]
+            return pytest.mark.parametrize("world_size", sizes)(test)
         return test
 
     return decorate

@@ -1,7 +1,8 @@
 """Imported first in the process that workers are forked from: assertions in the test modules it imports next are
 rewritten as in pytest's own process."""
 
-import fullshard  # noqa: F401 - before what the test modules import, as in every process of the product
+from fullshard import messages
 from tests.pool_worker import rewrite_assertions
 
+messages.leave_out()  # before what the test modules import, as in our own commands
 rewrite_assertions()

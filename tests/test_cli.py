@@ -5,17 +5,23 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer.main
 
 import fullshard
 from fullshard import cli
 from fullshard.errors import MeshError
 from fullshard.launch import worker
+from fullshard.launch.config import launch_options
+from fullshard.launch.show import NEEDS_SCRIPT
+from fullshard.options import options_of
+from fullshard.train.config import SFTConfig
 from tests.pool import ROOT
 
 
@@ -32,9 +38,18 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
 
 
+IMPORTED = """
+import logging, sys, warnings
+before = list(warnings.filters)
+import fullshard, fullshard.cli
+assert not {"torch", "transformers", "rich"} & set(sys.modules)
+print(dir(fullshard))
+assert warnings.filters == before and not logging.getLogger("bitsandbytes.backends.cpu.ops").filters
+"""
+
+
 def test_version_and_import_do_without_torch() -> None:
-    loaded = "import sys, fullshard, fullshard.cli; assert 'torch' not in sys.modules; print(dir(fullshard))"
-    run = python("-c", loaded)
+    run = python("-c", IMPORTED)
     assert run.returncode == 0, run.stderr
     assert "'runtime'" in run.stdout
     run = python("-m", "fullshard", "--version")
@@ -81,6 +96,67 @@ def test_env_as_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert command(monkeypatch, "env") == 0
     shown = capsys.readouterr().out
     assert torch.__version__ in shown and "world size" in shown and "backend" in shown
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_help_is_whole(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a narrow window too: nothing is cut off, nothing is too wide, and each command has its own."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERMINAL_WIDTH", str(width))
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    for name in commands:
+        assert command(monkeypatch, name, "--help") == 0
+        lines = capsys.readouterr().out.splitlines()
+        text = " ".join(" ".join(lines).split())
+        assert max(map(len, lines)) <= width, name
+        assert re.search(rf"^Usage: .*fullshard {name} ", lines[0])
+        wanted = {flag for one in commands[name].params for flag in one.opts if flag.startswith("-")}
+        if name in ("launch", "test", "sft"):
+            options = options_of(SFTConfig) if name == "sft" else launch_options()
+            wanted = {f"--{one.key}" for one in options if name != "test" or one.name not in NEEDS_SCRIPT}
+            assert not [one.key for one in options if f"--{one.key}" in wanted and one.help[:20] not in text]
+        assert len(wanted) >= 1 and not [flag for flag in wanted if flag not in text.split() and f"{flag}," not in text]
+    assert command(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    assert "..." not in shown.partition("Commands:")[2] and all(f"  {name} " in shown for name in commands)
+
+
+WRONG = [
+    ["nothing"], ["chat"], ["chat", "x", "--what"], ["chat", "x", "--top_p", "warm"], ["chat", "/nowhere"],
+    ["chat", "/nowhere", "--json"], ["export", "x"], ["export", "/nowhere", "out"], ["merge-weights", "/nowhere", "o"],
+    ["inspect", "/nowhere"], ["config", "ask", "now"], ["config", "maybe"], ["config", "--config_file", "a.txt"],
+    ["env", "--what"], ["launch"], ["launch", "/nowhere.py"], ["launch", "--what", "x.py"], ["launch", "-n", "x", "y"],
+    ["test", "--what"], ["test", "x.py"], ["sft"], ["sft", "/nowhere.yaml"], ["sft", "--what"],
+    ["sft", "--model_name_or_path", "/nowhere", "--dataset_name", "x"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WRONG, ids=" ".join)
+def test_a_wrong_command_line_is_exit_code_2(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, *words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err and "Traceback" not in captured.err
+
+
+def test_hyphens_and_underscores_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag in ("--max_new_tokens", "--max-new-tokens"):
+        assert command(monkeypatch, "chat", "x", "--no-use_4bit-quantization", flag, "0") == 2
+        assert capsys.readouterr().err == "fullshard: --max_new_tokens is 0; expected 1 or more.\n"
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "describe_environment", fail)
+    assert command(monkeypatch, "env") == 130
+    assert capsys.readouterr() == ("", "\nfullshard: interrupted\n")
 
 
 def test_user_errors_are_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

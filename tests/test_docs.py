@@ -13,6 +13,7 @@ from pathlib import Path
 
 import peft  # noqa: F401 - imported here, so that the workers, which are forked, need not import it each
 import pytest
+import torch
 import transformers  # noqa: F401
 import typer.main
 import yaml
@@ -66,10 +67,23 @@ def programs() -> dict[str, str]:
     return found
 
 
-@ranks(1, 4)
+@ranks(1, 2, 4, slow=(1, 4))
 @pytest.mark.parametrize("block", programs())
 def test_a_block_runs_as_printed(block):
     exec(compile(programs()[block], block, "exec"), {"__name__": "__main__"})
+
+
+@ranks(1, 2)
+def test_the_readme_s_example_has_the_loss_of_one_device():
+    (text,) = [text for name, text in programs().items() if name.startswith("README")]
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(text, "README", "exec"), names)
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 4), torch.randn(4, 4, requires_grad=True)
+    loss = (x @ w).relu().mean()
+    loss.backward()
+    torch.testing.assert_close(names["loss"].full_tensor(), loss, rtol=1e-6, atol=0)  # type: ignore[attr-defined]
+    torch.testing.assert_close(names["w"].grad.full_tensor(), w.grad)  # type: ignore[attr-defined]
 
 
 def test_there_are_blocks_to_run():

@@ -172,7 +172,7 @@ def test_loading_shows_how_far_it_is_and_how_fast(tmp_path):
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         console = Console(file=shown, force_terminal=True, width=120)
-        patch.setattr(progress, "Console", lambda **options: console)
+        patch.setattr(progress, "Terminal", lambda **options: console)
         fullshard.load_pretrained(tmp_path / "model")
         assert "loading" in shown.getvalue() and re.search(r"\d+(\.\d+)?/\d+(\.\d+)? [kM]B", shown.getvalue())
         with progress.Bar("loading", 8 * 10**9) as bar:

@@ -135,7 +135,7 @@ def test_the_whole_quickstart_and_again_until_ctrl_c(tmp_path: Path) -> None:
     second = quickstart(tmp_path)
     assert second.stdout is not None
     for line in second.stdout:  # over what the first run left
-        if line.startswith("step 40/"):
+        if line.startswith("step  40/"):
             second.send_signal(signal.SIGINT)
             break
     shown, _ = second.communicate(timeout=120)

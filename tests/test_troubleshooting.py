@@ -177,7 +177,13 @@ def fits(quote: str) -> re.Pattern[str]:
     return re.compile(r".*".join(words), re.DOTALL)
 
 
-OTHERS = {"CUDA out of memory", "modified by an inplace operation", "out of bounds for storage of size 0"}
+OTHERS = {
+    "CUDA out of memory",
+    "modified by an inplace operation",
+    "out of bounds for storage of size 0",
+    "got mixed torch.Tensor and DTensor",
+    "Expected more than 1 value per channel when training",
+}
 """Quoted, though another library says it."""
 
 

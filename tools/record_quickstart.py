@@ -25,7 +25,7 @@ from quickstart import run  # noqa: E402 - found by the line above
 
 PICTURE = ROOT / "docs" / "quickstart.svg"
 WIDTH = 108
-KEPT = ("training data", "evaluation data", "plan:", "      per rank", "trainable", "step ")
+KEPT = ("training data", "evaluation data", "plan:", "      at rest", "      optimizer", "trainable", "step ")
 
 
 def record() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -185,11 +186,27 @@ def save(chat: Chat, path: Path) -> str:
     if not chat.turns:
         raise ConfigError("there is no conversation to save yet.")
     try:
+        line = json.dumps({"messages": chat.messages}, ensure_ascii=False)
+        begin = "" if not path.exists() or _ends_a_line(path) else "\n"
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"messages": chat.messages}, ensure_ascii=False) + "\n")
+            file.write(f"{begin}{line}\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
     return f"added {len(chat.turns)} turns to {path}"
+
+
+def _ends_a_line(path: Path) -> bool:
+    """Whether a file of JSON lines ends with a whole one; other files, which one more would spoil, are refused."""
+    with path.open("rb") as file:
+        first, size = file.readline(), file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        last = file.read()
+    try:
+        if not size or isinstance(json.loads(first), dict):
+            return last in (b"", b"\n")
+    except ValueError:
+        pass
+    raise ConfigError(f"{path} exists and is not a file of JSON lines; name another, or a new one.")
 
 
 @contextlib.contextmanager

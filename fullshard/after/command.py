@@ -9,8 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.after.place import check_out, find
+from fullshard.after.place import fetched, find
 from fullshard.errors import ConfigError
+from fullshard.paths import check_new_folder
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -64,7 +65,7 @@ class ExportOptions:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"--dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}.")
         if re.fullmatch(r"\d+(\.\d+)?([KMGT]B)?", self.max_shard_size, re.IGNORECASE) is None:
-            raise ConfigError(f"--max-shard-size is {self.max_shard_size!r}; expected a size such as 5GB or 500MB.")
+            raise ConfigError(f"--max_shard_size is {self.max_shard_size!r}; expected a size such as 5GB or 500MB.")
         if self.dequantized and not self.merge:
             raise ConfigError("--dequantized says what an adapter is added to; it goes with --merge.")
 
@@ -81,7 +82,7 @@ def chat(name: str, options: ChatOptions) -> None:
     from fullshard.after.speaker import open_speaker
     from fullshard.train.answer import Sampling
 
-    speaker = open_speaker(place, options.dtype, options.device, options.use_4bit_quantization)
+    speaker = open_speaker(fetched(place, options.base), options.dtype, options.device, options.use_4bit_quantization)
     chatting.seed(options.seed)
     sampling = Sampling(options.temperature, options.top_p)
     conversation = chatting.Chat(speaker, options.system, options.max_new_tokens, sampling)
@@ -97,8 +98,7 @@ def export(name: str, out: str, options: ExportOptions) -> None:
     """Write a result, and say what was written."""
     _alone("export")
     place = find(name, options.base, options.checkpoint)
-    target = Path(out).expanduser()
-    check_out(target)
+    check_new_folder(out)
     if place.kind == "model" and options.dequantized:
         raise ConfigError(f"--dequantized: {name} holds a whole model; there is no adapter to add.")
     _hush()
@@ -110,7 +110,7 @@ def export(name: str, out: str, options: ExportOptions) -> None:
     choices = Choices(
         options.merge, options.dtype, options.dequantized, options.max_shard_size, options.verify, sys.stderr.isatty()
     )
-    found = write(place, target, choices)
+    found = write(fetched(place, options.base), Path(out).expanduser(), choices)
     print(json.dumps(found) if options.as_json else "\n".join(summary(found)))
 
 
@@ -122,8 +122,9 @@ def _alone(command: str) -> None:
 
 def _hush() -> None:
     """Let only warnings through: what the user reads is the answer."""
-    from fullshard import runtime
+    from fullshard import messages, runtime
 
+    messages.leave_out(messages.TRAINED)
     runtime.get_logger().setLevel("WARNING")
     import transformers
 

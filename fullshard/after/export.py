@@ -20,10 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fullshard.adapters import bnb
-from fullshard.after.place import TOKENIZER, Place, check_out
+from fullshard.after.place import TOKENIZER, Place
 from fullshard.after.speaker import trained_quantization
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.fsdp.strategy import dtype_of
+from fullshard.paths import check_new_folder
+from fullshard.weights.adapter_base import RECORD, check_base, lasting_name
 from fullshard.weights.adapter_checkpoint import write_adapter
 from fullshard.weights.adapter_config import CONFIG, WEIGHTS
 from fullshard.weights.dtypes import dtypes_kept
@@ -53,7 +55,7 @@ class Choices:
 def export(place: Place, out: str | Path, choices: Choices) -> dict[str, Any]:
     """Write what lies at `place` to `out`, a folder that does not exist or is empty; what was written."""
     target = Path(out).expanduser()
-    check_out(target)
+    check_new_folder(target)
     if place.kind == "adapter":
         with tempfile.TemporaryDirectory(prefix="fullshard-adapter-") as made:
             folder = Path(place.folder)
@@ -116,6 +118,8 @@ def _with_tokenizer(place: Place, folder: Path) -> Path:
 
 def _copy_adapter(place: Place, folder: Path, target: Path, choices: Choices) -> None:
     """The adapter alone: its files, its tokenizer, and where its base lies."""
+    check_base(folder, str(place.base))
+    target = check_new_folder(target)
     aside = target.parent / f".{target.name}-{uuid.uuid4().hex[:8]}.writing"
     wanted = dtype_of(choices.dtype)
     try:
@@ -125,8 +129,10 @@ def _copy_adapter(place: Place, folder: Path, target: Path, choices: Choices) ->
             tensors = {name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors.items()}
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         config = json.loads((folder / CONFIG).read_text())
-        config["base_model_name_or_path"] = place.base
+        config["base_model_name_or_path"] = lasting_name(str(place.base))
         (aside / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if (folder / RECORD).is_file():
+            shutil.copyfile(folder / RECORD, aside / RECORD)
         copy_tokenizer_files(Path(place.tokenizer), aside)
         for path in [*aside.rglob("*"), aside]:
             sync(path)

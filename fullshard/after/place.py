@@ -5,14 +5,14 @@ Only looks at names and small JSON files, without torch, so that a wrong path is
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, WeightsError
 from fullshard.paths import held
 from fullshard.train.folder import CHECKPOINTS, SETTINGS, read_settings
+from fullshard.weights.adapter_base import find_base, stored_in_4_bits
 from fullshard.weights.adapter_config import WEIGHTS, is_adapter, read_config
 from fullshard.weights.manifest import MANIFEST, published_steps, read_manifest, step_name
 
@@ -49,11 +49,7 @@ class Place:
     @property
     def stored_in_4_bits(self) -> bool:
         """Whether the model's files (an adapter's base) hold 4-bit weights."""
-        try:
-            config = json.loads((Path(self.base or self.folder).expanduser() / "config.json").read_text())
-        except (OSError, ValueError):
-            return False
-        return bool(config.get("quantization_config"))
+        return stored_in_4_bits(self.base or self.folder)
 
 
 def find(name: str, base: str | None = None, checkpoint: str | None = None) -> Place:
@@ -78,17 +74,12 @@ def find(name: str, base: str | None = None, checkpoint: str | None = None) -> P
     return _with_base(found, base)
 
 
-def check_out(target: Path) -> None:
-    """Refuse a folder to write to that holds something."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists already and is not empty; choose another folder.")
-
-
 def _from_files(path: Path) -> Place:
     run = path if (path / SETTINGS).is_file() else None
     settings = (read_settings(path) if run is not None else None) or {}
     if is_adapter(path) and (path / WEIGHTS).is_file():
-        return Place("adapter", str(path), read_config(path).get("base_model_name_or_path"), False, run, settings)
+        stored = read_config(path).get("base_model_name_or_path")
+        return Place("adapter", str(path), find_base(path, stored) if stored else None, False, run, settings)
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return Place("model", str(path), None, False, run, settings)
     steps = published_steps(path / CHECKPOINTS) or published_steps(path)
@@ -141,6 +132,21 @@ def _with_base(found: Place, base: str | None) -> Place:
         said = "--base" if base else f"the base of the adapter in {found.folder}"
         raise ConfigError(f"{said}: {where} does not exist; name the folder where the base model lies now with --base.")
     return replace(found, base=where)
+
+
+def fetched(place: Place, base: str | None = None) -> Place:
+    """The same with everything here: what lies on the hub is brought, or one line says why not. Needs torch."""
+    from fullshard.weights.locate import resolve
+
+    if place.kind == "model":
+        here = place.checkpoint or Path(place.folder).expanduser().exists()
+        return place if here else find(str(resolve(place.folder)), base)
+    try:
+        return replace(place, base=str(resolve(str(place.base))))
+    except WeightsError as error:
+        raise ConfigError(
+            f"the base of the adapter in {place.folder}: {error} Name the folder where it lies with --base."
+        ) from None
 
 
 def _may_be_on_the_hub(name: str) -> bool:

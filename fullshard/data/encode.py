@@ -10,14 +10,16 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fullshard.data.chat import Conversation, Span
-from fullshard.data.formats import AS_USUAL, Document, Reading, count_bad, documents
+from fullshard.data.chat import Conversation, Message, Span
+from fullshard.data.formats import AS_USUAL, UNUSED, Document, Reading, count_bad, documents
 from fullshard.data.rows import Raw
+from fullshard.data.template_fields import fit, variables
 from fullshard.errors import DataError
 
 BATCH = 512
@@ -31,15 +33,26 @@ class TextSettings:
     max_length: int = 1024
     packing: bool = False
     add_special_tokens: bool = False
-    append_concat_token: bool = False
+    append_concat_token: bool | None = None
+    """End documents with the end-of-text token. None: those of text, since a template ends conversations itself."""
     assistant_only_loss: bool = False
     completion_only_loss: bool | None = None
     """Of rows with a prompt only the completion is learnt. None: yes; True: and every row must have one."""
+    last_turn_only_loss: bool = False
+    """In conversations only the assistant's last turn is learnt."""
     template: str | None = None
     overflow: str = "truncate"
     """What becomes of documents longer than `max_length`: truncate, split, drop."""
     reading: Reading = AS_USUAL
     """What the rows' columns mean."""
+    data_sets: tuple[tuple[Reading, str | None], ...] = ()
+    """(reading, template) of each data set, where they have settings of their own; rows know their set's number."""
+
+    def reading_of(self, data_set: int | None) -> Reading:
+        return self.reading if data_set is None else self.data_sets[data_set][0]
+
+    def template_of(self, data_set: int | None) -> str | None:
+        return self.template if data_set is None else self.data_sets[data_set][1]
 
 
 Piece = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
@@ -52,7 +65,10 @@ TRIMS, TRIMS_NOT = b'"trim_offsets":true', b'"trim_offsets":false'
 
 def pieces(batch: Sequence[Raw], tokenizer: Any, settings: TextSettings, counts: dict[str, Any]) -> Iterator[Piece]:
     """Each row's tokens and loss mask, none longer than `max_length`; what is left out is counted in `counts`."""
-    for ids, mask in _tokenize(documents(batch, settings.reading, counts), tokenizer, settings, counts):
+    understood: list[Document] = []
+    for data_set, rows in groupby(batch, key=lambda raw: raw.data_set):
+        understood += documents(list(rows), settings.reading_of(data_set), counts)
+    for ids, mask in _tokenize(understood, tokenizer, settings, counts):
         if not len(ids):
             counts["empty"] += 1
             continue
@@ -76,9 +92,14 @@ def _tokenize(batch: list[Document], tokenizer: Any, settings: TextSettings, cou
             written.append(write(document, tokenizer, settings))
             kept.append(document)
         except DataError as error:
-            if settings.reading.on_bad_row != "skip":
+            if settings.reading_of(document.data_set).on_bad_row != "skip":
                 raise
             count_bad(counts, str(error))
+            continue
+        template = settings.template_of(document.data_set)
+        for name in (document.template_kwargs or {}).keys() - variables(template or ""):
+            key = f"{UNUSED}chat_template_kwargs.{name}"
+            counts[key] = counts.get(key, 0) + 1
     if not kept:
         return
     masked = any(spans is not None for _, spans in written)
@@ -98,19 +119,35 @@ def _tokenize(batch: list[Document], tokenizer: Any, settings: TextSettings, cou
         )
     for i, (document, (text, spans)) in enumerate(zip(kept, written, strict=True)):
         if document.input_ids is not None:
-            labels = document.labels
-            ids = np.asarray(document.input_ids, dtype=np.int32)
-            yield ids, np.ones(len(ids), np.uint8) if labels is None else (np.asarray(labels) != -100).astype(np.uint8)
+            yield _as_given(document, settings)
             continue
         numbers = list(encoded["input_ids"][i])
         mask = np.ones(len(numbers), np.uint8) if spans is None else _inside(encoded["offset_mapping"][i], spans)
         if document.messages is not None and numbers[:2] == [tokenizer.bos_token_id] * 2:
             numbers, mask = numbers[1:], mask[1:]  # the template wrote it already
-        if settings.append_concat_token and numbers and numbers[-1] != tokenizer.eos_token_id:
+        if numbers and numbers[-1] != tokenizer.eos_token_id and _ends_with_token(document, tokenizer, settings):
             numbers.append(tokenizer.eos_token_id)
             last = spans is None or bool(spans and spans[-1][1] >= len(text.rstrip()))
             mask = np.append(mask, np.uint8(last))
         yield np.asarray(numbers, dtype=np.int32), mask
+
+
+def _as_given(document: Document, settings: TextSettings) -> Piece:
+    """Tokens that were made elsewhere: nothing is added to them."""
+    ids, labels, completion = np.asarray(document.input_ids, dtype=np.int32), document.labels, document.completion_mask
+    mask = np.ones(len(ids), np.uint8) if labels is None else (np.asarray(labels) != -100).astype(np.uint8)
+    if completion is not None and settings.completion_only_loss is not False:
+        mask &= np.asarray(completion, dtype=np.uint8)
+    return ids, mask
+
+
+def _ends_with_token(document: Document, tokenizer: Any, settings: TextSettings) -> bool:
+    """Whether a document is to end with the end-of-text token."""
+    if settings.append_concat_token and tokenizer.eos_token_id is None:
+        raise DataError("append_concat_token is on, but the tokenizer has no end-of-text token (eos_token).")
+    if settings.append_concat_token is None:
+        return document.messages is None and tokenizer.eos_token_id is not None
+    return settings.append_concat_token
 
 
 def write(document: Document, tokenizer: Any, settings: TextSettings) -> Written:
@@ -125,15 +162,39 @@ def write(document: Document, tokenizer: Any, settings: TextSettings) -> Written
             f"`completion`. Leave completion_only_loss out to learn such rows whole."
         )
     if document.messages is not None:
-        talk = Conversation(tokenizer, settings.template, document.messages, document.where)
-        first = None if whole else document.learnt_from
-        if first is None and not settings.assistant_only_loss:
-            return talk.text(), None
-        return talk.learnt(first or 0)
+        return _write_conversation(document, tokenizer, settings)
     text, prompt = document.text or "", document.prompt
     if prompt is None:
         return text, None
     return prompt + text, None if whole else [(len(prompt), len(prompt) + len(text))]
+
+
+def _write_conversation(document: Document, tokenizer: Any, settings: TextSettings) -> Written:
+    template = settings.template_of(document.data_set)
+    messages: Sequence[Message] = document.messages or ()
+    if template is not None:
+        messages = fit(messages, document.tools, template, tokenizer, document.where)
+    given = document.template_kwargs or {}
+    talk = Conversation(tokenizer, template, messages, document.where, document.tools, given)
+    first = 0 if settings.completion_only_loss is False else document.learnt_from or 0
+    weights = document.weights or (None,) * len(messages)
+    off = [i for i, weight in enumerate(weights) if weight == 0]
+    if settings.assistant_only_loss or settings.last_turn_only_loss:
+        asked = [i for i, weight in enumerate(weights) if weight == 1 and not settings.last_turn_only_loss]
+        turns = talk.assistant_turns[-1:] if settings.last_turn_only_loss else talk.assistant_turns
+        return talk.turns([i for i in sorted({*turns, *asked}) if i >= first and i not in off])
+    if not first and not off:
+        return talk.text(), None
+    text, span = talk.completion(first)
+    return text, without([span], talk.turns(off)[1] if off else [])
+
+
+def without(spans: list[Span], holes: Sequence[Span]) -> list[Span]:
+    """Spans without the parts that lie in holes."""
+    for begin, end in holes:
+        cut = [part for a, b in spans for part in ((a, min(b, begin)), (max(a, end), b))]
+        spans = [(a, b) for a, b in cut if a < b]
+    return spans
 
 
 def _inside(offsets: list[tuple[int, int]], spans: list[Span]) -> npt.NDArray[np.uint8]:

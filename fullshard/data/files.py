@@ -2,34 +2,30 @@
 
 A reader is a function of a path and a `Place`; a new kind of file is one entry in `READERS`. A row that is damaged in
 itself is handed on as a `BadRow`, for the settings to judge; a file that cannot be read any further is a `DataError`.
-pyarrow is imported when a file needs it.
+Lines and CSV are read by `text_files.py`; pyarrow is imported when a file needs it.
 """
 
 from __future__ import annotations
 
-import csv
 import functools
-import gzip
 import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from fullshard.data.rows import BadRow, Place, Raw, names, no_key_twice, parse, short
+from fullshard.data.text_files import MARK, open_file, read_csv, read_table, read_text
 from fullshard.errors import DataError
 
-MARK = b"\xef\xbb\xbf"
-"""Some programs write this before UTF-8 text."""
 CONTENT = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\x1f\x8b": ".gz", b"PK\x03\x04": ".zip"}
 """How files begin that are not text, and what they should be called."""
-LONGEST_FIELD = 1 << 28
-"""Characters in a value of a CSV file."""
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 """How Arrow's stream format ends."""
 BATCH = 256
 """Rows of a table of columns that are held as objects at a time."""
+
 
 Reader = Callable[[Path, Place], Iterator[Raw]]
 
@@ -57,23 +53,21 @@ def check_kind(path: Path) -> str:
     return kind
 
 
-def read_file(path: Path, start: Place = None) -> Iterator[Raw]:
-    """The rows of a file from a place on, which an earlier row's `after` gave."""
+def read_file(path: Path, start: Place = None, sample_by: str = "line") -> Iterator[Raw]:
+    """The rows of a file from a place on, which an earlier row's `after` gave. `sample_by` says what a row of a .txt
+    file is: a line, a paragraph or the document."""
     kind = check_kind(path)
     try:
         if kind in TEXTS:
-            with _open(path) as file:
+            with open_file(path) as file:
                 head = file.read(8)
             found = next((name for magic, name in CONTENT.items() if head.startswith(magic)), None)
             if found is not None:
                 raise DataError(f"{path}: by its content a {found} file, not {kind}; give it its right name.")
-        yield from READERS[kind](path, start)
+        reader = functools.partial(read_text, sample_by=sample_by) if kind == ".txt" else READERS[kind]
+        yield from reader(path, start)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {_said(error)}.") from None
-
-
-def _open(path: Path) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb"))
 
 
 def _said(error: BaseException) -> str:
@@ -87,7 +81,7 @@ def _said(error: BaseException) -> str:
 def _json_lines(path: Path, start: Place) -> Iterator[Raw]:
     """An object per line; blank lines are passed over. Rows stay bytes: they are parsed where they are tokenised."""
     offset, number = start or (0, 0)
-    with _open(path) as file:
+    with open_file(path) as file:
         file.seek(offset)
         for line in file:
             row = line if offset else line.removeprefix(MARK)
@@ -106,7 +100,7 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 def _json(path: Path, start: Place) -> Iterator[Raw]:
     """A list of rows; an object that holds one as `data`, `train` or `rows`; an object of columns, each a list of as
     many values; one row; or, under the wrong name, JSON lines."""
-    with _open(path) as file:
+    with open_file(path) as file:
         if _are_lines(file):
             yield from _json_lines(path, start)
             return
@@ -201,70 +195,6 @@ def _are_columns(value: dict[str, Any]) -> bool:
     )
 
 
-# --- CSV ------------------------------------------------------------------------------------------------------------
-
-
-class _Lines:
-    """A file's lines as text, and how far they have been taken."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.offset, self.number, self.ended = file, 0, 0, False
-
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        line = self.file.readline()
-        if not line:
-            self.ended = True
-            raise StopIteration
-        text = line if self.offset else line.removeprefix(MARK)
-        self.offset, self.number = self.offset + len(line), self.number + 1
-        # Bytes that are no text are refused with the value they are in, if it is used.
-        return text.decode("utf-8", "surrogateescape")
-
-
-def _table(path: Path, start: Place, delimiter: str) -> Iterator[Raw]:
-    """Values with a header. Quoted values may hold delimiters, quotes (doubled) and line breaks. A row with more or
-    fewer values than the header is bad. A place is (byte, line)."""
-    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_FIELD))
-    with _open(path) as file:
-        lines = _Lines(file)
-        rows = csv.reader(lines, delimiter=delimiter, strict=True)
-        header: Any = next((fields for fields in _records(rows, lines, path) if fields), None)
-        if header is None or isinstance(header, BadRow):
-            found = "the file is empty;" if header is None else header.why
-            raise DataError(f"{path}: {found} expected a line of column names.")
-        if len(set(header)) < len(header):
-            raise DataError(f"{path}, line {lines.number}: columns {names(header)}; expected each name once.")
-        if start:
-            lines.offset, lines.number = start
-            file.seek(lines.offset)
-        line = lines.number + 1
-        for fields in _records(rows, lines, path):
-            where, place, line = f"{path}, line {line}", (lines.offset, lines.number), lines.number + 1
-            if isinstance(fields, BadRow):
-                yield Raw(where, fields, place)
-            elif fields and len(fields) != len(header):
-                why = f"{len(fields)} values, the header has {len(header)} ({names(header)})."
-                yield Raw(where, BadRow(why, fields), place)
-            elif fields:
-                yield Raw(where, dict(zip(header, fields, strict=True)), place)
-
-
-def _records(rows: Iterator[list[str]], lines: _Lines, path: Path) -> Iterator[Any]:
-    while True:
-        line = lines.number + 1
-        try:
-            yield next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            if lines.ended:
-                raise DataError(f"{path}, line {line}: a quote that is opened here is never closed.") from None
-            yield BadRow(f"not a row of values ({error}).")
-
-
 # --- columns --------------------------------------------------------------------------------------------------------
 
 
@@ -334,8 +264,9 @@ TEXTS: dict[str, Reader] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json,
-    ".csv": functools.partial(_table, delimiter=","),
-    ".tsv": functools.partial(_table, delimiter="\t"),
+    ".csv": read_csv,
+    ".tsv": functools.partial(read_table, delimiter="\t"),
+    ".txt": read_text,
 }
 """Kinds that may also be compressed, as `.jsonl.gz`."""
 READERS: dict[str, Reader] = {**TEXTS, ".parquet": _parquet, ".arrow": _arrow}

@@ -45,8 +45,9 @@ def split_names(splits: str) -> list[str]:
 
 
 def find_data(
-    name: str, splits: list[str], evaluates: bool = True, config: str | None = None, streaming: bool = False
-) -> Splits:
+    name: str, splits: list[str], evaluates: bool = True, config: str | None = None, streaming: bool = False,
+    sample_by: str = "line",
+) -> Splits:  # fmt: skip
     """The data that `name` stands for.
 
     A file is training data as a whole. A folder has files for each split, in it or in its folder `data`: `train.jsonl`,
@@ -58,7 +59,7 @@ def find_data(
     if _exists(path):
         with _may_be_refused(path):
             if not path.is_dir():
-                return file_source([_readable(path)]), None
+                return file_source([_readable(path)], sample_by), None
             folder = path / config if config else path
             if not folder.is_dir():
                 raise DataError(
@@ -70,7 +71,8 @@ def find_data(
                     f"{folder}: no file for the split {splits[0]!r} (such as {splits[0]}.jsonl); the folder holds "
                     f"{_held(folder)}."
                 )
-            return file_source(train), file_source(evaluation[0]) if evaluation and evaluation[0] else None
+            held = evaluation[0] if evaluation else []
+            return file_source(train, sample_by), file_source(held, sample_by) if held else None
     local = path.is_absolute() or name.startswith((".", "~")) or kind_of(path) or not _HUB.fullmatch(name)
     if local:
         raise DataError(
@@ -93,7 +95,7 @@ def look(source: Source, reading: Reading) -> None:
         raise DataError(f"{source.name}: no rows in it; expected at least one.")
 
 
-def source_of(data: Any, name: str) -> Source:
+def source_of(data: Any, name: str, sample_by: str = "line") -> Source:
     """A source from what a user hands over: a path (a file, or a split that `datasets` saved), several, or rows."""
     if isinstance(data, Source):
         return data
@@ -102,9 +104,9 @@ def source_of(data: Any, name: str) -> Source:
         if not _exists(path):
             raise DataError(f"{name}: {str(path)!r} does not exist.")
         with _may_be_refused(path):
-            return file_source(_saved_files(path) if _is_saved(path) else [_readable(path)])
+            return file_source(_saved_files(path) if _is_saved(path) else [_readable(path)], sample_by)
     if isinstance(data, list | tuple) and data and all(isinstance(item, Path) for item in data):
-        return file_source([_readable(path) for path in data])
+        return file_source([_readable(path) for path in data], sample_by)
     if isinstance(data, Mapping):
         raise DataError(f"{name} is a {type(data).__name__} ({names(data)}); give one of its splits.")
     if not isinstance(data, Iterable):

@@ -27,6 +27,8 @@ class Raw:
     """An object with columns, the bytes of one in JSON, or a `BadRow`."""
     after: Place
     """Where the next row begins."""
+    data_set: int | None = None
+    """The number of the data set that it belongs to, where data sets have settings of their own."""
 
 
 class BadRow(Exception):

@@ -59,7 +59,7 @@ def is_alive(folder: Path) -> bool:
 
 
 def _sweep(root: Path) -> None:
-    for path in root.glob(f"{PREFIX}*{LOCK}"):
+    for path in root.glob(f"{PREFIX}{'[0-9a-f]' * 16}{LOCK}"):
         folder = path.with_name(path.name.removesuffix(LOCK))
         # A lock that has no folder yet may belong to a process that is about to take it.
         if (folder.exists() or _gone(folder).exists()) and not is_alive(folder):

@@ -36,6 +36,13 @@ class Source:
     """The sources that this one is made of."""
     join: Callable[[Sequence[Source]], Source] | None = None
     """For a mix: the same mix of other parts."""
+    own_files: tuple[Path, ...] = ()
+    """The files that its rows are read from, but for those of its parts."""
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that rows are read from."""
+        return [*self.own_files, *(file for part in self.parts for file in part.files)]
 
     def documents(self, reading: Reading = AS_USUAL) -> Iterator[Document]:
         return (understand(row, reading) for row in self.rows(None))
@@ -48,22 +55,24 @@ def _digest(*parts: Any) -> str:
 # --- files and lists ------------------------------------------------------------------------------------------------
 
 
-def file_source(paths: Sequence[Path]) -> Source:
-    """Rows of files, one after the other."""
-    return chain([_one_file(path) for path in paths])
+def file_source(paths: Sequence[Path], sample_by: str = "line") -> Source:
+    """Rows of files, one after the other; `sample_by` is for files of running text."""
+    return chain([_one_file(path, sample_by) for path in paths])
 
 
-def _one_file(path: Path) -> Source:
-    check_kind(path)
+def _one_file(path: Path, sample_by: str) -> Source:
+    kind = check_kind(path)
 
     def fingerprint() -> str:
         try:
             with path.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+                content = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
+        return _digest(content, sample_by) if kind == ".txt" else content
 
-    return Source(str(path), functools.partial(read_file, path), fingerprint)
+    reads = functools.partial(read_file, path, sample_by=sample_by)
+    return Source(str(path), reads, fingerprint, own_files=(path,))
 
 
 def row_source(rows: Iterable[Any], name: str) -> Source:
@@ -85,7 +94,21 @@ def row_source(rows: Iterable[Any], name: str) -> Source:
             digest.update(b"\n")
         return digest.hexdigest()
 
-    return Source(name, walk, fingerprint)
+    cached = getattr(rows, "cache_files", None)  # of a data set of `datasets`, which reads them as it goes
+    files = tuple(Path(file["filename"]) for file in cached) if isinstance(cached, list) else ()
+    return Source(name, walk, fingerprint, own_files=files)
+
+
+def numbered(source: Source, number: int) -> Source:
+    """A source whose rows know that they belong to the data set of this number, which has settings of its own."""
+
+    def rows(start: Place) -> Iterator[Raw]:
+        return (replace(row, data_set=number) for row in source.rows(start))
+
+    def fingerprint() -> str:
+        return _digest("data set", number, source.fingerprint())
+
+    return Source(source.name, rows, fingerprint, own_files=tuple(source.files))
 
 
 # --- several sources ------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from fullshard import runtime
 from fullshard.data.loader import Pick
 from fullshard.data.once import agree, once_per_node
 from fullshard.data.spool import Maker, Pages, Reader
-from fullshard.data.tokens import LEFT_OUT, TokenTable, cache_root
+from fullshard.data.tokens import LEFT_OUT, TokenTable, cache_root, unused_columns
 from fullshard.errors import DataError
 
 COUNTED = ("documents", "rows", "tokens", "targets", *LEFT_OUT)
@@ -187,6 +187,8 @@ class _Walk:
             runtime.warn_once(
                 "bad rows", f"rows that cannot be understood are left out, and counted. The first: {found}"
             )
+        for name in unused_columns(facts):
+            runtime.warn_once(f"unused {name}", f"`{name}` is in the rows of the data and is not used.")
         order = np.arange(len(table))
         if feed.shuffle:
             order = np.random.Generator(np.random.PCG64([feed.seed, facts["epoch"], facts["page"]])).permutation(order)

@@ -7,7 +7,7 @@ import time
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from fullshard import runtime
-from fullshard.weights.progress import Moving, shown_as
+from fullshard.weights.progress import Moving, Terminal, shown_as
 
 SAYS_EVERY = 10.0
 """Seconds between plain lines; shorter work says nothing."""
@@ -22,7 +22,9 @@ class Tally(Moving):
         self._began = self._said = time.monotonic()
         self._plain = mode == "plain"
         if mode == "live":
-            self._bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), transient=True)
+            self._bar = Progress(
+                SpinnerColumn(), TextColumn("{task.description}", markup=False), console=Terminal(), transient=True
+            )
             self._task = self._bar.add_task(f"tokenising {name}", total=None)
 
     def __call__(self, rows: int, tokens: int) -> None:

@@ -1,34 +1,21 @@
 """Which chat template a run uses, and what its tokenizer needs for it: the template's own marks as single tokens.
 
-`chatml` and `zephyr` are built in; a file or another tokenizer's folder can be named; otherwise it is the tokenizer's
+Some are built in (`built_in.py`); a file or another tokenizer's folder can be named; otherwise it is the tokenizer's
 own. A template is checked when it is chosen, before any conversation is.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fullshard.data.built_in import BUILT_IN
 from fullshard.errors import ConfigError
 
-TEMPLATES = {
-    "chatml": (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-    "zephyr": (
-        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '</s>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-    ),
-}
-MARKERS = {
-    "chatml": ("<|im_start|>", "<|im_end|>"),
-    "zephyr": ("<|system|>", "<|user|>", "<|assistant|>", "</s>"),
-}
-"""What a template would like to be single tokens."""
-END_OF_TURN = {"chatml": "<|im_end|>", "zephyr": "</s>"}
+TEMPLATES = {name: built_in.text for name, built_in in BUILT_IN.items()}
 IN_FILES = re.compile("<[|\uff5c][^<>|\uff5c\\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>")
 """What is taken for a mark in a template of the user's own."""
 GIVEN = {
@@ -65,21 +52,23 @@ def template_of(tokenizer: Any) -> str | None:
     return own.get("default") if isinstance(own, dict) else own
 
 
-def prepare_tokenizer(tokenizer: Any, chat_template_format: str = "none", path: str | None = None) -> Prepared:
-    """Give the tokenizer the chosen template, the tokens it needs, and something to pad with."""
+def prepare_tokenizer(
+    tokenizer: Any, chat_template_format: str = "none", path: str | None = None, more: Sequence[str] = ()
+) -> Prepared:
+    """Give the tokenizer the chosen template, the tokens that it (and `more`) needs, and something to pad with."""
     notes: list[str] = []
-    added: list[str] = []
     chosen = choose(chat_template_format, path)
     if chosen is not None:
         if path and chat_template_format != "none":
             notes.append(f"chat_template_format {chat_template_format} is not used: chat_template_path overrules it.")
         tokenizer.chat_template = chosen.text
-        vocabulary = tokenizer.get_vocab()
-        added = [mark for mark in chosen.markers if mark not in vocabulary]
-        if added:
-            tokenizer.add_special_tokens({"additional_special_tokens": added}, replace_extra_special_tokens=False)
-        if chosen.end in added:  # whoever generates with this tokenizer should stop there
-            tokenizer.eos_token = chosen.end
+    vocabulary = tokenizer.get_vocab()
+    wanted = dict.fromkeys((*(chosen.markers if chosen is not None else ()), *more))
+    added = [mark for mark in wanted if mark not in vocabulary]
+    if added:
+        tokenizer.add_special_tokens({"additional_special_tokens": added}, replace_extra_special_tokens=False)
+    if chosen is not None and chosen.end in added:  # whoever generates with this tokenizer should stop there
+        tokenizer.eos_token = chosen.end
     if tokenizer.pad_token_id is None:
         held = {tokenizer.eos_token_id: tokenizer.eos_token, tokenizer.unk_token_id: tokenizer.unk_token}
         held.pop(None, None)
@@ -97,9 +86,8 @@ def choose(chat_template_format: str, path: str | None) -> Template | None:
     """The template that the settings name; None for the tokenizer's own."""
     if path is not None:
         return read_template(path)
-    if chat_template_format in TEMPLATES:
-        name = chat_template_format
-        return Template(name, TEMPLATES[name], MARKERS[name], END_OF_TURN[name])
+    if chat_template_format in BUILT_IN:
+        return Template(chat_template_format, *BUILT_IN[chat_template_format])
     return None
 
 

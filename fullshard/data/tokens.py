@@ -24,14 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fullshard.data.encode import TextSettings
-from fullshard.data.formats import NAMED
+from fullshard.data.formats import NAMED, UNUSED
 from fullshard.data.packing import best_fit_decreasing
 from fullshard.data.scratch import Scratch
 from fullshard.data.sources import Source
 from fullshard.data.tokenizing import Chunk, Tokenizing, cut
 from fullshard.errors import DataError
 
-FORMAT = 2
+FORMAT = 3
 CACHE_VARIABLE = "FULLSHARD_CACHE"
 FILES = {
     "tokens": np.int32,
@@ -84,6 +84,11 @@ def statistics(table: TokenTable) -> dict[str, Any]:
     facts = table.facts
     efficiency = facts["tokens"] / max(1, facts["rows"] * facts["max_length"])
     return {**facts["lengths"], "documents": facts["documents"], "rows": facts["rows"], "efficiency": efficiency}
+
+
+def unused_columns(facts: dict[str, Any]) -> dict[str, int]:
+    """Columns that mean something to other trainers and are not used here, with the number of rows that have them."""
+    return {key.removeprefix(UNUSED): count for key, count in facts.items() if key.startswith(UNUSED)}
 
 
 # --- reading and making ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fullshard import runtime
 from fullshard.errors import RankLostError
-from fullshard.groups import backend_of
+from fullshard.groups import backend_of, carries
 
 GIVE_UP = 8.0
 """Seconds the program gets to come back from its wait once communication was ended."""
@@ -28,10 +28,21 @@ def all_communicators(waits_in: Any = None) -> None:
         backend = group._get_backend(torch.device(device.type))
         threading.Thread(target=_quietly, args=(backend.abort,), daemon=True).start()
     if waits_in is not None and waits_in.group is not None and backend_of(waits_in.group, device) != "nccl":
-        # Gloo has no abort. A receive that times out closes its connections, which ends every wait on them.
-        other = next(i for i, rank in enumerate(waits_in.ranks) if rank != runtime.rank())
-        with contextlib.suppress(RuntimeError):
-            waits_in.group.recv([torch.empty(1)], other, (1 << 30) + 1).wait(timedelta(milliseconds=1))
+        _close_gloo(waits_in.group)
+
+
+def all_on_gloo() -> None:
+    """End all communication of this rank on Gloo: a wait that the watch did not begin may be in any of its groups."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.size() > 1 and carries(group, "cpu"):
+            threading.Thread(target=_quietly, args=(lambda group=group: _close_gloo(group),), daemon=True).start()
+
+
+def _close_gloo(group: Any) -> None:
+    """Gloo has no abort. A receive that times out closes its connections, which ends every wait on them."""
+    with contextlib.suppress(RuntimeError):
+        other = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1)], other, (1 << 30) + 1).wait(timedelta(milliseconds=1))
 
 
 def take_over() -> None:

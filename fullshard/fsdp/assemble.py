@@ -17,7 +17,7 @@ from torch import nn
 
 from fullshard import runtime
 from fullshard.errors import FSDPError, MeshError
-from fullshard.fsdp import guard, shard
+from fullshard.fsdp import entry, guard, shard
 from fullshard.fsdp import policy as policies
 from fullshard.fsdp.comm import make_link, travels_by_messages
 from fullshard.fsdp.engine import Engine, Settings
@@ -29,6 +29,7 @@ from fullshard.fsdp.plan import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, ShardingPla
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.fsdp.streams import Lane
 from fullshard.fsdp.unit import Means, Unit
+from fullshard.spmd import rules
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
 
@@ -121,6 +122,8 @@ def assemble(
     engine.before_pass = guard.Readiness(root, engine, ignored)
     engine.has_global_parameters = any(any(p.gathered_layout.dims) for unit in engine.units for p in unit.parameters)
     guard.expect_optimizers()
+    entry.watch_backward()
+    rules.draw_alike()
     if options.precision != MixedPrecision.of(None):
         runtime.get_logger().info("mixed precision: %s", options.precision)
 
@@ -188,6 +191,7 @@ def _make_units(
     owned: dict[nn.Module, list[ShardedParameter]] = {module: [] for module in modules}
     inside = {module: set(module.modules()) for module in modules}
     theirs = {id(p.shard): p for unit in taken for p in unit.parameters}
+    meets_plain = any(p.requires_grad for module in ignored for p in module.parameters())
     for parameter, named_sites in shard.find_sites(root, ignored).values():
         if id(parameter) in theirs:
             continue
@@ -202,7 +206,9 @@ def _make_units(
             known.show_shard()
             continue
         plan = shard.plan_for([name for name, _ in named_sites], parameter, options.terms)
-        made = shard.make_shard(parameter, plan, options.mesh, sync=sync, offload=options.cpu_offload)
+        made = shard.make_shard(
+            parameter, plan, options.mesh, sync=sync, offload=options.cpu_offload, meets_plain=meets_plain
+        )
         data_axes = ("fsdp", *options.replica_axes)
         sharded = ShardedParameter(plan, made, sites, options.mesh, data_axes, options.cpu_offload)
         shard.install(parameter, sharded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -12,9 +13,12 @@ from torch.distributed.tensor import Shard
 
 from fullshard import runtime
 from fullshard.errors import FSDPError
-from fullshard.fsdp import watch
+from fullshard.fsdp import watch, watched
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.tensor import is_sharded
+
+PLAIN = (-1,)
+"""In the place of axes: a gradient that is not sharded."""
 
 
 def clip_grad_norm_(
@@ -22,8 +26,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients to a total norm of at most `max_norm`; returns the norm before.
 
-    A shard counts once: sums run along the axes that split a parameter, and copies are not added up. All ranks must
-    call it, also those whose shards are empty.
+    A shard counts once: sums run along the axes that split a parameter, and copies are not added up. Plain gradients
+    (of ignored modules) may differ between ranks: they count as their mean, so that all ranks scale alike. All ranks
+    must call it, also those whose shards are empty.
     """
     watch.check()
     p = float(norm_type)
@@ -41,7 +46,8 @@ def clip_grad_norm_(
     device = runtime.device()
     terms = [torch.zeros((), dtype=torch.float64, device=device)]
     for axes in sorted(by_axes):
-        terms.append(_sum_along(_power(by_axes[axes], p, device), axes, mesh, p))
+        power = _power(by_axes[axes], p, device)
+        terms.append(_mean(power, mesh, p) if axes == PLAIN else _sum_along(power, axes, mesh, p))
     stacked = torch.stack(terms)
     norm = stacked.max() if math.isinf(p) else stacked.sum() ** (1.0 / p)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -55,7 +61,7 @@ def clip_grad_norm_(
 
 def _pieces(grad: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
     if not is_sharded(grad):
-        return (), grad
+        return PLAIN, grad
     groups = origin(grad.device_mesh)[1]
     axes = [axis for group, at in zip(groups, grad.placements, strict=True) if isinstance(at, Shard) for axis in group]
     return tuple(sorted(axes)), grad._local_tensor
@@ -71,9 +77,16 @@ def _power(locals_: list[torch.Tensor], p: float, device: torch.device) -> torch
     return norms.max() if math.isinf(p) else (norms**p).sum()
 
 
+def _mean(value: torch.Tensor, mesh: Mesh, p: float) -> torch.Tensor:
+    total = _sum_along(value, tuple(range(mesh.ndim)), mesh, p)
+    return total if math.isinf(p) else total / mesh.size()
+
+
 def _sum_along(value: torch.Tensor, axes: tuple[int, ...], mesh: Mesh, p: float) -> torch.Tensor:
     op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
     for axis in axes:
         if mesh.mesh_shape[axis] > 1:
-            dist.all_reduce(value, op=op, group=mesh.get_group(axis))
+            group = mesh.get_group(axis)
+            issue = functools.partial(dist.all_reduce, value, op, group, async_op=True)
+            watched.finish("norm of the gradients", issue, group)
     return value

@@ -28,6 +28,8 @@ class Wait:
     seconds: float
     followed: bool = False
     """Whether the device waits, not the host: it may then also be busy with what was to be computed before."""
+    outside: bool = False
+    """Whether the engine did not issue it (see `outside.py`): it has no number."""
 
 
 @dataclass
@@ -59,6 +61,8 @@ class Verdict:
     text: str
     lost: bool
     """Whether a rank is gone; else the ranks disagree about what to do."""
+    at: str = ""
+    """Where a rank was that lost it."""
 
 
 def kind_of(what: str) -> str:
@@ -79,9 +83,9 @@ def judge(notes: Mapping[int, Note], losses: Mapping[int, Loss], connection_brok
     for (key, number), waiters in waiting.items():
         rank, wait = waiters[0]
         for loss in gone:
-            if loss.how != "exited" or _misses(loss, key, number, notes):
-                return Verdict(f"rank {rank} waits in {wait.what}, but {loss}", lost=True)
-        for other in members[key]:
+            if loss.how != "exited" or not wait.outside and _misses(loss, key, number, notes):
+                return Verdict(f"rank {rank} waits in {wait.what}, but {loss}", lost=True, at=wait.what)
+        for other in members.get(key, ()):
             if other != rank and (told := _disagree(rank, wait, other, waiters, notes)):
                 return Verdict(told, lost=False)
     return None
@@ -127,6 +131,8 @@ def _disagree(rank: int, wait: Wait, other: int, waiters: Sequence[tuple[int, Wa
 
 def missing(wait: Wait, ranks: Sequence[int], notes: Mapping[int, Note]) -> list[int]:
     """The ranks that have not entered an operation, as far as is known."""
+    if wait.outside:
+        return [rank for rank in ranks if rank not in notes or not any(w.outside for w in notes[rank].waits)]
     return [rank for rank in ranks if rank not in notes or notes[rank].last.get(wait.key, 0) < wait.number]
 
 

@@ -21,25 +21,14 @@ from typing import Any
 import torch
 
 from fullshard.errors import FSDPError
-from fullshard.fsdp import watch, weigh
+from fullshard.fsdp import entry, watch, weigh
 from fullshard.fsdp.compiler import Compiler
+from fullshard.fsdp.entry import Call, Graph, in_backward
 from fullshard.fsdp.output import outliving
 from fullshard.fsdp.strategy import BackwardPrefetch
 from fullshard.fsdp.tree import map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Reduction, State, Unit
 from fullshard.spmd.tensor import is_sharded
-
-
-class Call:
-    """One call of a unit whose backward may come. Only autograd's graph keeps it alive."""
-
-    def __init__(self, unit: Unit, ticket: int, as_global: bool):
-        self.unit, self.ticket, self.as_global = unit, ticket, as_global
-        self.end = ticket
-        """A number above those of all calls made inside this one."""
-        self.casts = unit.casts
-        self.first_node = torch.autograd._get_sequence_nr()
-        """The number of the first operation that autograd records from here on."""
 
 
 @dataclass
@@ -84,10 +73,12 @@ class Engine:
         self._returning: dict[Unit, bool] = {}
         """Whether a backward may reach the unit, by its last call."""
         self._tickets = itertools.count()
-        self._calls: dict[Unit, list[weakref.ref[Call]]] = {}
+        self._calls: dict[Unit, list[weakref.ref[Graph]]] = {}
         self._backwards: dict[int, _Backward] = {}
         self._in_flight: deque[Reduction] = deque()
         self._held: set[Unit] = set()
+        self._entered: weakref.WeakMethod[Callable[[Call], None]] = weakref.WeakMethod(self._at_another_way)
+        entry.engines.add(self)
         for unit in units:
             for p in unit.parameters:
                 p.on_gradient = partial(self.compiler.aside, self._gradient_arrives, unit)
@@ -98,19 +89,26 @@ class Engine:
         self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any, output_of: Callable[..., Any]
     ) -> Any:
         """Call a unit's module."""
-        recompute = _in_backward()  # activation checkpointing runs forward again inside backward
+        recompute = in_backward()  # activation checkpointing runs forward again inside backward
         outermost = not self._stack and not recompute
         if outermost:
             self._begin_pass(args, kwargs)
         self._stack.append(unit)
+        weighs = outermost and not self._as_global and not entry.inside_a_call()  # of another model
+        weight = weigh.current().weight if weighs else 1.0
+        call = Call(unit, next(self._tickets), self._as_global, weight)
+        # What is computed again may run in another thread, with numbers of its own; it is entered by its outputs.
+        noted = torch.is_grad_enabled() and not recompute
+        if noted:
+            entry.begin(call, self._entered)
         try:
-            call = Call(unit, next(self._tickets), self._as_global)
             self._make_ready(unit, "forward")
             if not recompute:
                 self._record_and_prefetch(unit)
             args, kwargs = _cast_inputs(unit, (args, kwargs))
-            weight = weigh.current().weight if outermost and not self._as_global else 1.0
             args, kwargs = weigh.entering((args, kwargs), weight)
+            if noted and (factors := entry.look_at_inputs(list(tensors_in((args, kwargs), objects=False)))):
+                args, kwargs = map_tensors(lambda t: weigh.scaled(t, factors.get(id(t), 1.0)), (args, kwargs))
             # Taken down before the call: it may put tensors of its own into what it was given, such as a cache.
             inputs = list(tensors_in((args, kwargs), objects=False)) if torch.is_grad_enabled() else []
             before = [(t, t.grad_fn) for t in inputs]
@@ -120,6 +118,8 @@ class Engine:
                 output = weigh.leaving(output, weight)
         except BaseException:
             self._stack.pop()
+            if noted:
+                entry.end(call)  # a tensor taken from inside may be used all the same
             if outermost:
                 self.reset()
             elif not recompute:
@@ -127,6 +127,8 @@ class Engine:
             raise
         self._stack.pop()
         tracked = torch.is_grad_enabled() and self._follow(call, before, output)
+        if noted:
+            entry.end(call)
         if not recompute:
             self._left.append(unit)
             # Re-entrant checkpointing runs a unit without gradients at first, and comes back for it.
@@ -142,7 +144,8 @@ class Engine:
         self._as_global = self.has_global_parameters or any(is_sharded(t) for t in tensors_in((args, kwargs)))
         self._grad_pass = torch.is_grad_enabled()
         self._recorded, self._left = [], []
-        self.step += self._grad_pass
+        if self._grad_pass:
+            self.step = watch.begin_pass()
         for unit in self.units:
             # Gathered values that outlived their pass: their graph was dropped, or the shards have changed since.
             if unit.state is not State.SHARDED and not (self._live(unit) and unit.is_fresh()):
@@ -204,26 +207,30 @@ class Engine:
         call.end = next(self._tickets)
         passed = {id(t) for t, made_by in inputs if t.grad_fn is made_by}
         outputs = {id(t): t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in passed}
-        if not call.unit.keeps_after_forward:
-            # Auxiliary losses are often left on a module. Their backward may begin before that of the outputs.
-            kept = call.unit.kept_tensors()
-            outputs |= {id(t): t for t in kept if (made := t.grad_fn) and made._sequence_nr() >= call.first_node}
+        call.outputs = frozenset(t.grad_fn._sequence_nr() for t in outputs.values() if t.grad_fn is not None)
+        graph = Graph(call)
         for t in outputs.values():
-            t.register_hook(partial(self.compiler.aside, self._backward_begins, call))
+            t.register_hook(partial(self.compiler.aside, self._at_output, graph))
         if not outputs:
             return False
         for t in {id(t): t for t, _ in inputs}.values():
             if t.grad_fn is not None and id(t) not in outputs:
-                t.register_hook(partial(self.compiler.aside, self._backward_ends, call))
+                t.register_hook(partial(self.compiler.aside, self._at_input, graph))
         live = [ref for ref in self._calls.get(call.unit, []) if ref() is not None]
-        self._calls[call.unit] = [*live, weakref.ref(call)]
+        self._calls[call.unit] = [*live, weakref.ref(graph)]
         return True
 
     def _live(self, unit: Unit) -> list[int]:
         """Tickets of the unit's calls whose graph still exists."""
-        return [call.ticket for ref in self._calls.get(unit, []) if (call := ref()) is not None]
+        return [graph.call.ticket for ref in self._calls.get(unit, []) if (graph := ref()) is not None]
 
-    def _backward_begins(self, call: Call, grad: torch.Tensor) -> None:
+    def _at_output(self, graph: Graph, grad: torch.Tensor) -> None:
+        self._backward_begins(graph.call)
+
+    def _at_another_way(self, call: Call) -> None:
+        self.compiler.aside(self._backward_begins, call)
+
+    def _backward_begins(self, call: Call) -> None:
         if torch.is_grad_enabled():
             self._refuse_create_graph(call.unit)
         backward = self._this_backward()
@@ -263,8 +270,8 @@ class Engine:
             )
         self._this_backward().reached[unit] = min(self._live(unit), default=0)
 
-    def _backward_ends(self, call: Call, grad: torch.Tensor) -> None:
-        backward = self._backwards.get(torch._C._current_graph_task_id())
+    def _at_input(self, graph: Graph, grad: torch.Tensor) -> None:
+        call, backward = graph.call, self._backwards.get(torch._C._current_graph_task_id())
         if backward is not None and call.unit in backward.reached:
             self._flush(backward, above=call.ticket - 1)
 
@@ -332,7 +339,6 @@ class Engine:
         reductions, self._in_flight = self._in_flight, deque()
         self._backwards.clear()
         self._stack.clear()
-        self._held.clear()
         self._order, self._left = [], []
         for reduction in reductions:
             reduction.wait()
@@ -371,7 +377,3 @@ def _cast_inputs(unit: Unit, inputs: Any) -> Any:
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     return values if dtype is None else map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -16,7 +17,7 @@ from fullshard.fsdp.held import HeldGradient
 from fullshard.fsdp.plan import plan_unit, replan
 from fullshard.fsdp.strategy import ShardingStrategy
 from fullshard.spmd.mesh import Mesh, get_global_mesh
-from fullshard.spmd.tensor import is_sharded
+from fullshard.spmd.tensor import ShardedTensor, is_sharded
 from fullshard.wrappers import refuse_foreign_wrappers
 
 
@@ -84,6 +85,18 @@ class Readiness:
         self.first = True
 
     def __call__(self) -> None:
+        if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
+            raise FSDPError(
+                "torch.autograd.graph.allow_mutation_on_saved_tensors() around a wrapped model: it copies what "
+                "autograd saved before every write, and gathered values are written each time they are gathered. "
+                "Leave it out"
+            )
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise FSDPError(
+                "a transform of torch.func (vmap, grad, jacrev, jvp) around a wrapped model: it would run through "
+                "gathered values that come and go. Use it inside the forward of one unit: a module whose forward calls "
+                "the transform, wrapped without units below it"
+            )
         if self.first:
             self._find_strangers()
             self.first = False
@@ -117,6 +130,7 @@ def expect_optimizers() -> None:
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watch.check()  # gradients that were summed without a rank that is gone are no gradients
+    watch.stepped()
     for group in optimizer.param_groups:
         if any(isinstance(parameter.grad, HeldGradient) for parameter in group["params"]):
             raise FSDPError(
@@ -136,7 +150,23 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     f"model.parameters() after FSDPv2(…)"
                 )
     _check_kind(optimizer)
+    _check_lists(optimizer)
     optimizer._fullshard_checked = True
+
+
+def _check_lists(optimizer: Optimizer) -> None:
+    """Optimizers that take lists of tensors (`foreach`, `fused`): torch's own class takes no plain ones among them."""
+    for group in optimizer.param_groups:
+        trained = [p for p in group["params"] if p.requires_grad]
+        plain = [p for p in trained if not is_sharded(p)]
+        ours = any(isinstance(p, ShardedTensor) for p in trained)
+        if (group.get("foreach") or group.get("fused")) and plain and len(plain) < len(trained) and not ours:
+            how = "foreach=True" if group.get("foreach") else "fused=True"
+            raise FSDPError(
+                f"{type(optimizer).__name__}({how}) with sharded parameters and plain ones in one group (of shape "
+                f"{tuple(plain[0].shape)}, for example): torch cannot update them in one list. Put the plain ones into "
+                f"a parameter group of their own, or leave {how} out"
+            )
 
 
 NOT_BY_ELEMENT = {"Adafactor": "scales by means over rows, columns and the whole of a parameter", "Rprop": "uses masks"}

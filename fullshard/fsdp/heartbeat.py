@@ -8,14 +8,12 @@ is decided in `lookout.py`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from fullshard.processes import Process, state_of, this_process
 
 BEAT = 1.0
 """Seconds between two heartbeats of a rank, in jobs of up to 2,048 ranks."""
@@ -32,64 +30,6 @@ IN_A_ROW = 64
 def beat_every(world: int) -> float:
     """Seconds between two heartbeats in a job of this many ranks."""
     return BEAT * min(SLOWEST_BEAT, max(1.0, world / 2048))
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-def node_id() -> str:
-    """Names what process numbers are unique in: a boot of a machine, and a namespace of process ids on it.
-
-    Host names do not: containers of one image, and machines of one image, may all have the same.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""  # not Linux: every other process counts as one on another node
-    return hashlib.blake2b(f"{boot} {space}".encode(), digest_size=6).hexdigest()
-
-
-@dataclass(frozen=True)
-class Process:
-    """What tells one process from all others."""
-
-    node: str
-    pid: int
-    start: str
-    """When it began, in the kernel's ticks: a number that was given to a later process is not mistaken for it."""
-    host: str
-
-    def text(self) -> str:
-        return f"{self.node or '-'} {self.pid} {self.start} {self.host}"
-
-    @classmethod
-    def parse(cls, text: str) -> Process:
-        node, pid, start, host = text.split(" ", 3)
-        return cls("" if node == "-" else node, int(pid), start, host)
-
-
-def this_process() -> Process:
-    return Process(node_id(), os.getpid(), (_stat(os.getpid()) or ("", ""))[1], socket.gethostname())
-
-
-def state_of(process: Process | None) -> str:
-    """A process's state: "dead", "stopped", "alive"; "" if it is on another node."""
-    if process is None or not process.node or process.node != node_id():
-        return ""
-    found = _stat(process.pid)
-    if found is None or found[0] in "ZX" or found[1] != process.start:
-        return "dead"
-    return "stopped" if found[0] in "Tt" else "alive"
-
-
-def _stat(pid: int) -> tuple[str, str] | None:
-    """State and start of a process; None if there is none of this number."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], fields[19]
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
@@ -164,7 +104,7 @@ class Loss:
     def __str__(self) -> str:
         told = {
             "dead": f"rank {self.rank}{self.process} ended without a word, as a process does that is killed",
-            "exited": f"rank {self.rank} has exited; its own output says why",
+            "exited": f"rank {self.rank} has exited",
             "stopped": f"rank {self.rank}{self.process} is stopped (SIGSTOP, or a debugger)",
             "busy": f"rank {self.rank}{self.process} is alive, but its Python threads do not run",
             "silent": f"rank {self.rank}{self.process} gives no sign of life",
@@ -190,10 +130,10 @@ class Ring:
 
     def __init__(self, board: Board, rank: int, world: int):
         self.board, self.rank, self.world = board, rank, world
-        self.process = this_process()
         self._count = 0
         self._heard: dict[int, _Heard] = {}
-        board.put(f"process/{rank}", self.process.text())
+        self._looked = 0.0
+        board.put(f"process/{rank}", this_process().text())
 
     def beat(self, where: str) -> None:
         self._count += 1
@@ -213,12 +153,11 @@ class Ring:
     def look(self, values: dict[str, str], now: float) -> list[Loss]:
         """What changed among the ranks watched, given their heartbeats."""
         found = []
+        held_up, self._looked = now - self._looked > SILENT_AFTER, now
         for rank in self.watched():
-            value = values.get(f"beat/{rank}")
-            if value is None:
-                continue  # has not begun
+            value = values.get(f"beat/{rank}", "")
             heard = self._heard.setdefault(rank, _Heard(since=now))
-            if value != heard.value:
+            if value != heard.value or held_up:  # this rank's silence is not the other's: both may have been stopped
                 heard.value, heard.since = value, now
             if heard.process is None:
                 told = self.board.read([f"process/{rank}"]).get(f"process/{rank}")
@@ -226,7 +165,7 @@ class Ring:
             how = self._how(heard, now)
             if how != heard.how:
                 heard.how = how
-                found.append(Loss(rank, how, value.partition(" ")[2], _in_words(heard.process)))
+                found.append(Loss(rank, how, value.partition(" ")[2] or "its start", str(heard.process or "")))
         return found
 
     def _how(self, heard: _Heard, now: float) -> str:
@@ -236,14 +175,10 @@ class Ring:
         if state == "dead":
             return "dead"
         quiet = now - heard.since
-        if quiet < SILENT_AFTER:
-            return "back"
+        if quiet < SILENT_AFTER or not heard.value and state != "stopped":
+            return "back"  # or has not begun
         if state == "alive":
             return "busy"
         if quiet >= LOST_AFTER:
             return "lost"
         return "stopped" if state == "stopped" else "silent"
-
-
-def _in_words(process: Process | None) -> str:
-    return f" (process {process.pid} on {process.host})" if process is not None else ""

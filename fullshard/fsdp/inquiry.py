@@ -10,9 +10,10 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fullshard import runtime
-from fullshard.fsdp import heartbeat, watch
+from fullshard.fsdp import watch
 from fullshard.fsdp.diagnosis import Note, Verdict, Wait, judge, missing, report
-from fullshard.fsdp.heartbeat import Loss, Process, beat_every, state_of
+from fullshard.fsdp.heartbeat import Loss, beat_every
+from fullshard.processes import Process, state_of
 
 if TYPE_CHECKING:
     from fullshard.fsdp.lookout import Lookout
@@ -81,14 +82,14 @@ class Inquiry:
         if now - self._asked_at > ASK_AGAIN:
             self._ask(now)
             return
-        label, wait = waits[0]
+        label, wait = waits[0]  # one of the engine's where there is one
         notes = self._notes(now)
         answers = {rank: note for rank, note in notes.items() if note.asked >= self.lookout.asked}
         found = judge(answers, self.lookout.losses)
         if found is not None and found.text == self._suspect:
             # Seen twice: not a note that was just out of date.
             ranks = [*label.watch.ranks]
-            self.lookout.decide(Verdict(f"{found.text}\n{self._report(wait, ranks, notes)}", found.lost))
+            self.lookout.decide(Verdict(f"{found.text}\n{self._report(wait, ranks, notes)}", found.lost, found.at))
             return
         self._suspect = "" if found is None else found.text
         again = self._told[0] is not label or now - self._told[1] > watch.REPEAT_AFTER
@@ -99,8 +100,8 @@ class Inquiry:
         if late and len(answers) < size and now - self._asked_at < 2 * beat_every(size):
             return  # their answers may be on the way
         silent = [rank for rank in label.watch.ranks if rank in losses and losses[rank].how != "back"]
-        if wait.followed and not late and not silent:
-            return  # all have entered it: the device is still busy with what comes before
+        if not silent and (wait.outside or wait.followed and not late):
+            return  # somebody takes their time; the device is still busy with what comes before
         self._told = (label, now)
         runtime.get_logger().warning(self._report(wait, list(label.watch.ranks), notes))
 
@@ -110,32 +111,43 @@ class Inquiry:
         last = {int(key.rpartition("/")[2]): text.partition(" ")[2] for key, text in beats.items()}
         return report(wait, ranks, notes, self.lookout.losses, last)
 
-    def name_cause(self, what: str, reason: str, ranks: tuple[int, ...], since: float, now: float) -> None:
-        """A connection broke: find the rank that is gone. It may be on another node and only fall silent."""
-        losses = self.lookout.losses
+    def name_cause(self, broken: watch.Broken, now: float) -> None:
+        """Communication broke: find the rank that is gone. It may be on another node and only fall silent."""
+        losses, ranks = self.lookout.losses, broken.ranks
         gone = [losses[rank] for rank in ranks if rank in losses and losses[rank].how not in ("back", "busy")]
-        if not gone and len(ranks) <= SWEPT:
-            gone = self._gone_here(ranks)
+        if all(loss.how == "exited" for loss in gone) and len(ranks) <= SWEPT:
+            gone += self._gone_here(ranks, broken.timed_out)
+        cannot = f"rank {self.lookout.rank} cannot go on in {broken.what}"
         if gone:
             worst = min(gone, key=lambda loss: ("dead", "lost", "silent", "stopped", "exited").index(loss.how))
-            self.lookout.decide(
-                Verdict(f"rank {self.lookout.rank} cannot go on in {what}: {worst} ({reason})", lost=True)
-            )
-        elif now - since > watch.NAME_WITHIN:
-            self.lookout.decide(watch.unnamed(what, reason))
+            if worst.how == "exited" and self.lookout.heard_verdict(now):
+                return  # it had a reason, and has said so
+            why = f" ({broken.reason})" if broken.timed_out else ""
+            self.lookout.decide(Verdict(f"{cannot}: {worst}{why}", True, broken.what))
+        elif broken.timed_out:
+            self.lookout.decide(Verdict(f"{cannot}: {broken.reason}{self._where_they_are(now)}", True, broken.what))
+        elif now - broken.since > watch.NAME_WITHIN:
+            self.lookout.decide(watch.unnamed(broken.what, broken.reason))
         else:
             threading.Timer(0.2, self.lookout.hurry).start()
 
-    def _gone_here(self, ranks: tuple[int, ...]) -> list[Loss]:
-        """Ranks whose processes have ended on this node, or that have exited: the ring may not have come round yet."""
+    def _where_they_are(self, now: float) -> str:
+        """Who is too late for this rank's wait."""
+        waits = watch.waits(now)
+        return "" if not waits else "\n" + self._report(waits[0][1], [*waits[0][0].watch.ranks], self._notes(now))
+
+    def _gone_here(self, ranks: tuple[int, ...], stopped: bool) -> list[Loss]:
+        """Ranks whose processes have ended on this node (or are `stopped`), or that have exited: the ring may not have
+        come round yet."""
         found = self.lookout.board.read([f"{kind}/{rank}" for rank in ranks for kind in ("process", "beat")])
         losses = []
         for rank in ranks:
             beat = found.get(f"beat/{rank}", "")
             process = found.get(f"process/{rank}")
             where = beat.partition(" ")[2]
+            how = state_of(Process.parse(process)) if process else ""
             if beat.startswith("exited"):
                 losses.append(Loss(rank, "exited", where))
-            elif process and state_of(Process.parse(process)) == "dead":
-                losses.append(Loss(rank, "dead", where, heartbeat._in_words(Process.parse(process))))
+            elif process and (how == "dead" or stopped and how == "stopped"):
+                losses.append(Loss(rank, how, where, str(Process.parse(process))))
         return losses

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import json
 import threading
 import time
@@ -20,8 +21,9 @@ import torch.distributed as dist
 from fullshard import runtime
 from fullshard.fsdp import abort, heartbeat, watch
 from fullshard.fsdp.diagnosis import Verdict
-from fullshard.fsdp.heartbeat import Board, Loss, Process, Ring, beat_every, state_of
+from fullshard.fsdp.heartbeat import Board, Loss, Ring, beat_every
 from fullshard.fsdp.inquiry import ASK_AT, Inquiry
+from fullshard.processes import Process, state_of
 
 ANSWER_FOR = 10.0
 """Seconds for which a rank that was asked goes on to publish its note."""
@@ -118,7 +120,7 @@ class Lookout:
         keys = [*(f"beat/{rank}" for rank in ring.watched()), "news"]
         keys += ["process/0"] if self.first is None else []
         waits = watch.waits(now)
-        long = bool(waits) and waits[0][1].seconds > ASK_AT * watch.REPORT_AFTER
+        long = any(wait.seconds > ASK_AT * watch.REPORT_AFTER for _, wait in waits)
         keys += ["lead"] if long else []
         values = self.board.read(keys)
         if self.first is None and "process/0" in values:
@@ -131,7 +133,7 @@ class Lookout:
         if now < self._answer_until:
             self.answer(now)
         if watch._here.broken is not None:
-            self.inquiry.name_cause(*watch._here.broken, now)
+            self.inquiry.name_cause(watch._here.broken, now)
         elif long and watch._here.verdict is None:
             self.inquiry.lead_if_needed(int(values.get("lead", 0)), waits, now)
         else:
@@ -144,7 +146,7 @@ class Lookout:
         self.answer(now)
 
     def _tell_loss(self, loss: Loss) -> None:
-        if loss.how not in ("back", "exited") and watch._here.verdict is None:
+        if loss.how not in ("back", "exited", "dead") and watch._here.verdict is None:
             runtime.get_logger().warning("%s", loss)
         self.board.put(f"loss/{self.board.add('losses', 1)}", loss.text())
         self._publish_news()
@@ -166,7 +168,12 @@ class Lookout:
             found = json.loads(values["verdict"])
             if found["number"] > self._verdict_read:
                 self._verdict_read = found["number"]
-                self._set(Verdict(found["text"], found["lost"]))
+                self._set(Verdict(found["text"], found["lost"], found["at"]))
+
+    def heard_verdict(self, now: float) -> bool:
+        """Whether another rank has ended the run, as the store knows by now."""
+        self._read_news(now)
+        return watch._here.verdict is not None
 
     def answer(self, now: float) -> None:
         """Publish this rank's note if it has changed."""
@@ -179,7 +186,6 @@ class Lookout:
 
     def decide(self, verdict: Verdict) -> None:
         """End the run: on this rank now, on all others when the store answers."""
-        runtime.get_logger(all_ranks=True).error(verdict.text)
         self._set(verdict)
         self._outbox = verdict
         self.hurry()
@@ -199,7 +205,7 @@ class Lookout:
             return
         number = self.board.add("verdicts", 1)
         self._verdict_read = max(self._verdict_read, number)
-        self.board.put("verdict", json.dumps({"number": number, "text": verdict.text, "lost": verdict.lost}))
+        self.board.put("verdict", json.dumps({"number": number, **dataclasses.asdict(verdict)}))
         self._publish_news()
         self._outbox = None
 
@@ -209,9 +215,11 @@ class Lookout:
         while not self._stop.wait(watch.POLL) and dist.group.WORLD is self.world:
             try:
                 now = time.monotonic()
+                watch._here.outside.look(now)
                 failure = watch.finish_followed(now)
                 if failure is not None and watch._here.broken is None:
-                    watch._here.broken = (failure[0].what, failure[1], failure[0].watch.ranks, now)
+                    label, why = failure
+                    watch._here.broken = watch.Broken(label.what, why, label.watch.ranks, now, "time-out" in why)
                     self.hurry()
                 self._look_at_times(now)
                 self._look_at_store(now)
@@ -224,8 +232,12 @@ class Lookout:
         """torch's own limit is switched off on NCCL (see `groups.leave_time_outs_to_us`), so it is kept here."""
         for label, wait in watch.waits(now):
             limit = abort.time_out(label.watch.group) if wait.followed else None
-            if limit is not None and wait.seconds > limit and watch._here.verdict is None:
-                self.decide(watch.unnamed(wait.what, f"its time-out of {limit:g} s is over"))
+            if limit is None or wait.seconds <= limit or watch._here.verdict is not None:
+                continue
+            if watch._here.broken is None:
+                why = f"its time-out of {limit:g} s is over"
+                watch._here.broken = watch.Broken(wait.what, why, label.watch.ranks, now, timed_out=True)
+                self.hurry()
 
     def _look_at_store(self, now: float) -> None:
         """The store ends, or stops, with the process that holds it: rank 0 or its launcher."""
@@ -235,14 +247,15 @@ class Lookout:
         quiet, state = now - self._since, state_of(self.first)
         if quiet < heartbeat.SILENT_AFTER and not (self._store_error and quiet > 2 * heartbeat.BEAT):
             return
-        what = waits[0][1].what
+        what, patient = waits[0][1].what, waits[0][1].outside and state == "alive"
         if state in ("dead", "stopped"):
-            first = str(Loss(0, state, "an unknown place", heartbeat._in_words(self.first)))
+            first = str(Loss(0, state, "an unknown place", str(self.first)))
         else:
             first = "the job's store does not answer; rank 0, or the launcher on its machine, holds it"
-        if self._store_error and state != "alive" or quiet > heartbeat.LOST_AFTER:
-            self.decide(Verdict(f"rank {self.rank} waits in {what}, but {first}", lost=True))
-        elif not self._store_told:
+        broken = watch._here.broken is not None and state in ("dead", "stopped")
+        if broken or self._store_error and state != "alive" or quiet > heartbeat.LOST_AFTER and not patient:
+            self.decide(Verdict(f"rank {self.rank} waits in {what}, but {first}", True, what))
+        elif not self._store_told and not patient:
             self._store_told = True
             runtime.get_logger(all_ranks=True).warning("waiting for %.0f s in %s: %s", waits[0][1].seconds, what, first)
 
@@ -252,9 +265,14 @@ class Lookout:
         watch.settle_issuing()
         abort.all_communicators(waiting[0].watch if waiting is not None else None)
         end = time.monotonic() + abort.GIVE_UP
+        aborted = not verdict.lost
         while time.monotonic() < end and not self._stop.wait(watch.POLL):
             if watch._here.raised or watch._here.verdict is None:
                 break
+            watch._here.outside.look(time.monotonic())
+            if watch._here.outside.standing and not aborted:
+                aborted = True
+                abort.all_on_gloo()
         else:
             if not self._stop.is_set():
                 abort.give_up(self.rank, verdict.text)

@@ -59,12 +59,15 @@ def plan_for(names: list[str], parameter: nn.Parameter, terms: Terms) -> Paramet
     return plan_parameter(names, parameter.shape, parameter.dtype, parameter.requires_grad, annotation, terms)
 
 
-def make_shard(parameter: nn.Parameter, plan: ParameterPlan, mesh: Mesh, *, sync: bool, offload: bool) -> nn.Parameter:
+def make_shard(
+    parameter: nn.Parameter, plan: ParameterPlan, mesh: Mesh, *, sync: bool, offload: bool, meets_plain: bool
+) -> nn.Parameter:
     """This rank's piece of a parameter, as a parameter that knows the whole it belongs to."""
     layout = Layout.of(mesh, plan.spec, plan.shape)
     device_mesh, placements = torch_layout(layout, plan.shape)
-    # torch's own class has the fastest optimizer steps; ours is needed where tensors of several torch meshes meet.
-    kind = DTensor if device_mesh == mesh.device_mesh else ShardedTensor
+    # torch's own class has the fastest optimizer steps; ours is needed where tensors of several torch meshes meet, or
+    # sharded and plain ones in the lists of optimizers and of `clip_grad_norm_`.
+    kind = DTensor if device_mesh == mesh.device_mesh and not meets_plain else ShardedTensor
     dtype = dtype_of(plan.dtype)
     value = parameter.detach()
     if is_sharded(value):

@@ -6,7 +6,7 @@ A unit executes its part of the plan and nothing else; when to do what is decide
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,6 @@ from fullshard.fsdp.parameter import ShardedParameter, carry_out
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import MixedPrecision, dtype_of
 from fullshard.fsdp.streams import Aside, Lane
-from fullshard.fsdp.tree import tensors_in
 
 
 @dataclass
@@ -35,9 +34,6 @@ class Means:
     gather_lane: Lane
     reduce_lane: Lane
     host: HostTraffic
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class State(enum.Enum):
@@ -179,13 +175,6 @@ class Unit:
             p.follow(new)
 
     # --- what modules see ---------------------------------------------------------------------------------------------
-
-    def kept_tensors(self) -> Iterator[torch.Tensor]:
-        """Tensors in attributes of the module and of those below it, also in a list, tuple or dict."""
-        for module in self.module.modules():
-            for name, value in module.__dict__.items():
-                if isinstance(value, torch.Tensor | list | tuple | dict) and name not in _OF_EVERY_MODULE:
-                    yield from tensors_in(value, depth=2, objects=False)
 
     def show_gathered(self, as_global: bool) -> None:
         for p in self.parameters:

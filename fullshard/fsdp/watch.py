@@ -14,7 +14,7 @@ wherever a result would be used, shown or saved.
 from __future__ import annotations
 
 import contextlib
-import re
+import functools
 import threading
 import time
 import zlib
@@ -29,6 +29,7 @@ from fullshard import runtime
 from fullshard.errors import FSDPError, RankLostError, first_line
 from fullshard.fsdp import works as works_of
 from fullshard.fsdp.diagnosis import Note, Verdict, Wait, kind_of
+from fullshard.fsdp.outside import Outside, raised_in
 from fullshard.groups import short_name
 
 REPORT_AFTER = 5.0
@@ -118,6 +119,17 @@ class Watch:
 
 
 @dataclass
+class Broken:
+    """Communication that failed."""
+
+    what: str
+    reason: str
+    ranks: tuple[int, ...]
+    since: float
+    timed_out: bool = False
+
+
+@dataclass
 class _Here:
     """Where this rank is."""
 
@@ -126,12 +138,16 @@ class _Here:
     operation: str = "start"
     waiting: tuple[Label, float] | None = None
     """What the host waits in, and since when."""
-    broken: tuple[str, str, tuple[int, ...], float] | None = None
-    """An operation whose communication failed, why, among which ranks, and when."""
+    broken: Broken | None = None
     verdict: Verdict | None = None
     raised: bool = False
     """Whether the program has been told the verdict."""
     watches: dict[str, Watch] = field(default_factory=dict)
+    steps: int = 0
+    """The optimizer step under way, from 1."""
+    stepped: bool = True
+    """Whether an optimizer has stepped since the last forward with gradients."""
+    outside: Outside = field(default_factory=Outside)
 
     def text(self) -> str:
         unit = "" if self.unit is None else f"unit {self.unit or '(root)'}, "
@@ -157,9 +173,37 @@ def watch_for(purpose: str, ranks: tuple[int, ...], group: Any) -> Watch:
     return known
 
 
+def is_known(watch: Watch) -> bool:
+    """Whether a watch is one of this job's."""
+    return _here.watches.get(watch.key) is watch
+
+
 def at(step: int, unit: str | None, operation: str) -> None:
     """Note where this rank is; `unit` is None for what concerns the whole job."""
     _here.step, _here.unit, _here.operation = step, unit, operation
+
+
+def doing(operation: str) -> None:
+    """Note what this rank does for the whole job, in the step it is in."""
+    _here.unit, _here.operation = None, operation
+
+
+def begin_step(number: int) -> None:
+    """Say which optimizer step is under way, from 1. A program that does not is counted by `begin_pass`."""
+    _here.step = _here.steps = number
+    _here.stepped = False
+
+
+def begin_pass() -> int:
+    """The number of the optimizer step that a forward with gradients belongs to: micro-batches are no steps."""
+    if _here.stepped:
+        begin_step(_here.steps + 1)
+    return _here.steps
+
+
+def stepped() -> None:
+    """Note that an optimizer steps."""
+    _here.stepped = True
 
 
 def position() -> str:
@@ -184,10 +228,13 @@ def cause(error: BaseException) -> FSDPError | None:
     broken = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and any(w in text for w in _BROKEN)
     if not broken or not isinstance(error, Exception) or not _threads_run():
         return None
-    return failed(position(), tuple(range(runtime.world_size())), error)
+    outside = raised_in(error)
+    where = f"step {_here.step}, {outside}" if outside else position()
+    return failed(where, tuple(range(runtime.world_size())), error)
 
 
-_BROKEN = ("connection closed by peer", "connection reset by peer", "gloo/transport", "broken pipe")
+_BROKEN = ("connection closed by peer", "connection reset by peer", "gloo/transport", "broken pipe", "pair closure")
+_LATE = ("timed out", "time-out", "timeout")
 
 
 @contextlib.contextmanager
@@ -209,18 +256,23 @@ def settle_issuing() -> None:
 
 def _error(verdict: Verdict) -> FSDPError:
     _here.raised = True
-    return RankLostError(verdict.text) if verdict.lost else FSDPError(verdict.text)
+    return RankLostError(verdict.text, verdict.at) if verdict.lost else FSDPError(verdict.text)
 
 
 def failed(what: str, ranks: tuple[int, ...], error: Exception) -> FSDPError:
     """The error for communication that broke: it names the rank that is gone, where one is."""
     global failures
-    reason = re.sub(r"^\[\S+\] ", "", first_line(error))[:200]  # Gloo's begin with a place in its source
+    text, reason = str(error).lower(), first_line(error)
+    late = any(word in text for word in _LATE)
+    if late or any(word in text for word in _BROKEN):
+        # What Gloo says is about sockets and places in its source.
+        runtime.get_logger().debug("watch: %s", reason)
+        reason = "its time-out is over" if late else "a connection broke"
     runs = _threads_run()
-    if _here.verdict is None and runs and not ("timed out" in reason.lower() or "timeout" in reason.lower()):
+    if _here.verdict is None and runs:
         # The threads find out which rank is gone, or that none is.
         with _changed:
-            _here.broken = (what, reason, ranks, time.monotonic())
+            _here.broken = Broken(what, reason, ranks, time.monotonic(), late)
             _lookout.hurry()
             _changed.wait_for(lambda: _here.verdict is not None, NAME_WITHIN + 2)
     if _here.verdict is None:
@@ -236,7 +288,7 @@ def failed(what: str, ranks: tuple[int, ...], error: Exception) -> FSDPError:
 def unnamed(what: str, reason: str) -> Verdict:
     """A failure of which nobody knows whose it was."""
     me = runtime.rank()
-    return Verdict(f"rank {me} cannot go on in {what}: another rank has failed, or is too late ({reason})", lost=True)
+    return Verdict(f"rank {me} cannot go on in {what}: another rank has failed, or is too late ({reason})", True, what)
 
 
 def forget() -> None:
@@ -284,7 +336,18 @@ def waits(now: float) -> list[tuple[Label, Wait]]:
         if label is not None:
             found.append((label, now - since, True))
     found.sort(key=lambda one: -one[1])
-    return [(label, Wait(label.watch.key, label.number, label.what, s, device)) for label, s, device in found]
+    waits = [(label, Wait(label.watch.key, label.number, label.what, s, device)) for label, s, device in found]
+    # A wait outside the engine comes last: there is less to say about it.
+    standing = _here.outside.longest(but=None if waiting is None else threading.main_thread().ident)
+    if standing is not None:
+        label = _outside_label(f"step {_here.step}, {standing.what}", runtime.world_size())
+        waits.append((label, Wait(label.watch.key, 0, label.what, now - standing.since, outside=True)))
+    return waits
+
+
+@functools.lru_cache(maxsize=16)
+def _outside_label(what: str, world: int) -> Label:
+    return Label(Watch("outside", tuple(range(world))), 0, what)
 
 
 def note(asked: int, now: float) -> Note:
@@ -296,7 +359,8 @@ def note(asked: int, now: float) -> Note:
         told = {n for first in [*starts, watch.number - TOLD + 1] for n in range(first, first + TOLD)}
         done[key] = {str(n): what for n in sorted(told) if (what := watch.history.get(n)) is not None}
     last = {key: watch.number for key, watch in list(_here.watches.items())}
-    return Note(asked, _here.text(), [wait for _, wait in open_waits], last, done)
+    where = open_waits[0][1].what if open_waits and open_waits[0][1].outside else _here.text()
+    return Note(asked, where, [wait for _, wait in open_waits], last, done)
 
 
 def finish_followed(now: float) -> tuple[Label, str] | None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fullshard import runtime
 from fullshard.errors import FSDPError
+from fullshard.fsdp import watched
 from fullshard.fsdp.tree import map_tensors, tensors_in
 
 
@@ -76,7 +77,7 @@ def weighted(count: float) -> Iterator[float]:
     total = mine = 0.0 if current_rows().rows == 0 else float(count)
     if runtime.world_size() > 1:
         summed = torch.tensor(mine, dtype=torch.float64, device=runtime.device())
-        dist.all_reduce(summed)
+        watched.finish("sum of the weights", lambda: dist.all_reduce(summed, async_op=True))
         total = summed.item()
     with opened(Share(mine / total * runtime.world_size() if total else 0.0)):
         yield total
@@ -100,19 +101,25 @@ class _Scaled(torch.autograd.Function):
 
 def entering(inputs: Any, weight: float) -> Any:
     """What a call takes: gradients that leave through it are those of the loss again (zeros if the weight is 0)."""
-    return inputs if weight in (0.0, 1.0) else map_tensors(lambda t: _scaled(t, 1 / weight), inputs)
+    return inputs if weight in (0.0, 1.0) else map_tensors(lambda t: scaled(t, 1 / weight), inputs)
 
 
 def leaving(output: Any, weight: float) -> Any:
     """What a call returns: gradients that enter through it get the weight."""
     if weight == 1.0:
         return output
-    weighed = map_tensors(lambda t: _scaled(t, weight), output)
+    weighed = map_tensors(lambda t: scaled(t, weight), output)
     if weighed is output and not isinstance(output, torch.Tensor) and any(t.requires_grad for t in tensors_in(output)):
         weighed = copy.copy(output)  # an object of the user's own class
         vars(weighed).update({name: leaving(value, weight) for name, value in vars(output).items()})
     return weighed
 
 
-def _scaled(value: torch.Tensor, factor: float) -> torch.Tensor:
-    return _Scaled.apply(value, factor) if value.requires_grad else value
+def is_weighed(node: Any, weight: float) -> bool:
+    """Whether an operation is the one that gives gradients this weight."""
+    return type(node).__name__ == "_ScaledBackward" and node.factor == weight
+
+
+def scaled(value: torch.Tensor, factor: float) -> torch.Tensor:
+    """The same value; gradients that come to it are multiplied."""
+    return _Scaled.apply(value, factor) if value.requires_grad and factor != 1.0 else value

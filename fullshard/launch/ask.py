@@ -7,6 +7,7 @@ It only gathers option values. What an option means is said by the typed configu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -17,6 +18,8 @@ from fullshard.options import FALSE, TRUE, Option, convert, options_of
 from fullshard.train.engine import STRATEGIES, EngineSettings
 
 T = TypeVar("T")
+CPU_PROCESSES = 2
+"""Processes that are offered on CPUs."""
 OPTIONS: dict[str, Option] = {one.name: one for one in (*options_of(ProcessSettings), *options_of(EngineSettings))}
 
 
@@ -82,17 +85,38 @@ class Asker:
         return choices[self.choice(question, choices, default)]
 
 
-def ask_all(out: Console) -> dict[str, Any]:
-    """Every question, in Accelerate's order; option values by name."""
-    ask = Asker(out)
+@dataclass(frozen=True)
+class Machine:
+    """What this machine has to train on."""
+
+    gpus: tuple[str, ...] = ()
+    """Their names."""
+    bf16: bool = True
+    """Whether they compute in bf16. CPUs do."""
+    slurm: bool = False
+
+    def __str__(self) -> str:
+        if not self.gpus:
+            return "This machine has no GPU."
+        kinds = {name: self.gpus.count(name) for name in self.gpus}
+        found = ", ".join(f"{count} × {name}" for name, count in kinds.items())
+        return f"This machine has {found}{'' if self.bf16 else ', which cannot compute in bf16'}."
+
+
+def ask_all(out: Console, machine: Machine) -> dict[str, Any]:
+    """Every question, in Accelerate's order; option values by name. What is offered is what the machine has."""
+    ask, gpus = Asker(out), len(machine.gpus)
     values: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
-    on_slurm = ask.choice("Where do you run?", ["This machine", "Slurm, through srun"]) == 1
-    kind = ask.choice("Which machines do you use?", ["No distributed training", "multi-CPU", "multi-GPU"], default=2)
+    out.print(str(machine), markup=False)
+    on_slurm = ask.choice("Where do you run?", ["This machine", "Slurm, through srun"], int(machine.slurm)) == 1
+    kinds = ["No distributed training", "multi-CPU", "multi-GPU"]
+    usual = 2 if gpus > 1 or on_slurm else 0 if gpus else 1
+    kind = ask.choice("Which machines do you use?", kinds, usual)
     values["distributed_type"] = ("NO", "MULTI_CPU", "MULTI_GPU")[kind]
-    values["use_cpu"] = kind == 1
-    if kind == 0:
+    values["use_cpu"] = kind == 1 or (kind == 0 and not gpus and not on_slurm)
+    if kind == 0 and not values["use_cpu"]:
         values["use_cpu"] = ask.yes("Train on the CPU even if there is a GPU?", False)
-    elif not on_slurm:
+    elif kind and not on_slurm:
         _ask_machines(ask, values)
     if kind:
         values["debug"] = ask.yes("Check while running that ranks agree (slower)?", False)
@@ -102,12 +126,29 @@ def ask_all(out: Console) -> dict[str, Any]:
     if kind and ask.yes("Shard the model over the processes (FSDP)?", True):
         values["distributed_type"] = "FSDP"
         _ask_engine(ask, values)
-    values["num_processes"] = 1
-    if kind:
-        text = "How many processes, over all machines" if kind == 1 else "How many GPUs, over all machines"
-        values["num_processes"] = ask.ask(text, _positive("num_processes"), "1")
-    values["mixed_precision"] = ask.pick("Which mixed precision?", "mixed_precision", leave_out=["fp8"])
+    values["num_processes"] = _ask_processes(ask, machine, kind, values.get("num_machines", 0)) if kind else 1
+    known = bool(gpus) and not values["use_cpu"]  # which GPUs will compute
+    leave_out = ["fp8", "bf16"] if known and not machine.bf16 else ["fp8"]
+    offered = [c for c in OPTIONS["mixed_precision"].choices if c not in leave_out]
+    default = offered.index("bf16") if known and machine.bf16 else 0
+    values["mixed_precision"] = ask.pick("Which mixed precision?", "mixed_precision", default, leave_out)
     return values
+
+
+def _ask_processes(ask: Asker, machine: Machine, kind: int, machines: int) -> int:
+    """How many processes; `machines` is 0 where Slurm knows."""
+    if kind == 1:
+        default = str(CPU_PROCESSES * max(1, machines))
+        return ask.ask("How many processes, over all machines", _positive("num_processes"), default)
+    here = len(machine.gpus)
+
+    def read(answer: str) -> int:
+        number = _positive("num_processes")(answer)
+        if here and machines == 1 and number > here:
+            raise ValueError(f"this machine has {here} GPU(s), and each process needs its own")
+        return number
+
+    return ask.ask("How many GPUs, over all machines", read, str(max(1, here * max(1, machines))))
 
 
 def _positive(name: str) -> Callable[[str], int]:

@@ -10,17 +10,18 @@ from rich.console import Console
 
 from fullshard.configfile import SUFFIXES, nest, read_file, sort_keys, write_file
 from fullshard.errors import ConfigError
-from fullshard.launch.ask import OPTIONS, Asker, ask_all
-from fullshard.launch.config import accelerate_file, file_options, find_file, own_file
+from fullshard.launch.ask import CPU_PROCESSES, OPTIONS, Asker, ask_all
+from fullshard.launch.config import accelerate_file, file_options, find_file, launch_options, own_file
 from fullshard.launch.resolve import LaunchSettings, check_values, resolve, settle
-from fullshard.launch.show import count_gpus, say, show_help, show_settings
-from fullshard.options import convert
+from fullshard.launch.show import HELP, count_gpus, look_around, say, show_launch_help, show_settings, show_test_help
+from fullshard.options import convert, parse_flags
 
 
 def launch(words: Sequence[str]) -> int:
     """`fullshard launch WORDS`."""
-    if words and words[0] in ("--help", "-h"):
-        show_help()
+    ours = [word for word in words if word not in HELP]
+    if len(ours) < len(words) and not parse_flags(ours, launch_options(), "launch").rest:
+        show_launch_help()  # with a script, the word is the script's
         return 0
     settings = settle_here(resolve(words))
     speaks = settings.slurm is None or settings.slurm.task == 0
@@ -67,7 +68,7 @@ def config(action: str, file: str | None, force: bool, mixed_precision: str | No
                 raise ConfigError(f"{target} exists; --force replaces it, --update rewrites it in today's spelling")
             if not Asker(out).yes(f"{target} exists. Replace it?", False):
                 raise ConfigError(f"{target} was left as it is; --config_file names another file")
-        values = ask_all(out) if action == "ask" else default_values()
+        values = ask_all(out, look_around()) if action == "ask" else default_values()
     if mixed_precision is not None:
         values["mixed_precision"] = convert(OPTIONS["mixed_precision"], mixed_precision, "--mixed_precision")
     check_values(values)
@@ -79,10 +80,10 @@ def config(action: str, file: str | None, force: bool, mixed_precision: str | No
 
 
 def default_values() -> dict[str, Any]:
-    """A file for this machine alone: the model sharded over its GPUs, or over two CPU processes."""
+    """A file for this machine alone: the model sharded over its GPUs, or over CPU processes."""
     gpus = count_gpus()
     return {
-        "num_processes": gpus or 2, "use_cpu": gpus == 0, "version": 2, "reshard_after_forward": True,
+        "num_processes": gpus or CPU_PROCESSES, "use_cpu": gpus == 0, "version": 2, "reshard_after_forward": True,
         "offload_params": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "SHARDED_STATE_DICT",
         "cpu_ram_efficient_loading": True, "activation_checkpointing": False,
     }  # fmt: skip
@@ -90,4 +91,9 @@ def default_values() -> dict[str, Any]:
 
 def test(words: Sequence[str]) -> int:
     """`fullshard test`: the flags of launch, without a script."""
-    return launch(words if words and words[0] in ("--help", "-h") else [*words, "-m", "fullshard.launch.selftest"])
+    if any(word in HELP for word in words):
+        show_test_help()
+        return 0
+    if rest := parse_flags(words, launch_options(), "test").rest:
+        raise ConfigError(f"fullshard test runs a model of its own, so {rest[0]!r} has no place; it takes flags only")
+    return launch([*words, "-m", "fullshard.launch.selftest"])

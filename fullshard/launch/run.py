@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -29,10 +30,13 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from fullshard.errors import RuntimeSetupError
 from fullshard.launch.resolve import LaunchSettings
 from fullshard.launch.worker import EXIT_RANK_LOST, EXIT_USER_ERROR, PARENT
+from fullshard.processes import is_stopped
 from fullshard.weights.preemption import EXIT_PREEMPTED
 
 CRASH_PATIENCE = 5.0
 """Seconds the other processes get to fail by themselves, and say why, once one has crashed."""
+STOPPED_AFTER = 6.0
+"""Seconds after which stopped processes are named."""
 WORKER = str(Path(__file__).with_name("worker.py"))
 
 
@@ -203,6 +207,12 @@ class Agent(LocalElasticAgent):
         """By rank, what a process said is the user's to put right."""
         self.echoes: dict[int, str] = {}
         """By rank, what a process said of another rank that is gone, perhaps one of another machine."""
+        self.places: dict[int, str] = {}
+        """By rank, where in the program it was then."""
+        self._judged = False
+        """Whether it is known how the processes ended: what is left of them is killed, and says nothing."""
+        self._stopped: float | None = None
+        """Since when all processes that are left are stopped."""
         run = settings.run
         tee = Std(int(run.tee if run.tee is not None else 3 if run.log_dir else 0))
         logs = DefaultLogsSpecs(log_dir=log_dir, redirects=Std.NONE, tee=tee)
@@ -210,7 +220,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         os.environ[PARENT] = str(os.getpid())
-        self.exit_codes, self.reports, self.echoes = {}, {}, {}
+        self.exit_codes, self.reports, self.echoes, self.places, self._judged = {}, {}, {}, {}, False
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -219,22 +229,21 @@ class Agent(LocalElasticAgent):
         bad = [code for code in self.exit_codes.values() if code != 0]
         if bad:
             self._wait_for_rest(self.settings.run.grace if bad[0] == EXIT_PREEMPTED else CRASH_PATIENCE)
+            self._judged = True
             self._kill()
-            # Where a process was killed, what the others say about it is no mistake of the user's.
-            killed = any(code < 0 for code in self.exit_codes.values())
-            final = (self.reports and not killed) or EXIT_PREEMPTED in self.exit_codes.values()
-            if final:
+            if self._is_mistake() or EXIT_PREEMPTED in self.exit_codes.values():
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
                 attempt = worker_group.spec.max_restarts - self._remaining_restarts + 1
                 self.say(f"{self._crash()}; starting again ({attempt} of {worker_group.spec.max_restarts})")
         elif len(self.exit_codes) < len(worker_group.workers):
+            self._look_for_stopped()
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def _look(self) -> None:
-        """Note which processes have ended, and what they left to say."""
-        if self._pcontext is None:
+        """Note which processes have ended by themselves, and what they left to say."""
+        if self._pcontext is None or self._judged:
             return
         handlers = self._pcontext.subprocess_handlers
         for worker in self._worker_group.workers:
@@ -247,6 +256,22 @@ class Agent(LocalElasticAgent):
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     told = json.loads(Path(self._pcontext.error_files[worker.local_rank]).read_text())
                     told_by[worker.global_rank] = str(told["message"])
+                    self.places[worker.global_rank] = str(told.get("at", ""))
+
+    def _look_for_stopped(self) -> None:
+        """Say it where all processes that are left are stopped: no other one is there to do so."""
+        left = [worker for worker in self._worker_group.workers if worker.global_rank not in self.exit_codes]
+        if not all(is_stopped(worker.id) for worker in left):
+            self._stopped = None
+        elif self._stopped is None:
+            self._stopped = time.monotonic()
+        elif time.monotonic() - self._stopped > STOPPED_AFTER:
+            self._stopped = math.inf  # once
+            for worker in left:
+                self.say(f"{self._name(worker)} is stopped (SIGSTOP, or a debugger); the job waits for it")
+
+    def _name(self, worker: Any) -> str:
+        return f"rank {worker.global_rank} (process {worker.id} on {socket.gethostname()})"
 
     def _wait_for_rest(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -296,23 +321,34 @@ class Agent(LocalElasticAgent):
                 os.killpg(handler.proc.pid, signal.SIGKILL)
             handler.proc.wait()
 
-    def _crash(self) -> str:
-        """What happened first, in words."""
+    def _is_mistake(self) -> bool:
+        """Whether the user can put it right. Where a process was killed, what others say follows from that."""
+        bad = [code for code in self.exit_codes.values() if code != 0]
+        return bool(self.reports) and bad[0] > 0 and -signal.SIGKILL not in bad
+
+    def _first(self) -> tuple[int, int]:
+        """The rank that all else follows from, and its exit code."""
         ended = [(rank, code) for rank, code in self.exit_codes.items() if code != 0]
         # Those that only lost another rank say nothing of the cause.
         caused = [one for one in ended if one[1] != EXIT_RANK_LOST] or ended
-        rank, code = next((one for one in caused if one[1] < 0), caused[0])
+        return next((one for one in caused if one[1] < 0), caused[0])
+
+    def _crash(self) -> str:
+        """What happened first, in words."""
+        rank, code = self._first()
         if rank in self.echoes:
             return self.echoes[rank].splitlines()[0]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"rank {rank} {how}"
+        waited = next((f"; rank {one} waited for it in {at}" for one, at in self.places.items() if at), "")
+        name = self._name(next(worker for worker in self._worker_group.workers if worker.global_rank == rank))
+        return f"{name} {how}{waited}"
 
     def verdict(self) -> int:
         """Say why the run failed; returns the launcher's exit code."""
         if EXIT_PREEMPTED in self.exit_codes.values():
             self.say("the processes have saved and ended; the same command with --resume goes on from there")
             return EXIT_PREEMPTED
-        if self.reports:
+        if self._is_mistake():
             for message in dict.fromkeys(self.reports.values()):
                 ranks = [rank for rank, said in self.reports.items() if said == message]
                 everyone = len(ranks) == len(self._worker_group.workers)
@@ -320,8 +356,7 @@ class Agent(LocalElasticAgent):
             return EXIT_USER_ERROR
         logs = f"; logs are in {self._logs_specs.root_log_dir}" if self.settings.run.log_dir else ""
         self.say(self._crash() + logs)
-        bad = [code for code in self.exit_codes.values() if code != 0]
-        code = next((code for code in bad if code != EXIT_RANK_LOST), bad[0])
+        code = self._first()[1]
         return code if code > 0 else 128 - code
 
 

@@ -10,7 +10,9 @@ import copy
 import dataclasses
 import importlib.util
 import shutil
+import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from fullshard.train.engine import EngineSettings
 from fullshard.train.prepare import prepare
 
 STEPS, ROWS, WIDTH = 3, 8, 16
+OK = "ok      "
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative difference of losses to one device in fp32, by the dtype computed in."""
 
@@ -51,6 +54,7 @@ def tiny_model(layer_names: tuple[str, ...]) -> nn.Module:
 def main() -> None:
     settings = EngineSettings.from_environment()
     xr.use_spmd(device="cpu" if settings.use_cpu else None)
+    xr.get_logger().setLevel("WARNING")  # what it would say is said below
     xr.seed(0)
     device, world = xr.device(), xr.world_size()
     say(f"{world} process(es) on {xr.node_count()} machine(s) have met; each has the device {device.type}")
@@ -137,7 +141,9 @@ def try_checkpoint(model: Any, optimizer: Any) -> None:
 
 
 def say(line: str) -> None:
-    xr.print0(f"ok      {line}")
+    """A line of the report; on a terminal it goes on below itself."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(line) + len(OK)
+    xr.print0(textwrap.fill(line, width, initial_indent=OK, subsequent_indent=" " * len(OK)))
 
 
 def check(right: bool, what: str) -> None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from fullshard.launch.ask import Machine
 from fullshard.launch.config import ProcessSettings, RunSettings
 from fullshard.launch.resolve import LaunchSettings
+from fullshard.messages import own_line
 from fullshard.options import Option, options_of
 from fullshard.train.engine import EngineSettings
 
+HELP_WIDTH = 100
+"""The widest help: longer lines are hard to read."""
 GROUPS = (
     ("The run", RunSettings, "Flags only; they have no place in the file."),
     ("Processes", ProcessSettings, "Keys at the top level of the file."),
@@ -29,7 +35,7 @@ def console() -> Console:
 
 def say(line: str) -> None:
     """One line for the user."""
-    print(f"fullshard: {line}", file=sys.stderr, flush=True)
+    print(f"{own_line(sys.stderr)}fullshard: {line}", file=sys.stderr, flush=True)
 
 
 def show_settings(settings: LaunchSettings) -> None:
@@ -44,20 +50,52 @@ def show_settings(settings: LaunchSettings) -> None:
     console().print(table)
 
 
-def show_help() -> None:
+HELP = ("--help", "-h")
+NEEDS_SCRIPT = ("module", "no_python")
+
+
+def show_launch_help() -> None:
     """The flags of `fullshard launch`."""
-    out = Console(highlight=False)
-    out.print("Usage: fullshard launch [flags] script.py [arguments of the script]\n", markup=False)
-    out.print(
+    show_help(
+        "fullshard launch [flags] script.py [arguments of the script]",
         "Starts the script on every rank, with the settings of a configuration file that is also Accelerate's. Flags "
-        "beat the file; hyphens and underscores are the same. A flag of a true-or-false option may stand alone.\n",
-        markup=False,
+        "beat the file; hyphens and underscores are the same. A flag of a true-or-false option may stand alone.",
+        {title: options_of(config) for title, config, _ in GROUPS},
     )
-    for title, config, _ in GROUPS:
-        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 1, 0))
-        for one in options_of(config):
-            table.add_row(flag_of(one), help_of(one))
-        out.print(table, markup=False)
+
+
+def show_test_help() -> None:
+    """The flags of `fullshard test`."""
+    show_help(
+        "fullshard test [flags]",
+        "Trains a tiny model for three steps on the processes and with the settings that a run would have, and reports "
+        "line by line what works: the ranks meet, collectives add up, the losses are those of one device, a checkpoint "
+        "comes back bit for bit. Nothing is written that stays. The exit code is 0 if everything works.\n\n"
+        "Settings come from the configuration file of fullshard launch; flags beat it.",
+        {title: [o for o in options_of(config) if o.name not in NEEDS_SCRIPT] for title, config, _ in GROUPS},
+    )
+
+
+def show_help(usage: str, about: str, groups: Mapping[str, Sequence[Option]]) -> None:
+    """A command's help: how it is called, what it does, and its options by groups, in the width of the terminal."""
+    width = min(shutil.get_terminal_size().columns, HELP_WIDTH)
+    print(textwrap.fill(f"Usage: {usage}", width, subsequent_indent=" " * 7))
+    for paragraph in about.split("\n\n"):
+        print("\n" + textwrap.fill(paragraph, width))
+    for title, options in groups.items():
+        print(f"\n{title}:")
+        for one in options:
+            print(_option_text(flag_of(one), help_of(one), width))
+
+
+def _option_text(flag: str, text: str, width: int) -> str:
+    """A flag with its help beside it, or below it where the flag is long. Nothing is cut off."""
+    beside = " " * min(32, width // 2)
+    flag = textwrap.fill(flag, width, initial_indent="  ", subsequent_indent=" " * 4, break_on_hyphens=False)
+    text = textwrap.fill(text, width, initial_indent=beside, subsequent_indent=beside, break_on_hyphens=False)
+    if len(flag) + 2 > len(beside):
+        return f"{flag}\n{text}"
+    return flag.ljust(len(beside)) + text[len(beside) :]
 
 
 def flag_of(one: Option) -> str:
@@ -74,7 +112,7 @@ def help_of(one: Option) -> str:
     if one.choices:
         parts.append(f"One of {one.values}.")
     if one.default not in (None, False, ""):
-        parts.append(f"Default: {default_of(one)}.")
+        parts.append(f"Default: {default_of(one).replace(',', ', ')}.")
     if one.no_op:
         parts.append(f"No effect here: {one.no_op}.")
     return " ".join(parts)
@@ -96,3 +134,13 @@ def count_gpus() -> int:
     from fullshard.launcher import gpu_count
 
     return gpu_count()
+
+
+def look_around() -> Machine:
+    """What this machine has."""
+    slurm = shutil.which("srun") is not None
+    if not count_gpus():
+        return Machine(slurm=slurm)
+    from fullshard import accelerator
+
+    return Machine(tuple(accelerator.names()), accelerator.computes_bf16(), slurm)

@@ -9,14 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from fullshard.launch import command
 from fullshard.launch.config import find_file, launch_options
-from fullshard.launch.show import count_gpus, flag_of, help_of
+from fullshard.launch.show import HELP, count_gpus, show_help
 from fullshard.options import FALSE, TRUE, Option, options_of
-from fullshard.train.arguments import check_paths, parse
 from fullshard.train.config import SFTConfig
 from fullshard.train.folder import check_folder
 
@@ -25,19 +21,21 @@ MODULE = "fullshard.train"
 
 def sft(words: Sequence[str]) -> int:
     """`fullshard sft WORDS`; the exit code."""
-    if any(word in ("--help", "-h") for word in words):
-        show_help()
+    if any(word in HELP for word in words):
+        show_sft_help()
         return 0
+    from fullshard.train.arguments import check_paths, inputs_of, parse
+
     mine, launchers = split(words)
     arguments = parse(mine)
-    check_paths(arguments.config)
+    data = check_paths(arguments.config)
     if arguments.config.preview:
         from fullshard.train import preview
 
         preview.run(arguments.config, arguments.notes)
         return 0
     if int(os.environ.get("RANK") or 0) == 0:
-        check_folder(arguments.config)
+        check_folder(arguments.config, inputs_of(arguments.config, data))
     launched = bool(os.environ.get("RANK"))
     if not launched and (launchers or find_file(None)[0] is not None or count_gpus() > 1):
         return command.launch([*launchers, "-m", MODULE, *mine])
@@ -71,17 +69,12 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return mine, theirs
 
 
-def show_help() -> None:
+def show_sft_help() -> None:
     """The flags of `fullshard sft`."""
-    out = Console(highlight=False)
-    out.print("Usage: fullshard sft [run.yaml] [flags] [flags of fullshard launch]\n", markup=False)
-    out.print(
+    show_help(
+        "fullshard sft [run.yaml] [flags] [flags of fullshard launch]",
         "Fine-tunes a language model, fully sharded. Settings come from the file, flags beat it; hyphens and "
         "underscores are the same. --num_processes, --config_file and the other flags of fullshard launch say on which "
-        "processes.\n",
-        markup=False,
+        "processes.",
+        {"Flags": options_of(SFTConfig)},
     )
-    table = Table(show_header=False, box=None, padding=(0, 2, 1, 0))
-    for one in options_of(SFTConfig):
-        table.add_row(flag_of(one), help_of(one))
-    out.print(table, markup=False)

@@ -1,7 +1,7 @@
 """Runs first in every process that `fullshard launch` starts: readies the process and becomes the user's script.
 
-Only the standard library and `fullshard/__init__.py` are imported here; the script decides what else is. An error that
-the user can put right is handed to the launcher, which says it once for all ranks.
+Only the standard library, `fullshard/__init__.py` and `messages.py` are imported here; the script decides what else is.
+An error that the user can put right is handed to the launcher, which says it once for all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def main(words: list[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path[0] = os.getcwd() if kind == "module" else str(Path(script).resolve().parent)
     with contextlib.suppress(ImportError):  # not on the script's path
-        import fullshard  # noqa: F401 - first, so that it has dealt with other libraries' messages
+        from fullshard import messages
+
+        messages.leave_out()
     _leave(_run(kind, script))
 
 
@@ -51,16 +53,20 @@ def _run(kind: str, script: str) -> int:
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # the user's wish: nothing to explain, on no rank
     except BaseException as error:
         error = _cause(error)
         if _is_user_error(error):
-            _report(str(error))
+            _report(str(error), getattr(error, "at", ""))
             return int(getattr(error, "exit_code", EXIT_USER_ERROR))
+        if isinstance(error, KeyboardInterrupt) and script.startswith("fullshard."):
+            return 128 + signal.SIGINT  # our own commands: the launcher has said it
         shown = error.__traceback__
         while shown is not None and shown.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             shown = shown.tb_next  # the user's own frames only
         sys.excepthook(type(error), error.with_traceback(shown), shown)
-        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        return 1
     return 0
 
 
@@ -111,13 +117,13 @@ def _is_user_error(error: BaseException) -> bool:
     return errors is not None and isinstance(error, errors.UserError)
 
 
-def _report(message: str) -> None:
+def _report(message: str, at: str) -> None:
     path = os.environ.get(ERROR_FILE)
     if path is None:
         print(f"fullshard: rank {os.environ.get('RANK', '0')}: {message}", file=sys.stderr)
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({"message": message}))
+    Path(path).write_text(json.dumps({"message": message, "at": at}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from typing import Any, NamedTuple
 
 from fullshard.configfile import SUFFIXES, read_file, sort_keys
 from fullshard.data.find import find_data, look, names_of, split_names
-from fullshard.data.formats import reading_of
-from fullshard.data.sources import Source, chain, mix
+from fullshard.data.sources import Source, chain, mix, numbered
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, options_of, parse_flags
-from fullshard.paths import held, looks_local
-from fullshard.train.config import SFTConfig
+from fullshard.paths import Inputs, held, looks_local
+from fullshard.train import folder
+from fullshard.train.config import REPORT_TO, SFTConfig
+from fullshard.train.data_sets import configs_of, reading
 from fullshard.train.prompts import read_prompts
 from fullshard.train.start import check_template_path, starting_point
 
@@ -63,24 +65,45 @@ def check_paths(config: SFTConfig) -> Data:
         check_model_folder(str(model))
     if config.tokenizer_name_or_path:
         check_model_folder(config.tokenizer_name_or_path, "tokenizer_name_or_path", "tokenizer_config.json")
-    if config.chat_template_path:
-        check_template_path(config.chat_template_path)
+    for each in (config, *configs_of(config)):
+        if each.chat_template_path:
+            check_template_path(each.chat_template_path)
     if config.sample_prompts:
         read_prompts(config.sample_prompts)
+    check_report_to(config.report_to)
     return find(config)
+
+
+def check_report_to(named: str) -> None:
+    """What is asked for by name must be installed."""
+    for name in as_list(named):
+        if name in REPORT_TO and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"report_to names {name}, which is not installed; pip install {name}, or leave report_to out: "
+                f"metrics.jsonl is always written."
+            )
+
+
+def inputs_of(config: SFTConfig, data: Data) -> Inputs:
+    """What the run reads here; as far as paths can tell."""
+    model, adapter = starting_point(config.model_name_or_path, config.adapter_name_or_path)
+    return folder.inputs_of(config, model, adapter, data)
 
 
 def find(config: SFTConfig) -> Data:
     """The data that the settings name: several sets one after the other, or mixed by their weights. Evaluation data is
     that of all sets which have some; with `val_size` it is held back from the training data later on."""
     splits = split_names(config.splits)
-    reading = reading_of(config.dataset_text_field, config.dataset_columns, config.on_bad_row)
     evaluates = config.eval_strategy != "no" and not config.val_size
     names = names_of(str(config.dataset_name))
     if not names:
         raise ConfigError("dataset_name is empty; expected a file, a folder or a name on the hub.")
     weights = _weights(config.dataset_weights, names)
-    sets = [find_data(n, splits, evaluates, config.dataset_config_name, config.streaming) for n in names]
+    own = configs_of(config)
+    sets = [
+        find_data(name, splits, evaluates, config.dataset_config_name, config.streaming, each.sample_by)
+        for name, each in zip(names, own or [config] * len(names), strict=True)
+    ]
     evaluation = [second for _, second in sets if second is not None]
     if evaluates and not evaluation:
         missing = f"has no split {splits[1]!r}" if len(splits) > 1 else f"is asked for the split {splits[0]!r} alone"
@@ -88,9 +111,12 @@ def find(config: SFTConfig) -> Data:
             f"evaluation is on (eval_strategy {config.eval_strategy}), but {config.dataset_name} {missing}; name one "
             f"in splits, or hold rows back with val_size."
         )
-    train = [first for first, _ in sets]
-    for source in (*train, *evaluation):
-        look(source, reading)
+    for (first, second), each in zip(sets, own or [config] * len(sets), strict=True):
+        for source in filter(None, (first, second)):
+            look(source, reading(each))
+    if own:
+        sets = [(numbered(a, i), None if b is None else numbered(b, i)) for i, (a, b) in enumerate(sets)]
+    train, evaluation = [first for first, _ in sets], [second for _, second in sets if second is not None]
     mixed = mix(train, weights, config.stopping_strategy) if weights else chain(train)
     return Data(mixed, chain(evaluation) if evaluation else None)
 

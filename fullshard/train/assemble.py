@@ -1,38 +1,51 @@
 """The whole system on one screen: from settings to a loop that is ready to run, every part in its order.
 
-launched ranks → mesh → empty model → adapter → tokens → lean head → plan → weights → optimizer → loop
+launched ranks → mesh → empty model → way to pack → adapter → tokens → lean head → plan → weights → optimizer → loop
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fullshard import runtime
 from fullshard.adapters import lora
 from fullshard.adapters.inventory import dense_line
 from fullshard.adapters.quantize import quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
+from fullshard.adapters.virtual_tokens import begin_with, prompt_kinds
 from fullshard.data.once import agree
 from fullshard.data.sources import Source
 from fullshard.data.stream import Stream
 from fullshard.data.tokens import TokenTable
-from fullshard.fsdp import checkpoint_module
+from fullshard.errors import ConfigError
+from fullshard.fsdp import checkpoint_module, watched
+from fullshard.fsdp.strategy import dtype_of
 from fullshard.train import fit, folder
-from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes
+from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes, settle_projections
+from fullshard.train.adapter_options import check_prompt
 from fullshard.train.batches import describe_data, make_loader, make_stream, make_table
 from fullshard.train.config import SFTConfig
 from fullshard.train.engine import EngineSettings
+from fullshard.train.freeze import freeze
 from fullshard.train.loop import Loop
-from fullshard.train.loss import LeanHead
+from fullshard.train.loss import LeanHead, causal
 from fullshard.train.metrics import Reporter
 from fullshard.train.model import check_rows, empty_model, read_tokenizer, resized, settle_vocabulary, uses_flash
+from fullshard.train.noise import add_noise
+from fullshard.train.packed import Packed, Way, takes_positions
+from fullshard.train.packing_trial import Verdict, try_packing
 from fullshard.train.prepare import rebind
 from fullshard.train.schedule import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
+from fullshard.weights.adapter_base import check_base
+from fullshard.weights.adapter_config import taken_from_weights
 from fullshard.weights.adapter_files import brought_tables
 from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.fill import fill
@@ -49,14 +62,26 @@ class Parts:
     base: Path | None
     """The folder with the weights; None if the model came with its values."""
     tokenizer: Any
-    train: TokenTable | Stream | None
-    evaluation: TokenTable | None
+    train: TokenTable | Stream | None = None
+    evaluation: TokenTable | None = None
     earlier: Path | None = None
     """The folder of the adapter that is gone on with."""
+    adds_adapter: bool = False
+    """Whether the run itself put a new adapter into the model."""
     grown: bool = False
     """Whether the model has more token rows than its files."""
     tables: bool = False
     """Whether embedding and head are written with the adapter: those of its base are others."""
+    first: Path | None = None
+    """The folder of the adapter as the run began with it, where it was taken out of the weights."""
+    way: Way | None = None
+    """How the model is given packed rows; None without packing."""
+
+    @property
+    def takes_from_weights(self) -> bool:
+        """Whether the run's own adapter begins with what it takes out of the weights."""
+        configs = getattr(self.model, "peft_config", {}).values() if self.adds_adapter else ()
+        return any(taken_from_weights(getattr(one, "init_lora_weights", None)) for one in configs)
 
 
 def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
@@ -68,54 +93,103 @@ def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
     return dataclasses.replace(engine, **changes)
 
 
+def join_ranks(engine: EngineSettings) -> None:
+    """Meet the other ranks, on the device that the settings choose."""
+    runtime.use_spmd(device="cpu" if engine.use_cpu else None)
+
+
 def gather_parts(
     config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, train: Source | None,
     evaluation: Source | None, peft_config: Any, say: Say,
 ) -> Parts:  # fmt: skip
     """Ranks, model without values, adapter, tokens."""
-    runtime.use_spmd(device="cpu" if engine.use_cpu else None)
+    join_ranks(engine)
     runtime.announce_transport(say)
     runtime.seed(config.seed)
     named = config.adapter_name_or_path if not hasattr(model, "peft_config") else None
     earlier = resolve(named) if named is not None else None
     model = base_of_adapter(earlier) if model is None and earlier is not None else model
     base = resolve(model) if isinstance(model, str | Path) else None
+    named_base = base or _origin(model)
+    if earlier is not None and named_base is not None:
+        agree(lambda: check_base(earlier, named_base))
     if tokenizer is None:
-        tokenizer = agree(lambda: read_tokenizer(config, base or _origin(model), earlier), own=True)
+        tokenizer = agree(lambda: read_tokenizer(config, named_base, earlier), own=True)
     if base is not None:
         model = agree(lambda: empty_model(config, base, say), own=True)
     tables = any(agree(lambda: brought_tables(earlier) if earlier is not None else base is None and resized(model)))
     settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
     peft_config, grown = agree(settle, own=True)
+    way = way_to_pack(config, model, say) if config.packing else None
     if base is None and (four_bits := quantization(config)) is not None:
         model = quantize_model(model, four_bits)
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
+        if config.prompt_tuning_init_text:
+            begin_with(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
+    for kind in prompt_kinds(model):
+        check_prompt(kind, config.packing, config.gradient_checkpointing or engine.activation_checkpointing)
+    if config.freeze and train is not None:
+        agree(functools.partial(freeze, model, config.freeze, say))
     lora.check_trains(model)
-    check = functools.partial(check_rows, model, packing=config.packing)
-    data: list[Any] = []
-    for name, source in (("training", train), ("evaluation", evaluation)):
-        if source is None:
-            data.append(None)
-        elif config.streaming and source is train:
-            data.append(make_stream(config, source, tokenizer, check))
-        else:
-            data.append(make_table(config, source, tokenizer))
-            say(describe_data(name, data[-1].facts, config))
-            agree(functools.partial(check, data[-1]))
-    return Parts(config, engine, model, base, tokenizer, data[0], data[1], earlier, grown, tables)
+    adds = peft_config is not None and earlier is None
+    parts = Parts(
+        config, engine, model, base, tokenizer, earlier=earlier, adds_adapter=adds, grown=grown, tables=tables, way=way
+    )
+    if train is not None and config.streaming:
+        parts.train = make_stream(config, train, tokenizer, functools.partial(check_rows, model))
+    elif train is not None:
+        parts.train = table_of(parts, "training", train, say)
+    if evaluation is not None:
+        parts.evaluation = table_of(parts, "evaluation", evaluation, say)
+    return parts
+
+
+def table_of(parts: Parts, name: str, source: Source, say: Say) -> TokenTable:
+    """The tokens of a data set, checked against the model. All ranks must call this."""
+    table = make_table(parts.config, source, parts.tokenizer)
+    say(describe_data(name, table.facts, parts.config))
+    agree(functools.partial(check_rows, parts.model, table))
+    return table
+
+
+def way_to_pack(config: SFTConfig, model: Any, say: Say) -> Way:
+    """How this model is given packed rows, as the first rank finds by trying. All ranks must call this."""
+    work = functools.partial(try_packing, model, runtime.device(), uses_flash(model))
+    verdict: Verdict = agree(work if runtime.is_main() else lambda: None)[0]
+    name = type(causal(model)).__name__
+    if verdict.way is not None:
+        if verdict.way != Way():
+            say(f"packing: documents are kept apart in {name} by {verdict.way}.")
+        return verdict.way
+    if verdict.tried:
+        raise ConfigError(f"packing: {verdict.reason} in {name}, however they are given to it; leave packing out.")
+    if not config.trust_packing:
+        raise ConfigError(
+            f"packing: whether {name} keeps documents in a row apart cannot be tried on a small model of its class "
+            f"({verdict.reason}); leave packing out, or set trust_packing if you know that it does."
+        )
+    if not takes_positions(model):
+        raise ConfigError(f"packing: {name} does not take position_ids, so documents would see each other.")
+    say(f"packing: {name} is trusted to keep documents in a row apart; it could not be tried ({verdict.reason}).")
+    return Way()
 
 
 def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: Any = None) -> Loop:
     """Shard the model as planned, fill it, and put a loop around it."""
     config, engine, model = parts.config, parts.engine, parts.model
     keep_tables_whole(model)
+    if config.neftune_noise_alpha:
+        add_noise(model, config.neftune_noise_alpha)
+    packed = Packed(model, parts.way, _computed_in(engine, model)) if parts.way is not None else None
     head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss)
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
     layers = engine.checkpointed(model) if config.gradient_checkpointing and not engine.activation_checkpointing else []
     dtypes = settle_dtypes(config, model, engine.mixed_precision, reporter.say)
+    watched.meet("start of sharding")  # making groups waits for all ranks unwatched
     sharded = engine.wrap(model, timeout=config.ddp_timeout, mixed_precision=dtypes)
+    watched.limit(sharded._fullshard_mesh, config.ddp_timeout)
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
     need = agree(lambda: fit.check_fit(sharded.plan, config.optim, engine.offload_params))[0]
@@ -124,24 +198,37 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
             reporter.say(line)
     if parts.base is not None:
         shown = reporter.mode in ("live", "plain")
-        fill(sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier)
+        fill(
+            sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier,
+            first=parts.first,
+        )  # fmt: skip
+    settle_projections(sharded, dtypes.param_dtype)
     optimizer = rebind(optimizer) if optimizer is not None else make_optimizer(sharded, config)
-    schedule = Schedule(optimizer, config.lr_scheduler_type, config.warmup(reporter.total), reporter.total)
+    schedule = Schedule(
+        optimizer, config.lr_scheduler_type, config.warmup(reporter.total), reporter.total, config.schedule_settings()
+    )
     table = parts.train if parts.train is not None else parts.evaluation
     assert table is not None
     loader = make_loader(config, table, parts.tokenizer.pad_token_id, uses_flash(model))
     precision, more = engine.mixed_precision, {"notify": notify} if notify is not None else {}
     return Loop(
         config, sharded, head, optimizer, schedule, loader, reporter, reporter.total, evaluation=parts.evaluation,
-        precision=precision, **more,
+        precision=precision, packed=packed, **more,
     )  # fmt: skip
 
 
-def open_checkpoints(config: SFTConfig, loop: Loop) -> CheckpointManager:
-    """The run's checkpoints; the best one is never removed."""
-    place = Path(config.output_dir).expanduser() / folder.CHECKPOINTS
-    keep = config.save_total_limit
-    return CheckpointManager(place, config.save_steps, keep, protect=lambda step: step == loop.progress.best_step)
+def open_checkpoints(config: SFTConfig, loop: Loop, needed: Callable[[int], bool]) -> CheckpointManager:
+    """The run's checkpoints; the best one, and those that are `needed` (by an upload), are not removed."""
+
+    def protect(step: int) -> bool:
+        return step == loop.progress.best_step or needed(step)
+
+    place = folder.place_of(config) / folder.CHECKPOINTS
+    return CheckpointManager(place, config.save_steps, config.save_total_limit, protect=protect)
+
+
+def _computed_in(engine: EngineSettings, model: Any) -> torch.dtype:
+    return dtype_of(engine.mixed_precision) if engine.mixed_precision != "no" else causal(model).dtype
 
 
 def _origin(model: Any) -> str | None:

@@ -8,27 +8,31 @@ from typing import Any
 
 from fullshard import runtime
 from fullshard.data.encode import TextSettings
-from fullshard.data.formats import reading_of
 from fullshard.data.loader import Collator, Feed, Loader, Order, TableFeed, load_table
 from fullshard.data.sources import Source
 from fullshard.data.spool import Pages
 from fullshard.data.stream import Stream, StreamFeed
 from fullshard.data.templates import template_of
-from fullshard.data.tokens import TokenTable
+from fullshard.data.tokens import TokenTable, unused_columns
 from fullshard.train.config import SFTConfig
+from fullshard.train.data_sets import configs_of, reading, templates_of
 
 
 def text_settings(config: SFTConfig, tokenizer: Any) -> TextSettings:
+    own, main = templates_of(config), template_of(tokenizer)
+    sets = zip(configs_of(config), own, strict=True)
     return TextSettings(
         max_length=config.max_seq_len,
         packing=config.packing,
         add_special_tokens=config.add_special_tokens,
         append_concat_token=config.append_concat_token,
         assistant_only_loss=config.assistant_only_loss,
-        reading=reading_of(config.dataset_text_field, config.dataset_columns, config.on_bad_row),
         completion_only_loss=config.completion_only_loss,
-        template=template_of(tokenizer),
+        last_turn_only_loss=config.last_turn_only_loss,
+        template=main,
         overflow=config.overflow,
+        reading=reading(config),
+        data_sets=tuple((reading(each), main if template is None else template.text) for each, template in sets),
     )
 
 
@@ -83,6 +87,8 @@ def describe_data(name: str, facts: dict[str, Any], config: SFTConfig) -> str:
         line += f" ({facts['cut']:,} tokens lost; overflow split keeps them)" if facts["cut"] else ""
     if facts["empty"]:
         line += f"; {facts['empty']:,} empty rows were left out"
+    for name, count in unused_columns(facts).items():
+        line += f"; `{name}` is not used (in {count:,} rows)"
     if facts["bad"]:
         line += f"; {facts['bad']:,} rows that cannot be understood were left out"
         line += "".join(f"\n  {row}" for row in facts.get("bad_rows", ()))

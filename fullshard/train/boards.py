@@ -1,6 +1,7 @@
 """Where metrics go besides the run's own files: TensorBoard and Weights & Biases, behind one small interface.
 
-Each is used where it is installed. A board that fails is given up with one warning; training never stops for it.
+Without a word from the user, TensorBoard is used where it is installed. A board that fails is given up with one
+warning; training never stops for it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fullshard import runtime
 from fullshard.options import as_list
+from fullshard.paths import replace_text
 from fullshard.train.config import SFTConfig
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ TENSORBOARD = "runs"
 WANDB = "wandb.json"
 """Holds the id of the run on Weights & Biases, so that a resumed run goes on there."""
 WANDB_PROJECT = "fullshard"
+AUTO = "tensorboard"
+"""What `report_to` is where it is auto."""
 
 
 class Board(Protocol):
@@ -48,18 +52,15 @@ def none(folder: Path, step: int) -> list[Board]:
 
 
 def opener(config: SFTConfig) -> Opens:
-    """What opens the boards that `report_to` names."""
+    """What opens the boards that `report_to` names, as far as they are installed."""
     named = as_list(config.report_to)
 
     def open_all(folder: Path, step: int) -> list[Board]:
         found: list[Board] = []
-        for name, (module, board) in BOARDS.items():
-            if name not in named and "all" not in named:
-                continue
-            if importlib.util.find_spec(module) is None:
-                if name in named:
-                    runtime.warn_once(name, f"{name} is not installed, so its part of report_to is left out.")
-                continue
+        for name, board in BOARDS.items():
+            wanted = name in named or "all" in named or ("auto" in named and name == AUTO)
+            if not wanted or importlib.util.find_spec(name) is None:
+                continue  # one that the user named was looked for before the run began
             made = attempt(f"report_to {name}", functools.partial(board, config, folder, step))
             found += [made] if made is not None else []
         return found
@@ -135,11 +136,8 @@ class WeightsAndBiases:
         self.run.finish()
 
 
-BOARDS: dict[str, tuple[str, Callable[[SFTConfig, Path, int], Board]]] = {
-    "tensorboard": ("tensorboard", TensorBoard),
-    "wandb": ("wandb", WeightsAndBiases),
-}
-"""By the name in `report_to`: the package it needs, and what it is."""
+BOARDS: dict[str, Callable[[SFTConfig, Path, int], Board]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+"""By the name in `report_to`, which is also that of the package it needs."""
 
 
 def _run_id(folder: Path) -> str:
@@ -148,7 +146,7 @@ def _run_id(folder: Path) -> str:
         return str(json.loads(path.read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):
         made = uuid.uuid4().hex[:8]
-        path.write_text(json.dumps({"id": made}) + "\n")
+        replace_text(path, json.dumps({"id": made}) + "\n")
         return made
 
 

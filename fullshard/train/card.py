@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import __version__
+from fullshard.paths import replace_text
 from fullshard.train.config import SFTConfig
 
 
@@ -32,7 +33,7 @@ def write_card(folder: Path, config: SFTConfig, facts: dict[str, Any]) -> None:
     lines += [f"| `{name}` | `{value}` |" for name, value in config.changed().items()]
     lines += ["", "All others are at their defaults; `settings.json` has every one.", ""]
     lines += ["## Versions", "", ", ".join(f"{name} {version}" for name, version in facts["versions"].items()), ""]
-    (folder / "README.md").write_text("\n".join(lines))
+    replace_text(folder / "README.md", "\n".join(lines))
 
 
 def _how_to_load(folder: Path, facts: dict[str, Any], adapter: bool) -> list[str]:

@@ -13,9 +13,12 @@ from typing import Any, Literal
 
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, option, options_of, takes_other_names
+from fullshard.train import rates
+from fullshard.train.adapter_options import AdapterOptions
 
-SAME_LENGTH = ("max_seq_length", "max_length")
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
+REPORT_TO = ("tensorboard", "wandb")
+"""What `report_to` can name; each is called like the package it needs."""
 
 Strategy = Literal["no", "steps", "epoch"]
 
@@ -27,7 +30,7 @@ def _named(default: Any, *others: str, **about: Any) -> Any:
 
 @takes_other_names
 @dataclass
-class SFTConfig:
+class SFTConfig(AdapterOptions):
     """Settings of a fine-tuning run."""
 
     # --- the model ---
@@ -38,7 +41,7 @@ class SFTConfig:
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _named("auto", "dtype")
     """The dtype of the weights as they are read; auto keeps that of the files. What trains is stored in fp32 besides
     when bf16 or fp16 is on."""
-    chat_template_format: Literal["none", "chatml", "zephyr"] = "none"
+    chat_template_format: Literal["none", "chatml", "zephyr", "llama3", "gemma", "mistral", "qwen", "phi"] = "none"
     """How conversations become text: by the tokenizer's own template (none), or by a built-in one."""
     chat_template_path: str | None = option(None, given_as="a Jinja file, or a folder with a tokenizer")
     """A chat template of your own; overrules `chat_template_format`."""
@@ -46,6 +49,8 @@ class SFTConfig:
     """Use FlashAttention 2. Where it is not installed, or without a GPU, torch's own attention is used, with a note."""
     attn_implementation: str | None = option(None, given_as="sdpa, eager, flash_attention_2, …")
     """The attention implementation by transformers' name; overrules `use_flash_attn`."""
+    rope_scaling: Literal["linear", "dynamic", "yarn"] | None = None
+    """Scale rotary positions so that documents of `max_seq_len` tokens fit, where that is more than the model has."""
     use_peft_lora: bool = False
     """Train a LoRA adapter and leave the model as it is."""
     adapter_name_or_path: str | None = option(None, given_as="a folder, or a name on the hub")
@@ -89,6 +94,12 @@ class SFTConfig:
     has."""
     dataset_columns: str | None = option(None, given_as="name=column,…")
     """Columns under other names, such as prompt=question,completion=answer."""
+    prompt_format: str | None = option(None, given_as="text with {column} in it")
+    """How a prompt is written from a row's columns; the answer is its `completion` or `output`."""
+    dataset_settings: dict[str, Any] | None = option(None, given_as="a mapping, or JSON")  # noqa: RUF009 - a field
+    """Settings that one of several data sets has for itself, by its name: how its rows are read and written out."""
+    sample_by: Literal["line", "paragraph", "document"] = "line"
+    """What a row of a .txt file is."""
     splits: str = "train,test"
     """Names of the training and the evaluation split: their files' names in the folder, or those on the hub."""
     val_size: float = 0.0
@@ -104,19 +115,24 @@ class SFTConfig:
     shuffle_buffer_size: int = 4096
     """Rows of the data that are tokenised, packed and shuffled together when streaming."""
     packing: bool = False
-    """Let documents share rows, so that hardly anything is padding. They never see each other."""
-    max_seq_len: int = _named(1024, *SAME_LENGTH)
+    """Let documents share rows, so that hardly anything is padding. They never see each other; that is tried first."""
+    trust_packing: bool = False
+    """Pack although it cannot be tried whether the model keeps documents apart, as with code of your own."""
+    max_seq_len: int = _named(1024, "max_seq_length", "max_length")
     """The longest row, in tokens. What becomes of longer documents is said by `overflow`, and counted."""
     overflow: Literal["truncate", "split", "drop"] = "truncate"
     """What happens to documents longer than `max_seq_len`."""
-    append_concat_token: bool = False
-    """End each document with the end-of-text token."""
+    append_concat_token: bool | None = None
+    """End each document with the end-of-text token. If not given, texts and prompts with completions end with it, and
+    conversations as their template says."""
     add_special_tokens: bool = False
     """Let the tokenizer add its special tokens (such as the one that begins a text) to each document."""
     assistant_only_loss: bool = False
     """In conversations, learn only what the assistant says."""
     completion_only_loss: bool | None = None
     """Of rows with a prompt, learn only the completion; on if not given."""
+    last_turn_only_loss: bool = _named(False, "mask_history")
+    """In conversations, learn only the assistant's last turn."""
     preview: bool = False
     """Show a few rows as the model will see them, and the numbers of the data, and stop."""
     preview_rows: int = 3
@@ -138,7 +154,8 @@ class SFTConfig:
     output_dir: str = option("trainer_output", given_as="a folder")
     """Where the run writes: checkpoints, metrics, and at the end the model."""
     overwrite: bool = _named(False, "overwrite_output_dir")
-    """Start anew in an `output_dir` that holds an earlier run; its files are removed."""
+    """Start anew in an `output_dir` that holds an earlier run; what that run wrote is removed once everything is
+    loaded, other files stay. A folder with something that the run reads is refused."""
     resume: bool = False
     """Go on from the newest checkpoint in `output_dir`."""
     resume_from_checkpoint: str | None = option(None, given_as="true, or a checkpoint's folder")
@@ -161,8 +178,10 @@ class SFTConfig:
     """Reduce gradients after each of these passes (least memory) or once per step (least communication)."""
     learning_rate: float = 5e-5
     """The highest learning rate."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    lr_scheduler_type: rates.Kind = "linear"
     """How the learning rate goes on from there."""
+    lr_scheduler_kwargs: dict[str, Any] | None = option(None, given_as="name=value,…, or JSON")  # noqa: RUF009 - a field
+    """Settings of the schedule by transformers' names, such as min_lr_rate=0.1 or num_decay_steps=100."""
     warmup_ratio: float = 0.0
     """The part of all steps over which the learning rate rises from 0."""
     warmup_steps: float = 0
@@ -250,8 +269,9 @@ class SFTConfig:
     """How much the libraries say; passive leaves it as it is."""
     progress: Literal["auto", "live", "plain", "json", "quiet"] = "auto"
     """A live display, plain lines, JSON lines, or errors only; auto is live on a terminal and plain elsewhere."""
-    report_to: str = option("tensorboard", given_as="tensorboard, wandb, all, none")
-    """Where metrics go besides metrics.jsonl. Each is used where it is installed."""
+    report_to: str = option("auto", given_as="auto, tensorboard, wandb, all, none")
+    """Where metrics go besides metrics.jsonl. auto is TensorBoard if it is installed, all each that is; one that is
+    named must be installed."""
     run_name: str | None = None
     """A name for the run in its report."""
     push_to_hub: bool = False
@@ -263,12 +283,14 @@ class SFTConfig:
     """Whether a new repository is private."""
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = "every_save"
     """What `push_to_hub` uploads: the result at the end; the model after every save as well, in the background; and
-    the newest checkpoint besides, as last-checkpoint; or every checkpoint."""
+    the newest checkpoint besides, as last-checkpoint; or every checkpoint, which stays until it is uploaded."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_route()
         self._check_plan()
+        self.check_adapter()
+        self.schedule_settings()
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
@@ -315,13 +337,18 @@ class SFTConfig:
             raise ConfigError("use_nested_quant quantises the scales of 4-bit weights; it needs use_4bit_quantization.")
         if self.use_unsloth:
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
+        if self.packing and self.rope_scaling == "dynamic":
+            raise ConfigError(
+                "rope_scaling dynamic follows the longest document of a batch, so packed documents would change each "
+                "other; use linear or yarn, or leave packing out."
+            )
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 and fp16 are both on; choose one.")
-        if self.resume and self.overwrite:
+        if (self.resume or self.resumes_newest) and self.overwrite:
             raise ConfigError("resume and overwrite are both on; choose one.")
-        unknown = [name for name in as_list(self.report_to) if name not in ("tensorboard", "wandb", "none", "all")]
+        unknown = [name for name in as_list(self.report_to) if name not in (*REPORT_TO, "auto", "all", "none")]
         if unknown:
-            raise ConfigError(f"report_to names {', '.join(unknown)}; expected tensorboard, wandb, all or none.")
+            raise ConfigError(f"report_to names {', '.join(unknown)}; expected auto, tensorboard, wandb, all or none.")
 
     def _check_plan(self) -> None:
         if self.streaming and self.max_steps < 0:
@@ -349,6 +376,11 @@ class SFTConfig:
     # --- what the settings come to ----------------------------------------------------------------------------------
 
     @property
+    def resumes_newest(self) -> bool:
+        """Whether `resume_from_checkpoint` asks for the newest checkpoint rather than for one by name."""
+        return (self.resume_from_checkpoint or "").strip().lower() in ("true", "yes")
+
+    @property
     def evaluates_every(self) -> int:
         return self.eval_steps or self.logging_steps
 
@@ -372,6 +404,10 @@ class SFTConfig:
         if self.warmup_steps:
             return math.ceil(self.warmup_steps * steps) if self.warmup_steps < 1 else int(self.warmup_steps)
         return math.ceil(steps * self.warmup_ratio)
+
+    def schedule_settings(self) -> dict[str, Any]:
+        """What the schedule is told, complete."""
+        return rates.check(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -79,8 +79,8 @@ def describe(plan: ShardingPlan, need: Need) -> list[str]:
     units = ", ".join(f"{count} {name}" for name, count in layers.items()) or "none but the whole model"
     return [
         f"plan: {plan.strategy} on {axes}; units: {units}",
-        f"      per rank at rest: shards {size(need.shards)}, gradients {size(need.gradients)}, optimizer "
-        f"{size(need.optimizer)}; gathered at once at most {size(need.gathered)}",
+        f"      at rest on each rank: shards {size(need.shards)}, gradients {size(need.gradients)},",
+        f"      optimizer {size(need.optimizer)}; gathered at once at most {size(need.gathered)}",
     ]
 
 

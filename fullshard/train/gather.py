@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fullshard import runtime
 from fullshard.errors import ConfigError
-from fullshard.fsdp import weigh
+from fullshard.fsdp import watched, weigh
 from fullshard.fsdp.tree import tensors_in
 
 
@@ -45,7 +45,7 @@ def mean_over_rows(value: torch.Tensor | float) -> torch.Tensor:
     part = (share.rows or 0) / share.total if share.total else 1 / runtime.world_size()
     mean = given.double() * part if part else torch.zeros_like(given, dtype=torch.float64)  # a stand-in may give NaN
     if runtime.world_size() > 1:
-        dist.all_reduce(mean)
+        watched.finish("mean over rows", lambda: dist.all_reduce(mean, async_op=True))
     return mean.to(given.dtype) if given.is_floating_point() else mean
 
 
@@ -139,7 +139,7 @@ def _exchange_tensors(tensors: list[torch.Tensor], told: list[_Told]) -> list[to
             offset += flat.numel()
     received = [torch.empty_like(packed) for _ in told]
     if max(sizes):
-        dist.all_gather(received, packed)
+        watched.finish("gather for metrics", lambda: dist.all_gather(received, packed, async_op=True))
     pieces: list[list[torch.Tensor]] = [[] for _ in tensors]
     for its, flat in zip(forms, received, strict=True):
         offset = 0

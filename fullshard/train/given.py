@@ -61,7 +61,7 @@ def _from_training_arguments(args: Any) -> tuple[dict[str, Any], list[str]]:
         taken["use_reentrant"] = kwargs["use_reentrant"]
     taken = {k: v for k, v in taken.items() if v is not None}
     if taken.get("report_to") in ("all", ""):
-        taken["report_to"] = "tensorboard"
+        del taken["report_to"]  # transformers' defaults: nobody has asked for anything
     notes = [f"{type(args).__name__}: {', '.join(left)} are not used here"] if left else []
     return taken, notes
 

@@ -17,7 +17,7 @@ from fullshard.errors import first_line
 from fullshard.train import results
 from fullshard.train.config import SFTConfig
 from fullshard.train.folder import CHECKPOINTS
-from fullshard.weights.manifest import published_steps, step_name
+from fullshard.weights.manifest import MANIFEST, published_steps, step_name
 from fullshard.weights.meeting import any_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,11 @@ class Hub:
         self._flight: threading.Thread | None = None
         self._warned: set[str] = set()
         self._repository: str | None = None
+        self._failing = False
+        self._sent: set[int] = set()
+        """Checkpoints that are on the hub under their own names."""
+        self._sending: int | None = None
+        """The checkpoint that is on its way."""
 
     def on_train_begin(self, args: SFTConfig, state: Any, control: Any, **facts: Any) -> None:
         """Make the repository, so that what is missing is known before hours of training."""
@@ -55,21 +60,30 @@ class Hub:
         idle = runtime.is_main() and (self._busy or _why_not() is not None)
         if any_of(int(idle), state.global_step, "uploads"):
             return
-        place = self._place
-        results.export(self.trainer.loop.model, self.trainer.parts, args, place)
+        loop, place = self.trainer.loop, self._place
+        if loop.manager is not None:
+            loop.manager.join()  # the checkpoint to send is the one that was just saved
+        results.export(loop.model, self.trainer.parts, args, place)
         if runtime.is_main():
-            step, newest = state.global_step, published_steps(place / CHECKPOINTS)[-1:]
-            self._start(lambda: self._send(place, f"step {step}", [*NEVER, *GROWING], newest))
+            step = state.global_step
+            self._start(lambda: self._send(place, f"step {step}", [*NEVER, *GROWING]))
+
+    def holds(self, step: int) -> bool:
+        """Whether a checkpoint is on its way or has yet to be sent, and must stay until then.
+
+        Where uploads fail nothing is held: a run must not fill the disk because the network is gone.
+        """
+        waits = self.trainer.args.hub_strategy == "all_checkpoints" and step not in self._sent
+        return step == self._sending or (waits and not self._failing and _why_not() is None)
 
     def push(self, place: Path) -> None:
         """Send the result and wait for it; for the first rank alone. Whether it works or not, the run is done."""
         if self._flight is not None:
             self._flight.join()
-        steps = published_steps(self._place / CHECKPOINTS)
         self._warned.clear()  # the last word is said again
         if reason := _why_not():
             self._warn(reason, place)
-        elif self._attempt(lambda: self._send(place, "the end of training", list(NEVER), steps[-1:]), place):
+        elif self._attempt(lambda: self._send(place, "the end of training", list(NEVER)), place):
             self.trainer.loop.reporter.say(f"uploaded to {self._repository}")
 
     # --- sending ----------------------------------------------------------------------------------------------------
@@ -95,36 +109,56 @@ class Hub:
             work()
         except Exception as error:
             self._warn(first_line(error), place)
-            return False
-        return True
+            self._failing = True
+        else:
+            self._failing = False
+        finally:
+            self._sending = None
+        return not self._failing
 
     def _create(self) -> None:
         from huggingface_hub import HfApi
 
-        if self._repository is None:
-            private = self.trainer.args.hub_private_repo
-            self._repository = HfApi().create_repo(self._name, private=private, exist_ok=True).repo_id
+        if self._repository is not None:
+            return
+        api, private = HfApi(), self.trainer.args.hub_private_repo
+        self._repository = api.create_repo(self._name, private=private, exist_ok=True).repo_id
+        if self.trainer.args.hub_strategy == "all_checkpoints" and (steps := self._steps):
+            there = set(api.list_repo_files(self._repository))  # a resumed run sends what is missing
+            self._sent |= {step for step in steps if f"{CHECKPOINTS}/{step_name(step)}/{MANIFEST}" in there}
 
-    def _send(self, place: Path, when: str, ignored: list[str], steps: list[int]) -> None:
+    @property
+    def _steps(self) -> list[int]:
+        return published_steps(self._place / CHECKPOINTS)
+
+    def _send(self, place: Path, when: str, ignored: list[str]) -> None:
         from huggingface_hub import HfApi
 
         self._create()
-        api, repository = HfApi(), self._repository
-        assert repository is not None
-        api.upload_folder(
-            folder_path=place, repo_id=repository, ignore_patterns=ignored, commit_message=f"fullshard: {when}"
+        assert self._repository is not None
+        strategy, newest = self.trainer.args.hub_strategy, self._steps[-1:]
+        self._sending = newest[0] if newest and strategy == "checkpoint" else None
+        HfApi().upload_folder(
+            folder_path=place, repo_id=self._repository, ignore_patterns=ignored, commit_message=f"fullshard: {when}"
         )
-        strategy = self.trainer.args.hub_strategy
-        for step in steps if strategy in ("checkpoint", "all_checkpoints") else ():
-            name = step_name(step)
-            whole = strategy == "all_checkpoints"
-            api.upload_folder(
-                folder_path=self._place / CHECKPOINTS / name,
-                repo_id=repository,
-                path_in_repo=f"{CHECKPOINTS}/{name}" if whole else LAST_CHECKPOINT,
-                delete_patterns=None if whole else ["*"],  # of the checkpoint that was there before
-                commit_message=f"fullshard: checkpoint at step {step}",
-            )
+        if self._sending is not None:
+            self._send_checkpoint(self._sending, LAST_CHECKPOINT, ["*"])  # the one that was there before goes
+        while strategy == "all_checkpoints" and (left := [step for step in self._steps if step not in self._sent]):
+            self._sending = left[0]
+            self._send_checkpoint(left[0], f"{CHECKPOINTS}/{step_name(left[0])}", None)
+            self._sent.add(left[0])
+
+    def _send_checkpoint(self, step: int, name: str, replaced: list[str] | None) -> None:
+        from huggingface_hub import HfApi
+
+        assert self._repository is not None
+        HfApi().upload_folder(
+            folder_path=self._place / CHECKPOINTS / step_name(step),
+            repo_id=self._repository,
+            path_in_repo=name,
+            delete_patterns=replaced,
+            commit_message=f"fullshard: checkpoint at step {step}",
+        )
 
     def _warn(self, reason: str, place: Path | None = None) -> None:
         if reason in self._warned:

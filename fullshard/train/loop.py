@@ -1,7 +1,8 @@
 """The training loop: steps, evaluations, checkpoints, and when to stop.
 
-The loss of a step is the mean over all learnt tokens of its global batch: every rank knows their number beforehand, and
-since the engine averages gradients over the ranks, each micro-batch's summed loss is scaled by ranks / tokens.
+The loss of a step is the mean of the model's own loss over all learnt tokens of its global batch: every rank knows
+their number beforehand, and since the engine averages gradients over the ranks, each micro-batch's loss × tokens is
+scaled by ranks / tokens of the step. What a model adds (a router's auxiliary loss) counts once, weighted alike.
 Decisions are taken from values that all ranks share, so all take the same ones.
 """
 
@@ -19,14 +20,16 @@ import torch
 import torch.distributed as dist
 
 from fullshard import accelerator, runtime
-from fullshard.data.loader import Batch, Loader, Step, one_pass
+from fullshard.adapters.virtual_tokens import is_prompt
+from fullshard.data.loader import IGNORED, Batch, Loader, Step, one_pass
 from fullshard.data.tokens import TokenTable
 from fullshard.errors import TrainingError
-from fullshard.fsdp import watch
+from fullshard.fsdp import watch, watched
 from fullshard.train.batches import describe_data
 from fullshard.train.config import SFTConfig
 from fullshard.train.loss import LeanHead
-from fullshard.train.metrics import Reporter, memory_gib
+from fullshard.train.metrics import Reporter, Window, memory_gib
+from fullshard.train.packed import Packed
 from fullshard.train.schedule import Schedule
 from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.meeting import exchange
@@ -39,11 +42,17 @@ class Progress:
     """Where a run stands; saved with every checkpoint."""
 
     step: int = 0
-    """Optimizer steps done, skipped ones included."""
+    """Steps done, skipped ones included: their rows are used up. The learning rate goes by `step - skipped`."""
     batch: int = 0
     """Rows in a global batch."""
     tokens: int = 0
     skipped: int = 0
+    """Steps that changed no weights: gradients that overflowed in fp16, and losses or gradients that were not finite
+    with `on_nonfinite_loss skip`."""
+    loss_sum: float = 0.0
+    """The finite losses of all steps, added up."""
+    loss_steps: int = 0
+    """How many those are."""
     best_step: int | None = None
     best_value: float | None = None
     without_improvement: int = 0
@@ -51,6 +60,11 @@ class Progress:
     """Epochs gone through. In the first pass over a stream parts of one are not known."""
     position: dict[str, Any] | None = None
     """Where a stream of data stands; None for a table, whose rows follow from the step."""
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean of the steps' losses since the run began, each step counted once: Trainer's `train_loss`."""
+        return self.loss_sum / self.loss_steps if self.loss_steps else math.nan
 
 
 @dataclass(frozen=True)
@@ -70,30 +84,34 @@ class Loop:
     def __init__(
         self, config: SFTConfig, model: Any, head: LeanHead, optimizer: torch.optim.Optimizer, schedule: Schedule,
         loader: Loader, reporter: Reporter, total: int, manager: CheckpointManager | None = None,
-        evaluation: TokenTable | None = None, precision: str = "no",
+        evaluation: TokenTable | None = None, precision: str = "no", packed: Packed | None = None,
         notify: Callable[..., bool] = lambda event, **facts: False,
     ) -> None:  # fmt: skip
         self.config, self.model, self.head, self.optimizer, self.schedule = config, model, head, optimizer, schedule
         self.loader, self.reporter, self.total, self.manager = loader, reporter, total, manager
-        self.evaluation, self.notify = evaluation, notify
+        self.evaluation, self.notify, self.packed = evaluation, notify, packed
         self.progress = Progress(batch=loader.feed.batch)
+        self.prompt = is_prompt(model)
         head.enabled = False  # outside the loop the model is the user's
         self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
         self.rate = 0.0
         self._saved: int | None = None
-        self._window: list[Outcome] = []
-        self._window_tokens, self._window_start = 0, time.monotonic()
+        self.logged_steps = 0
+        """How many steps the last logged loss is the mean of."""
+        self._window = Window()
 
     # --- running ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Train until the last step, or until something says stop."""
         config = self.config
+        if self.manager is not None:
+            self.manager.listen()
         self.reporter.start(self.progress.step)
         if config.eval_on_start and self.evaluation is not None and self.progress.step == 0:
             self.evaluate()
         self.model.train()
-        self._window_start = time.monotonic()
+        self._window.began = time.monotonic()
         progress = self.progress
         with contextlib.closing(self.loader.steps(progress.step, self.total, progress.position)) as steps:
             facts = None
@@ -114,8 +132,9 @@ class Loop:
         progress.step, progress.tokens = step.number + 1, progress.tokens + pick.tokens
         progress.epoch, progress.position = pick.epoch, pick.position
         progress.skipped += not outcome.updated
-        self._window.append(outcome)
-        self._window_tokens += pick.tokens
+        if math.isfinite(outcome.loss):
+            progress.loss_sum, progress.loss_steps = progress.loss_sum + outcome.loss, progress.loss_steps + 1
+        self._window.add(outcome.loss, outcome.accuracy, outcome.entropy, pick.tokens)
         done, epoch_ends = progress.step, pick.ends_epoch
         last = done == self.total
         self._show(outcome)
@@ -123,11 +142,12 @@ class Loop:
             self.reporter.say(describe_data("streamed", pick.facts, config))
         first = config.logging_first_step and done == 1
         if self._due(config.logging_strategy, config.logging_steps, epoch_ends) or first or last:
-            self._log()
+            self._log(outcome.grad_norm)
         stop = self.notify("on_step_end", step=done)
         if self.evaluation is not None and self._due(config.eval_strategy, config.evaluates_every, epoch_ends, last):
             stop |= self._judge(self.evaluate())
-        if self._due(config.save_strategy, config.save_steps, epoch_ends):
+        best = config.load_best_model_at_end and progress.best_step == done
+        if best or self._due(config.save_strategy, config.save_steps, epoch_ends):
             self.save()
         if self.manager is not None and self.manager.reached_preemption(done):
             self.reporter.close()
@@ -136,9 +156,8 @@ class Loop:
 
     def _show(self, outcome: Outcome) -> None:
         """Move the live display on."""
-        seconds = max(1e-9, time.monotonic() - self._window_start)
         values = {"loss": outcome.loss, "learning_rate": self.rate, "grad_norm": outcome.grad_norm}
-        values |= {"tokens_per_second": self._window_tokens / seconds, "memory_gib": memory_gib()}
+        values |= {"tokens_per_second": self._window.tokens_per_second, "memory_gib": memory_gib()}
         self.reporter.tick(self.progress.step, values)
 
     def _due(self, strategy: str, every: int, epoch_ends: bool, last: bool = False) -> bool:
@@ -152,50 +171,61 @@ class Loop:
 
     def train_step(self, step: Step) -> Outcome:
         """Forward and backward over this rank's part of the global batch, then one update."""
-        rate = self.schedule.set(step.number)
+        watch.begin_step(step.number + 1)
+        rate = self.schedule.set(step.number - self.progress.skipped)  # a step that is left out is no update
         self._seed(step.number)
         targets = max(1, step.pick.targets)
         self.scaler.scale(torch.zeros(1, device=runtime.device()))  # so that it has a scale before the first step too
-        self.head.scale = self.scaler.get_scale() * runtime.world_size() / targets
+        scale = self.scaler.get_scale()
+        self.head.scale = scale * runtime.world_size() / targets
         sums = torch.zeros(3, dtype=torch.float64, device=runtime.device())
         losses = []
         for index, batch in enumerate(step.batches):
             holds_back = index + 1 < len(step.batches) and not self.config.sync_each_batch
-            with self.model.no_sync() if holds_back else contextlib.nullcontext():
+            with self.model.no_sync() if holds_back else contextlib.nullcontext(), self._rows(batch):
                 self.forward(batch).backward()
             assert self.head.statistics is not None
             sums += self.head.statistics.sums
             losses.append(self.head.statistics.loss)
         if runtime.world_size() > 1:
-            dist.all_reduce(sums)
+            watched.finish("sum of the metrics", lambda: dist.all_reduce(sums, async_op=True))
         loss_sum, correct, entropy = sums.tolist()
         watch.check()  # the host has just waited for the device: what it read is right only if no rank is gone
         self.scaler.unscale_(self.optimizer)
         norm = float(self.model.clip_grad_norm_(self.config.max_grad_norm or math.inf))
         watch.check()
-        updated = math.isfinite(loss_sum) and (math.isfinite(norm) or self.scaler.is_enabled())
-        if not updated:
+        usable = math.isfinite(loss_sum) and (math.isfinite(norm) or self.scaler.is_enabled())
+        if not usable:
             self._nonfinite(step, loss_sum, norm, losses)
         else:
             self.scaler.step(self.optimizer)
         self.scaler.update()
+        # Where gradients overflow in fp16 the scaler leaves the step out, and lowers its scale.
+        updated = usable and self.scaler.get_scale() >= scale
         self.optimizer.zero_grad(set_to_none=True)
         self.rate = rate
         return Outcome(loss_sum / targets, correct / targets, entropy / targets, norm, updated)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The summed loss of a micro-batch, scaled for its part in the step."""
+        """The model's own loss of a micro-batch × its learnt tokens, scaled for its part in the step."""
         device = runtime.device()
+        self.head.targets = int((batch["labels"][:, 1:] != IGNORED).sum())  # still on the host
         pinned = self.config.dataloader_pin_memory and accelerator.is_accelerator(device)
         moved = {
             name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
             for name, tensor in batch.items()
         }
+        if self.prompt:
+            moved["labels"][:, 0] = IGNORED  # no target, as everywhere else, though a virtual token stands before it
         self.head.enabled = True
         try:
             return self.model(**moved, use_cache=False).loss
         finally:
             self.head.enabled = False
+
+    def _rows(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """While inside, packed documents are kept apart in passes over this batch, recomputed ones included."""
+        return self.packed.rows(batch) if self.packed is not None else contextlib.nullcontext()
 
     def _seed(self, step: int) -> None:
         """Random numbers (dropout) of a step are a function of seed, step and rank: a resumed run draws the same."""
@@ -222,23 +252,23 @@ class Loop:
 
     # --- logging, evaluation ----------------------------------------------------------------------------------------
 
-    def _log(self) -> None:
-        now, window = time.monotonic(), self._window
-        finite = [o for o in window if o.updated] or window
+    def _log(self, grad_norm: float) -> None:
+        means, skipped, self.logged_steps = self._window.means(), self.progress.skipped, self._window.steps
         values = {
-            "loss": _mean([o.loss for o in finite]),
+            "loss": means["loss"],
             "learning_rate": self.rate,
-            "grad_norm": window[-1].grad_norm,
-            "mean_token_accuracy": _mean([o.accuracy for o in finite]),
-            "entropy": _mean([o.entropy for o in finite]),
+            "grad_norm": grad_norm,
+            "mean_token_accuracy": means["mean_token_accuracy"],
+            "entropy": means["entropy"],
             "num_tokens": self.progress.tokens,
             "epoch": round(self.progress.epoch, 4),
-            "tokens_per_second": self._window_tokens / max(1e-9, now - self._window_start),
+            "tokens_per_second": self._window.tokens_per_second,
             "memory_gib": memory_gib(),
+            **({"skipped_steps": skipped} if skipped or self.scaler.is_enabled() else {}),
         }
         self.reporter.log(self.progress.step, values)
         self.notify("on_log", step=self.progress.step, logs=values)
-        self._window, self._window_tokens, self._window_start = [], 0, now
+        self._window = Window()
 
     @torch.no_grad()
     def evaluate(self, table: TokenTable | None = None, prefix: str = "eval") -> dict[str, float]:
@@ -252,22 +282,24 @@ class Loop:
             table, collator, self.config.per_device_eval_batch_size, self.loader.rank, self.loader.world
         ):
             for batch in step.batches:
-                self.forward(batch)
+                with self._rows(batch):
+                    self.forward(batch)
                 assert self.head.statistics is not None
                 sums += self.head.statistics.sums
         self.model.train()
         if runtime.world_size() > 1:
-            dist.all_reduce(sums)
+            watched.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
         targets, took = int(table.row_targets.sum()), time.monotonic() - began
         loss, correct, entropy = (value / targets for value in sums.tolist())
         watch.check()
         values = {
             f"{prefix}_loss": loss, f"{prefix}_mean_token_accuracy": correct, f"{prefix}_entropy": entropy,
             f"{prefix}_runtime": took, f"{prefix}_samples_per_second": len(table) / max(took, 1e-9),
+            "epoch": round(self.progress.epoch, 4),
         }  # fmt: skip
         self.reporter.log(self.progress.step, values)
         self.notify("on_evaluate", step=self.progress.step, metrics=values)
-        self._window_start += time.monotonic() - began
+        self._window.pause(time.monotonic() - began)
         return values
 
     def _judge(self, values: dict[str, float]) -> bool:
@@ -293,9 +325,11 @@ class Loop:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """What a checkpoint holds. All ranks must call it."""
         scaler = {"scaler": self.scaler} if self.scaler.is_enabled() else {}
-        return {"model": self.model, "optimizer": self.optimizer, "progress": asdict(self.progress), **scaler}
+        elapsed = exchange(self._window.elapsed, self.progress.step, "time spent")[0]
+        progress = {**asdict(self.progress), "window": self._window.state(elapsed)}
+        return {"model": self.model, "optimizer": self.optimizer, "progress": progress, **scaler}
 
     def save(self) -> None:
         assert self.manager is not None
@@ -313,7 +347,9 @@ class Loop:
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Take over where a restored state stands."""
-        batch, self.progress = self.progress.batch, Progress(**state["progress"])
+        found = dict(state["progress"])
+        self._window = Window(**found.pop("window", {}))
+        batch, self.progress = self.progress.batch, Progress(**found)
         # A stream goes on with its next row whatever the batch.
         if self.progress.batch != batch and self.progress.position is None and runtime.is_main():
             runtime.get_logger().warning(
@@ -324,7 +360,3 @@ class Loop:
             )
         self.progress.batch = batch
         self._saved = self.progress.step
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)

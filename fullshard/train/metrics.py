@@ -1,7 +1,7 @@
 """What a run says while it goes on: a live display or lines on the terminal, metrics.jsonl, samples.jsonl, boards.
 
 Only the first rank speaks and writes; on the others a `Reporter` only remembers. Which numbers there are is decided in
-`loop.py`, which answers in `samples.py`; TensorBoard and the like are in `boards.py`.
+`loop.py`, which answers in `samples.py`; how numbers look is in `display.py`, TensorBoard and the like in `boards.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fullshard import accelerator, runtime
+from fullshard.paths import replace_text
 from fullshard.train.boards import Board, Opens, attempt, none
+from fullshard.train.display import Clock, LiveBar, step_line, width_of_stdout
 from fullshard.train.samples import FILE as SAMPLES
 from fullshard.train.samples import Sample
 from fullshard.weights.progress import shown_as
@@ -25,16 +27,6 @@ from fullshard.weights.progress import shown_as
 FILE = "metrics.jsonl"
 PROMPT_SHOWN = 300
 """Characters of a prompt that the terminal shows: its end."""
-SHOWN = {
-    "loss": ("loss", "{:.4f}"),
-    "eval_loss": ("eval loss", "{:.4f}"),
-    "learning_rate": ("lr", "{:.2e}"),
-    "grad_norm": ("grad norm", "{:.3f}"),
-    "mean_token_accuracy": ("accuracy", "{:.3f}"),
-    "eval_mean_token_accuracy": ("eval accuracy", "{:.3f}"),
-    "tokens_per_second": ("tok/s", "{:,.0f}"),
-    "memory_gib": ("GiB", "{:.2f}"),
-}
 
 
 def memory_gib() -> float:
@@ -47,8 +39,47 @@ def memory_gib() -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def shown(values: Mapping[str, Any]) -> str:
-    return "  ".join(f"{name} {form.format(values[key])}" for key, (name, form) in SHOWN.items() if key in values)
+@dataclass
+class Window:
+    """The steps since the last line of the log, as sums; saved with a checkpoint, so that a resumed run goes on with
+    them. Losses that are not finite are left out of the means."""
+
+    steps: int = 0
+    loss: float = 0.0
+    accuracy: float = 0.0
+    entropy: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    """Spent before `began`, by the run that was resumed."""
+    began: float = field(default_factory=time.monotonic, compare=False)
+
+    def add(self, loss: float, accuracy: float, entropy: float, tokens: int) -> None:
+        self.tokens += tokens
+        if math.isfinite(loss):
+            self.steps += 1
+            self.loss, self.accuracy, self.entropy = self.loss + loss, self.accuracy + accuracy, self.entropy + entropy
+
+    @property
+    def elapsed(self) -> float:
+        return max(1e-9, self.seconds + time.monotonic() - self.began)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.elapsed
+
+    def means(self) -> dict[str, float]:
+        """What the log says of the steps."""
+        sums = {"loss": self.loss, "mean_token_accuracy": self.accuracy, "entropy": self.entropy}
+        return {name: value / self.steps if self.steps else math.nan for name, value in sums.items()}
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was not spent on steps."""
+        self.began += seconds
+
+    def state(self, elapsed: float) -> dict[str, float]:
+        """What a checkpoint holds; `elapsed` must be the same on every rank."""
+        held = {name: value for name, value in asdict(self).items() if name != "began"}
+        return {**held, "seconds": elapsed}
 
 
 class Reporter:
@@ -63,13 +94,12 @@ class Reporter:
         """The samples so far, as in their file; on the first rank."""
         self._opens, self._boards = boards, list[Board]()
         self._file: Any = None
-        self._bar: Any = None
-        self._started = time.monotonic()
-        self._first = 0
+        self._bar: LiveBar | None = None
+        self._clock = Clock(total, 0)
 
     def start(self, step: int) -> None:
         """Begin at this step; what an earlier, broken-off run wrote beyond it is dropped."""
-        self._started, self._first = time.monotonic(), step
+        self._clock = Clock(self.total, step)
         if not self.speaks:
             return
         self.history = _keep(self.folder / FILE, step)
@@ -78,7 +108,7 @@ class Reporter:
             self.answers = _keep(self.folder / SAMPLES, step)
         self._boards = self._opens(self.folder, step)
         if self.mode == "live":
-            self._bar = _LiveBar(self.total, step)
+            self._bar = LiveBar(self._clock, step)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record numbers of a step, and show them."""
@@ -94,9 +124,9 @@ class Reporter:
         if self.mode == "json":
             print(json.dumps(record), flush=True)
         elif self.mode == "plain":
-            print(f"step {step}/{self.total}  {shown(values)}{self._eta(step)}", flush=True)
+            print(step_line(step, self.total, values, self._clock.left(step), width_of_stdout()), flush=True)
         elif self._bar is not None:
-            self._bar.say(shown(values) if any(k.startswith("eval_") for k in values) else "")
+            self._bar.say(step_line(step, self.total, values, width=self._bar.width))
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Record and show what the model answers."""
@@ -130,19 +160,12 @@ class Reporter:
     def tick(self, step: int, values: Mapping[str, Any]) -> None:
         """A step is done: move the live display on."""
         if self._bar is not None:
-            self._bar.move(step, shown(values))
+            self._bar.move(step, values)
 
     def say(self, text: str) -> None:
         """A line for the user."""
         if self.speaks and self.mode in ("plain", "live"):
             print(text, flush=True)
-
-    def _eta(self, step: int) -> str:
-        done = step - self._first
-        if done <= 0 or step >= self.total:
-            return ""
-        left = (time.monotonic() - self._started) / done * (self.total - step)
-        return f"  ETA {timedelta(seconds=round(left))}"
 
     def close(self) -> None:
         self._tell(lambda board: board.close())
@@ -176,7 +199,7 @@ def sample_text(sample: Sample) -> str:
 def _keep(path: Path, step: int) -> list[dict[str, Any]]:
     """What a file of records holds up to this step; the rest, of a run that was broken off later, is dropped."""
     kept = [r for r in _read(path) if r["step"] <= step] if step and path.exists() else []
-    path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+    replace_text(path, "".join(json.dumps(r) + "\n" for r in kept))
     return kept
 
 
@@ -189,28 +212,3 @@ def _read(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return [r for r in records if isinstance(r, dict) and isinstance(r.get("step"), int)]
-
-
-class _LiveBar:
-    """A line at the bottom of the terminal that moves with the steps."""
-
-    def __init__(self, total: int, step: int) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        # One text column, so that a narrow terminal cuts the end and not the step.
-        self._progress = Progress(BarColumn(bar_width=12), TextColumn("{task.description}"))
-        self._total, self._began, self._first = total, time.monotonic(), step
-        self._task = self._progress.add_task("", total=total, completed=step)
-        self._progress.start()
-
-    def move(self, step: int, text: str) -> None:
-        left = (time.monotonic() - self._began) / max(1, step - self._first) * (self._total - step)
-        shown_left = f"  ETA {timedelta(seconds=round(left))}" if step < self._total else ""
-        self._progress.update(self._task, completed=step, description=f"{step}/{self._total}{shown_left}  {text}")
-
-    def say(self, text: str) -> None:
-        if text:
-            self._progress.console.print(text)
-
-    def close(self) -> None:
-        self._progress.stop()

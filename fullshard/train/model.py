@@ -14,17 +14,20 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fullshard import accelerator, runtime
-from fullshard.adapters import lora
+from fullshard.adapters import lora, virtual_tokens
 from fullshard.adapters.quantize import Quantization, quantize_model
 from fullshard.adapters.token_rows import plain_layer
-from fullshard.data.templates import prepare_tokenizer
+from fullshard.data.templates import Prepared, prepare_tokenizer
 from fullshard.data.tokens import TokenTable
 from fullshard.errors import ConfigError, first_line
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
+from fullshard.train.data_sets import needed, templates_of
 from fullshard.train.loss import causal
+from fullshard.train.rope import longest_document, scale_rope
 from fullshard.weights import load as loading
+from fullshard.weights.adapter_base import lasting_name
 from fullshard.weights.adapter_files import other_rows, stored_rows
 from fullshard.weights.grow import grow_in_memory
 from fullshard.weights.locate import open_source
@@ -52,6 +55,9 @@ def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
         shape = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no model configuration could be read from {folder}: {first_line(error)[:200]}") from None
+    shape.name_or_path = lasting_name(folder)
+    if config.rope_scaling is not None:
+        scale_rope(shape, config.rope_scaling, config.max_seq_len, say)
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
         say(f"{folder} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")
@@ -92,6 +98,12 @@ def embedding_rows(model: Any) -> int:
     return int(plain_layer(causal(model).get_input_embeddings()).weight.shape[0])
 
 
+def prepared_tokenizer(config: SFTConfig, tokenizer: Any) -> Prepared:
+    """The tokenizer with the template of the run, and the tokens that this and those of its data sets need."""
+    more = needed(templates_of(config))
+    return prepare_tokenizer(tokenizer, config.chat_template_format, config.chat_template_path, more)
+
+
 def resized(model: Any) -> bool:
     """Whether a model that was handed over has other token rows than the base it names."""
     inner = causal(model)
@@ -111,7 +123,7 @@ def settle_vocabulary(
     config: SFTConfig, model: Any, tokenizer: Any, peft_config: Any, earlier: Path | None, say: Say
 ) -> Vocabulary:
     """Choose the chat template, give tokenizer and model the tokens it needs, and let those train."""
-    prepared = prepare_tokenizer(tokenizer, config.chat_template_format, config.chat_template_path)
+    prepared = prepared_tokenizer(config, tokenizer)
     for note in prepared.notes:
         say(note)
     rows = embedding_rows(model)
@@ -127,7 +139,8 @@ def settle_vocabulary(
                 f"new adapter."
             )
     elif peft_config is not None:
-        peft_config = adapter.with_tokens(peft_config, model, new)
+        chosen = adapter.chosen_tokens(config, tokenizer, embedding_rows(model))
+        peft_config = adapter.with_tokens(peft_config, model, sorted({*new, *chosen}))
     elif hasattr(model, "peft_config"):
         held = model.peft_config[model.active_adapters[0]]
         if adapter.missing_tokens(held, causal(model), new):
@@ -140,8 +153,10 @@ def make_room(model: Any, tokenizer: Any, added: list[str], say: Say, least: int
 
     Without values yet, new rows get theirs when the files are read; in a model in memory they start at the mean here.
     """
-    rows, vocabulary = embedding_rows(model), tokenizer.get_vocab()
-    size = max(len(tokenizer), least, *(i + 1 for i in vocabulary.values()))
+    rows = embedding_rows(model)
+    spare = spare_tokens(tokenizer) - {*added}
+    vocabulary = {token: i for token, i in tokenizer.get_vocab().items() if i < rows or token not in spare}
+    size = max(least, *(i + 1 for i in vocabulary.values()))
     beyond = {token: i for token, i in vocabulary.items() if i >= rows}
     if foreign := set(beyond) - set(tokenizer.get_added_vocab()):
         raise ConfigError(
@@ -158,6 +173,14 @@ def make_room(model: Any, tokenizer: Any, added: list[str], say: Say, least: int
         )
         say(f"{len(new)} new token{'s' * (len(new) > 1)} ({named}): the model's embedding {grown}.")
     return new
+
+
+def spare_tokens(tokenizer: Any) -> set[str]:
+    """Tokens that the tokenizer's class brings along by itself and that nothing writes: Qwen2's adds <|endoftext|> for
+    unknown words to any vocabulary. Without a row of their own they do no harm."""
+    parameters = inspect.signature(type(tokenizer).__init__).parameters.values()
+    brought = {str(p.default) for p in parameters if p.name.endswith("_token") and p.default}
+    return brought - {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
 
 
 def _resize(model: Any, size: int) -> None:
@@ -191,26 +214,21 @@ def uses_flash(model: Any) -> bool:
     return "flash" in str(getattr(model.config, "_attn_implementation", None))
 
 
-def check_rows(model: Any, table: TokenTable, packing: bool) -> None:
+def check_rows(model: Any, table: TokenTable) -> None:
     """Refuse rows that the model cannot take."""
     inner = causal(model)
     longest = int((table.document_starts[1:] - table.document_starts[:-1]).max())
-    positions = getattr(inner.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and longest > positions:
+    positions, before = longest_document(inner.config), virtual_tokens.count(model)
+    if positions is not None and longest + before > positions:
+        prompt = f" and {before} virtual ones before them" if before else ""
         raise ConfigError(
-            f"the data has documents of {longest} tokens, {type(inner).__name__} has {positions} positions; set "
-            f"max_seq_len to "
-            f"{positions} or less."
+            f"the data has documents of {longest} tokens{prompt}, {type(inner).__name__} has {positions} positions; "
+            f"set max_seq_len to {positions - before} or less, or rope_scaling where the model has rotary positions."
         )
     top = int(table.tokens.max())
     if top >= embedding_rows(model):
         raise ConfigError(
             f"the data has token {top}, the model's embedding {embedding_rows(model)} rows: another model's tokens."
-        )
-    takes = inspect.signature(type(inner).forward).parameters
-    if packing and ("position_ids" not in takes or getattr(inner.config, "alibi", False)):
-        raise ConfigError(
-            f"packing: {type(inner).__name__} does not take positions, so documents would see each other."
         )
 
 

@@ -19,12 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.data.sources import Source, hold_back
-from fullshard.data.templates import prepare_tokenizer
-from fullshard.data.tokens import TokenTable, statistics
+from fullshard.data.tokens import TokenTable, statistics, unused_columns
 from fullshard.train.arguments import check_paths
 from fullshard.train.batches import make_table
 from fullshard.train.config import SFTConfig
-from fullshard.train.model import read_tokenizer
+from fullshard.train.model import prepared_tokenizer, read_tokenizer
 from fullshard.train.start import starting_point
 
 LEARNT, READ, SPECIAL, BORDER = "bold green", "dim", "cyan", "yellow"
@@ -41,7 +40,7 @@ def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
     data = check_paths(config)
     model, adapter = starting_point(config.model_name_or_path, config.adapter_name_or_path)
     tokenizer = read_tokenizer(config, model, Path(adapter).expanduser() if adapter is not None else None)
-    prepared = prepare_tokenizer(tokenizer, config.chat_template_format, config.chat_template_path)
+    prepared = prepared_tokenizer(config, tokenizer)
     for note in (*notes, *prepared.notes):
         console.print(f"note: {note}", style=READ, markup=False)
     train, evaluation = data.train, data.evaluation
@@ -147,6 +146,8 @@ def _numbers(found: dict[str, Any], facts: dict[str, Any], config: SFTConfig) ->
     for key, label in (("empty", "left out: empty"), ("bad", "left out: not understood")):
         if facts.get(key):
             told[label] = f"{facts[key]:,}"
+    for name, count in unused_columns(facts).items():
+        told[f"not used: `{name}`"] = f"in {count:,} rows"
     if facts.get("long"):
         told["longer than max_seq_len"] = (
             f"{facts['long']:,} documents, {facts['cut']:,} tokens lost (overflow {config.overflow})"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fullshard.paths import replace_text
 from fullshard.train.config import SFTConfig
 
 WIDTH, HEIGHT, MARGIN = 640, 200, 44
@@ -47,7 +48,7 @@ def write_report(
     if samples:
         parts.append(f"<h2>Answers</h2>{_answers(samples)}")
     parts.append(f"<h2>Settings</h2>{_table(config.changed())}<p>All others are at their defaults.</p>")
-    path.write_text("\n".join(parts))
+    replace_text(path, "\n".join(parts))
 
 
 def _table(rows: dict[str, Any]) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import platform
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fullshard import __version__, runtime
+from fullshard.adapters.virtual_tokens import as_file, encoders, is_prompt
 from fullshard.data.once import agree
 from fullshard.errors import WeightsError
 from fullshard.fsdp.state import whole_value
+from fullshard.paths import replaced_files, save_tokenizer
 from fullshard.train.card import write_card
 from fullshard.train.config import SFTConfig
 from fullshard.train.folder import CHECKPOINTS
@@ -22,8 +24,12 @@ from fullshard.train.loss import causal
 from fullshard.train.metrics import FILE
 from fullshard.train.model import local_folder
 from fullshard.train.report import write_report
+from fullshard.weights.adapter_base import lasting_name, write_record
+from fullshard.weights.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
 from fullshard.weights.adapter_files import names_in_files
+from fullshard.weights.base import base_of
 from fullshard.weights.export import save_pretrained
+from fullshard.weights.plain_lora import make_plain
 
 if TYPE_CHECKING:
     from fullshard.train.assemble import Parts
@@ -36,17 +42,30 @@ def export(model: Any, parts: Parts, config: SFTConfig, place: Path) -> None:
     """Write the model or the adapter, and the tokenizer. All ranks must call it."""
     dtype = None if config.save_dtype == "auto" else getattr(torch, config.save_dtype)
     if hasattr(model, "peft_config"):
-        export_adapter(model, place, dtype, parts.tables)
-        agree(lambda: parts.tokenizer.save_pretrained(place) if runtime.is_main() else None)
+        keep_first(model, parts, config)
+        export_adapter(model, place, dtype, parts.tables, parts.first)
+        agree(lambda: save_tokenizer(parts.tokenizer, place) if runtime.is_main() else None)
     else:
         dtype = dtype or getattr(model.config, "dtype", None)
         save_pretrained(model, place, dtype=dtype, tokenizer=parts.tokenizer, progress=False)
 
 
-def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None, tables: bool = False) -> None:
+def keep_first(model: Any, parts: Parts, config: SFTConfig) -> None:
+    """Write down what an adapter begins with that was taken out of the weights. All ranks must call it, before the
+    adapter trains."""
+    if parts.takes_from_weights and parts.first is None:
+        place = Path(config.output_dir).expanduser() / FIRST
+        export_adapter(model, place)
+        parts.first = place
+
+
+def export_adapter(
+    model: Any, place: Path, dtype: torch.dtype | None = None, tables: bool = False, first: Path | None = None
+) -> None:
     """Write the adapter as PEFT does, gathering nothing else; read it back before it takes its place.
 
-    With `tables` embedding and head are written with it, whole.
+    With `tables` embedding and head are written with it, whole. One that began as `first`, taken out of the weights, is
+    written as plain LoRA.
     """
     names = set(model.peft_config)
     whole_tables = {n for a in names for n in names_in_files(model, a)[1].values()} if tables else set()
@@ -57,23 +76,53 @@ def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None, ta
                 whole = whole_value(p)
                 if runtime.is_main():
                     values[p.plan.name] = whole.detach().cpu().to(dtype or whole.dtype).clone()
+    shared = dict(model.named_buffers(remove_duplicate=False))
+    for name in {name for adapter in names for name in names_in_files(model, adapter)[0].values()} & shared.keys():
+        values[name] = shared[name].cpu().to(dtype or shared[name].dtype).clone()
 
     def write() -> None:
         if not runtime.is_main():
             return
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".adapter-", dir=place) as part:
-            type(model)._fullshard_plain.save_pretrained(
-                model, part, state_dict=dict(values), save_embedding_layers=tables
-            )
-            written = [f for f in Path(part).rglob("*") if f.is_file() and f.name != "README.md"]
-            _check_adapter([f for f in written if f.suffix == ".safetensors"], values)
-            for file in written:
-                target = place / file.relative_to(part)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                file.replace(target)
+        with replaced_files(place) as part:
+            if is_prompt(model):
+                _write_prompt(model, part, values)
+            else:
+                type(model)._fullshard_plain.save_pretrained(
+                    model, str(part), state_dict=dict(values), save_embedding_layers=tables
+                )
+                _check_adapter(list(part.rglob("*.safetensors")), values)
+            if first is not None:
+                make_plain(part, first)
+            for file in part.rglob(CONFIG):
+                _name_base(file.parent, model)
+            for card in part.rglob("README.md"):  # PEFT's; `card.py` writes the run's
+                card.unlink()
 
     agree(write)
+
+
+def _name_base(folder: Path, model: Any) -> None:
+    """Have an adapter's files name the base so that it is found from any folder, and known from others."""
+    name, base = read_config(folder).get("base_model_name_or_path"), base_of(model)
+    if base is not None:
+        write_record(folder, name or base.path, base.fingerprint)
+    elif name:
+        write_record(folder, name, None)
+
+
+def _write_prompt(model: Any, folder: Path, values: dict[str, torch.Tensor]) -> None:
+    """A prompt's files hold what its encoder gives, not the encoder."""
+    for adapter, encoder in encoders(model).items():
+        start, config = f"prompt_encoder.{adapter}.", model.peft_config[adapter]
+        own = {name.removeprefix(start): value.float() for name, value in values.items() if name.startswith(start)}
+        dtype = values[f"{start}embedding.weight"].dtype
+        table = {name: value.to(dtype) for name, value in as_file(encoder, own).items()}
+        save_file(table, folder / WEIGHTS, metadata={"format": "pt"})
+        config.base_model_name_or_path = config.base_model_name_or_path or local_folder(causal(model))
+        written = copy.copy(config)
+        written.inference_mode = True
+        written.save_pretrained(folder)
+        assert (folder / CONFIG).is_file()
 
 
 def _check_adapter(files: list[Path], values: dict[str, torch.Tensor]) -> None:
@@ -100,8 +149,9 @@ def describe(trainer: SFTTrainer, place: Path) -> None:
         return
     config, progress = trainer.args, trainer.loop.progress
     metrics = final_metrics(trainer)
+    base = trainer.parts.base or local_folder(causal(trainer.model))
     facts = {
-        "base": trainer.parts.base or local_folder(causal(trainer.model)),
+        "base": lasting_name(base) if base else None,
         "adapter": hasattr(trainer.model, "peft_config"),
         "data": config.dataset_name or "data of the user's own",
         "steps": progress.step,
@@ -117,12 +167,36 @@ def describe(trainer: SFTTrainer, place: Path) -> None:
 
 
 def final_metrics(trainer: SFTTrainer) -> dict[str, float]:
-    """The last value of each number that was logged."""
+    """The mean loss of all steps, and the last value of each number that was logged."""
     wanted = ("loss", "mean_token_accuracy", "eval_loss", "eval_mean_token_accuracy", "tokens_per_second", "memory_gib")
-    found: dict[str, float] = {}
+    progress = trainer.loop.progress
+    found: dict[str, float] = {"train_loss": progress.mean_loss} if progress.loss_steps else {}
     for record in trainer.state.log_history:
         found |= {name: record[name] for name in wanted if record.get(name) is not None}
     return found
+
+
+def _final_rows(trainer: SFTTrainer) -> dict[str, str]:
+    """The last numbers in words: of what each is the mean, and of which step."""
+    progress, metrics, logged = trainer.loop.progress, final_metrics(trainer), trainer.loop.logged_steps
+    evaluated = [record["step"] for record in trainer.state.log_history if "eval_loss" in record]
+    every = f"all {progress.loss_steps:,}" if progress.loss_steps == progress.step else f"{progress.loss_steps:,}"
+    last = "of the last step" if logged == 1 else f"mean of the last {logged:,} steps"
+    evaluation = f"at step {evaluated[-1]:,}" if evaluated else ""
+    rows = {
+        "train_loss": ("training loss", "{:.4f}", f"mean of {every} steps"),
+        "loss": ("", "{:.4f}", last),
+        "mean_token_accuracy": ("token accuracy", "{:.4f}", last),
+        "eval_loss": ("evaluation loss", "{:.4f}", evaluation),
+        "eval_mean_token_accuracy": ("evaluation accuracy", "{:.4f}", evaluation),
+        "tokens_per_second": ("tokens per second", "{:,.0f}", last),
+        "memory_gib": ("memory", "{:.2f} GiB", "at most, on the first rank"),
+    }
+    if not logged:  # nothing was trained
+        metrics = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+    elif logged == progress.loss_steps:
+        metrics.pop("loss", None)  # the line above it says the same
+    return {name: f"{form.format(metrics[key])}  {what}" for key, (name, form, what) in rows.items() if key in metrics}
 
 
 def show(trainer: SFTTrainer) -> None:
@@ -135,9 +209,9 @@ def show(trainer: SFTTrainer) -> None:
     rows = {
         "steps": f"{progress.step:,}" + (f" ({progress.skipped} left out)" if progress.skipped else ""),
         "tokens": f"{progress.tokens:,}",
-        **{name.replace("_", " "): f"{value:,.4f}" for name, value in final_metrics(trainer).items()},
+        **_final_rows(trainer),
         f"{kind}, tokenizer, card": str(place),
-        "checkpoints": str(place / CHECKPOINTS),
+        **({"checkpoints": str(place / CHECKPOINTS)} if (place / CHECKPOINTS).is_dir() else {}),
         "metrics": str(place / FILE),
         "report": str(place / REPORT),
         "talk to it": f"fullshard chat {place}",

@@ -6,9 +6,10 @@ it does is in `assemble.py` (what a run is made of) and `loop.py` (training); he
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +18,16 @@ from fullshard.data.find import source_of
 from fullshard.data.once import agree
 from fullshard.data.sources import Source, hold_back, row_source
 from fullshard.errors import ConfigError
+from fullshard.paths import refuse_inputs, save_tokenizer
 from fullshard.train import assemble, boards, folder, results
 from fullshard.train.accelerator import Accelerator, Plugin, State
-from fullshard.train.adapter import lora_config
-from fullshard.train.arguments import check_model_folder, check_paths
+from fullshard.train.adapter import adapter_config
+from fullshard.train.arguments import check_model_folder, check_paths, check_report_to, inputs_of
 from fullshard.train.batches import total_steps
 from fullshard.train.callbacks import Callbacks, TrainerState
 from fullshard.train.config import SFTConfig
 from fullshard.train.engine import resolved_launch
+from fullshard.train.folder_lock import FolderLock
 from fullshard.train.given import config_of
 from fullshard.train.hub import Hub
 from fullshard.train.loop import Loop
@@ -35,9 +38,13 @@ from fullshard.weights.checkpoint import CheckpointManager
 
 
 class TrainOutput(NamedTuple):
+    """What `train()` returns, as transformers' does."""
+
     global_step: int
     training_loss: float
+    """The mean of the losses of all steps, those before a resume included."""
     metrics: dict[str, float]
+    """The last numbers of training that were logged, and `train_loss`, which is `training_loss`."""
 
 
 class SFTTrainer:
@@ -69,6 +76,7 @@ class SFTTrainer:
     ) -> None:
         given = {"packing": packing, "dataset_text_field": dataset_text_field, "max_seq_len": max_seq_length}
         self.args, notes = config_of(args, **given, **(dataset_kwargs or {}))
+        check_report_to(self.args.report_to)
         if data_collator is not None:
             raise ConfigError(
                 "data_collator: the trainer puts rows together itself, so that documents stay apart and the loss "
@@ -84,19 +92,28 @@ class SFTTrainer:
             raise ConfigError("there is no model: give model=, or model_name_or_path in args.")
         if isinstance(model, str | Path):
             check_model_folder(str(model))
+        elif model is not None and self.args.rope_scaling is not None:
+            raise ConfigError(
+                f"rope_scaling is {self.args.rope_scaling}, but the model is in memory already; set rope_parameters in "
+                f"its configuration before it is made, or name its folder."
+            )
         engine = assemble.engine_settings(self.args, notes)
         if peft_config is None and earlier is None:
-            peft_config = lora_config(self.args)
+            peft_config = adapter_config(self.args)
         if peft_config is not None and (hasattr(model, "peft_config") or earlier is not None):
             raise ConfigError("the model has an adapter already, and peft_config asks for another; leave one out.")
         self._say: Callable[[str], None] = _speaker(self.args.progress)
         _set_log_level(self.args)
         train, evaluation = (
-            None if data is None else _source(data, name, formatting_func, self.args.dataset_text_field)
+            None if data is None else _source(data, name, formatting_func, self.args)
             for data, name in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset"))
         )
         if train is None and evaluation is None:
             raise ConfigError("there is no data: give train_dataset= (and eval_dataset=).")
+        given_tokenizer = processing_class if processing_class is not None else tokenizer
+        self._inputs = folder.inputs_of(self.args, model, earlier, (train, evaluation), given_tokenizer)
+        if train is not None:
+            folder.check_place(self.args, self._inputs)
         if self.args.val_size and evaluation is not None:
             raise ConfigError(f"val_size is {self.args.val_size:g}, and there is an eval_dataset; choose one.")
         if self.args.val_size and train is not None:
@@ -109,9 +126,10 @@ class SFTTrainer:
         for note in notes:
             self._say(f"note: {note}")
         self.parts = assemble.gather_parts(
-            self.args, engine, model, processing_class if processing_class is not None else tokenizer, train,
-            evaluation, peft_config, self._say,
-        )  # fmt: skip
+            self.args, engine, model, given_tokenizer, train, evaluation, peft_config, self._say
+        )
+        resolved = {"model_name_or_path": self.parts.base, "adapter_name_or_path": self.parts.earlier}
+        self._inputs |= {name: [place] for name, place in resolved.items() if place is not None}
         self.state = TrainerState(is_world_process_zero=runtime.is_main())
         self.hub = Hub(self) if self.args.push_to_hub else None
         samples = Samples(self) if self.args.eval_samples or self.args.sample_prompts else None
@@ -141,7 +159,9 @@ class SFTTrainer:
             table = self.parts.train if self.parts.train is not None else self.parts.evaluation
             assert table is not None
             total = self.state.max_steps = total_steps(self.args, table)
-            place = Path(self.args.output_dir).expanduser()
+            place = folder.place_of(self.args)
+            if self.parts.takes_from_weights and folder.resumes(self.args):
+                self.parts.first = folder.first_adapter(self.args)
             reporter = Reporter(place, total, self.args.progress, boards.opener(self.args))
             self._loop = assemble.build_loop(self.parts, reporter, self._optimizer, self._callbacks)
         return self._loop
@@ -155,68 +175,96 @@ class SFTTrainer:
         if resume_from_checkpoint:
             text = "true" if resume_from_checkpoint is True else str(resume_from_checkpoint)
             self.args = self.parts.config = dataclasses.replace(self.args, resume_from_checkpoint=text)
-        earlier = self._open_folder()
-        loop = self.loop
-        loop.config = self.args
-        with assemble.open_checkpoints(self.args, loop) as manager:
+        with self.own_folder() as (earlier, resumes):
+            loop = self.loop
+            loop.config = self.args
+            if not resumes:
+                agree(self._begin_anew)
+            try:
+                self._train(loop, earlier if resumes else None, resumes)
+            finally:
+                loop.reporter.close()  # whatever happened, the terminal is left in order
+        self._update_state()
+        last: dict[str, Any] = next((r for r in reversed(self.state.log_history) if "loss" in r), {})
+        mean = loop.progress.mean_loss
+        return TrainOutput(loop.progress.step, mean, {**last, "train_loss": mean})
+
+    def _train(self, loop: Loop, earlier: dict[str, Any] | None, resumes: bool) -> None:
+        results.keep_first(loop.model, self.parts, self.args)
+        with self._open_checkpoints() as manager:
             loop.manager = manager
-            self._resume(manager, earlier)
-            agree(self._write_settings)
+            if resumes or folder.named_checkpoint(self.args) is not None:
+                self._resume(manager, earlier)
+                agree(self._write_settings)
             self._callbacks("on_train_begin", step=loop.progress.step)
             loop.run()
             self._load_best(manager)
             loop.manager = None
         self._callbacks("on_train_end", step=loop.progress.step)
-        loop.reporter.close()
-        self._update_state()
-        losses = [r["loss"] for r in self.state.log_history if r.get("loss") is not None]
-        last: dict[str, Any] = next((r for r in reversed(self.state.log_history) if "loss" in r), {})
-        return TrainOutput(loop.progress.step, sum(losses) / max(1, len(losses)), dict(last))
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Metrics on the evaluation data, before or after training. All ranks must call it."""
         table = self.parts.evaluation
         if eval_dataset is not None:
-            source = source_of(eval_dataset, "eval_dataset")
-            parts = assemble.gather_parts(
-                self.args, self.parts.engine, self.model, self.tokenizer, None, source, None, self._say
-            )
-            table = parts.evaluation
+            source = source_of(eval_dataset, "eval_dataset", self.args.sample_by)
+            table = assemble.table_of(self.parts, "evaluation", source, self._say)
         if table is None:
             raise ConfigError("there is no eval_dataset to evaluate on.")
         return self.loop.evaluate(table, metric_key_prefix)
 
-    def _open_folder(self) -> dict[str, Any] | None:
-        """Check and prepare the output folder; the settings of the run that is gone on with."""
+    @contextlib.contextmanager
+    def own_folder(self) -> Iterator[tuple[dict[str, Any] | None, bool]]:
+        """The output folder, checked, and held for this run until its end: the settings of the run that is there, and
+        whether this one goes on with it."""
+        locks: list[FolderLock] = []
 
-        def check() -> dict[str, Any] | None:
+        def hold() -> tuple[dict[str, Any] | None, bool] | None:
             if not runtime.is_main():
                 return None
-            folder.check_folder(self.args)
-            folder.prepare_folder(self.args)
-            return folder.read_settings(Path(self.args.output_dir).expanduser())
+            folder.check_folder(self.args, self._inputs)
+            locks.append(folder.open_folder(self.args))
+            return folder.read_settings(folder.place_of(self.args)), folder.resumes(self.args)
 
-        return agree(check)[0]
+        try:
+            yield agree(hold)[0]
+        finally:
+            for lock in locks:
+                lock.release()
+
+    def _begin_anew(self) -> None:
+        if runtime.is_main():
+            if note := folder.remove_earlier(self.args):
+                self._say(note)
+            self._write_settings()
 
     def _resume(self, manager: CheckpointManager, earlier: dict[str, Any] | None) -> None:
-        wanted = (self.args.resume_from_checkpoint or "").strip()
-        explicit = wanted.lower() not in ("", "true", "yes", "false", "no", "none")
-        if not folder.resumes(self.args):
-            return
-        if explicit and not folder.restarted():
-            self.accelerator.load_state(wanted)
+        named = folder.named_checkpoint(self.args)
+        if named is not None and not (folder.restarted() and manager.latest() is not None):
+            self.accelerator.load_state(str(named))
         elif manager.latest() is None:
-            if not folder.restarted():
-                raise ConfigError(f"there is no checkpoint in {manager.path} to resume from; leave --resume out.")
             self._say("started again before the first checkpoint: beginning anew")
             return
         else:
             self.loop.restore(manager, None)
         self._say(f"resumed at step {self.loop.progress.step} of {self.loop.total}")
+        self._forget_lost_best(manager)
         if not runtime.is_main() or earlier is None:
             return
         if (found := folder.describe_changes(earlier, self.args)).startswith("Changed"):
             runtime.get_logger().warning("resumed with other settings. %s", found)
+
+    def _forget_lost_best(self, manager: CheckpointManager) -> None:
+        """A best checkpoint that is not in this folder (but in that of the run gone on with) cannot be returned to."""
+        progress, there = self.loop.progress, agree(manager.all_steps)[0]
+        if not self.args.load_best_model_at_end or progress.best_step is None or progress.best_step in there:
+            return
+        if runtime.is_main():
+            runtime.get_logger().warning(
+                "the best checkpoint so far, of step %d, is not in %s: from here on the best of what follows counts",
+                progress.best_step,
+                manager.path,
+            )
+        progress.best_step = progress.best_value = None
 
     def _write_settings(self) -> None:
         if runtime.is_main():
@@ -224,7 +272,7 @@ class SFTTrainer:
             facts = {"engine": engine.describe(), "launch": resolved_launch(), "ranks": runtime.world_size()}
             folder.write_settings(self.args, {**facts, "versions": results.versions()})
             # Beside the checkpoints from the start, so that they can be used before the run has ended.
-            self.parts.tokenizer.save_pretrained(Path(self.args.output_dir).expanduser())
+            save_tokenizer(self.parts.tokenizer, folder.place_of(self.args))
 
     def _load_best(self, manager: CheckpointManager) -> None:
         progress = self.loop.progress
@@ -246,6 +294,10 @@ class SFTTrainer:
         )
         state.epoch = progress.epoch
 
+    def _open_checkpoints(self) -> CheckpointManager:
+        needed = self.hub.holds if self.hub is not None else lambda step: False
+        return assemble.open_checkpoints(self.args, self.loop, needed)
+
     # --- results ----------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None) -> None:
@@ -254,14 +306,18 @@ class SFTTrainer:
         Whole values are written whatever the state-dict type is. All ranks must call it.
         """
         place = Path(output_dir or self.args.output_dir).expanduser()
+        agree(lambda: refuse_inputs(place, "save_model", self._inputs))
         loop = self.loop
         self._update_state()
         results.export(loop.model, self.parts, self.args, place)
         results.describe(self, place)
+        if self.hub is not None and self.args.save_total_limit is not None:
+            with self._open_checkpoints() as manager:
+                manager.prune()  # what was kept until it was uploaded
 
     def save_state(self) -> None:
         """Save a checkpoint of where the run stands."""
-        with assemble.open_checkpoints(self.args, self.loop) as manager:
+        with self._open_checkpoints() as manager:
             if self.loop.progress.step not in manager.all_steps():
                 manager.save(self.loop.progress.step, self.loop.state(), force=True)
 
@@ -269,8 +325,8 @@ class SFTTrainer:
 def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
     """What `fullshard sft` does: build a trainer from files, train, save, say where everything is."""
     data = check_paths(config)
-    if runtime.rank() == 0:
-        folder.check_folder(config)
+    assemble.join_ranks(assemble.engine_settings(config, []))
+    agree(lambda: folder.check_folder(config, inputs_of(config, data)) if runtime.is_main() else None)
     say = _speaker(config.progress)
     for note in notes:
         say(f"note: {note}")
@@ -280,15 +336,16 @@ def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
         train_dataset=data.train,
         eval_dataset=data.evaluation,
     )
-    trainer.train()
-    trainer.save_model()
+    with trainer.own_folder():  # until the result is written
+        trainer.train()
+        trainer.save_model()
     results.show(trainer)
 
 
-def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, text_field: str) -> Source:
+def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, config: SFTConfig) -> Source:
     if formatting is None:
-        return source_of(data, name)
-    return row_source([{text_field: formatting(row)} for row in data], name)
+        return source_of(data, name, config.sample_by)
+    return row_source([{config.dataset_text_field: formatting(row)} for row in data], name)
 
 
 def _speaker(progress: str) -> Callable[[str], None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 from fullshard.paths import held, looks_local
+from fullshard.weights.adapter_base import find_base
 from fullshard.weights.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
 
 
@@ -41,6 +42,7 @@ def base_of_adapter(adapter: str | Path) -> str | None:
     base = read_config(adapter).get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise ConfigError(f"{adapter} does not say which model it was trained on; name it with model_name_or_path.")
+    base = find_base(adapter, base)
     if looks_local(base) and not Path(base).expanduser().exists():
         raise ConfigError(
             f"{adapter} was trained on {base}, which is not here; name the model's folder with model_name_or_path."

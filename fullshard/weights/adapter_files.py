@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fullshard.adapters import virtual_tokens
 from fullshard.errors import WeightsError
 from fullshard.paths import held
 from fullshard.weights.adapter_config import WEIGHTS, read_config
@@ -36,6 +37,8 @@ def names_in_files(model: Any, adapter: str = "default") -> tuple[dict[str, str]
     """
     from peft import get_peft_model_state_dict
 
+    if adapter in virtual_tokens.encoders(model):
+        return {virtual_tokens.FILE_KEY: f"prompt_encoder.{adapter}.embedding.weight"}, {}
     marks = {name: torch.empty(0) for name in model.state_dict(keep_vars=True)}
     known = {id(mark): name for name, mark in marks.items()}
     must, may = (
@@ -64,7 +67,11 @@ def adapter_readers(model: Any, source: Source) -> dict[str, Reader]:
         if key in source.entries and source.entries[key].shape != shapes[name]
     ]
     if wrong:
-        raise WeightsError(f"{source.path} does not fit the model: {'; '.join(sorted(wrong)[:5])}")
+        trained_on = read_config(Path(source.path).parent).get("base_model_name_or_path") or "an unknown model"
+        raise WeightsError(
+            f"{source.path}, trained on {trained_on}, does not fit the model {_called(model)}: "
+            f"{'; '.join(sorted(wrong)[:5])}"
+        )
     return {name: Stored(source, source.entries[key]) for key, name in (must | may).items() if key in source.entries}
 
 
@@ -83,6 +90,10 @@ def other_rows(base: str | None, config: Any) -> bool:
     except (OSError, ValueError):
         return False
     return rows != getattr(found.get_text_config(), "vocab_size", rows)
+
+
+def _called(model: Any) -> str:
+    return getattr(model.get_base_model(), "name_or_path", None) or type(model.get_base_model()).__name__
 
 
 def brought_tables(folder: str | Path) -> list[int]:

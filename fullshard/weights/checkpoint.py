@@ -50,9 +50,10 @@ class CheckpointManager:
         """
         - `save_interval`: `should_save` is true at every multiple of it.
         - `max_to_keep`: older checkpoints are removed once a newer one is published; None keeps all.
-        - `keep_every`: multiples of this step are never removed. `protect(step)` may name others (the best one so far).
+        - `keep_every`: multiples of this step are never removed. `protect(step)` may name others (the best one so far);
+          it is asked on the first rank, in the thread that saves and at the time of the save.
         - `save_frozen`: also write frozen parameters that the base files provide.
-        - `signals`: those that `reached_preemption` listens for, from its first call on.
+        - `signals`: those that are listened for, from `listen()` or the first `reached_preemption` on.
         - `verify`: compare every file's checksum before it is restored.
         """
         for name, value, least in (("save_interval", save_interval, 1), ("max_to_keep", max_to_keep, 1),
@@ -91,8 +92,9 @@ class CheckpointManager:
             return False
         self.join()
         order, description = self._begin(step, state)
+        superfluous = self._superfluous(step)
         saving.write(order, description.entries, description.pieces, self._lease.group)
-        self._published(step)
+        self._published(step, superfluous)
         return True
 
     def save_async(self, step: int, state: Mapping[str, Any], force: bool = False) -> bool:
@@ -106,11 +108,12 @@ class CheckpointManager:
         order, description = self._begin(step, state)
         # Memory may run out here; then it must on every rank, before any of them goes on alone.
         pieces = saving.agree_locally(lambda: self._buffer.copy(description.pieces), step, order.what)
+        superfluous = self._superfluous(step)  # as the state that is saved sees it, not as training goes on
 
         def work() -> None:
             try:
                 saving.write(order, description.entries, pieces, self._lease.group)
-                self._published(step)
+                self._published(step, superfluous)
             except BaseException as error:
                 self._failure = error
 
@@ -125,20 +128,33 @@ class CheckpointManager:
             raise CheckpointError(f"step={step!r}: expected a whole number of 0 or more")
         return saving.begin(self.path / step_name(step), step, state, self.save_frozen)
 
-    def _published(self, step: int) -> None:
+    def _superfluous(self, step: int) -> list[int]:
+        """The checkpoints to remove once that of `step` is published, as the first rank sees it."""
+        if self.max_to_keep is None:
+            return []
+        known = sorted(self._known | {step})
+        kept = {step, *known[-self.max_to_keep :]}
+        return exchange([s for s in known if s not in kept and not self._is_protected(s)], step, "old checkpoints")[0]
+
+    def _published(self, step: int, superfluous: list[int]) -> None:
         """Take note of a published checkpoint, and remove what it makes superfluous."""
         self._known.add(step)
-        superfluous = []
-        if self.max_to_keep is not None:
-            kept = sorted(self._known)[-self.max_to_keep :]
-            superfluous = [s for s in sorted(self._known) if s not in kept and not self._is_protected(s) and s != step]
-        self._known -= set(superfluous)
+        self._remove(superfluous)
         if runtime.is_main():
-            for old in superfluous:
-                publish.retire(self.path / step_name(old))
             for name in self._stale:  # left by a run before this one
                 publish.discard(self.path / name)
         self._stale = []
+
+    def _remove(self, steps: list[int]) -> None:
+        self._known -= set(steps)
+        for step in steps if runtime.is_main() else ():
+            publish.retire(self.path / step_name(step))
+
+    def prune(self) -> None:
+        """Remove checkpoints beyond `max_to_keep` now: those that `protect` held back at the last save."""
+        self.join()
+        if self._known:
+            self._remove(self._superfluous(max(self._known)))
 
     def _is_protected(self, step: int) -> bool:
         return (self.keep_every is not None and step % self.keep_every == 0) or self._protect(step)
@@ -233,10 +249,14 @@ class CheckpointManager:
         """Ask the job to stop, as a signal would; one rank is enough."""
         self._asked_to_stop = True
 
+    def listen(self) -> None:
+        """Listen for signals from now on: one that comes in the first step is then answered like any other."""
+        self._signals.install()
+
     def reached_preemption(self, step: int) -> bool:
         """Whether the job was asked to stop, on any rank. Call it once per step on every rank: all get the same answer
         at the same step. A save that failed in the background is raised here too."""
-        self._signals.install()
+        self.listen()
         stop = self._asked_to_stop or self._signals.seen is not None
         flags = any_of(PREEMPTED * stop + FAILED * (self._failure is not None), step, "preemption check")
         if flags & FAILED:

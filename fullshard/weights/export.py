@@ -21,6 +21,8 @@ from fullshard.fsdp import state
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_name, dtype_of
+from fullshard.paths import refuse_inputs
+from fullshard.weights.base import base_of
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.hooks import WritesFiles, own_readers
 from fullshard.weights.meeting import any_of, front_group
@@ -70,6 +72,8 @@ def save_pretrained(
 
     def begin() -> None:
         if runtime.is_main():
+            if (base := base_of(plain)) is not None:
+                refuse_inputs(target, "save_pretrained", {"the model's base": [Path(base.path)]})
             packed = {n for g, converted in zip(groups, made, strict=True) if isinstance(g, _Packed) for n in converted}
             writing.append(Outgoing(target, form, max_shard_size, packed))
 

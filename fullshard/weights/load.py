@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from fullshard import runtime
 from fullshard.adapters.inventory import dense_line
+from fullshard.adapters.lora import lay_out
 from fullshard.adapters.quantize import Quantization, quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
 from fullshard.errors import WeightsError
@@ -31,6 +32,7 @@ from fullshard.fsdp.strategy import ShardingStrategy, dtype_of
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.weights import export as export  # a loaded model's own save_pretrained streams
 from fullshard.weights import keys
+from fullshard.weights.adapter_base import check_base, lasting_name
 from fullshard.weights.adapter_files import stored_rows
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.files import Source
@@ -90,13 +92,15 @@ def load_pretrained(
         adapt = adapt or functools.partial(_with_adapter, folder=adapter)
 
     def build() -> PreTrainedModel:
+        if adapter is not None:
+            check_base(adapter, where, path)
         opened.append(open_source(where))
         settings = read_config(where, config, trust_remote_code)
         rows = resize_vocab or (stored_rows(adapter) if adapter is not None else 0)
         if resize_vocab is not None or rows > getattr(settings.get_text_config(), "vocab_size", rows):
             settings.get_text_config().vocab_size = rows
         wanted = choose_dtype(torch_dtype if torch_dtype is not None else dtype, settings, opened[0])
-        settings.name_or_path = str(path)
+        settings.name_or_path = lasting_name(path)
         return on_meta(class_of(model_class, settings), settings, wanted, where, trust_remote_code)
 
     with contextlib.ExitStack() as stack:
@@ -205,11 +209,11 @@ def on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trus
 
 
 def _with_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
-    from peft import PeftConfig, get_peft_model
+    from peft import PeftConfig
 
     config = PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = getattr(model, "name_or_path", None)  # where it lies now
-    made = get_peft_model(model, config)
+    made = lay_out(model, config)
     keep_tables_whole(made)
     return made
 

@@ -31,7 +31,8 @@ ITEM_BYTES = {
 """safetensors' names of dtypes, and the bytes of one element."""
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
-_UNPUBLISHED = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
+_HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
+_UNPUBLISHED = re.compile(r"\.step-(0|[1-9]\d*)\.[0-9a-f]{8}\.tmp")
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,8 @@ def published_steps(path: str | Path) -> list[int]:
 
 
 def unpublished(path: str | Path) -> list[str]:
-    """Directories that a save left behind before it could publish them."""
+    """Directories that the save of a step left behind before it could publish them. Others that are hidden alike
+    (`save_state`, `merge_weights`) may still be written."""
     try:
         return sorted(name for name in os.listdir(path) if _UNPUBLISHED.fullmatch(name))
     except OSError:
@@ -294,7 +296,7 @@ def _no_checkpoint(directory: Path) -> str:
         near = nearby(directory.parent)
         return f"{directory} does not exist" + (f"; checkpoints near it: {_list(near)}" if near else "")
     near = nearby(directory)
-    if _UNPUBLISHED.fullmatch(directory.name):
+    if _HIDDEN.fullmatch(directory.name):
         why = "is a save that was not finished, and cannot be loaded"
     elif any((directory / name).exists() for name in ("pytorch_model_fsdp_0", "optimizer_0", ".metadata")):
         why = (

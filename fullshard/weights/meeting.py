@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fullshard import runtime
 from fullshard.errors import CheckpointError, FSDPError, RankLostError, UserError
-from fullshard.fsdp import watch
+from fullshard.fsdp import abort, watch
 from fullshard.groups import carries, new_group
 
 T = TypeVar("T")
@@ -135,8 +135,13 @@ def any_of(flags: int, step: int, what: str) -> int:
         return flags
     group = front_group()
     watch.at(step, None, what)
-    shared = torch.tensor([flags])
-    _watched("", group, lambda: dist.all_reduce(shared, dist.ReduceOp.BOR, group=group))
+    shared, limit = torch.tensor([flags]), abort.time_out(dist.group.WORLD)
+
+    def wait() -> None:
+        work = dist.all_reduce(shared, dist.ReduceOp.BOR, group=group, async_op=True)
+        work.wait(*[timedelta(seconds=limit)] if limit is not None else [])
+
+    _watched("", group, wait)
     return int(shared)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import CheckpointError
+from fullshard.paths import check_new_folder
 from fullshard.weights.manifest import Manifest, TensorEntry, damaged, misplaced, read_manifest, unpublished_name
 
 if TYPE_CHECKING:
@@ -44,10 +45,11 @@ def merge_weights(
 ) -> list[Path]:
     """Write the weights of a checkpoint's model to `out`; the files written.
 
-    `dtype` converts floating-point tensors. `model` names the one to take where a checkpoint holds several. `tokenizer`
-    is a folder whose tokenizer is copied instead of that of the model's base. `progress` shows a bar on a terminal.
+    `out` must be new or empty. `dtype` converts floating-point tensors. `model` names the one to take where a
+    checkpoint holds several. `tokenizer` is a folder whose tokenizer is copied instead of that of the model's base.
+    `progress` shows a bar on a terminal.
     """
-    directory, place = Path(checkpoint), Path(out).absolute()
+    directory = Path(checkpoint)
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     manifest = read_manifest(directory)
@@ -58,8 +60,7 @@ def merge_weights(
             f"{directory} is a checkpoint of an adapter ({', '.join(entry['adapters'])}): it holds what was trained, "
             f"not whole weights. fullshard export {directory} OUT --merge --base {base} adds it to its base"
         )
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise CheckpointError(f"{place} exists already and is not empty; choose another directory")
+    place = check_new_folder(out)
     wrong = damaged(directory, manifest.files) if verify else []
     if wrong := wrong or misplaced(directory, manifest, range(len(manifest.files))):
         raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))

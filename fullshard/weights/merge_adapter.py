@@ -15,7 +15,9 @@ from torch import nn
 
 from fullshard.adapters.quantize import Quantization
 from fullshard.errors import QuantizationError, WeightsError, first_line
+from fullshard.paths import check_new_folder
 from fullshard.weights import grow, keys
+from fullshard.weights.adapter_base import check_base, find_base
 from fullshard.weights.adapter_files import adapter_readers, open_adapter, stored_rows
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.load import choose_dtype, class_of, on_meta, read_config
@@ -56,11 +58,12 @@ def merge_adapter(
     rows = stored_rows(folder)
     given = PeftConfig.from_pretrained(str(folder))
     check_kind(given)
-    where = Path(base if base is not None else given.base_model_name_or_path or "")
+    stored = given.base_model_name_or_path
+    where = Path(base if base is not None else find_base(folder, stored) if stored else "")
     if not where.exists() or not str(where):
-        raise WeightsError(f"the adapter's base {str(where)!r} is not here; name its folder with base=")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise WeightsError(f"{target} exists already and is not empty; choose another directory")
+        raise WeightsError(f"the adapter's base {str(where)!r} is not here; name its folder with base= (--base)")
+    check_base(folder, where)
+    check_new_folder(target)
     config = read_config(where, None, False)
     packed = getattr(config, "quantization_config", None)
     if packed is not None and not dequantized:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Collection
@@ -32,6 +33,9 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """What is copied beside the weights: tokenizer, templates, and the code of models that bring their own."""
 
+OWN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""Files of weights that `save_pretrained` writes, here and in transformers: those of an earlier one are removed."""
+
 
 class Outgoing:
     """The files on their way, on the first rank."""
@@ -39,7 +43,7 @@ class Outgoing:
     def __init__(
         self, target: Path, form: dict[str, torch.Tensor], max_shard_size: int | str, packed: Collection[str] = ()
     ):
-        self.target = target
+        self.target = target = target.resolve()  # a link to an empty folder cannot be replaced by a rename
         self.dense = {name: t for name, t in form.items() if name not in packed}
         self.files: dict[str, FileWriter] = {}
         self.aside: Path | None = None
@@ -104,7 +108,7 @@ class Outgoing:
             os.replace(self.aside, self.target)  # one rename: all or nothing
         else:
             new = {path.name for path in self.aside.iterdir()}
-            old = [p for p in self.target.glob("model*.safetensors*") if p.name not in new]
+            old = [p for p in self.target.glob("model*.safetensors*") if OWN.fullmatch(p.name) and p.name not in new]
             # The index goes last: until then it points at what it described.
             for path in sorted(self.aside.iterdir(), key=lambda p: p.name == INDEX):
                 if path.is_dir() and (self.target / path.name).exists():

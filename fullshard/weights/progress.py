@@ -3,6 +3,7 @@ bytes and rate. What else there is to show is its owner's business."""
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, Self
 
@@ -14,8 +15,16 @@ from fullshard import runtime
 
 def shown_as(progress: str) -> str:
     """What the option `progress` comes to here: live, plain, json or quiet."""
-    live = sys.stdout.isatty() if progress == "auto" else progress == "live"
+    moves = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    live = moves if progress == "auto" else progress == "live"
     return progress if progress in ("json", "quiet") else "live" if live else "plain"
+
+
+class Terminal(Console):
+    """The terminal, with its cursor left alone: a process that is killed could not bring a hidden one back."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
 
 
 class Moving:
@@ -37,9 +46,9 @@ class Bar(Moving):
     """A progress bar."""
 
     def __init__(self, what: str, total: int, wanted: bool = True):
-        console = Console(stderr=True)
+        console = Terminal(stderr=True)
         if wanted and runtime.is_main() and console.is_terminal:
-            columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            columns = (TextColumn(what), BarColumn(20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task(what, total=total)
 

@@ -65,6 +65,10 @@ def _listed(what: str, lines: Sequence[str], count: int) -> str:
     return f"  {count} tensor(s) {what}:\n    " + "\n    ".join(lines[:SHOWN]) + more
 
 
+NAMED = 3
+"""As many names are given in full; of more, which an adapter always has, only the first."""
+
+
 @dataclass
 class LoadReport:
     """What a load did on this rank."""
@@ -88,7 +92,8 @@ class LoadReport:
         text += f": {self.bytes / 1e9:.2f} GB on this rank in {self.seconds:.1f} s, {rate:.1f} GB/s"
         for names, what in ((self.initialised, "initialised"), (self.grown, "grown"), (self.left_out, "left out")):
             if names:
-                text += f"; {len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+                shown = names if len(names) <= NAMED else [names[0], "…"]
+                text += f"; {len(names)} {what} ({', '.join(shown)})"
         return text
 
 

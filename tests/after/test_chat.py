@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard.adapters.groups import Scheme
-from fullshard.after.chat import Chat, _Pieces
+from fullshard.after.chat import Chat, _Pieces, save
 from fullshard.after.place import find
 from fullshard.after.speaker import open_speaker
 from fullshard.errors import ConfigError
@@ -152,7 +153,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["chat", "MODEL", "--prompt", " "], "--prompt is empty"),
     (["export", "MODEL", "MODEL"], "exists already and is not empty"),
     (["export", "MODEL", "OUT", "--dtype", "int4"], "--dtype is 'int4'; expected one of float32"),
-    (["export", "MODEL", "OUT", "--max-shard-size", "big"], "--max-shard-size is 'big'; expected a size such as 5GB"),
+    (["export", "MODEL", "OUT", "--max-shard-size", "big"], "--max_shard_size is 'big'; expected a size such as 5GB"),
     (["export", "MODEL", "OUT", "--dequantized"], "it goes with --merge"),
     (["export", "MODEL", "OUT", "--merge", "--dequantized"], "holds a whole model; there is no adapter"),
     (["export", "RUN", "OUT"], "has neither a result nor a checkpoint yet"),
@@ -223,6 +224,26 @@ class Terminal:
         self.process.kill()
         self.process.wait()
         os.close(self.end)
+
+
+def test_a_conversation_is_added_to_json_lines_and_to_nothing_else(tmp_path: Path) -> None:
+    talk: Any = SimpleNamespace(turns=[1, 2], messages=[{"role": "user", "content": "hé"}])
+    for name, held, before in (
+        ("new", None, ""),
+        ("whole", '{"a": 1}\n', '{"a": 1}\n'),
+        ("cut", '{"a": 1}', '{"a": 1}\n'),
+    ):
+        file = tmp_path / f"{name}.jsonl"
+        if held is not None:
+            file.write_text(held)
+        save(talk, file)
+        added = file.read_text(encoding="utf-8").removeprefix(before)
+        assert json.loads(added) == {"messages": talk.messages} and added.endswith("\n"), name
+    other = tmp_path / "model.safetensors"
+    other.write_bytes(b"\x08\0\0\0{}\n")
+    with pytest.raises(ConfigError, match="exists and is not a file of JSON lines"):
+        save(talk, other)
+    assert other.read_bytes() == b"\x08\0\0\0{}\n"
 
 
 @pytest.mark.slow

@@ -182,3 +182,9 @@ MARKED = {
     ),
 }
 """Templates that mark what the assistant wrote; transformers is their oracle."""
+
+REASONS = (
+    "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.thinking %}{{ '(' + m.thinking + ')' }}{% endif %}"
+    "{{ m.content + '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+"""Writes what was thought, under one of its names."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -151,10 +152,39 @@ def test_marks_in_a_template_are_followed(name: str, messages: chats.Messages) -
         messages, chat_template=chats.MARKED[name], return_assistant_tokens_mask=True, return_dict=True
     )
     got = encoded(tokenizer, {"messages": tuple(messages)}, template=chats.MARKED[name], assistant_only_loss=True)
-    spans = chat.conversation(tokenizer, chats.MARKED[name], messages, "here")[1]
+    talk = chat.Conversation(tokenizer, chats.MARKED[name], messages, "here")
+    spans = talk.turns(talk.assistant_turns)[1]
     assert got[0] == marked["input_ids"]
     if all(end > start for start, end in spans):  # transformers takes an empty mark for the token that follows
         assert got[1] == marked["assistant_masks"]
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma", "mistral", "qwen"])
+@settings(max_examples=15, deadline=None)
+@given(messages=talks, data=st.data())
+def test_built_in_marks_are_what_is_found_without_them(
+    name: str, messages: chats.Messages, data: st.DataObject
+) -> None:
+    """A template's marks, and the turns as they are told apart in the same template without marks."""
+    marked = templates.TEMPLATES[name]
+    plain = re.sub(r"\{% (end)?generation %\}", "", marked)
+    assert chat.MARKED.search(marked) and not chat.MARKED.search(plain)
+    if name == "qwen":
+        called = st.fixed_dictionaries({"name": contents, "arguments": st.dictionaries(contents, contents, max_size=2)})
+        for message in messages:
+            if message["role"] == "assistant" and data.draw(st.booleans()):
+                message["tool_calls"] = [{"type": "function", "function": data.draw(called)}]
+                message["content"] = data.draw(st.sampled_from([None, message["content"]]))
+    weights = [data.draw(st.sampled_from([None, None, 0, 1])) if m["role"] == "assistant" else None for m in messages]
+    row = {"messages": tuple(messages), "weights": tuple(weights)}
+    for changes in ({"assistant_only_loss": True}, {"last_turn_only_loss": True}, {}):
+        found = []
+        for template in (marked, plain):
+            try:
+                found.append(encoded(KINDS["marks"], row, template=template, **changes))
+            except DataError as error:
+                found.append(([], []) if "refuses this conversation" in str(error) else "told apart")
+        assert found[0] == found[1] or (messages[0]["role"] == "assistant" and "told apart" in found)
 
 
 @settings(max_examples=40, deadline=None)
@@ -162,34 +192,48 @@ def test_marks_in_a_template_are_followed(name: str, messages: chats.Messages) -
 def test_completions(prompt: str, text: str, kind: str, only: bool | None) -> None:
     """One text: a token that straddles the border belongs to the prompt."""
     tokenizer = KINDS[kind]
-    got = encoded(tokenizer, {"prompt": prompt, "text": text}, completion_only_loss=only)
+    got = encoded(tokenizer, {"prompt": prompt, "text": text}, completion_only_loss=only, append_concat_token=False)
     assert got == expected(tokenizer, [(prompt, only is False), (text, True)])
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama-3", "qwen", "thinking"])
+@pytest.mark.parametrize("name", ["chatml", "llama-3", "qwen", "thinking", "gemma"])
 @settings(max_examples=12, deadline=None)
 @given(messages=talks, data=st.data())
 def test_conversations_as_prompt_and_completion(name: str, messages: chats.Messages, data: st.DataObject) -> None:
-    template, twin = ALL[name]
-    first = data.draw(st.integers(0, len(messages)))
+    """As in TRL: what the template writes after the prompt and the assistant's cue is learnt, to the end."""
+    template, tokenizer, twin = *ALL[name][:1], KINDS["marks"], ALL[name][1]
     pieces = twin(messages)
-    row = {"messages": tuple(messages), "learnt_from": first}
-    if pieces is None or name == "thinking" and ("assistant", "assistant") in pairwise(m["role"] for m in messages):
+    if len(messages) < 2 or pieces is None or twin(messages[:1]) is None:
         return
-    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    numbers = iter(turns)
-    pieces = [(text, learnt and next(numbers) >= first) for text, learnt in pieces]
-    tokenizer = KINDS["marks"]
-    got = encoded(tokenizer, row, template=template)
-    assert got == expected(tokenizer, pieces)
-    assert got == encoded(tokenizer, row, template=template, assistant_only_loss=True, completion_only_loss=True)
+    first = data.draw(st.integers(1, len(messages) - 1))
+    row = {"messages": tuple(messages), "learnt_from": first}
+    whole, prompt, border = (
+        tokenizer.apply_chat_template(part, chat_template=template, tokenize=False, add_generation_prompt=cue)
+        for part, cue in ((messages, False), (messages[:first], True), (messages[:first], False))
+    )
+    if not whole.startswith(prompt) and not whole.startswith(border):
+        with pytest.raises(DataError, match="it writes the prompt differently once the completion follows"):
+            encoded(tokenizer, row, template=template)
+        return
+    size = max(i for i in range(len(prompt) + 1) if whole.startswith(prompt[:i]))
+    if size < len(prompt):  # the token with which they part ways belongs to the completion
+        parts = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        size = max((a for a, b in parts if a <= size < b), default=size)
+    assert encoded(tokenizer, row, template=template) == expected(
+        tokenizer, [(whole[:size], False), (whole[size:], True)]
+    )
     assert all(encoded(tokenizer, row, template=template, completion_only_loss=False)[1])
+    if name == "thinking":
+        return
+    numbers = iter([i for i, m in enumerate(messages) if m["role"] == "assistant"])
+    said = [(text, learnt and next(numbers) >= first) for text, learnt in pieces]
+    assert encoded(tokenizer, row, template=template, assistant_only_loss=True) == expected(tokenizer, said)
 
 
 def test_completion_only_loss_needs_prompts() -> None:
     with pytest.raises(DataError, match=r"here: completion_only_loss is on, but the row has no prompt"):
         encoded(make_tokenizer(), {"text": "abc"}, completion_only_loss=True)
-    assert encoded(make_tokenizer(), {"text": "abc"})[1] == [1] * 3
+    assert encoded(make_tokenizer(), {"text": "abc"})[1] == [1] * 4
 
 
 def test_a_text_s_first_and_last_tokens_are_written_once() -> None:
@@ -225,7 +269,7 @@ REFUSED = {
 def test_what_cannot_be_told_exactly_is_refused(why: str) -> None:
     row = next(row for row in chat_rows(30) if len(row["messages"]) > 3)
     said = {"messages": tuple(m for m in row["messages"] if m["role"] != "system")}
-    with pytest.raises(DataError, match=r"here: what the assistant says in turn \d cannot be told apart .*generation"):
+    with pytest.raises(DataError, match=r"here: what is said in turn \d cannot be told apart .*generation"):
         encoded(make_tokenizer(), said, template=REFUSED[why], assistant_only_loss=True)
     assert encoded(make_tokenizer(), said, template=REFUSED[why])[0], "without a mask it does not matter"
 
@@ -251,7 +295,7 @@ def test_rows_that_a_template_refuses_can_be_skipped() -> None:
 
 
 def test_a_conversation_needs_a_template() -> None:
-    with pytest.raises(DataError, match=r"here: .*no chat template.*chatml or zephyr.*chat_template_path"):
+    with pytest.raises(DataError, match=r"here: .*no chat template.*such as chatml.*chat_template_path"):
         encoded(make_tokenizer(), {"messages": tuple(chat_rows(1)[0]["messages"])})
 
 

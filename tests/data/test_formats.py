@@ -56,7 +56,7 @@ UNDERSTOOD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nulls of a table": ({"messages": [{**U, "name": None}, {**A, "tool_calls": None}]}, TALK),
     "a call of a tool": (
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "x": None}}]}]},
-        {"messages": ({"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},)},
+        {"messages": ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},)},
     ),
     "a list as JSON text": ({"messages": json.dumps([U, A])}, TALK),
     "Alpaca": ({"instruction": "Q", "input": "", "output": "R"}, TALK),
@@ -74,7 +74,9 @@ UNDERSTOOD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no prompt": ({"prompt": "", "completion": "R"}, {"prompt": "", "text": "R"}),
     "prompt and completion as messages": ({"prompt": [U], "completion": [A]}, {**TALK, "learnt_from": 1}),
     "and a system column": ({"prompt": [U], "completion": [A], "system": "S"}, {"messages": ({"role": "system", "content": "S"}, U, A), "learnt_from": 2}),
-    "prompt beside messages": ({"prompt": "Q", "messages": [U, A]}, TALK),
+    "prompt and completion as messages in JSON text": ({"prompt": json.dumps([U]), "completion": json.dumps([A])}, {**TALK, "learnt_from": 1}),
+    "a prompt that is JSON text": ({"prompt": json.dumps([U]), "completion": "[1, 2]"}, {"prompt": json.dumps([U]), "text": "[1, 2]"}),
+    "prompt beside messages": ({"prompt": "Q", "messages": [U, A]}, {**TALK, "unused": ("prompt",)}),
     "text": ({"text": "T"}, {"text": "T"}),
     "zeros in text": ({"text": "a\0b"}, {"text": "a\0b"}),
     "null columns": ({"messages": None, "conversations": None, "prompt": None, "text": "T"}, {"text": "T"}),
@@ -112,7 +114,7 @@ def test_columns_under_other_names() -> None:
     [
         ("prompt", "dataset_columns has 'prompt'; expected name=column"),
         ("=x", "expected name=column"),
-        ("question=prompt", "dataset_columns names 'question'; .* one of input_ids, labels, messages"),
+        ("question=prompt", "dataset_columns names 'question'; .* one of input_ids, labels, .*messages"),
         ("prompt=a,prompt=b", "names prompt twice"),
     ],
 )
@@ -242,6 +244,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path, list[dict[str, Any]]], Any]]] = {
     "JSON in data": ("x.json", lambda p, rows: p.write_text(json.dumps({"version": 1, "data": rows}))),
     "JSON columns": ("x.json", write_columns),
     "CSV": ("x.csv", write_csv),
+    "CSV with semicolons": ("x.csv", lambda p, rows: write_csv(p, [{**row, "more": ",,"} for row in rows], ";")),
     "TSV": ("x.tsv", lambda p, rows: write_csv(p, rows, "\t")),
     "parquet": ("x.parquet", write_parquet),
     "arrow": ("x.arrow", write_arrow),
@@ -257,11 +260,21 @@ def test_a_file_gives_its_rows_from_any_place_on(case: str, tmp_path: Path) -> N
     writer(tmp_path / name, rows)
     found = list(read_file(tmp_path / name))
     values = [parse(raw.value) if isinstance(raw.value, bytes) else raw.value for raw in found]
-    assert values == rows
+    assert [{k: v for k, v in value.items() if k != "more"} for value in values] == rows
     assert len({raw.where for raw in found}) == len(rows)
     for i in range(0, len(rows), 4):
         place = json.loads(json.dumps(found[i].after))
         assert list(read_file(tmp_path / name, place)) == found[i + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("header", "columns"), [('"a;b",text', 2), ("a;text", 2), ("a\ttext", 2), ("text", 1), ('"a,b";text', 2)]
+)
+def test_a_header_says_what_parts_the_values(tmp_path: Path, header: str, columns: int) -> None:
+    between = next((sign for sign in (";", "\t", ",") if sign in header.replace('"a;b"', "").replace('"a,b"', "")), ",")
+    (tmp_path / "x.csv").write_text(f'{header}\n{"1" + between if columns > 1 else ""}"x{between}y"\n')
+    (raw,) = read_file(tmp_path / "x.csv")
+    assert raw.value["text"] == f"x{between}y" and len(raw.value) == columns
 
 
 def test_a_row_is_named_by_its_line(tmp_path: Path) -> None:
@@ -270,6 +283,30 @@ def test_a_row_is_named_by_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('\n[{"text":\n "a"},\n\n  {"text": "b"}, {"text": "c"}]\n')
     lines = [raw.where.split(", ")[1] for raw in read_file(tmp_path / "a.json")]
     assert lines == ["line 2 (row 0)", "line 5 (row 1)", "line 5 (row 2)"]
+
+
+@pytest.mark.parametrize(
+    ("sample_by", "expected"),
+    [
+        ("line", ["one", "two", " three ", "four"]),
+        ("paragraph", ["one\ntwo", " three \nfour"]),
+        ("document", ["one\ntwo\n\n\n three \nfour"]),
+    ],
+)
+def test_running_text(tmp_path: Path, sample_by: str, expected: list[str]) -> None:
+    """As `datasets` reads it, but for blank lines, which are no rows."""
+    path = tmp_path / "x.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\n\n \n three \nfour\n".replace(b" \n three", b"\n three"))
+    found = list(read_file(path, sample_by=sample_by))
+    assert [raw.value["text"] for raw in found] == expected
+    assert all(list(read_file(path, raw.after, sample_by)) == found[i + 1 :] for i, raw in enumerate(found))
+    keys = {by: file_source([path], by).fingerprint() for by in ("line", "paragraph", "document")}
+    assert len(set(keys.values())) == 3 and [d.text for d in file_source([path], sample_by).documents()] == expected
+    folder = datasets.load_dataset(
+        "text", data_files=str(path), sample_by=sample_by, split="train", cache_dir=str(tmp_path / "cache")
+    )
+    theirs = [row["text"].removeprefix("\ufeff").strip("\n") for row in folder if row["text"].strip()]
+    assert theirs == expected
 
 
 def test_one_object_in_a_file_is_a_row(tmp_path: Path) -> None:
@@ -333,7 +370,8 @@ UNREADABLE: dict[str, tuple[str, Any, str]] = {
     "text as arrow": ("x.arrow", b"text", "x.arrow cannot be read as Arrow data"),
     "empty arrow": ("x.arrow", b"", "x.arrow cannot be read"),
     "no file": ("x.jsonl", None, "x.jsonl cannot be read: No such file"),
-    "another kind": ("x.txt", b"text", r"x.txt: a file of kind '.txt'; expected .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow"),
+    "another kind": ("x.doc", b"text", r"x.doc: a file of kind '.doc'; expected .jsonl, .ndjson, .json, .csv, .tsv, .txt, .parquet, .arrow"),
+    "two delimiters": ("x.csv", b"text;a,b\n", "x.csv: the header 'text;a,b' has commas and semicolons; expected one of them"),
 }  # fmt: skip
 
 
@@ -434,15 +472,15 @@ def test_what_datasets_saved(tmp_path: Path) -> None:
         ("nowhere", "train", "'.*nowhere' does not exist. Give a file"),
         ("a" * 300, "train", "does not exist"),
         ("a\0b", "train", "does not exist"),
-        (".", "valid", r"no file for the split 'valid' .such as valid.jsonl.; the folder holds notes.txt, train.jsonl, two"),
-        ("notes.txt", "train", "a file of kind '.txt'; expected .jsonl"),
+        (".", "valid", r"no file for the split 'valid' .such as valid.jsonl.; the folder holds notes.doc, train.jsonl, two"),
+        ("notes.doc", "train", "a file of kind '.doc'; expected .jsonl"),
         ("two", "train", r"two: files of several kinds for the split 'train' .train.csv, train.jsonl.; name one"),
     ],
 )  # fmt: skip
 def test_data_that_is_not_there(tmp_path: Path, dataset: str, splits: str, said: str) -> None:
     for name in ("train.jsonl", "two/train.jsonl", "two/train.csv"):
         write_rows(tmp_path / name, text_rows(1))
-    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "notes.doc").write_text("x")
     with pytest.raises(DataError, match=said):
         find.find_data(str(tmp_path / dataset), find.split_names(splits))
 

@@ -63,7 +63,7 @@ def expected(steps: int, shuffle: bool) -> list[list[list[int]]]:
     """The documents of each step by the words of the manual: pages in order, each shuffled by seed, epoch and page."""
     found: list[list[list[int]]] = []
     tokenizer, epoch = make_tokenizer(), 0
-    rows = [tokenizer(row["text"])["input_ids"][1:] for row in ROWS]
+    rows = [[*tokenizer(row["text"])["input_ids"][1:], tokenizer.eos_token_id] for row in ROWS]
     while len(found) < steps:
         stream = []
         for page, start in enumerate(range(0, len(rows), PAGE)):
@@ -255,11 +255,22 @@ def test_tokens_that_the_model_cannot_take_are_refused_on_every_rank(tmp_path: P
 
     loader = Loader(feed(row_source(rows, "rows"), tmp_path, check=check), Collator(2), 3, runtime.rank(), 2)
     done: list[Any] = []
-    with pytest.raises(ConfigError, match="token 999"):
+
+    def train() -> None:
         for step in loader.steps(0, 20):
             done.extend(exchange(step.number, 0, "a step"))
             time.sleep(late * runtime.rank())
+
+    with pytest.raises(ConfigError, match="token 999"):
+        train()
     assert done == [0, 0, 1, 1]
+
+
+def test_columns_that_are_not_used_are_named_once(tmp_path: Path) -> None:
+    runtime.forget_warnings()
+    read(feed(row_source([{**row, "label": 1} for row in ROWS], "rows"), tmp_path), 0, 30)
+    assert {key for key in runtime.warned() if key.startswith("unused")} == {"unused label"}
+    runtime.forget_warnings()
 
 
 def test_left_early_nothing_stays(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from fullshard import runtime
 from fullshard.data import tally, templates
+from fullshard.data.built_in import BUILT_IN
 from fullshard.data.encode import TextSettings
 from fullshard.data.formats import reading_of
 from fullshard.data.loader import load_table
@@ -31,8 +32,8 @@ def table(rows: list[dict[str, Any]], tmp_path: Path, tokenizer: Any = None, **s
 
 def test_tokens_are_the_tokenizer_s(tmp_path: Path) -> None:
     tokenizer, rows = make_tokenizer(), text_rows(20)
-    for special, end in ((False, False), (True, True)):
-        found = table(rows, tmp_path, add_special_tokens=special, append_concat_token=end)
+    for special, end, given in ((False, False, False), (True, True, True), (True, True, None)):
+        found = table(rows, tmp_path, add_special_tokens=special, append_concat_token=given)
         assert len(found) == 20
         for i, row in enumerate(rows):
             ids = tokenizer(row["text"], add_special_tokens=special)["input_ids"] + [tokenizer.eos_token_id] * end
@@ -50,7 +51,7 @@ def test_learnt_tokens_spell_the_answers(tmp_path: Path, name: str) -> None:
     for i, row in enumerate(rows):
         ((tokens, learnt),) = found.documents(i)
         spelt = tokenizer.decode(tokens[learnt.astype(bool)])
-        answers = [m["content"] + templates.END_OF_TURN[name] for m in row["messages"] if m["role"] == "assistant"]
+        answers = [m["content"] + str(BUILT_IN[name].end) for m in row["messages"] if m["role"] == "assistant"]
         assert spelt == "".join(answers)
 
 
@@ -99,7 +100,7 @@ def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path, workers: int) 
 def test_statistics_are_numpy_s(tmp_path: Path, packing: bool) -> None:
     tokenizer, rows = make_tokenizer(), text_rows(301)
     found = table(rows, tmp_path, packing=packing, max_length=100)
-    lengths = [len(tokenizer(row["text"], add_special_tokens=False)["input_ids"]) for row in rows]
+    lengths = [len(tokenizer(row["text"], add_special_tokens=False)["input_ids"]) + 1 for row in rows]
     told = statistics(found)
     assert told["min"] == min(lengths) and told["max"] == max(lengths)
     assert told["mean"] == pytest.approx(np.mean(lengths)) and told["median"] == np.median(lengths)

@@ -290,6 +290,69 @@ def test_optimizers_that_need_whole_parameters(strategy, name):
     assert_same_values(*(m for m, _ in models))
 
 
+IN_LISTS = {
+    "sgd-foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+@ranks(2)
+@every_strategy
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("sgd", "adamw-fused") else n for n in IN_LISTS]
+)
+def test_optimizers_of_sharded_and_ignored_parameters(strategy, name):
+    """Every rank sees all rows, as nobody adds up the gradients of ignored modules."""
+    torch.manual_seed(3)
+    reference, module = Stack().double(), Stack().double()
+    module.load_state_dict(reference.state_dict())
+    ignored = [module.out, module.blocks[1].up]
+    model = FSDPv2(module, mesh_for(strategy), strategy=strategy, auto_wrap_policy={Block}, ignored_modules=ignored)
+    for m in (reference, model):
+        optimizer, scaler = IN_LISTS[name](m.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step != 1)
+            scaler.scale(m(data(4, 8, seed=step)).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            total = torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1, foreach="foreach" in name or None)
+            total = total.full_tensor() if m is model else total
+            if m is reference:
+                reference.totals = [*getattr(reference, "totals", []), total]
+            else:
+                torch.testing.assert_close(total, reference.totals[step], rtol=1e-12, atol=0)
+                torch.testing.assert_close(model.clip_grad_norm_(1e9).double(), total.clamp(max=0.1), rtol=1e-5, atol=0)
+            torch.nn.utils.clip_grad_value_(m.parameters(), 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+    assert_same_values(reference, model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+def test_lists_of_sharded_and_plain_parameters_are_refused_with_what_to_do(how):
+    models = [(Stack().double(), nn.Linear(8, 8).double()) for _ in range(2)]
+    for two, copied in zip(*models, strict=True):
+        copied.load_state_dict(two.state_dict())
+    for groups in (1, 2):
+        for body, head in models:
+            if body is models[1][0] and groups == 1:
+                FSDPv2(body, mesh_for("FULL_SHARD"), auto_wrap_policy={Block})
+            parts = [list(body.parameters()), list(head.parameters())]
+            given = [*parts[0], *parts[1]] if groups == 1 else [{"params": part} for part in parts]
+            optimizer = torch.optim.AdamW(given, lr=0.1, **{how: True})
+            optimizer.zero_grad()
+            head(body(data(4, 8))).square().mean().backward()
+            if groups == 1 and body is models[1][0]:
+                with pytest.raises(FSDPError, match=rf"{how}=True.*group of their own"):
+                    optimizer.step()
+            elif groups == 2:
+                optimizer.step()
+    assert_same_values(*(body for body, _ in models))
+    torch.testing.assert_close(models[1][1].weight, models[0][1].weight, rtol=0, atol=1e-12)
+
+
 @ranks(2)
 @two_strategies
 def test_lbfgs(strategy):

@@ -96,7 +96,7 @@ def test_other_architectures(name, strategy, policy, checkpointed):
     )  # fmt: skip
 
 
-@ranks(2, 4)
+@ranks(2, 4, slow=(2,))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_first_gradients_in_fp32(strategy):
     assert_same_first_gradients(

@@ -315,7 +315,7 @@ class _Odd(nn.Module):
         return self.tied(h * self.mask)
 
 
-@ranks(1, 2, 4)
+@ranks(1, 2, 4, slow=(1, 2))
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("small", [0, 1 << 20], ids=["direct", "bucket"])
 def test_odd_shapes_tied_units_and_modules_called_twice(strategy, small):

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import runtime
+from fullshard import processes, runtime
 from fullshard.errors import FSDPError, RankLostError
 from fullshard.fsdp import FSDPv2, abort, heartbeat, lookout, watch
 from fullshard.fsdp.diagnosis import Note, Verdict, Wait, belongs, judge, missing, report
-from fullshard.fsdp.heartbeat import Board, Loss, Process, Ring, beat_every, state_of
+from fullshard.fsdp.heartbeat import Board, Loss, Ring, beat_every
+from fullshard.fsdp.outside import Outside
 from fullshard.groups import short_name
 from fullshard.launch.worker import EXIT_RANK_LOST
+from fullshard.processes import Process, state_of
 from tests.fsdp.programs import Block, Stack, mesh_for
 from tests.pool import ROOT, ranks
 
@@ -82,9 +85,9 @@ def test_a_slow_rank_is_reported_and_left_alone():
         time.sleep(0.5)
     if runtime.rank() == 0:
         [message] = heard.lines
-        assert "step 2, unit (root), gather" in message and "not entered by rank(s) 1" in message
-        assert "rank 1: step 1, unit (root), after backward" in message
-        assert "rank 0: step 2, unit (root), gather (waiting)" in message
+        assert "step 1, unit (root), gather" in message and "not entered by rank(s) 1" in message
+        assert "rank 1: step 1, unit (root), after backward" in message  # no optimizer has stepped
+        assert "rank 0: step 1, unit (root), gather (waiting)" in message
     else:
         assert not heard.lines
     assert watch._here.verdict is None
@@ -101,7 +104,7 @@ def test_a_rank_that_never_comes_is_given_up_at_the_timeout():
     start = time.monotonic()
     if runtime.rank() == 1:
         store.wait(["given up"], timedelta(seconds=50))
-    with pytest.raises(FSDPError, match=r"cannot go on in step 2, unit \(root\), gather"):
+    with pytest.raises(FSDPError, match=r"cannot go on in step 1, unit \(root\), gather"):
         model(torch.randn(4, 8)).sum().backward()
     if runtime.rank() == 0:
         assert time.monotonic() - start > 1.5
@@ -134,8 +137,8 @@ def test_ranks_in_different_operations_are_stopped():
     assert time.monotonic() - start < 15
     message = str(caught.value)
     assert "different operations" in message
-    assert "rank 0 is in step 2, unit left, gather, rank 1 in step 2, unit right, gather" in message or (
-        "rank 1 is in step 2, unit right, gather, rank 0 in step 2, unit left, gather" in message
+    assert "rank 0 is in step 1, unit left, gather, rank 1 in step 1, unit right, gather" in message or (
+        "rank 1 is in step 1, unit right, gather, rank 0 in step 1, unit left, gather" in message
     )
     assert not isinstance(caught.value, RankLostError)  # the program's mistake: exit code 2
     assert caught.value.exit_code == 2
@@ -282,6 +285,99 @@ def test_a_verdict_stops_everything_that_would_use_a_result(alone):
     assert caught.value.exit_code == EXIT_RANK_LOST and watch._here.raised
 
 
+def test_steps_are_the_optimizer_s(alone):
+    assert watch.begin_pass() == 1 and watch.begin_pass() == 1  # micro-batches
+    watch.stepped()
+    watch.stepped()  # one optimizer for the body, one for the head
+    assert watch.begin_pass() == 2
+    watch.begin_step(500)  # a loop that was resumed
+    assert watch.begin_pass() == 500 and watch.position().startswith("step 500, ")
+    watch.stepped()
+    assert watch.begin_pass() == 501
+
+
+@ranks(2)
+def test_reports_count_optimizer_steps():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "_here", watch._Here())
+        model = FSDPv2(Stack(), mesh_for("FULL_SHARD"), auto_wrap_policy={Block}, small_parameter_bytes=0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        seen = []
+        for _ in range(3):
+            with model.no_sync():
+                model(torch.randn(4, 8)).sum().backward()
+            model(torch.randn(4, 8)).sum().backward()
+            seen.append(watch.position().partition(",")[0])
+            model.clip_grad_norm_(1.0)
+            seen.append(watch.position())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.randn(4, 8))
+            seen.append(watch.position().partition(",")[0])
+    assert seen == [
+        text for n in (1, 2, 3) for text in (f"step {n}", f"step {n}, after norm of the gradients", f"step {n}")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:20613. This "
+         "is typically caused by a remote worker crashing.", "a connection broke"),
+        ("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation to "
+         "complete", "its time-out is over"),
+        ("Application timeout caused pair closure", "its time-out is over"),
+        ("quota exceeded", "quota exceeded"),
+    ],
+)  # fmt: skip
+def test_what_gloo_says_of_its_sockets_is_not_shown(alone, said, shown):
+    error = watch.failed("step 3, unit a, gather", (0, 1), RuntimeError(said))
+    assert isinstance(error, RankLostError) and error.at == "step 3, unit a, gather"
+    assert str(error).endswith(f"another rank has failed, or is too late ({shown})")
+
+
+# --- waits outside the engine -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_a_collective_of_the_program_is_seen_from_outside():
+    store = dist.distributed_c10d._get_default_store()
+    found = Outside()
+    if runtime.rank() == 1:
+        store.wait(["seen from outside"], timedelta(seconds=50))
+    else:
+
+        def look():
+            found.look(0.0)
+            _until(lambda: (found.look(1.0), found.standing)[1], 30)
+            found.look(2.0)
+            store.set("seen from outside", "")
+
+        looking = threading.Thread(target=look)
+        looking.start()
+    dist.all_reduce(torch.zeros(1))
+    if runtime.rank() == 0:
+        looking.join()
+        standing = found.longest()
+        assert standing.since == 1.0 and standing.what.startswith("all_reduce at test_watch.py:")
+        assert found.longest(but=threading.main_thread().ident) is None
+        found.look(3.0)
+        assert not found.standing
+
+
+def test_a_wait_outside_ends_with_a_rank_that_is_lost_and_not_before():
+    wait = Wait("outside/0-2", 0, "step 4, barrier at train.py:7", 90.0, outside=True)
+    notes = {0: _note({"gather/0-2": 7}, [wait]), 1: _note({"gather/0-2": 7}, [wait]), 2: _note({"gather/0-2": 7})}
+    assert missing(wait, (0, 1, 2), notes) == [2]
+    for how in ("silent", "stopped", "busy", "back", "exited"):  # it may not be one of those that are waited for
+        assert judge(notes, {2: Loss(2, how, "x")}) is None
+    found = judge(notes, {2: Loss(2, "lost", "step 4", " (process 5 on b)")})
+    assert found.lost and found.at == "step 4, barrier at train.py:7"
+    assert found.text.startswith("rank 0 waits in step 4, barrier at train.py:7, but rank 2 (process 5 on b) has given")
+
+
 # --- notes ------------------------------------------------------------------------------------------------------------
 
 
@@ -353,12 +449,12 @@ def test_a_report_of_many_ranks_is_short():
 
 
 def test_processes_are_told_by_node_number_and_start():
-    me = heartbeat.this_process()
+    me = processes.this_process()
     assert Process.parse(me.text()) == me
     assert state_of(me) == "alive"
     assert state_of(Process(me.node, me.pid, "1", me.host)) == "dead"  # the number is another process's now
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    theirs = Process(me.node, child.pid, heartbeat._stat(child.pid)[1], me.host)
+    theirs = Process(me.node, child.pid, processes.stat_of(child.pid)[1], me.host)
     os.kill(child.pid, signal.SIGSTOP)
     _until(lambda: state_of(theirs) == "stopped")
     os.kill(child.pid, signal.SIGKILL)
@@ -395,11 +491,39 @@ def test_the_ring_names_the_silent_and_leaves_the_rest_alone(monkeypatch):
     assert look(7) == []  # rank 2 is looked at from now on: it may have gone with the node
     rings[1].beat("step 2")
     assert look(8) == [(1, "back")] and rings[0].watched() == [1]
-    assert look(14.1) == [(1, "silent")]
+    assert look(11) == [] and look(14.1) == [(1, "silent")]
     rings[2].beat("step 2")
-    assert look(14.2) == [] and look(38.1)[0] == (1, "lost")
+    assert look(14.2) == [] and not [loss for now in (20, 26, 32, 37) for loss in look(now) if loss[0] == 1]
+    assert look(38.1)[0] == (1, "lost")
     rings[1].part("its end")
     assert (1, "exited") in look(39)
+
+
+def test_a_rank_that_was_stopped_itself_accuses_nobody():
+    board = Board(dist.HashStore())
+    rings = [Ring(board, rank, 2) for rank in range(2)]
+    board.put("process/1", Process("another-node", 999_999, "5", "b").text())
+    look = lambda now: [loss.how for loss in rings[0].look(board.read(["beat/1"]), now)]  # noqa: E731
+    rings[1].beat("step 1")
+    assert look(0) == [] and look(1) == []
+    assert look(3601) == []  # the whole job was suspended for an hour
+    assert look(3604) == [] and look(3608) == ["silent"]
+    rings[1].beat("step 1")
+    assert look(3609) == ["back"]
+
+
+def test_a_rank_that_is_stopped_before_its_first_heartbeat_is_named(monkeypatch):
+    board = Board(dist.HashStore())
+    ring = Ring(board, 0, 3)
+    states = {"1": "alive", "2": "alive"}
+    monkeypatch.setattr(heartbeat, "state_of", lambda process: states[process.start] if process else "")
+    board.put("process/1", Process("node", 1, "1", "a").text())  # as `runtime.use_spmd` does
+    look = lambda now: [(loss.rank, loss.how) for loss in ring.look({}, now)]  # noqa: E731
+    assert [look(now) for now in range(0, 40, 5)] == [[]] * 8  # it loads
+    states["1"] = "stopped"
+    assert look(40) == [(1, "lost")]
+    states["1"] = "dead"
+    assert look(41) == [(1, "dead")]
 
 
 def test_reading_keys_takes_few_calls():
@@ -499,7 +623,7 @@ def test_a_killed_rank_is_named(tmp_path, nodes):
         killed = time.time()
         assert job.end(0) == [69]
         text = job.said(0)
-        assert "rank 1" in text and "its own output says why" not in text
+        assert "rank 1" in text
         assert ("ended without a word" if nodes == "one" else "gives no sign of life") in text
         assert "it was last in step" in text
         assert _named_after(text) - killed < 10
@@ -511,7 +635,7 @@ def test_a_rank_that_exits_early_is_named(tmp_path):
     with Ranks(tmp_path, "exit") as job:
         assert job.end(1, 0) == [0, 69]
         text = job.said(0)
-        assert "rank 1 has exited; its own output says why (it was last in step" in text
+        assert "rank 1 has exited (it was last in step" in text
 
 
 @pytest.mark.slow

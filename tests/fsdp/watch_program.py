@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import fullshard.runtime as xr
+from fullshard import processes
 from fullshard.errors import UserError
 from fullshard.fsdp import FSDPv2, heartbeat, watch
 from tests.fsdp.programs import Block, Stack, mesh_for
@@ -18,7 +19,7 @@ if os.environ.get("FAST"):
     heartbeat.BEAT, heartbeat.SILENT_AFTER, watch.REPORT_AFTER, watch.POLL = 0.1, 0.6, 1.0, 0.1
     watch.REPEAT_AFTER = 1e9
 if os.environ.get("NODES") == "several":
-    heartbeat.node_id = lambda: f"node {rank}".replace(" ", "-")  # process numbers say nothing of other ranks then
+    processes.node_id = lambda: f"node {rank}".replace(" ", "-")  # process numbers say nothing of other ranks then
 
 
 class Never:

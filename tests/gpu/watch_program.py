@@ -49,6 +49,7 @@ def rank_program(case: str) -> None:
     from torch import nn
 
     import fullshard.runtime as xr
+    from fullshard import processes
     from fullshard.errors import UserError
     from fullshard.fsdp import FSDPv2, heartbeat, lookout, watch
     from tests.fsdp.programs import mesh_for
@@ -57,7 +58,7 @@ def rank_program(case: str) -> None:
     rank = int(os.environ["RANK"])
     heartbeat.LOST_AFTER = 12.0
     if case == "kill-remote":
-        heartbeat.node_id = lambda: f"node-{rank}"
+        processes.node_id = lambda: f"node-{rank}"
     set_verdict = lookout.Lookout._set
 
     def noted(self: lookout.Lookout, verdict: object) -> None:

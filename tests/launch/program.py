@@ -39,8 +39,8 @@ elif how == "lost" and attempt == 0:
     if rank == 1:
         sys.exit(3)
     time.sleep(0.5)
-    raise RankLostError("rank 0 cannot go on in step 7: rank 1 has exited")
-elif how == "killed outside the engine":
+    raise RankLostError("rank 0 cannot go on in step 7: rank 1 has exited", "step 7")
+elif how.endswith("outside the engine"):
     import torch
     import torch.distributed as dist
 
@@ -51,8 +51,11 @@ elif how == "killed outside the engine":
     model(torch.ones(2, 8)).sum().backward()
     for turn in range(10_000):  # a metric's sum, of which the watch knows nothing
         if rank == 1 and turn == 200:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL if how.startswith("killed") else signal.SIGSTOP)
         dist.all_reduce(torch.ones(1))
+elif how == "stopped":
+    (folder / f"stopped-{rank}").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
 elif how == "fail":
     sys.exit(7 if rank == 1 else 0)
 elif how == "preempted":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -12,11 +13,20 @@ import time
 
 import pytest
 import yaml
+from rich.console import Console
 
+from fullshard.configfile import nest, write_file
 from fullshard.launch import command
+from fullshard.launch.ask import Asker, Machine, ask_all
+from fullshard.launch.config import file_options
 from fullshard.launch.resolve import resolve, settle
 from tests.pool import ROOT
 from tests.test_cli import command as run_here
+
+OWN_TERMINAL = (
+    "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from fullshard.cli import main; sys.exit(main())"
+)
+"""The command with the terminal as its own, so that Ctrl-C typed there reaches it."""
 
 
 class Terminal:
@@ -26,7 +36,7 @@ class Terminal:
         self.main, side = pty.openpty()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": home, "HF_HOME": home, "TERM": "dumb"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fullshard", *words], stdin=side, stdout=side, stderr=side, env=environment,
+            [sys.executable, "-c", OWN_TERMINAL, *words], stdin=side, stdout=side, stderr=side, env=environment,
             start_new_session=True, close_fds=True,
         )  # fmt: skip
         os.close(side)
@@ -53,8 +63,9 @@ class Terminal:
     def end(self) -> int:
         while True:
             try:
-                if not os.read(self.main, 4096):
+                if not (part := os.read(self.main, 4096)):
                     break
+                self.seen += part.decode()
             except OSError:
                 break
         os.close(self.main)
@@ -126,6 +137,67 @@ def test_questions_of_version_1_at_a_terminal(tmp_path):
     assert loaded.dynamo_config["dynamo_mode"] == "reduce-overhead" and loaded.rdzv_backend == "c10d"
 
 
+H200, T4 = "NVIDIA H200", "Tesla T4"
+OFFERS = {
+    "no GPU": (Machine(), "no GPU.", {"Which machines": "1", "How many processes": "2", "mixed precision": "0"}, {
+        "use_cpu": True, "num_processes": 2, "mixed_precision": "no", "distributed_type": "FSDP",
+    }),
+    "one GPU": (Machine((H200,)), "1 × NVIDIA H200.", {"Which machines": "0", "on the CPU even": "no"}, {
+        "use_cpu": False, "num_processes": 1, "mixed_precision": "bf16", "distributed_type": "NO",
+    }),
+    "GPUs": (Machine((H200,) * 4), "4 × NVIDIA H200.", {"Which machines": "2", "How many GPUs": "4"}, {
+        "use_cpu": False, "num_processes": 4, "mixed_precision": "bf16", "distributed_type": "FSDP",
+    }),
+    "old GPUs": (Machine((T4,) * 2, bf16=False), "cannot compute in bf16.", {"mixed precision": "0"}, {
+        "num_processes": 2, "mixed_precision": "no",
+    }),
+    "a login node": (Machine(slurm=True), "no GPU.", {"Where do you run": "1", "Which machines": "2"}, {
+        "use_cpu": False, "num_processes": 1, "mixed_precision": "no",
+    }),
+}  # fmt: skip
+
+
+def answer_all(monkeypatch, machine, replies=None):
+    """The questionnaire answered by its defaults, but for some `replies`; values, what was shown, and the defaults."""
+    out, left, offered = Console(file=io.StringIO(), width=200), dict(replies or {}), {}
+
+    def reply(self, shown):
+        print(shown, file=out.file)
+        last = out.file.getvalue()[len(offered.get("", "")) :]
+        offered[""] = out.file.getvalue()
+        question = next((q for q in left if q in last), None)
+        offered[last] = shown.rpartition("[")[2].partition("]")[0]
+        return left.pop(question) if question else ""
+
+    monkeypatch.setattr(Asker, "_line", reply)
+    values = ask_all(out, machine)
+    assert not left, "questions that were not asked"
+    return values, out.file.getvalue(), offered
+
+
+@pytest.mark.parametrize("case", OFFERS)
+def test_the_questionnaire_offers_what_the_machine_has(case, tmp_path, monkeypatch):
+    machine, said, defaults, expected = OFFERS[case]
+    values, shown, offered = answer_all(monkeypatch, machine)
+    assert said in shown.splitlines()[0]
+    for question, default in defaults.items():
+        (found,) = [reply for text, reply in offered.items() if question in text and text]
+        assert found == default, question
+    assert {name: values[name] for name in expected} == expected
+    assert ("bf16" in shown.partition("Which mixed precision")[2]) == (case != "old GPUs")
+    write_file(tmp_path / "c.yaml", nest({**command.ALWAYS, **values}, file_options()))
+    made = settle(resolve(["--config_file", str(tmp_path / "c.yaml"), "--dry_run"], {}), len(machine.gpus))
+    assert made.world_size == expected["num_processes"], "and launch does it here"
+
+
+def test_more_processes_than_gpus_are_asked_for_again(monkeypatch):
+    machine = Machine((H200,) * 4)
+    values, shown, _ = answer_all(monkeypatch, machine, {"How many GPUs": "8", "each process needs its own": "3"})
+    assert values["num_processes"] == 3 and "this machine has 4 GPU(s)" in shown
+    values, _, _ = answer_all(monkeypatch, machine, {"How many machines": "2", "Address of machine 0": "10.0.0.1"})
+    assert values["num_processes"] == 8, "the GPUs of both"
+
+
 def accelerates(path):
     pytest.importorskip("accelerate")
     from accelerate.commands.config.config_args import load_config_from_file
@@ -133,13 +205,20 @@ def accelerates(path):
     return load_config_from_file(str(path))
 
 
-def test_an_interview_that_is_broken_off_writes_nothing(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("key", "code", "said"),
+    [(b"\x04", 2, "fullshard: the questionnaire ended before its last"), (b"\x03", 130, "fullshard: interrupted")],
+    ids=["Ctrl-D", "Ctrl-C"],
+)
+def test_an_interview_that_is_broken_off_writes_nothing(key, code, said, tmp_path):
     terminal = Terminal("config", "--config_file", str(tmp_path / "c.yaml"), home=str(tmp_path))
     terminal.answer("Where do you run", "")
     terminal.expect("Which machines")
     terminal.expect(": ")
-    os.write(terminal.main, b"\x04")  # Ctrl-D
-    assert terminal.end() == 2
+    os.write(terminal.main, key)
+    terminal.expect(said)
+    assert terminal.end() == code
+    assert "\r\n" in terminal.seen and "Traceback" not in terminal.seen
     assert list(tmp_path.iterdir()) == []
 
 

@@ -44,7 +44,7 @@ def assert_values(model, plain):
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
 @pytest.mark.parametrize("rows", [16, 33, 38])
-@ranks(1, 2, 4)
+@ranks(1, 2, 4, slow=(1, 4))
 def test_a_loop_trains_as_on_one_device(strategy, rows, world_size):
     """Also where the last step has a row for one rank only (33), or not equally many for all (38)."""
     torch.manual_seed(0)

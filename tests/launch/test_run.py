@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -125,7 +126,9 @@ def test_a_crash_is_started_again_and_every_rank_has_a_log(tmp_path):
     job = Launched(tmp_path, "crash", "--max_restarts", "2", "--log_dir", str(tmp_path / "logs"))
     code, out, err = job.end()
     assert code == 0, err
-    assert "rank 1 was ended by SIGKILL; starting again (1 of 2)" in err and "(2 of 2)" not in err
+    pid, host = (tmp_path / "pid-0-1").read_text(), socket.gethostname()
+    assert f"rank 1 (process {pid} on {host}) was ended by SIGKILL; starting again (1 of 2)" in err
+    assert "(2 of 2)" not in err
     logs = sorted(path.read_text() for path in (tmp_path / "logs").rglob("stdout.log"))
     assert logs == [f"rank {rank} of 2, attempt {attempt}\n" for rank in (0, 1) for attempt in (0, 1)]
     assert "[rank 0] rank 0 of 2, attempt 1" in out
@@ -136,8 +139,11 @@ def test_a_crash_is_started_again_and_every_rank_has_a_log(tmp_path):
 def test_losing_a_rank_is_no_mistake_of_the_user(tmp_path, restarts):
     code, out, err = Launched(tmp_path, "lost", "--quiet", "--max_restarts", restarts).end()
     assert code == (3 if restarts == "0" else 0), err
-    assert ("rank 1 ended with exit code 3; starting again (1 of 1)" in err) == (restarts == "1")
-    assert "rank 1 ended with exit code 3" in err and out.count("attempt 1") == 2 * int(restarts)
+    assert ("ended with exit code 3; rank 0 waited for it in step 7; starting again (1 of 1)" in err) == (
+        restarts == "1"
+    )
+    assert re.search(r"rank 1 \(process \d+ on .*\) ended with exit code 3; rank 0 waited for it in step 7", err)
+    assert out.count("attempt 1") == 2 * int(restarts)
 
 
 @pytest.mark.slow
@@ -145,7 +151,69 @@ def test_losing_a_rank_is_no_mistake_of_the_user(tmp_path, restarts):
 def test_a_rank_killed_during_a_collective_of_the_script_is_named_without_a_traceback(tmp_path, turn):
     code, _, err = Launched(tmp_path, "killed outside the engine", "--quiet").end()
     assert code == 128 + signal.SIGKILL, err
-    assert "rank 1 was ended by SIGKILL" in err and "Traceback" not in err, err
+    assert re.search(
+        r"^fullshard: rank 1 \(process \d+ on .*\) was ended by SIGKILL; rank 0 waited for it in step 1, all_reduce at "
+        r"program.py:\d+$",
+        err,
+        re.MULTILINE,
+    ), err
+    assert "Traceback" not in err and "Connection" not in err, err
+
+
+@pytest.mark.parametrize(
+    ("codes", "reports", "code", "said"),
+    [
+        ({0: 2, 1: 2}, {0: "no such file", 1: "no such file"}, 2, "no such file"),
+        ({1: 2, 0: 69}, {1: "no such file"}, 2, "rank 1: no such file"),
+        ({0: 2, 1: -9}, {0: "could not join"}, 137, "rank 1 (process 7 on HOST) was ended by SIGKILL"),
+        ({1: -11, 0: 2}, {0: "could not join"}, 139, "rank 1 (process 7 on HOST) was ended by SIGSEGV"),
+        ({0: 2, 1: -6}, {0: "no such file"}, 2, "rank 0: no such file"),  # the abort follows from the mistake
+        ({0: 69, 1: -9}, {}, 137, "rank 1 (process 7 on HOST) was ended by SIGKILL; rank 0 waited for it in step 4"),
+        ({0: 69, 1: 3}, {}, 3, "rank 1 (process 7 on HOST) ended with exit code 3; rank 0 waited for it in step 4"),
+        ({0: 69}, {}, 69, "rank 0 cannot go on in step 4, gather: rank 1 is stopped"),
+        ({1: 75, 0: 75}, {}, 75, "the processes have saved and ended"),
+    ],
+)  # fmt: skip
+def test_exit_codes_and_what_is_said(tmp_path, codes, reports, code, said):
+    """As docs/launch.md has them. `codes` are in the order in which processes ended."""
+    lines = []
+    agent = run.Agent(run._spec(settled(), print), settled(), lines.append, str(tmp_path))
+    for rank, worker in enumerate(agent._worker_group.workers):
+        worker.global_rank, worker.id = rank, 6 + rank
+    agent.exit_codes, agent.reports = codes, reports
+    agent.echoes = {
+        rank: "rank 0 cannot go on in step 4, gather: rank 1 is stopped\nmore" for rank in codes if codes[rank] == 69
+    }
+    agent.places = dict.fromkeys(agent.echoes, "step 4, gather")
+    assert agent.verdict() == code
+    assert len(lines) == 1 and lines[0].startswith(said.replace("HOST", socket.gethostname()))
+
+
+@pytest.mark.slow
+def test_stopped_processes_are_named_and_waited_for(tmp_path):
+    job = Launched(tmp_path, "stopped", "--quiet")
+    job.when("stopped-0", "stopped-1")
+    said = ""
+    while said.count("is stopped (SIGSTOP, or a debugger); the job waits for it") < 2:
+        said += job.process.stderr.readline()
+    for rank in (0, 1):
+        os.kill(int((tmp_path / f"pid-0-{rank}").read_text()), signal.SIGCONT)
+    code, _, err = job.end()
+    assert code == 0 and not err
+    assert [int(pid) for pid in re.findall(r"rank \d \(process (\d+) on ", said)] == [
+        int((tmp_path / f"pid-0-{rank}").read_text()) for rank in (0, 1)
+    ]
+
+
+@pytest.mark.slow
+def test_a_rank_stopped_during_a_collective_of_the_script_is_named_and_given_up(tmp_path):
+    code, _, err = Launched(tmp_path, "stopped outside the engine", "--quiet").end()
+    assert code == 69, err
+    assert "rank 1 (process " in err and "is stopped (SIGSTOP, or a debugger)" in err
+    assert re.search(
+        r"^fullshard: rank 0 waits in step 1, all_reduce at program.py:\d+, but rank 1 \(", err, re.MULTILINE
+    )
+    assert "Traceback" not in err and "did not come back" not in err, err
 
 
 def test_the_first_signal_saves_and_is_not_a_crash(tmp_path):
@@ -181,7 +249,7 @@ def test_processes_that_end_by_themselves(tmp_path):
     code, out, err = Launched(tmp_path, "preempted by itself", "--quiet", "--max_restarts", "3").end()
     assert code == 75 and out.count("attempt") == 2, err
     code, out, err = Launched(tmp_path, "fail", "--quiet").end()
-    assert code == 7 and "rank 1 ended with exit code 7" in err
+    assert code == 7 and "ended with exit code 7" in err
     assert Launched(tmp_path, "nothing", "--quiet").end()[0] == 0
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import fullshard.spmd as xs
 from fullshard import runtime
 from fullshard.errors import LayoutError
+from tests.pairwise import thinned
 from tests.pool import ranks
 from tests.spmd.orders import ANY_ORDER, keepable
 
@@ -200,7 +201,7 @@ WRITES = {
 
 
 @ranks(4)
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", thinned(WRITES))
 def test_writes_into_views_reach_the_tensor(write):
     for rows in (4, 5):
         for layout in keepable(

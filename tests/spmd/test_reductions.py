@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fullshard.spmd as xs
+from tests.pairwise import thinned
 from tests.pool import ranks
 from tests.spmd.orders import keepable
 
@@ -62,7 +63,7 @@ SUMS = {
 
 
 @ranks(4)
-@pytest.mark.parametrize("run", SUMS)
+@pytest.mark.parametrize("run", thinned(SUMS))
 def test_sums_in_narrow_types(run):
     for dtype in (torch.float16, torch.bfloat16):
         value = (torch.rand(62, 41) * 500 + 500).to(dtype)  # their squares and their sum overflow in fp16
@@ -100,7 +101,7 @@ EXTREMES = {
 
 
 @ranks(4)
-@pytest.mark.parametrize("run", EXTREMES)
+@pytest.mark.parametrize("run", thinned(EXTREMES))
 def test_extremes(run):
     for rows in (8, 5, 1):  # pieces of one size, of several, and empty ones
         value = torch.randn(rows, 3)
@@ -127,7 +128,7 @@ TRUTHS = {
 
 
 @ranks(4)
-@pytest.mark.parametrize("run", TRUTHS)
+@pytest.mark.parametrize("run", thinned(TRUTHS))
 def test_any_and_all(run):
     for rows in (8, 5, 1):
         compare(TRUTHS[run], torch.randn(rows, 3))

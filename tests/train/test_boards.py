@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from fullshard.train import boards
+from fullshard.errors import ConfigError
+from fullshard.train import arguments, boards
 from fullshard.train.config import SFTConfig
 from fullshard.train.metrics import Reporter, sample_text
 from fullshard.train.samples import Sample
+from fullshard.train.sft import SFTTrainer
 
 SAMPLES = [Sample(2, "say\n<hi>", "hi\x1b[2J", "hi"), Sample(2, "and?", "", None)]
 FAKE = """
@@ -103,16 +106,26 @@ def test_a_board_that_fails_is_left_out(tmp_path: Path, wandb: Any, caplog: pyte
     ]
 
 
-def test_what_is_not_installed_is_noted_where_it_was_asked_for(
+def test_what_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(boards.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(boards.runtime, "warn_once", lambda key, text: boards.runtime.get_logger().warning(text))
-    assert boards.opener(SFTConfig(report_to="wandb"))(tmp_path, 0) == []
-    assert [r.getMessage() for r in caplog.records] == ["wandb is not installed, so its part of report_to is left out."]
-    caplog.clear()
-    assert boards.opener(SFTConfig(report_to="all"))(tmp_path, 0) == [] and not caplog.records
-    assert boards.opener(SFTConfig(report_to="none"))(tmp_path, 0) == []
+    """Without a word where nobody asked for it; what is named is an error before anything is done."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for given in ("auto", "all", "none"):
+        arguments.check_report_to(given)
+        assert boards.opener(SFTConfig(report_to=given))(tmp_path, 0) == []
+    assert SFTConfig().report_to == "auto" and not caplog.records
+    with pytest.raises(ConfigError, match="report_to names wandb, which is not installed; pip install wandb"):
+        SFTTrainer(args=SFTConfig(report_to="none,wandb"))
+    with pytest.raises(ConfigError, match="report_to names trackio; expected auto"):
+        SFTConfig(report_to="trackio")
+
+
+def test_which_boards_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(boards, "BOARDS", {name: lambda *given, name=name: name for name in boards.BOARDS})
+    for given, opened in {"auto": ["tensorboard"], "all": ["tensorboard", "wandb"], "wandb": ["wandb"]}.items():
+        assert boards.opener(SFTConfig(report_to=given))(tmp_path, 0) == opened
 
 
 def test_samples_in_files_and_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,22 @@
 """What the options about data come to in a run: several sets, weights, rows held back, bad rows."""
 
+# ruff: noqa: E501 - tables of cases
+
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fullshard import runtime
+from fullshard.data.sources import hold_back
 from fullshard.errors import ConfigError, DataError
-from fullshard.train.arguments import find
+from fullshard.train.arguments import find, parse
+from fullshard.train.batches import make_table
+from fullshard.train.model import prepared_tokenizer
 from fullshard.train.sft import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows, write_rows
 from tests.pool import ranks
@@ -65,3 +72,84 @@ def test_evaluation_data_is_given_once(tmp_path: Path) -> None:
         SFTTrainer(
             make_model(), settings(tmp_path, eval_strategy="steps"), None, text_rows(9), tokenizer=make_tokenizer()
         )
+
+
+def mixture(place: Path) -> dict[str, Any]:
+    """Four data sets in four forms, and the settings that they need."""
+    write_rows(place / "chats.jsonl", [{"messages": [{"role": "user", "content": "Q"}, *ANSWER]}])
+    write_rows(place / "own.jsonl", [{"talk": [{"role": "user", "content": "Q"}, *ANSWER]}])
+    (place / "faq.csv").write_text("question;answer\nwhy?;so\n")
+    (place / "book.txt").write_text("one\ntwo\n\nthree\n")
+    names = [str(place / name) for name in ("chats.jsonl", "own.jsonl", "faq.csv", "book.txt")]
+    own = {
+        names[1]: {"dataset_columns": "messages=talk", "chat_template_format": "llama3"},
+        names[2]: {"dataset_columns": "completion=answer", "prompt_format": "## {question}\n"},
+        names[3]: {"sample_by": "paragraph"},
+    }
+    return {"dataset_name": ",".join(names), "dataset_settings": own, "chat_template_format": "chatml"}
+
+
+ANSWER = [{"role": "assistant", "content": "A"}]
+MIXED = [
+    ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n", "A<|im_end|>"),
+    ("<s><|start_header_id|>user<|end_header_id|>\n\nQ<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>", "A<|eot_id|>"),
+    ("## why?\nso<|im_end|>", "so<|im_end|>"),
+    ("one\ntwo<|im_end|>", "one\ntwo<|im_end|>"),
+    ("three<|im_end|>", "three<|im_end|>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", [None, "1,1,1,1"])
+def test_data_sets_with_settings_of_their_own(tmp_path: Path, weights: str | None) -> None:
+    tokenizer = make_tokenizer()
+    more = {"assistant_only_loss": True, "dataset_weights": weights, "stopping_strategy": "first_exhausted"}
+    config = settings(tmp_path, **mixture(tmp_path), **more)
+    assert prepared_tokenizer(config, tokenizer).added[2:] == ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    assert tokenizer.eos_token == "<|im_end|>", "the run's own template says where answers end"
+    table = make_table(config, find(config).train, tokenizer)
+    found = [document for row in range(len(table)) for document in table.documents(row)]
+    written = [(tokenizer.decode(ids), tokenizer.decode(ids[mask.astype(bool)])) for ids, mask in found]
+    assert written == (MIXED if weights is None else MIXED[:1])
+    again = make_table(config, find(config).train, tokenizer)
+    assert again.folder == table.folder, "kept under a name that follows from all of it"
+
+
+def test_held_back_rows_know_their_data_set(tmp_path: Path) -> None:
+    config, tokenizer = settings(tmp_path, **mixture(tmp_path)), make_tokenizer()
+    prepared_tokenizer(config, tokenizer)
+    for streaming in (False, True):
+        parts = hold_back(find(config).train, 3, seed=1, streaming=streaming)
+        texts = []
+        for part in parts:
+            table = make_table(config, part, tokenizer)
+            texts += [tokenizer.decode(ids) for row in range(len(table)) for ids, _ in table.documents(row)]
+        assert sorted(texts) == sorted(text for text, _ in MIXED)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown set": ({"other.csv": {}}, "dataset_settings names 'other.csv'; expected one of the data sets in dataset_name"),
+    "an unknown key": ({"a.csv": {"sample_bye": "line"}}, "a.csv: a data set cannot have its own 'sample_bye'; did you mean sample_by?"),
+    "a setting of the run": ({"a.csv": {"seed": 1}}, "a.csv: a data set cannot have its own 'seed'; expected dataset_columns"),
+    "a wrong value": ({"a.csv": {"sample_by": "word"}}, "dataset_settings: a.csv: sample_by: expected line, paragraph, document, got 'word'"),
+    "no template": ({"a.csv": {"chat_template_format": "none"}}, "chat_template_format is none; leave it out"),
+    "no settings": ({"a.csv": 3}, "dataset_settings: a.csv is 3; expected options and their values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_settings_of_a_data_set(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.csv").write_text("text\nbread\n")
+    given, said = WRONG[case]
+    with pytest.raises(ConfigError, match=said):
+        find(settings(tmp_path, dataset_name="a.csv", dataset_settings=given))
+
+
+def test_settings_of_data_sets_in_files_and_flags(tmp_path: Path) -> None:
+    values = mixture(tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    assert parse([str(tmp_path / "run.yaml")]).config.dataset_settings == values["dataset_settings"]
+    words = ["--dataset_settings", json.dumps(values["dataset_settings"])]
+    assert parse(words).config.dataset_settings == values["dataset_settings"]
+    with pytest.raises(ConfigError, match="--dataset_settings: expected a mapping, or JSON, got 'x'"):
+        parse(["--dataset_settings", "x"])

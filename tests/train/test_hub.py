@@ -27,6 +27,7 @@ class Api:
     calls: list[Any] = []  # noqa: RUF012 - the same one for all
     fails = ""
     gate: threading.Event | None = None
+    there: list[str] = []  # noqa: RUF012
 
     def create_repo(self, name: str, **options: Any) -> Any:
         if self.fails == "create":
@@ -41,6 +42,9 @@ class Api:
             raise OSError("413 too large")
         files = {p.name for p in Path(options["folder_path"]).iterdir()}
         Api.calls.append((options["commit_message"], options.get("path_in_repo"), files, options))
+
+    def list_repo_files(self, name: str) -> list[str]:
+        return self.there
 
 
 def train(folder: Path, patch: pytest.MonkeyPatch, **changes: Any) -> tuple[list[Any], list[str]]:
@@ -86,7 +90,9 @@ def test_what_each_strategy_sends(tmp_path: Path) -> None:
         assert sent[-2:] == [(end, None), (last, "last-checkpoint")] and calls[-1][3]["delete_patterns"] == ["*"]
         assert "manifest.json" in calls[-1][2]
         calls, _ = train(tmp_path / "all", patch, hub_strategy="all_checkpoints")
-        assert calls[-1][1] == "checkpoints/step-4" and calls[-1][3]["delete_patterns"] is None
+        whole = [c for c in calls[1:] if c[1] is not None]
+        assert [c[1] for c in whole] == ["checkpoints/step-2", "checkpoints/step-4"], "each once"
+        assert all(c[3]["delete_patterns"] is None for c in whole)
 
 
 @ranks(2)
@@ -101,6 +107,42 @@ def test_one_upload_at_a_time_on_several_ranks(tmp_path: Path) -> None:
         else:
             assert calls == []
     runtime.barrier()
+
+
+@ranks(1)
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_what_is_saved_during_an_upload_is_sent_too(background: bool, tmp_path: Path) -> None:
+    """The first upload ends after the last save; by then `save_total_limit` would have removed what waits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Api, "gate", threading.Event())
+        options = {"hub_strategy": "all_checkpoints", "save_steps": 1, "save_total_limit": 1, "async_save": background}
+        calls, said = train(tmp_path, patch, **options)
+    sent = [(place, sorted(files)) for _, place, files, _ in calls[1:] if place is not None]
+    assert [place for place, _ in sent] == [f"checkpoints/step-{n}" for n in (1, 2, 3, 4)] and not said
+    (left,) = (tmp_path / "out" / "checkpoints").iterdir()
+    assert left.name == "step-4", "then the limit counts again"
+    assert all(files == sorted(p.name for p in left.iterdir()) for _, files in sent), "whole"
+
+
+@pytest.mark.slow
+@ranks(1)
+def test_uploads_that_fail_hold_no_checkpoints(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Api, "fails", "create")
+        train(tmp_path, patch, hub_strategy="all_checkpoints", save_steps=1, save_total_limit=2, max_steps=6)
+    left = sorted(p.name for p in (tmp_path / "out" / "checkpoints").iterdir())
+    assert left == ["step-5", "step-6"]
+
+
+@pytest.mark.slow
+@ranks(1)
+def test_a_resumed_run_sends_the_checkpoints_that_the_hub_lacks(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        train(tmp_path, patch, push_to_hub=False, save_steps=1, max_steps=2)
+        patch.setattr(Api, "there", ["checkpoints/step-1/manifest.json", "checkpoints/step-3/manifest.json"])
+        calls, _ = train(tmp_path, patch, hub_strategy="all_checkpoints", save_steps=1, max_steps=3, resume=True)
+    sent = [place for _, place, *_ in calls[1:] if place is not None]
+    assert sorted(sent) == ["checkpoints/step-2", "checkpoints/step-3"], "step 3 of this run is another one"
 
 
 @ranks(1)

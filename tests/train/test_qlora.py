@@ -21,9 +21,10 @@ from fullshard.adapters.quantize import dequantize_model, quantize_model
 from fullshard.errors import ConfigError, QuantizationError
 from fullshard.train.adapter import quantization
 from fullshard.train.folder import CHECKPOINTS
+from fullshard.train.sft import SFTTrainer
 from fullshard.weights.manifest import read_manifest
 from fullshard.weights.meeting import exchange
-from tests.data.tiny import make_tokenizer
+from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import global_batch, losses, settings, train
 from tests.train.test_ranks import one_device
@@ -140,3 +141,18 @@ def test_bf16_storage_trains_in_bf16_throughout(tmp_path: Path) -> None:
 def test_a_4_bit_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QuantizationError, match="full fine-tuning of a 4-bit model"):
         train(make_model(), settings(tmp_path, **FOUR_BITS))
+
+
+@ranks(1)
+def test_other_data_is_evaluated_on_the_model_as_it_is(tmp_path: Path) -> None:
+    """`evaluate(dataset)` reads data only: the model is neither quantised again nor are random numbers drawn anew."""
+    config = settings(tmp_path, max_steps=2, per_device_train_batch_size=2, **FOUR_BITS)
+    more = {"peft_config": LORA, "tokenizer": make_tokenizer()}
+    trainer = SFTTrainer(make_model(), config, train_dataset=text_rows(8), eval_dataset=text_rows(5, seed=9), **more)
+    for trained in (False, True):
+        if trained:
+            trainer.train()
+        expected = trainer.evaluate()["eval_loss"]
+        torch.manual_seed(3)
+        assert trainer.evaluate(text_rows(5, seed=9))["eval_loss"] == expected
+        assert torch.initial_seed() == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -17,7 +18,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
+from fullshard import runtime
 from fullshard.train.sft import SFTTrainer
+from fullshard.weights.manifest import read_manifest
 from fullshard.weights.preemption import EXIT_PREEMPTED
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
@@ -70,6 +73,40 @@ def test_stopped_in_mid_epoch_and_resumed_is_as_never_stopped(kind: str, tmp_pat
     assert losses(second) == losses(whole)
     for (name, a), (_, b) in zip(second.model.named_parameters(), whole.model.named_parameters(), strict=True):
         assert torch.equal(a.to_local(), b.to_local()), name
+
+
+@ranks(2)
+def test_a_line_of_the_log_that_a_stop_cuts_in_two_is_about_all_its_steps(tmp_path: Path) -> None:
+    """Lines are of steps 1 to 4 and 5 to 8; the run is stopped after step 6, in the background while it saves."""
+    means = ("loss", "mean_token_accuracy", "entropy", "grad_norm", "num_tokens", "learning_rate", "epoch")
+
+    def options(name: str, **changes: Any) -> dict[str, Any]:
+        config = settings(
+            tmp_path / name, max_steps=8, save_strategy="steps", save_steps=5, logging_steps=4,
+            per_device_train_batch_size=2, **changes,
+        )  # fmt: skip
+        return {"model": make_model(), "args": config, "train_dataset": text_rows(60), "tokenizer": make_tokenizer()}
+
+    whole = SFTTrainer(**options("whole"))
+    whole.train()
+    stop = StopAt(6)
+    first = SFTTrainer(**options("broken", async_save=True), callbacks=[stop])
+    stop.trainer = first  # type: ignore[assignment]
+    with pytest.raises(SystemExit):
+        first.train()
+    begun: list[Any] = []
+    note = type("Note", (), {"on_train_begin": lambda *_, **__: begun.append(dataclasses.replace(second.loop._window))})
+    second = SFTTrainer(**options("broken", resume=True), callbacks=[note()])
+    second.train()
+    expected, found = ([{k: r[k] for k in means} for r in t.loop.reporter.history] for t in (whole, second))
+    if runtime.is_main():
+        assert found == expected and len(expected) == 2
+    else:
+        assert found == expected[1:], "only the first rank reads what was logged before"
+    (window,) = begun
+    assert window.steps == 2 and window.tokens > 0 and window.seconds > 0, "throughput counts them, and their time"
+    manifest = read_manifest(tmp_path / "broken" / "out" / "checkpoints" / "step-6")
+    assert "ranks" not in manifest.states["progress"], "the same on every rank, so that any number can go on"
 
 
 @ranks(2)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from fullshard import runtime
 from fullshard.adapters.token_rows import keep_tables_whole
@@ -25,6 +25,7 @@ from fullshard.fsdp.state import whole_value
 from fullshard.train import results
 from fullshard.train.folder import CHECKPOINTS
 from fullshard.train.loss import LeanHead
+from fullshard.train.model import embedding_rows, make_room
 from fullshard.train.sft import SFTTrainer
 from fullshard.weights.adapter_checkpoint import write_adapter
 from fullshard.weights.manifest import read_manifest
@@ -258,6 +259,32 @@ def test_a_tokenizer_that_has_the_marks_changes_nothing(tmp_path: Path) -> None:
         tokenizer=tokenizer,
     )
     assert not rows_of(trainer.model) and trainer.model.peft_config["default"].trainable_token_indices is None
+
+
+def test_what_a_tokenizer_s_class_brings_along_is_no_new_token(tmp_path: Path) -> None:
+    """Qwen2's adds <|endoftext|> to any vocabulary; a template's marks are new beside it, and it is not."""
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=400,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+    make_tokenizer().save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 401 and tokenizer.unk_token == "<|endoftext|>", "it does so"
+    said: list[str] = []
+    assert make_room(model, tokenizer, [], said.append) == [] and embedding_rows(model) == 400 and not said
+    added = prepare_tokenizer(tokenizer, "chatml").added
+    new = make_room(model, tokenizer, added, said.append)
+    assert tokenizer.convert_ids_to_tokens(new) == ["<|im_start|>", "<|im_end|>"]
+    assert len(said) == 1 and said[0].startswith("2 new tokens (<|im_start|> <|im_end|>)")
+    tokenizer.add_tokens(["<|mine|>"])
+    assert len(make_room(model, tokenizer, [], said.append)) == 1, "a token of the user's own is new"
 
 
 @ranks(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import types
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_a_run_from_files_leaves_what_transformers_reads(tmp_path: Path) -> None
     runtime.barrier()
     config = settings(
         tmp_path, max_steps=4, save_strategy="steps", save_steps=2, save_total_limit=1, per_device_train_batch_size=2,
-        eval_strategy="epoch", max_seq_len=64, report_to="tensorboard",
+        eval_strategy="epoch", max_seq_len=64, report_to="auto",
     )  # fmt: skip
     trainer = SFTTrainer(
         model=str(tmp_path / "model"), args=config, train_dataset=str(tmp_path / "data" / "train.jsonl"),
@@ -78,7 +79,8 @@ def test_an_adapter_is_peft_s(tmp_path: Path) -> None:
     read = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer, total, count = make_tokenizer(), 0.0, 0
     for row in text_rows(6, seed=3):
-        ids = torch.tensor([tokenizer(row["text"], add_special_tokens=False)["input_ids"]])
+        tokens = tokenizer(row["text"], add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([[*tokens, tokenizer.eos_token_id]])
         loss = read(input_ids=ids, labels=ids).loss
         total, count = total + float(loss.detach()) * (ids.shape[1] - 1), count + ids.shape[1] - 1
     assert evaluated == pytest.approx(total / count, abs=1e-5)
@@ -117,6 +119,25 @@ def test_best_model_limit_and_early_stopping(tmp_path: Path) -> None:
     assert best < last == best + 3 < 12
     assert published_steps(tmp_path / "out" / "checkpoints") == [best, last], "the best and the newest stay"
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
+
+
+@ranks(1)
+def test_the_best_evaluation_is_saved_where_no_save_is_due(tmp_path: Path) -> None:
+    config = settings(
+        tmp_path, max_steps=6, learning_rate=0.5, warmup_steps=6, save_strategy="steps", save_steps=4, logging_steps=6,
+        eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, per_device_train_batch_size=4,
+    )  # fmt: skip
+    trainer = train(make_model(), config, eval_dataset=text_rows(12, seed=5))
+    best = trainer.state.best_global_step
+    assert best is not None and best % 4 and best < 6, "between two saves, and before the end"
+    assert best in published_steps(tmp_path / "out" / "checkpoints")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
+    elsewhere = dataclasses.replace(
+        config, output_dir=str(tmp_path / "second"), max_steps=8, learning_rate=0.0,
+        resume_from_checkpoint=str(tmp_path / "out" / "checkpoints"),
+    )  # fmt: skip
+    second = train(make_model(), elsewhere, eval_dataset=text_rows(12, seed=5))
+    assert second.state.best_global_step in published_steps(tmp_path / "second" / "checkpoints"), "the other's is not"
 
 
 @ranks(2)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickletools
+import threading
 from collections import Counter, OrderedDict
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 
 from fullshard import CheckpointManager, FSDPv2, load_state, runtime, save_state
 from fullshard.errors import CheckpointError
-from fullshard.weights import tree
+from fullshard.weights import publish, tree
 from fullshard.weights.base import Base
 from fullshard.weights.manifest import published_steps, read_manifest
 from tests.fsdp.programs import Block, Stack, mesh_for
@@ -394,3 +395,29 @@ def test_plain_modules_and_torch_s_reader_work_too(tmp_path):
     dcp.load(wanted, storage_reader=CheckpointReader(tmp_path / "one"))
     assert torch.equal(wanted["plain/weight"], model.weight)
     assert torch.equal(wanted["sharded/out.weight"], sharded.out.weight.full_tensor())
+
+
+@ranks(2)
+def test_the_best_checkpoint_when_it_was_saved_is_kept(tmp_path):
+    """Training finds a better step while a save in the background is being published: what that save names stays."""
+    model, best, published = FSDPv2(Block(8), mesh_for("FULL_SHARD")), [1], threading.Event()
+
+    def wait_there(name):
+        if name == "publish":
+            assert published.wait(30)
+
+    manager = CheckpointManager(tmp_path, 1, max_to_keep=1, protect=lambda step: step == best[0])
+    with pytest.MonkeyPatch.context() as patch, manager:
+        manager.save(1, {"model": model, "best": 1})
+        manager.save(2, {"model": model, "best": 1})
+        patch.setattr(publish, "stage", wait_there)
+        manager.save_async(3, {"model": model, "best": 1})
+        best[0] = 4  # evaluated, not saved yet
+        published.set()
+        manager.join()
+        runtime.barrier()
+        assert manager.all_steps() == [1, 3], "the newest names step 1 as the best"
+        runtime.barrier()
+        manager.save(4, {"model": model, "best": 4})
+        runtime.barrier()
+        assert manager.all_steps() == [4]

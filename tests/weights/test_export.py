@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import stat
 from types import SimpleNamespace
 
@@ -218,6 +219,32 @@ def test_refusals(files, tmp_path):
         with pytest.raises(WeightsError, match=message):
             save_pretrained(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@ranks(1)
+def test_the_model_s_own_base_and_the_files_of_others_stay(files, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(files["llama"], base)
+    model = load_pretrained(base)
+    before = {p.name: p.read_bytes() for p in base.iterdir()}
+    (tmp_path / "link").symlink_to(base)
+    for target in (base, tmp_path / "link", tmp_path):
+        with pytest.raises(WeightsError, match=r"save_pretrained: .* (is also|holds) .*the model's base"):
+            save_pretrained(model, target)
+    assert {p.name: p.read_bytes() for p in base.iterdir()} == before
+    out = tmp_path / "out"
+    out.mkdir()
+    names = ("model.fp16.safetensors", "model-00001-of-00002.safetensors", "notes.txt")
+    for name in names:
+        (out / name).write_text("x")
+    save_pretrained(model, out)
+    assert [name for name in names if (out / name).exists()] == [names[0], names[2]], (
+        "an earlier model's parts are gone"
+    )
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "named").symlink_to(tmp_path / "empty")
+    save_pretrained(model, tmp_path / "named")
+    assert (tmp_path / "empty" / "model.safetensors").exists()
 
 
 @ranks(2)

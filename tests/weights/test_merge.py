@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fullshard import FSDPv2, runtime, save_state
 from fullshard.cli import app
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.weights.adapter_checkpoint import write_adapter
 from fullshard.weights.base import Base, fingerprint_of
 from fullshard.weights.merge import merge_weights
@@ -196,7 +196,7 @@ def test_the_commands_and_their_mistakes(tmp_path):
     for options in ({"dtype": "int4"}, {"max_shard_size": "many"}, {"model": "other"}):
         with pytest.raises(CheckpointError):
             merge_weights(here / "step-5", tmp_path / "other", **options)
-    with pytest.raises(CheckpointError, match="exists already and is not empty"):
+    with pytest.raises(ConfigError, match="exists already and is not empty"):
         merge_weights(here / "step-5", tmp_path / "out")
     assert not (tmp_path / "other").exists()
     victim = next((here / "step-5").glob("*.safetensors"))

@@ -24,7 +24,7 @@ from peft import (
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from fullshard.errors import QuantizationError, WeightsError
+from fullshard.errors import ConfigError, QuantizationError, WeightsError
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.weights.models import save
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
     adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
     with pytest.raises(WeightsError, match=r"base holds no adapter: it has no adapter_model.safetensors"):
         merge_adapter(base, tmp_path / "out")
-    with pytest.raises(WeightsError, match="exists already and is not empty"):
+    with pytest.raises(ConfigError, match="exists already and is not empty"):
         merge_adapter(adapter, base)
     with pytest.raises(WeightsError, match=r"base '.*nowhere' is not here; name its folder with base="):
         merge_adapter(adapter, tmp_path / "out", base=tmp_path / "nowhere")

@@ -1,0 +1,86 @@
+"""Rows of tokens that were made elsewhere: `input_ids`, and the columns that say which of them are learnt.
+
+`labels` win over masks, as in TRL. Padding that `attention_mask` marks is cut off. Rows that hold several documents
+(`position_ids` or `seq_lengths` that say so) are refused: packing is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fullshard.data.messages import list_of
+from fullshard.data.rows import BadRow, short
+
+MASKS = ("assistant_masks", "completion_mask")
+COLUMNS = ("labels", *MASKS, "attention_mask", "position_ids", "seq_lengths")
+"""What is read beside `input_ids`."""
+
+
+def read_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `Document`; `row` has no nulls."""
+    ids = _integers(row["input_ids"], "input_ids")
+    if not all(0 <= n < 2**31 for n in ids):
+        raise BadRow(f"`input_ids` holds {short(next(n for n in ids if not 0 <= n < 2**31))}, which is no token.")
+    begin, end = _kept(row, ids)
+    _check_one_document(row, end - begin, len(ids))
+    found: dict[str, Any] = {"input_ids": ids[begin:end]}
+    if "labels" in row:
+        return {**found, "labels": _labels(row["labels"], ids)[begin:end]}
+    masks = {name: _mask(row[name], name, len(ids))[begin:end] for name in MASKS if name in row}
+    if "assistant_masks" in masks:
+        pairs = zip(found["input_ids"], masks["assistant_masks"], strict=True)
+        found["labels"] = tuple(token if learnt else -100 for token, learnt in pairs)
+    if "completion_mask" in masks:
+        found["completion_mask"] = masks["completion_mask"]
+    return found
+
+
+def _labels(value: Any, ids: Sequence[int]) -> tuple[int, ...]:
+    labels = _integers(value, "labels")
+    if len(labels) != len(ids):
+        raise BadRow(f"{len(ids)} input_ids but {len(labels)} labels; expected as many.")
+    for i, (label, token) in enumerate(zip(labels, ids, strict=True)):
+        if label not in (-100, token):
+            raise BadRow(f"labels[{i}] is {short(label)}; expected -100 or its token, {token}.")
+    return labels
+
+
+def _mask(value: Any, what: str, size: int) -> tuple[int, ...]:
+    mask = tuple(int(n) if isinstance(n, bool) else n for n in list_of(value, what, "zeros and ones"))
+    if not all(type(n) is int and n in (0, 1) for n in mask):
+        raise BadRow(f"`{what}` is {short(value)}; expected a list of zeros and ones.")
+    if len(mask) != size:
+        raise BadRow(f"{size} input_ids but {len(mask)} values in `{what}`; expected as many.")
+    return mask
+
+
+def _kept(row: Mapping[str, Any], ids: Sequence[int]) -> tuple[int, int]:
+    """Where the tokens begin and end that are no padding."""
+    if "attention_mask" not in row:
+        return 0, len(ids)
+    mask = _mask(row["attention_mask"], "attention_mask", len(ids))
+    if not any(mask):
+        raise BadRow("`attention_mask` is all zeros; expected 1 where there is a token.")
+    begin, end = mask.index(1), len(mask) - mask[::-1].index(1)
+    if not all(mask[begin:end]):
+        raise BadRow("`attention_mask` has zeros between ones; only padding before or after a document can be cut off.")
+    return begin, end
+
+
+def _check_one_document(row: Mapping[str, Any], kept: int, size: int) -> None:
+    where = _integers(row["position_ids"], "position_ids") if "position_ids" in row else None
+    sizes = _integers(row["seq_lengths"], "seq_lengths") if "seq_lengths" in row else None
+    several = (where is not None and where.count(0) > 1 and kept == size) or (sizes is not None and len(sizes) > 1)
+    if several:
+        name = "seq_lengths" if sizes is not None and len(sizes) > 1 else "position_ids"
+        raise BadRow(f"by `{name}` the row holds several documents; give one per row, and pack them with packing.")
+    if where is not None and kept == size and where != tuple(range(size)):
+        raise BadRow(f"`position_ids` is {short(where)}; expected 0, 1, 2, … (positions are given by packing).")
+
+
+def _integers(value: Any, what: str) -> tuple[int, ...]:
+    numbers = list_of(value, what, "integers")
+    if not all(type(n) is int for n in numbers):
+        raise BadRow(f"`{what}` is {short(value)}; expected a list of integers.")
+    return tuple(numbers)

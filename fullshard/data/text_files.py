@@ -1,0 +1,145 @@
+"""Files of running text and of delimited values (CSV), line by line, from any place in them on.
+
+`files.py` says which kinds of files there are, and turns what goes wrong with a file as a whole into one error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from fullshard.data.rows import BadRow, Place, Raw, names, short
+from fullshard.errors import DataError
+
+MARK = b"\xef\xbb\xbf"
+"""Some programs write this before UTF-8 text."""
+LONGEST_FIELD = 1 << 28
+"""Characters in a value of a CSV file."""
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+"""What may stand between the values of a .csv file."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb"))
+
+
+class Lines:
+    """A file's lines as text, and how far they have been taken."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.offset, self.number, self.ended = file, 0, 0, False
+
+    def __iter__(self) -> Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self.file.readline()
+        if not line:
+            self.ended = True
+            raise StopIteration
+        text = line if self.offset else line.removeprefix(MARK)
+        self.offset, self.number = self.offset + len(line), self.number + 1
+        # Bytes that are no text are refused with the value they are in, if it is used.
+        return text.decode("utf-8", "surrogateescape")
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def read_text(path: Path, start: Place, sample_by: str = "line") -> Iterator[Raw]:
+    """Running text: a row per line, per paragraph (blank lines part them) or for the whole file. Blank lines are passed
+    over. A place is (byte, line)."""
+    with open_file(path) as file:
+        lines = Lines(file)
+        if start:
+            lines.offset, lines.number = start
+            file.seek(lines.offset)
+        held: list[str] = []
+        first = lines.number + 1
+        for line in lines:
+            if line.strip() or (held and sample_by == "document"):
+                first = first if held else lines.number
+                held.append(line)
+            if held and (sample_by == "line" or (sample_by == "paragraph" and not line.strip())):
+                yield _row_of_text(path, first, held, lines)
+                held = []
+        if held:
+            yield _row_of_text(path, first, held, lines)
+
+
+def _row_of_text(path: Path, first: int, held: list[str], lines: Lines) -> Raw:
+    text = "".join(held).rstrip("\r\n").replace("\r\n", "\n")
+    return Raw(f"{path}, line {first}", {"text": text}, (lines.offset, lines.number))
+
+
+# --- CSV ------------------------------------------------------------------------------------------------------------
+
+
+def read_csv(path: Path, start: Place) -> Iterator[Raw]:
+    """Values with a header, which says by its own delimiter what parts them."""
+    found = []
+    for delimiter in DELIMITERS:
+        # Quotes may make it no header at all under the wrong delimiter.
+        with open_file(path) as file, contextlib.suppress(DataError):
+            header = _header(path, Lines(file), delimiter)[0]
+            found += [delimiter] if len(header) > 1 else []
+    if len(found) > 1:
+        with open_file(path) as file:
+            line = next(Lines(file), "").strip()
+        raise DataError(
+            f"{path}: the header {short(line)} has {' and '.join(DELIMITERS[d] for d in found)}; expected one of them "
+            f"between the columns. Put names that hold the other in quotes."
+        )
+    return read_table(path, start, found[0] if found else ",")
+
+
+def _header(path: Path, lines: Lines, delimiter: str) -> tuple[list[str], Iterator[Any]]:
+    """The names of the columns, and the records that follow."""
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_FIELD))
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    records = _records(rows, lines, path)
+    header: Any = next((fields for fields in records if fields), None)
+    if header is None or isinstance(header, BadRow):
+        found = "the file is empty;" if header is None else header.why
+        raise DataError(f"{path}: {found} expected a line of column names.")
+    return header, records
+
+
+def read_table(path: Path, start: Place, delimiter: str) -> Iterator[Raw]:
+    """Values with a header. Quoted values may hold delimiters, quotes (doubled) and line breaks. A row with more or
+    fewer values than the header is bad. A place is (byte, line)."""
+    with open_file(path) as file:
+        lines = Lines(file)
+        header, records = _header(path, lines, delimiter)
+        if len(set(header)) < len(header):
+            raise DataError(f"{path}, line {lines.number}: columns {names(header)}; expected each name once.")
+        if start:
+            lines.offset, lines.number = start
+            file.seek(lines.offset)
+        line = lines.number + 1
+        for fields in records:
+            where, place, line = f"{path}, line {line}", (lines.offset, lines.number), lines.number + 1
+            if isinstance(fields, BadRow):
+                yield Raw(where, fields, place)
+            elif fields and len(fields) != len(header):
+                why = f"{len(fields)} values, the header has {len(header)} ({names(header)})."
+                yield Raw(where, BadRow(why, fields), place)
+            elif fields:
+                yield Raw(where, dict(zip(header, fields, strict=True)), place)
+
+
+def _records(rows: Iterator[list[str]], lines: Lines, path: Path) -> Iterator[Any]:
+    while True:
+        line = lines.number + 1
+        try:
+            yield next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if lines.ended:
+                raise DataError(f"{path}, line {line}: a quote that is opened here is never closed.") from None
+            yield BadRow(f"not a row of values ({error}).")

@@ -1,0 +1,86 @@
+"""Messages of other libraries that a user can do nothing about. Our own commands leave them out; nothing else does.
+
+A script that imports fullshard is shown everything: only the processes of `fullshard …` call `leave_out()`. Each entry
+is limited to one text of one module. `own_line` keeps our own messages apart from a bar that another process draws.
+Only the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+from dataclasses import dataclass
+from typing import TextIO
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message that is not shown."""
+
+    source: str
+    """The module that warns, or the logger it is logged by."""
+    text: str
+    """A regular expression for how it begins."""
+    why: str
+
+
+LOGGED = (
+    Message(
+        "bitsandbytes.backends.cpu.ops",
+        "Failed to load CPU gemm_4bit_forward",
+        "peft imports bitsandbytes, which on CPUs with AVX512-BF16 asks every process to install a kernel for its own "
+        "4-bit layers; fullshard has its own layers.",
+    ),
+    Message(
+        "transformers.modeling_utils",
+        r"`loss_type=None` was set in the config but it is unrecognized",
+        "so it is in the configuration of GPT-2 and others, and the default is the right one; in training the loss is "
+        "fullshard's own.",
+    ),
+)
+WARNED = (
+    Message(
+        "peft.tuners.tuners_utils",
+        r"The following (rank|alpha)_pattern keys did not match any targeted module and were ignored: "
+        r"\[('\.\*\\\\\.[^']*'(, )?)+\]",
+        "for experts that transformers stores fused, peft itself puts in these patterns (they begin with `.*\\.`) and "
+        "follows them; it only looks for them among modules, and they name parameters. Patterns of the user's own are "
+        "shown.",
+    ),
+)
+TRAINED = (
+    Message(
+        "peft.tuners.tuners_utils",
+        "Model has `tie_word_embeddings=True` and a tied layer is part of the adapter",
+        "an advice for training. When the result is talked to or exported, it comes too late.",
+    ),
+)
+"""Warnings that are left out where an adapter is only used."""
+
+
+def leave_out(warned: tuple[Message, ...] = WARNED) -> None:
+    """Show none of these messages in this process. Calling it again changes nothing."""
+    for one in LOGGED:
+        logging.getLogger(one.source).addFilter(_SHOWN[one])
+    for one in warned:
+        warnings.filterwarnings("ignore", one.text, module=re.escape(one.source) + "$")
+
+
+def own_line(stream: TextIO) -> str:
+    """What is written before a message where another process, the first rank, may be drawing a bar: it takes the bar's
+    place, which is drawn again below it."""
+    return "\r\x1b[2K" if stream.isatty() and os.environ.get("TERM") != "dumb" else ""
+
+
+class _Shown(logging.Filter):
+    def __init__(self, message: Message) -> None:
+        super().__init__()
+        self.text = re.compile(message.text)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.text.match(str(record.msg)) is None
+
+
+_SHOWN = {one: _Shown(one) for one in LOGGED}

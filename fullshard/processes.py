@@ -1,0 +1,73 @@
+"""Processes as the system knows them: what tells one from all others, and whether it runs, is stopped or has ended."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def node_id() -> str:
+    """Names what process numbers are unique in: a boot of a machine, and a namespace of process ids on it.
+
+    Host names do not: containers of one image, and machines of one image, may all have the same.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""  # not Linux: every other process counts as one on another node
+    return hashlib.blake2b(f"{boot} {space}".encode(), digest_size=6).hexdigest()
+
+
+@dataclass(frozen=True)
+class Process:
+    """What tells one process from all others."""
+
+    node: str
+    pid: int
+    start: str
+    """When it began, in the kernel's ticks: a number that was given to a later process is not mistaken for it."""
+    host: str
+
+    def __str__(self) -> str:
+        return f" (process {self.pid} on {self.host})"
+
+    def text(self) -> str:
+        return f"{self.node or '-'} {self.pid} {self.start} {self.host}"
+
+    @classmethod
+    def parse(cls, text: str) -> Process:
+        node, pid, start, host = text.split(" ", 3)
+        return cls("" if node == "-" else node, int(pid), start, host)
+
+
+def this_process() -> Process:
+    return Process(node_id(), os.getpid(), (stat_of(os.getpid()) or ("", ""))[1], socket.gethostname())
+
+
+def state_of(process: Process | None) -> str:
+    """A process's state: "dead", "stopped", "alive"; "" if it is on another node."""
+    if process is None or not process.node or process.node != node_id():
+        return ""
+    found = stat_of(process.pid)
+    if found is None or found[0] in "ZX" or found[1] != process.start:
+        return "dead"
+    return "stopped" if found[0] in "Tt" else "alive"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this node was stopped, by a signal or a debugger."""
+    found = stat_of(pid)
+    return found is not None and found[0] in "Tt"
+
+
+def stat_of(pid: int) -> tuple[str, str] | None:
+    """State and start of a process; None if there is none of this number."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], fields[19]

@@ -1,0 +1,77 @@
+"""Rows become the tokens and labels that TRL's `SFTTrainer` makes of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from fullshard.data import templates
+from fullshard.data.encode import TextSettings, pieces
+from fullshard.data.sources import row_source
+from tests.data import trl_tokens
+from tests.data.trl_tokens import CASES, Case
+
+RECORDED = json.loads(trl_tokens.FILE.read_text())
+
+
+def our_tokens(case: Case) -> list[list[list[int]]]:
+    """[tokens, labels] of each row. TRL lets tokenizers add their special tokens to text, not to conversations."""
+    tokenizer = trl_tokens.tokenizer(case)
+    template = templates.template_of(tokenizer)
+    settings = TextSettings(10**6, template=template, add_special_tokens=template is None, **case.settings)
+    raws = list(row_source(case.rows, "rows").rows(None))
+    found = []
+    for ids, mask in pieces(raws, tokenizer, settings, Counter()):
+        labels = [token if learnt else -100 for token, learnt in zip(ids.tolist(), mask.tolist(), strict=True)]
+        found.append([ids.tolist(), labels])
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_labels_are_trl_s(name: str) -> None:
+    case = CASES[name]
+    ours, theirs = our_tokens(case), RECORDED[name]
+    assert [ids for ids, _ in ours] == [ids for ids, _ in theirs]
+    if not (case.settings.get("assistant_only_loss") and case.theirs):
+        assert ours == theirs
+        return
+    # TRL's templates of these families also learn the line break around a turn, which no model ever has to write: it
+    # stops at the end-of-turn mark before.
+    tokenizer = trl_tokens.tokenizer(case)
+    for (ids, mine), (_, labels) in zip(ours, theirs, strict=True):
+        assert sum(label != -100 for label in mine) > 1
+        for token, a, b in zip(ids, mine, labels, strict=True):
+            assert a == b or (a == -100 and tokenizer.decode([token]) in ("\n", "</s>")), (token, a, b)
+        marks = [i for i, token in enumerate(ids) if i and mine[i - 1] != -100 and mine[i] == -100]
+        assert all(tokenizer.decode([ids[i - 1]]).startswith("<") for i in marks), "the mark that ends a turn is learnt"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_recorded_is_trl_s(name: str) -> None:
+    assert trl_tokens.trl_tokens(CASES[name]) == RECORDED[name]
+
+
+def test_the_end_of_text_is_written_once(tmp_path: Any) -> None:
+    tokenizer = trl_tokens.tokenizer(CASES["text"])
+    end, start = tokenizer.eos_token_id, tokenizer.bos_token_id
+
+    def encoded(row: dict[str, Any], **changes: Any) -> list[int]:
+        settings = TextSettings(template=templates.TEMPLATES["zephyr"], **changes)
+        ((ids, _),) = pieces(list(row_source([row], "rows").rows(None)), tokenizer, settings, Counter())
+        return ids.tolist()
+
+    chat = {"messages": trl_tokens.SHORT}
+    for row in ({"text": "bread"}, {"text": "bread</s>"}, {"prompt": "salt", "completion": "bread"}):
+        assert encoded(row)[-1] == end != encoded(row)[-2]
+        assert encoded(row, append_concat_token=True) == encoded(row)
+    assert end not in encoded({"text": "bread"}, append_concat_token=False)
+    assert encoded({"text": "bread</s>"}, append_concat_token=False)[-1] == end, "what is written is not taken away"
+    assert encoded({"input_ids": [5, 6]}, append_concat_token=True) == [5, 6], "tokens made elsewhere stay as they are"
+    assert encoded(chat)[-1] != end == encoded(chat, append_concat_token=True)[-1]
+    assert start not in encoded({"text": "bread"})
