@@ -8,6 +8,7 @@ there are is the business of those classes.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -119,7 +120,8 @@ def options_of(config: type) -> tuple[Option, ...]:
 def _read_options(config: type) -> tuple[Option, ...]:
     hints, texts = typing.get_type_hints(config), _field_texts(config)
     found = []
-    for field in dataclasses.fields(config):
+    own = inspect.get_annotations(config)
+    for field in sorted(dataclasses.fields(config), key=lambda field: field.name not in own):  # inherited ones last
         kind, optional, choices = _kind_of(hints[field.name])
         factory: Any = field.default_factory
         default = factory() if factory is not dataclasses.MISSING else field.default
@@ -230,12 +232,29 @@ def _as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _as_dict(value: Any) -> dict[str, Any]:
-    return dict(json.loads(value) if isinstance(value, str) else value)
+def _as_mapping(value: Any) -> dict[str, Any]:
+    """A mapping, also as JSON or as `name=value,…`."""
+    if not isinstance(value, str):
+        return dict(value)
+    if value.strip().startswith("{"):
+        return dict(json.loads(value))
+    pairs = [part.partition("=") for part in as_list(value)]
+    if not all(name.strip() and equals for name, equals, _ in pairs):
+        raise ValueError
+    return {name.strip(): _number_or_text(text.strip()) for name, _, text in pairs}
+
+
+def _number_or_text(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        with contextlib.suppress(ValueError):
+            return float(text)
+        return text
 
 
 _KINDS: dict[type, typing.Callable[[Any], Any]] = {
-    bool: as_bool, int: as_int, float: _as_float, str: _as_text, list: as_list, tuple: _as_tuple, dict: _as_dict,
+    bool: as_bool, int: as_int, float: _as_float, str: _as_text, list: as_list, tuple: _as_tuple, dict: _as_mapping,
 }  # fmt: skip
 
 

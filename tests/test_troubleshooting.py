@@ -181,6 +181,7 @@ OTHERS = {
     "CUDA out of memory",
     "modified by an inplace operation",
     "out of bounds for storage of size 0",
+    "got mixed torch.Tensor and DTensor",
     "Expected more than 1 value per channel when training",
 }
 """Quoted, though another library says it."""

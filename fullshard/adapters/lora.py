@@ -5,12 +5,15 @@ The adapters themselves, their configuration and their files are PEFT's.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.adapters.quantize import Quantization, packed_parameters, packed_weights
+from fullshard.adapters.virtual_tokens import is_prompt
 from fullshard.errors import ConfigError, QuantizationError
 from fullshard.fsdp.strategy import dtype_name
 
@@ -51,6 +54,29 @@ def find_targets(model: nn.Module, value: str | Sequence[str] | None = None) -> 
 
 def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
+
+
+def lay_out(model: nn.Module, peft_config: Any) -> Any:
+    """PEFT's `get_peft_model` for a model without values.
+
+    Adapters that begin with what is in the weights are only put in place; they get their values when the weights are
+    read, by the `init_lora_weights` of the adapter's configuration (`weights/derive.py`).
+    """
+    from peft import get_peft_model
+
+    start = getattr(peft_config, "init_lora_weights", None)
+    if start is None:
+        with torch.device("cpu"):  # shared projections and numbers of tokens are values, wherever the model lies
+            return get_peft_model(model, peft_config)
+    if not isinstance(start, str) or start.lower() == "gaussian":
+        return get_peft_model(model, peft_config)
+    if start == "loftq" and (peft_config.loftq_config or {}).get("loftq_iter", 1) != 1:
+        raise ConfigError("loftq_config: more than one loftq_iter changes the weights themselves; expected 1")
+    peft_config = copy.copy(peft_config)
+    peft_config.init_lora_weights = True
+    made = get_peft_model(model, peft_config)
+    peft_config.init_lora_weights = start
+    return made
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -123,7 +149,8 @@ def check_trains(model: nn.Module) -> None:
     """Refuse what cannot train: a quantised model without adapters, or a model in which nothing trains."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    if packed_weights(model) and not any(isinstance(m, BaseTunerLayer) for m in model.modules()):
+    adapted = is_prompt(model) or any(isinstance(m, BaseTunerLayer) for m in model.modules())
+    if packed_weights(model) and not adapted:
         raise QuantizationError(
             "full fine-tuning of a 4-bit model: its weights are frozen, and only norms and embeddings would train. Add "
             "adapters (use_peft_lora, or get_peft_model), or load the model without quantisation"

@@ -74,7 +74,7 @@ PHI = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
     "{{ raise_exception('there is no role ' + m.role) }}{% endif %}{{ '<|' + m.role + '|>\\n' }}"
     + _said("m.content + '<|end|>'")
-    + "{{ '\\n' }}{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    + "{{ '\\n' }}{% endfor %}{% if not add_generation_prompt and eos_token != '<|end|>' %}{{ eos_token }}{% endif %}"
     + _cue("<|assistant|>\n")
 )
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."

@@ -2,7 +2,7 @@
 
 A feed says which rows each step has: those of a table are a function of (seed, step) alone, those of a stream of the
 position it has come to (`stream.py`). Every rank knows the whole global batch and takes its slice. Documents that share
-a row are kept apart by positions that start again: transformers turns those into block-diagonal attention.
+a row are told apart by positions that start again; `train/packed.py` has what a model needs besides to keep them apart.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from fullshard.data.chat import PROBE, Message, render
 from fullshard.data.messages import REASONING
 from fullshard.errors import DataError
 
-ARGUMENT = f"{PROBE}Argument"
+ARGUMENT, SAID = f"{PROBE}Argument", f"{PROBE}Said"
 USER: Message = {"role": "user", "content": "Hello"}
 CALL = {"id": "abcDEF123", "type": "function", "function": {"name": PROBE, "arguments": {"word": ARGUMENT}}}
 RESULT: Message = {"role": "tool", "content": "42", "name": PROBE, "tool_call_id": CALL["id"]}
@@ -94,12 +94,12 @@ def variables(template: str) -> frozenset[str]:
 @functools.lru_cache(maxsize=64)
 def writes_role(template: str, special: Special, role: str) -> bool:
     """Whether a template writes what the system or a tool says; also if it refuses such messages with an error."""
-    said = {**RESULT, "role": role, "content": PROBE}
+    said = {**RESULT, "role": role, "content": SAID}
     call: Message = {"role": "assistant", "content": "Wait", "tool_calls": [CALL]}
     system = [said, USER, ANSWER]
     trials = [system] if role == "system" else [[USER, call, said, ANSWER], [USER, ANSWER, said, ANSWER]]
     found = [_written(template, special, trial, None) for trial in trials]
-    return any(text is None or PROBE in text for text in found)
+    return any(text is None or SAID in text for text in found)
 
 
 def fit(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 from collections.abc import Iterator
@@ -82,7 +83,8 @@ def read_csv(path: Path, start: Place) -> Iterator[Raw]:
     """Values with a header, which says by its own delimiter what parts them."""
     found = []
     for delimiter in DELIMITERS:
-        with open_file(path) as file:
+        # Quotes may make it no header at all under the wrong delimiter.
+        with open_file(path) as file, contextlib.suppress(DataError):
             header = _header(path, Lines(file), delimiter)[0]
             found += [delimiter] if len(header) > 1 else []
     if len(found) > 1:

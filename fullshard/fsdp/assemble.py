@@ -29,6 +29,7 @@ from fullshard.fsdp.plan import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, ShardingPla
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.fsdp.streams import Lane
 from fullshard.fsdp.unit import Means, Unit
+from fullshard.spmd import rules
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
 
@@ -122,6 +123,7 @@ def assemble(
     engine.has_global_parameters = any(any(p.gathered_layout.dims) for unit in engine.units for p in unit.parameters)
     guard.expect_optimizers()
     entry.watch_backward()
+    rules.draw_alike()
     if options.precision != MixedPrecision.of(None):
         runtime.get_logger().info("mixed precision: %s", options.precision)
 

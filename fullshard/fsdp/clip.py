@@ -17,14 +17,18 @@ from fullshard.fsdp import watch, watched
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.tensor import is_sharded
 
+PLAIN = (-1,)
+"""In the place of axes: a gradient that is not sharded."""
+
 
 def clip_grad_norm_(
     parameters: Sequence[nn.Parameter], mesh: Mesh, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
     """Scale the gradients to a total norm of at most `max_norm`; returns the norm before.
 
-    A shard counts once: sums run along the axes that split a parameter, and copies are not added up. All ranks must
-    call it, also those whose shards are empty.
+    A shard counts once: sums run along the axes that split a parameter, and copies are not added up. Plain gradients
+    (of ignored modules) may differ between ranks: they count as their mean, so that all ranks scale alike. All ranks
+    must call it, also those whose shards are empty.
     """
     watch.check()
     p = float(norm_type)
@@ -42,7 +46,8 @@ def clip_grad_norm_(
     device = runtime.device()
     terms = [torch.zeros((), dtype=torch.float64, device=device)]
     for axes in sorted(by_axes):
-        terms.append(_sum_along(_power(by_axes[axes], p, device), axes, mesh, p))
+        power = _power(by_axes[axes], p, device)
+        terms.append(_mean(power, mesh, p) if axes == PLAIN else _sum_along(power, axes, mesh, p))
     stacked = torch.stack(terms)
     norm = stacked.max() if math.isinf(p) else stacked.sum() ** (1.0 / p)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -56,7 +61,7 @@ def clip_grad_norm_(
 
 def _pieces(grad: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
     if not is_sharded(grad):
-        return (), grad
+        return PLAIN, grad
     groups = origin(grad.device_mesh)[1]
     axes = [axis for group, at in zip(groups, grad.placements, strict=True) if isinstance(at, Shard) for axis in group]
     return tuple(sorted(axes)), grad._local_tensor
@@ -70,6 +75,11 @@ def _power(locals_: list[torch.Tensor], p: float, device: torch.device) -> torch
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in filled) else torch.float32
     norms = torch.stack([torch.linalg.vector_norm(t, p, dtype=dtype).to(device) for t in filled]).double()
     return norms.max() if math.isinf(p) else (norms**p).sum()
+
+
+def _mean(value: torch.Tensor, mesh: Mesh, p: float) -> torch.Tensor:
+    total = _sum_along(value, tuple(range(mesh.ndim)), mesh, p)
+    return total if math.isinf(p) else total / mesh.size()
 
 
 def _sum_along(value: torch.Tensor, axes: tuple[int, ...], mesh: Mesh, p: float) -> torch.Tensor:

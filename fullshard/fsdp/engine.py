@@ -119,7 +119,7 @@ class Engine:
         except BaseException:
             self._stack.pop()
             if noted:
-                entry.abandon(call)
+                entry.end(call)  # a tensor taken from inside may be used all the same
             if outermost:
                 self.reset()
             elif not recompute:
@@ -339,7 +339,6 @@ class Engine:
         reductions, self._in_flight = self._in_flight, deque()
         self._backwards.clear()
         self._stack.clear()
-        self._held.clear()
         self._order, self._left = [], []
         for reduction in reductions:
             reduction.wait()

@@ -92,7 +92,7 @@ def inside_a_call() -> bool:
 
 
 def begin(call: Call, begins: weakref.WeakMethod[Callable[[Call], None]]) -> None:
-    """A call begins; `end` or `abandon` follows."""
+    """A call begins; `end` follows, also if it raises."""
     call.begins = begins
     if not _calls.open:
         _forget()
@@ -106,12 +106,6 @@ def end(call: Call) -> None:
     _calls.open.remove(call)
     if _calls.open:
         _calls.open[-1].passed_on |= call.outputs
-
-
-def abandon(call: Call) -> None:
-    """A call has raised."""
-    del _calls.open[_calls.open.index(call) :]
-    _siblings().remove(call)
 
 
 def _siblings() -> list[Call]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -84,6 +85,18 @@ class Readiness:
         self.first = True
 
     def __call__(self) -> None:
+        if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
+            raise FSDPError(
+                "torch.autograd.graph.allow_mutation_on_saved_tensors() around a wrapped model: it copies what "
+                "autograd saved before every write, and gathered values are written each time they are gathered. "
+                "Leave it out"
+            )
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise FSDPError(
+                "a transform of torch.func (vmap, grad, jacrev, jvp) around a wrapped model: it would run through "
+                "gathered values that come and go. Use it inside the forward of one unit: a module whose forward calls "
+                "the transform, wrapped without units below it"
+            )
         if self.first:
             self._find_strangers()
             self.first = False

@@ -84,6 +84,7 @@ class ShardedParameter:
         """What the module sees instead of the gathered value, if it has its own way of seeing it."""
         self.offloaded = offloaded
         """Whether the shard lies on the host."""
+        self._keep_alone()
         self.follow(plan)
 
     # --- at rest ------------------------------------------------------------------------------------------------------
@@ -108,8 +109,13 @@ class ShardedParameter:
         """Take note of what was done to the shard from outside (`to_empty`, `load_state_dict`, freezing, casts);
         whether it differs from the plan now."""
         module, name = self.sites[0]
-        current = module._parameters[name]
-        if current is not self.shard and current is not None and current is not self.full:
+        current = module._parameters.get(name)
+        if current is None:
+            raise FSDPError(
+                f"parameter {self.plan.name} was removed after the module was wrapped (set to None, pruned, or "
+                f"replaced by a parametrization); change modules before FSDPv2(…)"
+            )
+        if current is not self.shard and current is not self.full:
             if not is_sharded(current) or current.shape != self.shard.shape:
                 raise FSDPError(
                     f"parameter {self.plan.name} was replaced by a {type(current).__name__} of shape "
@@ -127,7 +133,13 @@ class ShardedParameter:
             self.shard = current
             for other, other_name in self.sites[1:]:
                 other._parameters[other_name] = current
+        self._keep_alone()
         return self.shard.requires_grad != self.plan.trainable or self.shard.dtype != dtype_of(self.plan.dtype)
+
+    def _keep_alone(self) -> None:
+        """Where a shard is of our class, which takes plain tensors for global ones: not what each rank computes."""
+        if isinstance(self.shard, ShardedTensor):
+            self.shard.meets_no_plain = self.plan.name
 
     def give_memory(self) -> None:
         """Give a shard that was planned on the meta device its memory where it lies at rest, without values yet."""
@@ -315,8 +327,7 @@ class ShardedParameter:
             self.shard.grad = HeldGradient(self.shard, term, self.shard.grad)
 
     def drop_gradient(self) -> None:
-        if (held := self.held) is not None:
-            self.shard.grad = held.base
+        """Drop what a backward that was broken off has left; what `no_sync` holds back is of passes before."""
         for leaf in (self.full, self.full_global):
             if leaf is not None:
                 leaf.grad = None

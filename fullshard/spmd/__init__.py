@@ -6,7 +6,8 @@
 from typing import Any
 
 from fullshard import xla_names
-from fullshard.spmd import lists as lists  # before any optimizer step: it mends an operator of torch's own class too
+from fullshard.spmd import assign as assign  # before any use: these two mend torch's own class
+from fullshard.spmd import lists as lists
 from fullshard.spmd.agree import check_global_values
 from fullshard.spmd.loader import ShardedLoader, ShardingSpec
 from fullshard.spmd.mesh import HybridMesh, Mesh, get_1d_mesh, get_global_mesh, set_global_mesh

@@ -21,6 +21,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from fullshard import runtime
+from fullshard.errors import LayoutError
 from fullshard.spmd import lists, rules
 from fullshard.spmd.mesh import origin
 from fullshard.spmd.tensor import (
@@ -51,6 +52,7 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
             for t in written:
                 write_through(t)
             return out
+    _check_plain(flat, written)
     if any(not is_sharded(t) for t in written):
         return _into_plain(op, flat, tree, written)
     if torch.Tag.inplace_view in op.tags:
@@ -73,7 +75,22 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
     # A view of a copy, or of a pending sum (which a write will carry out, elsewhere): a write must go back further.
     if op.is_view and (is_copy(args[0]) or _is_pending(args[0])):
         remember_base(out, op, args[0], args[1:], kwargs)
+    if op.is_view and isinstance(out, ShardedTensor) and (name := getattr(args[0], "meets_no_plain", "")):
+        out.meets_no_plain = name
     return out
+
+
+def _check_plain(flat: list[Any], written: list[torch.Tensor]) -> None:
+    name = next((n for t in flat if (n := getattr(t, "meets_no_plain", "")) and not any(t is w for w in written)), "")
+    if not name:
+        return
+    for t in flat:
+        if isinstance(t, torch.Tensor) and t.ndim and not is_sharded(t):
+            raise LayoutError(
+                f"{name} is sharded and meets a plain tensor of shape {tuple(t.shape)}, of which each rank has its "
+                f"own, outside the forward of its unit. Call the model, or make the module that was called a unit "
+                f"of its own (auto_wrap_policy)"
+            )
 
 
 def _run(op: Op, flat: list[Any], tree: Any, mesh: DeviceMesh) -> Any:

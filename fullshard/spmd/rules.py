@@ -73,6 +73,14 @@ def by_global_draw(op: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
+def draw_alike() -> None:
+    """Let torch's own class draw so too where ranks compute on CPUs: it has one random stream for all pieces only on
+    accelerators; on CPUs each rank would draw the same numbers for its piece."""
+    if not accelerator.is_accelerator(runtime.device()):
+        for op in [op for op, rule in RULES.items() if rule is by_global_draw]:
+            DTensor._op_dispatcher._custom_op_handlers.setdefault(op, by_global_draw)
+
+
 def by_whole_draw(op: Any, args: Any, kwargs: Any) -> Any:
     """Any other operator that draws: on whole values, from the shared generator."""
     return _on_whole(op, args, kwargs, "")

@@ -79,6 +79,8 @@ class ShardedTensor(_Base):
 
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
+    meets_no_plain: str = ""
+    """A name where plain tensors are no global values to it: those of the ranks differ. Views have it too."""
     __new__ = torch.Tensor._dtensor__new__
     __torch_function__ = torch._C._disabled_torch_function_impl
 

@@ -21,29 +21,68 @@ from fullshard.adapters.quantize import Quantization
 from fullshard.adapters.token_rows import plain_layer
 from fullshard.errors import ConfigError
 from fullshard.fsdp import MixedPrecision
-from fullshard.options import as_list
+from fullshard.options import as_list, nearest
 from fullshard.train.config import SFTConfig
 
 Say = Callable[[str], None]
-PLAIN_STARTS = (True, False, "gaussian")
-"""Ways to begin an adapter that do not look at the weights it adapts."""
 
 
-def lora_config(config: SFTConfig) -> Any:
+def adapter_config(config: SFTConfig) -> Any:
     """PEFT's configuration of the adapter that the settings ask for; None for full fine-tuning."""
-    if not config.use_peft_lora:
+    if config.adapter_kind is None:
         return None
+    return {"lora": _lora, "vera": _vera}.get(config.adapter_kind, _prompt)(config)
+
+
+def _lora(config: SFTConfig) -> Any:
     from peft import LoraConfig
 
-    named = as_list(config.lora_target_modules)
-    return LoraConfig(
+    made: Any = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules="all-linear" if named == ["all-linear"] else named,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
         bias="none",
-        task_type="CAUSAL_LM",
+        **_layers(config),
     )
+    made.init_lora_weights = config.first_values  # set here, it asks for no library that only PEFT's own way needs
+    return made
+
+
+def _vera(config: SFTConfig) -> Any:
+    from peft import VeraConfig
+
+    return VeraConfig(
+        r=config.lora_r,
+        vera_dropout=config.lora_dropout,
+        d_initial=config.vera_d_initial,
+        projection_prng_key=config.projection_prng_key,
+        save_projection=config.save_projection,
+        **_layers(config),
+    )
+
+
+def _prompt(config: SFTConfig) -> Any:
+    from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig
+
+    about: dict[str, Any] = {"num_virtual_tokens": config.num_virtual_tokens, "task_type": "CAUSAL_LM"}
+    if config.peft_type == "prompt_tuning":
+        return PromptTuningConfig(**about)
+    about["encoder_hidden_size"] = config.encoder_hidden_size
+    if config.peft_type == "p_tuning":
+        return PromptEncoderConfig(**about)
+    return PrefixTuningConfig(prefix_projection=config.prefix_projection, **about)
+
+
+def _layers(config: SFTConfig) -> dict[str, Any]:
+    """Which layers get adapters, and which train whole."""
+    named, whole = as_list(config.lora_target_modules), as_list(config.modules_to_save or "")
+    return {
+        "target_modules": "all-linear" if named == ["all-linear"] else named,
+        "modules_to_save": whole or None,
+        "task_type": "CAUSAL_LM",
+    }
 
 
 def continued_config(config: SFTConfig, folder: Path, say: Say) -> Any:
@@ -58,7 +97,7 @@ def continued_config(config: SFTConfig, folder: Path, say: Say) -> Any:
         kind = getattr(found.peft_type, "value", found.peft_type)
         raise ConfigError(f"adapter_name_or_path: {folder} holds a {kind} adapter; expected one like LoRA.")
     found.inference_mode = False
-    for name in ("r", "lora_alpha", "lora_dropout"):
+    for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"):
         option = "lora_r" if name == "r" else name
         asked, own = getattr(config, option), getattr(found, name, None)
         if asked not in (own, SFTConfig.__dataclass_fields__[option].default):
@@ -96,6 +135,21 @@ def with_tokens(peft_config: Any, model: Any, tokens: list[int]) -> Any:
         trained[key] = sorted({*trained.get(key, ()), *tokens})
     peft_config.trainable_token_indices = trained or None
     return peft_config
+
+
+def chosen_tokens(config: SFTConfig, tokenizer: Any, rows: int) -> list[int]:
+    """The tokens that `trainable_token_indices` names, by number or as they are written."""
+    found, known = [], tokenizer.get_vocab()
+    for word in as_list(config.trainable_token_indices or ""):
+        index = int(word) if word.isdigit() else known.get(word)
+        if index is None or index >= rows:
+            what = f"has no token {word!r}{nearest(word, known)}" if index is None else f"has no token {index}"
+            raise ConfigError(
+                f"trainable_token_indices: the tokenizer {what} (the model has {rows} token rows). Expected tokens as "
+                f"the tokenizer writes them, or their numbers."
+            )
+        found.append(index)
+    return found
 
 
 def missing_tokens(peft_config: Any, model: Any, tokens: list[int]) -> list[int]:
@@ -153,6 +207,17 @@ def settle_dtypes(config: SFTConfig, model: nn.Module, precision: str, say: Say)
     return dataclasses.replace(usual, master_dtype=None)
 
 
+def settle_projections(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Hold VeRA's shared projections in the dtype the run computes in: they are buffers, which the engine leaves alone,
+    and PEFT's layer multiplies them as they are."""
+    from peft.tuners.vera.model import VeraModel
+
+    for tuner in model.modules():
+        for held in (tuner.vera_A, tuner.vera_B) if isinstance(tuner, VeraModel) and dtype is not None else ():
+            for adapter in held:
+                held[adapter] = held[adapter].to(dtype)
+
+
 def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | None = None) -> nn.Module:
     """The model with the adapter put into it, as a `PeftModel`; only the adapter trains.
 
@@ -161,18 +226,16 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
     from peft import PeftModel, get_peft_model
 
     empty = any(p.is_meta for p in model.parameters())
-    start, dora = getattr(peft_config, "init_lora_weights", True), getattr(peft_config, "use_dora", False)
-    if empty and (start not in PLAIN_STARTS or (dora and earlier is None)):
-        raise ConfigError(
-            f"an adapter that starts from the model's own weights (init_lora_weights={start!r}, use_dora={dora}) "
-            f"needs them "
-            f"whole: load the model yourself, add the adapter with peft and hand the PeftModel over."
-        )
     if earlier is not None and not empty:
         return PeftModel.from_pretrained(model, str(earlier), is_trainable=True)
+    if not empty and getattr(peft_config, "init_lora_weights", True) == "loftq":
+        raise ConfigError(
+            "init_lora_weights='loftq' needs the weights before quantisation, which are read from files; give the "
+            "model's folder instead of a model."
+        )
     torch.manual_seed(seed)
     try:
-        return get_peft_model(model, peft_config)
+        return lora.lay_out(model, peft_config) if empty else get_peft_model(model, peft_config)
     except ValueError as error:
         if "lora_dropout" in str(error):
             raise ConfigError(

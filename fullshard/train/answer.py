@@ -17,6 +17,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fullshard import runtime
+from fullshard.adapters.virtual_tokens import is_prompt
 from fullshard.errors import ConfigError
 from fullshard.weights.keys import plain_model
 from fullshard.weights.meeting import any_of
@@ -164,6 +165,8 @@ def answer(
         do_sample=how.temperature > 0, temperature=how.temperature or None, num_return_sequences=1,
         top_p=how.top_p if how.temperature else None, top_k=0 if how.temperature else None,
     )  # fmt: skip
+    if is_prompt(model):
+        settings.use_cache = False  # the adapter puts its prompt before whatever it is given
     was_training, usual = model.training, inner.generation_config
     model.eval()
     inner.generation_config = settings  # what a configuration leaves open is taken from the model's own

@@ -1,6 +1,6 @@
 """The whole system on one screen: from settings to a loop that is ready to run, every part in its order.
 
-launched ranks → mesh → empty model → adapter → tokens → lean head → plan → weights → optimizer → loop
+launched ranks → mesh → empty model → way to pack → adapter → tokens → lean head → plan → weights → optimizer → loop
 """
 
 from __future__ import annotations
@@ -12,29 +12,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fullshard import runtime
 from fullshard.adapters import lora
 from fullshard.adapters.inventory import dense_line
 from fullshard.adapters.quantize import quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
+from fullshard.adapters.virtual_tokens import begin_with, prompt_kinds
 from fullshard.data.once import agree
 from fullshard.data.sources import Source
 from fullshard.data.stream import Stream
 from fullshard.data.tokens import TokenTable
+from fullshard.errors import ConfigError
 from fullshard.fsdp import checkpoint_module, watched
+from fullshard.fsdp.strategy import dtype_of
 from fullshard.train import fit, folder
-from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes
+from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes, settle_projections
+from fullshard.train.adapter_options import check_prompt
 from fullshard.train.batches import describe_data, make_loader, make_stream, make_table
 from fullshard.train.config import SFTConfig
 from fullshard.train.engine import EngineSettings
+from fullshard.train.freeze import freeze
 from fullshard.train.loop import Loop
-from fullshard.train.loss import LeanHead
+from fullshard.train.loss import LeanHead, causal
 from fullshard.train.metrics import Reporter
 from fullshard.train.model import check_rows, empty_model, read_tokenizer, resized, settle_vocabulary, uses_flash
+from fullshard.train.noise import add_noise
+from fullshard.train.packed import Packed, Way, takes_positions
+from fullshard.train.packing_trial import Verdict, try_packing
 from fullshard.train.prepare import rebind
 from fullshard.train.schedule import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
 from fullshard.weights.adapter_base import check_base
+from fullshard.weights.adapter_config import taken_from_weights
 from fullshard.weights.adapter_files import brought_tables
 from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.fill import fill
@@ -55,10 +66,22 @@ class Parts:
     evaluation: TokenTable | None = None
     earlier: Path | None = None
     """The folder of the adapter that is gone on with."""
+    adds_adapter: bool = False
+    """Whether the run itself put a new adapter into the model."""
     grown: bool = False
     """Whether the model has more token rows than its files."""
     tables: bool = False
     """Whether embedding and head are written with the adapter: those of its base are others."""
+    first: Path | None = None
+    """The folder of the adapter as the run began with it, where it was taken out of the weights."""
+    way: Way | None = None
+    """How the model is given packed rows; None without packing."""
+
+    @property
+    def takes_from_weights(self) -> bool:
+        """Whether the run's own adapter begins with what it takes out of the weights."""
+        configs = getattr(self.model, "peft_config", {}).values() if self.adds_adapter else ()
+        return any(taken_from_weights(getattr(one, "init_lora_weights", None)) for one in configs)
 
 
 def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
@@ -97,12 +120,22 @@ def gather_parts(
     tables = any(agree(lambda: brought_tables(earlier) if earlier is not None else base is None and resized(model)))
     settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
     peft_config, grown = agree(settle, own=True)
+    way = way_to_pack(config, model, say) if config.packing else None
     if base is None and (four_bits := quantization(config)) is not None:
         model = quantize_model(model, four_bits)
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
+        if config.prompt_tuning_init_text:
+            begin_with(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
+    for kind in prompt_kinds(model):
+        check_prompt(kind, config.packing, config.gradient_checkpointing or engine.activation_checkpointing)
+    if config.freeze and train is not None:
+        agree(functools.partial(freeze, model, config.freeze, say))
     lora.check_trains(model)
-    parts = Parts(config, engine, model, base, tokenizer, earlier=earlier, grown=grown, tables=tables)
+    adds = peft_config is not None and earlier is None
+    parts = Parts(
+        config, engine, model, base, tokenizer, earlier=earlier, adds_adapter=adds, grown=grown, tables=tables, way=way
+    )
     if train is not None and config.streaming:
         parts.train = make_stream(config, train, tokenizer, functools.partial(check_rows, model))
     elif train is not None:
@@ -120,10 +153,35 @@ def table_of(parts: Parts, name: str, source: Source, say: Say) -> TokenTable:
     return table
 
 
+def way_to_pack(config: SFTConfig, model: Any, say: Say) -> Way:
+    """How this model is given packed rows, as the first rank finds by trying. All ranks must call this."""
+    work = functools.partial(try_packing, model, runtime.device(), uses_flash(model))
+    verdict: Verdict = agree(work if runtime.is_main() else lambda: None)[0]
+    name = type(causal(model)).__name__
+    if verdict.way is not None:
+        if verdict.way != Way():
+            say(f"packing: documents are kept apart in {name} by {verdict.way}.")
+        return verdict.way
+    if verdict.tried:
+        raise ConfigError(f"packing: {verdict.reason} in {name}, however they are given to it; leave packing out.")
+    if not config.trust_packing:
+        raise ConfigError(
+            f"packing: whether {name} keeps documents in a row apart cannot be tried on a small model of its class "
+            f"({verdict.reason}); leave packing out, or set trust_packing if you know that it does."
+        )
+    if not takes_positions(model):
+        raise ConfigError(f"packing: {name} does not take position_ids, so documents would see each other.")
+    say(f"packing: {name} is trusted to keep documents in a row apart; it could not be tried ({verdict.reason}).")
+    return Way()
+
+
 def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: Any = None) -> Loop:
     """Shard the model as planned, fill it, and put a loop around it."""
     config, engine, model = parts.config, parts.engine, parts.model
     keep_tables_whole(model)
+    if config.neftune_noise_alpha:
+        add_noise(model, config.neftune_noise_alpha)
+    packed = Packed(model, parts.way, _computed_in(engine, model)) if parts.way is not None else None
     head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss)
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
@@ -140,16 +198,22 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
             reporter.say(line)
     if parts.base is not None:
         shown = reporter.mode in ("live", "plain")
-        fill(sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier)
+        fill(
+            sharded, parts.base, seed=config.seed, progress=shown, resize_vocab=parts.grown, adapter=parts.earlier,
+            first=parts.first,
+        )  # fmt: skip
+    settle_projections(sharded, dtypes.param_dtype)
     optimizer = rebind(optimizer) if optimizer is not None else make_optimizer(sharded, config)
-    schedule = Schedule(optimizer, config.lr_scheduler_type, config.warmup(reporter.total), reporter.total)
+    schedule = Schedule(
+        optimizer, config.lr_scheduler_type, config.warmup(reporter.total), reporter.total, config.schedule_settings()
+    )
     table = parts.train if parts.train is not None else parts.evaluation
     assert table is not None
     loader = make_loader(config, table, parts.tokenizer.pad_token_id, uses_flash(model))
     precision, more = engine.mixed_precision, {"notify": notify} if notify is not None else {}
     return Loop(
         config, sharded, head, optimizer, schedule, loader, reporter, reporter.total, evaluation=parts.evaluation,
-        precision=precision, **more,
+        precision=precision, packed=packed, **more,
     )  # fmt: skip
 
 
@@ -161,6 +225,10 @@ def open_checkpoints(config: SFTConfig, loop: Loop, needed: Callable[[int], bool
 
     place = folder.place_of(config) / folder.CHECKPOINTS
     return CheckpointManager(place, config.save_steps, config.save_total_limit, protect=protect)
+
+
+def _computed_in(engine: EngineSettings, model: Any) -> torch.dtype:
+    return dtype_of(engine.mixed_precision) if engine.mixed_precision != "no" else causal(model).dtype
 
 
 def _origin(model: Any) -> str | None:

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, option, options_of, takes_other_names
+from fullshard.train import rates
+from fullshard.train.adapter_options import AdapterOptions
 
-SAME_LENGTH = ("max_seq_length", "max_length")
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
 REPORT_TO = ("tensorboard", "wandb")
 """What `report_to` can name; each is called like the package it needs."""
@@ -29,7 +30,7 @@ def _named(default: Any, *others: str, **about: Any) -> Any:
 
 @takes_other_names
 @dataclass
-class SFTConfig:
+class SFTConfig(AdapterOptions):
     """Settings of a fine-tuning run."""
 
     # --- the model ---
@@ -48,6 +49,8 @@ class SFTConfig:
     """Use FlashAttention 2. Where it is not installed, or without a GPU, torch's own attention is used, with a note."""
     attn_implementation: str | None = option(None, given_as="sdpa, eager, flash_attention_2, …")
     """The attention implementation by transformers' name; overrules `use_flash_attn`."""
+    rope_scaling: Literal["linear", "dynamic", "yarn"] | None = None
+    """Scale rotary positions so that documents of `max_seq_len` tokens fit, where that is more than the model has."""
     use_peft_lora: bool = False
     """Train a LoRA adapter and leave the model as it is."""
     adapter_name_or_path: str | None = option(None, given_as="a folder, or a name on the hub")
@@ -112,8 +115,10 @@ class SFTConfig:
     shuffle_buffer_size: int = 4096
     """Rows of the data that are tokenised, packed and shuffled together when streaming."""
     packing: bool = False
-    """Let documents share rows, so that hardly anything is padding. They never see each other."""
-    max_seq_len: int = _named(1024, *SAME_LENGTH)
+    """Let documents share rows, so that hardly anything is padding. They never see each other; that is tried first."""
+    trust_packing: bool = False
+    """Pack although it cannot be tried whether the model keeps documents apart, as with code of your own."""
+    max_seq_len: int = _named(1024, "max_seq_length", "max_length")
     """The longest row, in tokens. What becomes of longer documents is said by `overflow`, and counted."""
     overflow: Literal["truncate", "split", "drop"] = "truncate"
     """What happens to documents longer than `max_seq_len`."""
@@ -173,8 +178,10 @@ class SFTConfig:
     """Reduce gradients after each of these passes (least memory) or once per step (least communication)."""
     learning_rate: float = 5e-5
     """The highest learning rate."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    lr_scheduler_type: rates.Kind = "linear"
     """How the learning rate goes on from there."""
+    lr_scheduler_kwargs: dict[str, Any] | None = option(None, given_as="name=value,…, or JSON")  # noqa: RUF009 - a field
+    """Settings of the schedule by transformers' names, such as min_lr_rate=0.1 or num_decay_steps=100."""
     warmup_ratio: float = 0.0
     """The part of all steps over which the learning rate rises from 0."""
     warmup_steps: float = 0
@@ -282,6 +289,8 @@ class SFTConfig:
         self._check_numbers()
         self._check_route()
         self._check_plan()
+        self.check_adapter()
+        self.schedule_settings()
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
@@ -328,6 +337,11 @@ class SFTConfig:
             raise ConfigError("use_nested_quant quantises the scales of 4-bit weights; it needs use_4bit_quantization.")
         if self.use_unsloth:
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
+        if self.packing and self.rope_scaling == "dynamic":
+            raise ConfigError(
+                "rope_scaling dynamic follows the longest document of a batch, so packed documents would change each "
+                "other; use linear or yarn, or leave packing out."
+            )
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 and fp16 are both on; choose one.")
         if (self.resume or self.resumes_newest) and self.overwrite:
@@ -390,6 +404,10 @@ class SFTConfig:
         if self.warmup_steps:
             return math.ceil(self.warmup_steps * steps) if self.warmup_steps < 1 else int(self.warmup_steps)
         return math.ceil(steps * self.warmup_ratio)
+
+    def schedule_settings(self) -> dict[str, Any]:
+        """What the schedule is told, complete."""
+        return rates.check(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -21,13 +21,14 @@ from fullshard.paths import Inputs, refuse_inputs, replace_text, within
 from fullshard.train.config import HARMLESS, SFTConfig
 from fullshard.train.data_sets import configs_of
 from fullshard.train.folder_lock import LOCK, FolderLock, refuse_occupied
+from fullshard.weights.adapter_config import FIRST, WEIGHTS
 from fullshard.weights.manifest import MANIFEST, published_steps
 
 SETTINGS = "settings.json"
 CHECKPOINTS = "checkpoints"
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 WRITTEN = (
-    f"{CHECKPOINTS}/step-*", f"{CHECKPOINTS}/.step-*.tmp", "metrics.jsonl", "samples.jsonl",
+    f"{CHECKPOINTS}/step-*", f"{CHECKPOINTS}/.step-*.tmp", f"{FIRST}/*", "metrics.jsonl", "samples.jsonl",
     "runs/events.out.tfevents.*", "wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log",
     "wandb.json", "report.html", "README.md", "config.json", "generation_config.json", "model.safetensors",
     "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors",
@@ -67,6 +68,14 @@ def resumes(config: SFTConfig) -> bool:
         return True
     # Restarted before it had removed the earlier run, it begins anew again.
     return restarted() and not (config.overwrite and (place_of(config) / DOOMED).exists())
+
+
+def first_adapter(config: SFTConfig) -> Path | None:
+    """What the adapter of a run that is gone on with began with, where that was written down."""
+    asked = config.resume_from_checkpoint or ""
+    places = (Path(asked), Path(asked).parent, Path(asked).parent.parent, Path(config.output_dir))
+    found = (place.expanduser() / FIRST for place in places)
+    return next((place for place in found if (place / WEIGHTS).is_file()), None)
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -242,7 +251,7 @@ def remove_earlier(config: SFTConfig) -> str | None:
     try:
         for path in written_in(folder):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        for name in (CHECKPOINTS, "runs", "wandb"):
+        for name in (CHECKPOINTS, FIRST, "runs", "wandb"):
             if (folder / name).is_dir() and not (folder / name).is_symlink() and not any((folder / name).iterdir()):
                 (folder / name).rmdir()
         (folder / DOOMED).unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 """The training loop: steps, evaluations, checkpoints, and when to stop.
 
-The loss of a step is the mean over all learnt tokens of its global batch: every rank knows their number beforehand, and
-since the engine averages gradients over the ranks, each micro-batch's summed loss is scaled by ranks / tokens.
+The loss of a step is the mean of the model's own loss over all learnt tokens of its global batch: every rank knows
+their number beforehand, and since the engine averages gradients over the ranks, each micro-batch's loss × tokens is
+scaled by ranks / tokens of the step. What a model adds (a router's auxiliary loss) counts once, weighted alike.
 Decisions are taken from values that all ranks share, so all take the same ones.
 """
 
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard import accelerator, runtime
-from fullshard.data.loader import Batch, Loader, Step, one_pass
+from fullshard.adapters.virtual_tokens import is_prompt
+from fullshard.data.loader import IGNORED, Batch, Loader, Step, one_pass
 from fullshard.data.tokens import TokenTable
 from fullshard.errors import TrainingError
 from fullshard.fsdp import watch, watched
@@ -27,6 +29,7 @@ from fullshard.train.batches import describe_data
 from fullshard.train.config import SFTConfig
 from fullshard.train.loss import LeanHead
 from fullshard.train.metrics import Reporter, Window, memory_gib
+from fullshard.train.packed import Packed
 from fullshard.train.schedule import Schedule
 from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.meeting import exchange
@@ -81,13 +84,14 @@ class Loop:
     def __init__(
         self, config: SFTConfig, model: Any, head: LeanHead, optimizer: torch.optim.Optimizer, schedule: Schedule,
         loader: Loader, reporter: Reporter, total: int, manager: CheckpointManager | None = None,
-        evaluation: TokenTable | None = None, precision: str = "no",
+        evaluation: TokenTable | None = None, precision: str = "no", packed: Packed | None = None,
         notify: Callable[..., bool] = lambda event, **facts: False,
     ) -> None:  # fmt: skip
         self.config, self.model, self.head, self.optimizer, self.schedule = config, model, head, optimizer, schedule
         self.loader, self.reporter, self.total, self.manager = loader, reporter, total, manager
-        self.evaluation, self.notify = evaluation, notify
+        self.evaluation, self.notify, self.packed = evaluation, notify, packed
         self.progress = Progress(batch=loader.feed.batch)
+        self.prompt = is_prompt(model)
         head.enabled = False  # outside the loop the model is the user's
         self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
         self.rate = 0.0
@@ -178,7 +182,7 @@ class Loop:
         losses = []
         for index, batch in enumerate(step.batches):
             holds_back = index + 1 < len(step.batches) and not self.config.sync_each_batch
-            with self.model.no_sync() if holds_back else contextlib.nullcontext():
+            with self.model.no_sync() if holds_back else contextlib.nullcontext(), self._rows(batch):
                 self.forward(batch).backward()
             assert self.head.statistics is not None
             sums += self.head.statistics.sums
@@ -203,18 +207,25 @@ class Loop:
         return Outcome(loss_sum / targets, correct / targets, entropy / targets, norm, updated)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The summed loss of a micro-batch, scaled for its part in the step."""
+        """The model's own loss of a micro-batch × its learnt tokens, scaled for its part in the step."""
         device = runtime.device()
+        self.head.targets = int((batch["labels"][:, 1:] != IGNORED).sum())  # still on the host
         pinned = self.config.dataloader_pin_memory and accelerator.is_accelerator(device)
         moved = {
             name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
             for name, tensor in batch.items()
         }
+        if self.prompt:
+            moved["labels"][:, 0] = IGNORED  # no target, as everywhere else, though a virtual token stands before it
         self.head.enabled = True
         try:
             return self.model(**moved, use_cache=False).loss
         finally:
             self.head.enabled = False
+
+    def _rows(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """While inside, packed documents are kept apart in passes over this batch, recomputed ones included."""
+        return self.packed.rows(batch) if self.packed is not None else contextlib.nullcontext()
 
     def _seed(self, step: int) -> None:
         """Random numbers (dropout) of a step are a function of seed, step and rank: a resumed run draws the same."""
@@ -271,7 +282,8 @@ class Loop:
             table, collator, self.config.per_device_eval_batch_size, self.loader.rank, self.loader.world
         ):
             for batch in step.batches:
-                self.forward(batch)
+                with self._rows(batch):
+                    self.forward(batch)
                 assert self.head.statistics is not None
                 sums += self.head.statistics.sums
         self.model.train()

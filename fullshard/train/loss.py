@@ -3,7 +3,8 @@
 `lean_head(model)` makes a causal language model's head give a stand-in for the logits. Element-wise steps that the
 model takes on them (soft-caps, scales, casts) are written down, and the loss is computed from hidden states chunk by
 chunk, its gradient in the same pass. Any other use of the stand-in turns it into real logits, so nothing can come out
-wrong. This runs inside the model's forward, where a sharded head is gathered.
+wrong. This runs inside the model's forward, where a sharded head is gathered. Only the cross-entropy that the model
+asks transformers for is replaced: the loss is what the model makes of it, a router's auxiliary loss included.
 """
 
 from __future__ import annotations
@@ -127,16 +128,19 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, own: torch.Tensor | None,
         index: torch.Tensor | None, labels: torch.Tensor, steps: tuple[Step, ...], rows: int, scale: float,
+        *factors: torch.Tensor,
     ) -> Any:  # fmt: skip
-        # hidden [n, h], weight [v, h], labels [n]; own [k, h] are rows that stand for those of weight at index [k]
+        # hidden [n, h], weight [v, h], labels [n]; own [k, h] are rows that stand for those of weight at index [k];
+        # factors are the trained numbers in steps
         want_hidden, want_weight, want_bias, want_own = ctx.needs_input_grad[:4]
-        want = want_hidden or want_weight or want_bias or want_own
+        want = any(ctx.needs_input_grad)
         wide = torch.promote_types(torch.float32, weight.dtype)
         sums = torch.zeros(3, dtype=wide, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if want_hidden else None
         d_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if want_bias and bias is not None else None
         d_own = torch.zeros_like(own, dtype=wide) if want_own and own is not None else None
+        d_factors = [torch.zeros_like(factor, dtype=wide) for factor in factors]
         for start in range(0, hidden.shape[0], rows):
             piece = slice(start, start + rows)
             learnt = labels[piece] != IGNORED
@@ -153,9 +157,9 @@ class _ChunkedLoss(torch.autograd.Function):
             correct = values.argmax(1, keepdim=True) == targets
             chances = (values - total).exp_()
             entropy = total.squeeze(1) - (chances * values).sum(1)
-            each = torch.stack([(total - picked).squeeze(1), correct.squeeze(1).to(wide), entropy])
-            sums += each.masked_fill(~learnt, 0).sum(1)
-            del values, each
+            found = torch.stack([(total - picked).squeeze(1), correct.squeeze(1).to(wide), entropy])
+            sums += found.masked_fill(~learnt, 0).sum(1)
+            del values, found
             if not want:
                 continue
             # d loss / d logits = (softmax - one-hot) × scale, and nothing where nothing is learnt. The scale is applied
@@ -165,7 +169,9 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             slope = chances.to(logits.dtype)
             if steps:
-                (slope,) = torch.autograd.grad(logits, raw, slope)
+                slope, *each = torch.autograd.grad(logits, (raw, *factors), slope)
+                for so_far, part in zip(d_factors, each, strict=True):
+                    so_far += part
             slope = slope.to(weight.dtype)
             if own is not None and index is not None:
                 apart = slope[:, index]
@@ -183,8 +189,8 @@ class _ChunkedLoss(torch.autograd.Function):
                     d_weight += slope.T @ hidden[piece]
             if d_bias is not None:
                 d_bias += slope.to(wide).sum(0)
-        ctx.gradients = (d_hidden, d_weight, d_bias, d_own)
-        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype, weight.dtype)
+        ctx.gradients = (d_hidden, d_weight, d_bias, d_own, *d_factors)
+        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype, weight.dtype, *(factor.dtype for factor in factors))
         ctx.mark_non_differentiable(sums)
         return sums[0] * scale, sums
 
@@ -194,8 +200,8 @@ class _ChunkedLoss(torch.autograd.Function):
             ctx.gradients,
             None,
         )  # a second backward would need them; freeing them early matters more
-        scaled = (_scaled(g, d_loss, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
-        return (*scaled, None, None, None, None, None)
+        scaled = [_scaled(g, d_loss, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        return (*scaled[:4], None, None, None, None, None, *scaled[4:])
 
 
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -216,9 +222,15 @@ def chunked_cross_entropy(
     hidden, labels = hidden[:, :-1].reshape(-1, hidden.shape[-1]), labels[:, 1:].reshape(-1)
     rows = chunk_tokens or max(1, CHUNK_BYTES // (4 * head.out_features))
     index, values = (own.index, own.values) if own is not None else (None, None)
+    trained = [v for _, args, kwargs, _ in steps for v in (*args, *kwargs.values()) if _trains(v)]
+    factors = {id(factor): factor for factor in trained}.values()
     return HeadStatistics(
-        *_ChunkedLoss.apply(hidden, head.weight, head.bias, values, index, labels, steps, rows, scale)
+        *_ChunkedLoss.apply(hidden, head.weight, head.bias, values, index, labels, steps, rows, scale, *factors)
     )
+
+
+def _trains(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and type(value) is not DeferredLogits and value.requires_grad
 
 
 def whole_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float = 1.0) -> HeadStatistics:
@@ -236,9 +248,11 @@ def whole_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float
 
 
 class LeanHead:
-    """A model whose forward, given labels, returns the summed loss × `scale`; `statistics` has the last pass's sums.
+    """A model whose forward, given labels, returns its own loss × learnt tokens × `scale`.
 
-    While `enabled` is False the model behaves as it always did.
+    The model's loss is a mean over the learnt tokens of the batch, and whatever it adds to that. So over any number of
+    batches, with `scale` one over all their tokens, the sum is the mean over tokens of the model's own loss.
+    `statistics` has the last pass's sums. While `enabled` is False the model behaves as it always did.
     """
 
     def __init__(self, model: nn.Module, chunk_tokens: int = 0, chunked: bool = True) -> None:
@@ -250,6 +264,10 @@ class LeanHead:
         self.why_not = "" if self.head is not None or not chunked else _why_not(head)
         self.statistics: HeadStatistics | None = None
         self.active, self.enabled, self.scale = False, True, 1.0
+        self.targets: int | None = None
+        """Learnt tokens of the batch; None counts them, for which a host must wait for its device."""
+        self.factor = 1.0
+        """What the model's own loss is multiplied by: targets × scale."""
         self.plain_loss = getattr(self.model, "loss_function", None)
         if self.head is not None and head is not None:
             head.forward = self._head_forward(head.forward)
@@ -267,10 +285,17 @@ class LeanHead:
 
     def _model_forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("labels") is None or not self.enabled:
+            labels = kwargs.get("labels")
+            if labels is None or not self.enabled:
                 return plain(*args, **kwargs)
+            targets = self.targets if self.targets is not None else int((labels[:, 1:] != IGNORED).sum())
+            if not targets and "input_ids" in kwargs:
+                kwargs["labels"] = labels = kwargs["input_ids"]  # a mean over nothing is no number, not even × 0
+            self.factor = targets * self.scale
             with self._activate():
                 output = plain(*args, **kwargs)
+            self.statistics = self._statistics_of(output, labels, targets)
+            output["loss"] = self.statistics.scaled
             # Nobody but the loss has use for logits here, and the engine need not look after them.
             output["logits"] = None
             return output
@@ -285,15 +310,43 @@ class LeanHead:
         finally:
             self.active = False
 
+    def _statistics_of(self, output: Any, labels: torch.Tensor, targets: int) -> HeadStatistics:
+        """The sums of the pass, with the model's own loss in them."""
+        own = output["loss"]
+        found = self.statistics if self.statistics is not None else self._observed(output["logits"], labels)
+        sums = torch.stack([own.detach().to(found.sums.dtype) * targets, *found.sums[1:]])
+        return HeadStatistics(own * self.factor, sums if targets else torch.zeros_like(sums))
+
     def _loss(self, logits: Any, labels: torch.Tensor, vocab_size: int | None = None, **kwargs: Any) -> torch.Tensor:
-        if not self.active:
+        """What the model gets when it asks for its loss function: the mean over learnt tokens."""
+        if not self.active or not _is_cross_entropy(self.plain_loss, kwargs):
             assert self.plain_loss is not None
+            if self.active and self.statistics is None:
+                self.statistics = self._observed(logits, labels)
             return self.plain_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+        # The scale is applied where gradients are made, so that narrow ones are rounded once.
+        scale = self.scale if self.factor else 1.0
         if type(logits) is DeferredLogits:
-            self.statistics = chunked_cross_entropy(logits, labels, self.chunk_tokens, self.scale)
+            found = chunked_cross_entropy(logits, labels, self.chunk_tokens, scale)
         else:
-            self.statistics = whole_cross_entropy(logits, labels, self.scale)
-        return self.statistics.scaled
+            found = whole_cross_entropy(logits, labels, scale)
+        self.statistics = self.statistics or found  # the first is that of the next token, should there be more
+        return found.scaled / (scale * (labels[:, 1:] != IGNORED).sum())
+
+    @torch.no_grad()
+    def _observed(self, logits: Any, labels: torch.Tensor) -> HeadStatistics:
+        """Accuracy and entropy beside a loss that the model computes by itself."""
+        if type(logits) is DeferredLogits:
+            return chunked_cross_entropy(logits, labels, self.chunk_tokens)
+        return whole_cross_entropy(logits, labels)
+
+
+def _is_cross_entropy(loss: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a model's loss function is transformers' mean over the next tokens, and is asked for no other."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    others = ("shift_labels", "num_items_in_batch", "ignore_index")
+    return loss is ForCausalLMLoss and all(kwargs.get(name) is None for name in others)
 
 
 def causal(model: nn.Module) -> Any:

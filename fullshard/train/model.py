@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fullshard import accelerator, runtime
-from fullshard.adapters import lora
+from fullshard.adapters import lora, virtual_tokens
 from fullshard.adapters.quantize import Quantization, quantize_model
 from fullshard.adapters.token_rows import plain_layer
 from fullshard.data.templates import Prepared, prepare_tokenizer
@@ -25,6 +25,7 @@ from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
 from fullshard.train.data_sets import needed, templates_of
 from fullshard.train.loss import causal
+from fullshard.train.rope import longest_document, scale_rope
 from fullshard.weights import load as loading
 from fullshard.weights.adapter_base import lasting_name
 from fullshard.weights.adapter_files import other_rows, stored_rows
@@ -55,6 +56,8 @@ def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
     except (OSError, ValueError) as error:
         raise ConfigError(f"no model configuration could be read from {folder}: {first_line(error)[:200]}") from None
     shape.name_or_path = lasting_name(folder)
+    if config.rope_scaling is not None:
+        scale_rope(shape, config.rope_scaling, config.max_seq_len, say)
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
         say(f"{folder} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")
@@ -136,7 +139,8 @@ def settle_vocabulary(
                 f"new adapter."
             )
     elif peft_config is not None:
-        peft_config = adapter.with_tokens(peft_config, model, new)
+        chosen = adapter.chosen_tokens(config, tokenizer, embedding_rows(model))
+        peft_config = adapter.with_tokens(peft_config, model, sorted({*new, *chosen}))
     elif hasattr(model, "peft_config"):
         held = model.peft_config[model.active_adapters[0]]
         if adapter.missing_tokens(held, causal(model), new):
@@ -214,12 +218,12 @@ def check_rows(model: Any, table: TokenTable) -> None:
     """Refuse rows that the model cannot take."""
     inner = causal(model)
     longest = int((table.document_starts[1:] - table.document_starts[:-1]).max())
-    positions = getattr(inner.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and longest > positions:
+    positions, before = longest_document(inner.config), virtual_tokens.count(model)
+    if positions is not None and longest + before > positions:
+        prompt = f" and {before} virtual ones before them" if before else ""
         raise ConfigError(
-            f"the data has documents of {longest} tokens, {type(inner).__name__} has {positions} positions; set "
-            f"max_seq_len to "
-            f"{positions} or less."
+            f"the data has documents of {longest} tokens{prompt}, {type(inner).__name__} has {positions} positions; "
+            f"set max_seq_len to {positions - before} or less, or rope_scaling where the model has rotary positions."
         )
     top = int(table.tokens.max())
     if top >= embedding_rows(model):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fullshard import __version__, runtime
+from fullshard.adapters.virtual_tokens import as_file, encoders, is_prompt
 from fullshard.data.once import agree
 from fullshard.errors import WeightsError
 from fullshard.fsdp.state import whole_value
@@ -23,10 +25,11 @@ from fullshard.train.metrics import FILE
 from fullshard.train.model import local_folder
 from fullshard.train.report import write_report
 from fullshard.weights.adapter_base import lasting_name, write_record
-from fullshard.weights.adapter_config import CONFIG, read_config
+from fullshard.weights.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
 from fullshard.weights.adapter_files import names_in_files
 from fullshard.weights.base import base_of
 from fullshard.weights.export import save_pretrained
+from fullshard.weights.plain_lora import make_plain
 
 if TYPE_CHECKING:
     from fullshard.train.assemble import Parts
@@ -39,17 +42,30 @@ def export(model: Any, parts: Parts, config: SFTConfig, place: Path) -> None:
     """Write the model or the adapter, and the tokenizer. All ranks must call it."""
     dtype = None if config.save_dtype == "auto" else getattr(torch, config.save_dtype)
     if hasattr(model, "peft_config"):
-        export_adapter(model, place, dtype, parts.tables)
+        keep_first(model, parts, config)
+        export_adapter(model, place, dtype, parts.tables, parts.first)
         agree(lambda: save_tokenizer(parts.tokenizer, place) if runtime.is_main() else None)
     else:
         dtype = dtype or getattr(model.config, "dtype", None)
         save_pretrained(model, place, dtype=dtype, tokenizer=parts.tokenizer, progress=False)
 
 
-def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None, tables: bool = False) -> None:
+def keep_first(model: Any, parts: Parts, config: SFTConfig) -> None:
+    """Write down what an adapter begins with that was taken out of the weights. All ranks must call it, before the
+    adapter trains."""
+    if parts.takes_from_weights and parts.first is None:
+        place = Path(config.output_dir).expanduser() / FIRST
+        export_adapter(model, place)
+        parts.first = place
+
+
+def export_adapter(
+    model: Any, place: Path, dtype: torch.dtype | None = None, tables: bool = False, first: Path | None = None
+) -> None:
     """Write the adapter as PEFT does, gathering nothing else; read it back before it takes its place.
 
-    With `tables` embedding and head are written with it, whole.
+    With `tables` embedding and head are written with it, whole. One that began as `first`, taken out of the weights, is
+    written as plain LoRA.
     """
     names = set(model.peft_config)
     whole_tables = {n for a in names for n in names_in_files(model, a)[1].values()} if tables else set()
@@ -60,15 +76,23 @@ def export_adapter(model: Any, place: Path, dtype: torch.dtype | None = None, ta
                 whole = whole_value(p)
                 if runtime.is_main():
                     values[p.plan.name] = whole.detach().cpu().to(dtype or whole.dtype).clone()
+    shared = dict(model.named_buffers(remove_duplicate=False))
+    for name in {name for adapter in names for name in names_in_files(model, adapter)[0].values()} & shared.keys():
+        values[name] = shared[name].cpu().to(dtype or shared[name].dtype).clone()
 
     def write() -> None:
         if not runtime.is_main():
             return
         with replaced_files(place) as part:
-            type(model)._fullshard_plain.save_pretrained(
-                model, str(part), state_dict=dict(values), save_embedding_layers=tables
-            )
-            _check_adapter(list(part.rglob("*.safetensors")), values)
+            if is_prompt(model):
+                _write_prompt(model, part, values)
+            else:
+                type(model)._fullshard_plain.save_pretrained(
+                    model, str(part), state_dict=dict(values), save_embedding_layers=tables
+                )
+                _check_adapter(list(part.rglob("*.safetensors")), values)
+            if first is not None:
+                make_plain(part, first)
             for file in part.rglob(CONFIG):
                 _name_base(file.parent, model)
             for card in part.rglob("README.md"):  # PEFT's; `card.py` writes the run's
@@ -84,6 +108,21 @@ def _name_base(folder: Path, model: Any) -> None:
         write_record(folder, name or base.path, (base.path, base.fingerprint))
     elif name:
         write_record(folder, name)
+
+
+def _write_prompt(model: Any, folder: Path, values: dict[str, torch.Tensor]) -> None:
+    """A prompt's files hold what its encoder gives, not the encoder."""
+    for adapter, encoder in encoders(model).items():
+        start, config = f"prompt_encoder.{adapter}.", model.peft_config[adapter]
+        own = {name.removeprefix(start): value.float() for name, value in values.items() if name.startswith(start)}
+        dtype = values[f"{start}embedding.weight"].dtype
+        table = {name: value.to(dtype) for name, value in as_file(encoder, own).items()}
+        save_file(table, folder / WEIGHTS, metadata={"format": "pt"})
+        config.base_model_name_or_path = config.base_model_name_or_path or local_folder(causal(model))
+        written = copy.copy(config)
+        written.inference_mode = True
+        written.save_pretrained(folder)
+        assert (folder / CONFIG).is_file()
 
 
 def _check_adapter(files: list[Path], values: dict[str, torch.Tensor]) -> None:

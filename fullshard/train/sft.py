@@ -21,7 +21,7 @@ from fullshard.errors import ConfigError
 from fullshard.paths import refuse_inputs, save_tokenizer
 from fullshard.train import assemble, boards, folder, results
 from fullshard.train.accelerator import Accelerator, Plugin, State
-from fullshard.train.adapter import lora_config
+from fullshard.train.adapter import adapter_config
 from fullshard.train.arguments import check_model_folder, check_paths, check_report_to, inputs_of
 from fullshard.train.batches import total_steps
 from fullshard.train.callbacks import Callbacks, TrainerState
@@ -92,9 +92,14 @@ class SFTTrainer:
             raise ConfigError("there is no model: give model=, or model_name_or_path in args.")
         if isinstance(model, str | Path):
             check_model_folder(str(model))
+        elif model is not None and self.args.rope_scaling is not None:
+            raise ConfigError(
+                f"rope_scaling is {self.args.rope_scaling}, but the model is in memory already; set rope_parameters in "
+                f"its configuration before it is made, or name its folder."
+            )
         engine = assemble.engine_settings(self.args, notes)
         if peft_config is None and earlier is None:
-            peft_config = lora_config(self.args)
+            peft_config = adapter_config(self.args)
         if peft_config is not None and (hasattr(model, "peft_config") or earlier is not None):
             raise ConfigError("the model has an adapter already, and peft_config asks for another; leave one out.")
         self._say: Callable[[str], None] = _speaker(self.args.progress)
@@ -154,7 +159,10 @@ class SFTTrainer:
             table = self.parts.train if self.parts.train is not None else self.parts.evaluation
             assert table is not None
             total = self.state.max_steps = total_steps(self.args, table)
-            reporter = Reporter(folder.place_of(self.args), total, self.args.progress, boards.opener(self.args))
+            place = folder.place_of(self.args)
+            if self.parts.takes_from_weights and folder.resumes(self.args):
+                self.parts.first = folder.first_adapter(self.args)
+            reporter = Reporter(place, total, self.args.progress, boards.opener(self.args))
             self._loop = assemble.build_loop(self.parts, reporter, self._optimizer, self._callbacks)
         return self._loop
 
@@ -182,6 +190,7 @@ class SFTTrainer:
         return TrainOutput(loop.progress.step, mean, {**last, "train_loss": mean})
 
     def _train(self, loop: Loop, earlier: dict[str, Any] | None, resumes: bool) -> None:
+        results.keep_first(loop.model, self.parts, self.args)
         with self._open_checkpoints() as manager:
             loop.manager = manager
             if resumes or folder.named_checkpoint(self.args) is not None:

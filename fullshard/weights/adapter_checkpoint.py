@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from fullshard.adapters import virtual_tokens
+from fullshard.adapters.lora import lay_out
 from fullshard.errors import CheckpointError
 from fullshard.weights.adapter_base import write_record
-from fullshard.weights.adapter_config import CONFIG, WEIGHTS
+from fullshard.weights.adapter_config import CONFIG, FIRST, WEIGHTS, taken_from_weights
 from fullshard.weights.adapter_files import names_in_files, other_rows
 from fullshard.weights.load import class_of, on_meta
 from fullshard.weights.manifest import damaged, misplaced, read_manifest
 from fullshard.weights.merge import find_model, stored_tensors
+from fullshard.weights.plain_lora import first_of, make_plain
 
 
 def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> None:
     """Write the adapter of a checkpoint into the folder `out`, which exists."""
-    from peft import PeftConfig, get_peft_model
+    from peft import PeftConfig
 
     directory = Path(checkpoint)
     manifest = read_manifest(directory)
@@ -39,6 +43,13 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
             f"{'a' if shape else 'no'} configuration of the model); resume the run from it and let it end"
         )
     files = (entry["base"]["path"], entry["base"]["fingerprint"]) if entry["base"] else None
+    start = next(iter(configs.values())).get("init_lora_weights")
+    first = first_of(directory) if taken_from_weights(start) else None
+    if taken_from_weights(start) and first is None:
+        raise CheckpointError(
+            f"the adapter of {directory} began as {start}, taken out of the weights, and what it began with is not "
+            f"beside it; put the run's folder {FIRST} into {directory.absolute().parent.parent}"
+        )
     (config,) = configs.values()
     base = config.get("base_model_name_or_path") or (files[0] if files else None)
     (out / CONFIG).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
@@ -48,9 +59,16 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
     empty = AutoConfig.for_model(**shape)
     plain = on_meta(class_of(None, empty), empty, torch.float32, directory, False)
     plain.name_or_path = base
+    found: Any = PeftConfig.from_pretrained(str(out))
+    found.inference_mode = False  # with all that trains
     with torch.device("meta"):
-        model = get_peft_model(plain, PeftConfig.from_pretrained(str(out)))
+        model = lay_out(plain, found)
     tensors = dict(stored_tensors(manifest, directory, name))
+    tensors |= {key: tensors[source] for key, source in entry["tied"].items() if source in tensors}
+    for adapter, encoder in virtual_tokens.encoders(model).items():
+        values = {key: tensors[f"prompt_encoder.{adapter}.{key}"].read() for key in encoder.state_dict()}
+        save_file(virtual_tokens.as_file(encoder, values), out / WEIGHTS, metadata={"format": "pt"})
+        return
     must, may = names_in_files(model, next(iter(model.peft_config)))
     if absent := [key for key in must.values() if key not in tensors]:
         raise CheckpointError(f"{directory} does not hold {', '.join(absent[:5])}, which its adapter has")
@@ -61,3 +79,5 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
     save_file(
         {file_key: tensors[key].read() for file_key, key in wanted.items()}, out / WEIGHTS, metadata={"format": "pt"}
     )
+    if first is not None:
+        make_plain(out, first)

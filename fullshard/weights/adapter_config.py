@@ -9,6 +9,13 @@ from typing import Any
 from fullshard.errors import WeightsError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FIRST = "initial_adapter"
+"""The folder in a run's own with an adapter as it began, where its first values were taken out of the weights."""
+
+
+def taken_from_weights(start: Any) -> bool:
+    """Whether a way to begin (`init_lora_weights`) takes the adapter's first values out of the weights."""
+    return isinstance(start, str) and (start.startswith("pissa") or start == "olora")
 
 
 def is_adapter(folder: str | Path) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fullshard.adapters import virtual_tokens
 from fullshard.errors import WeightsError
 from fullshard.paths import held
 from fullshard.weights.adapter_config import WEIGHTS, read_config
@@ -36,6 +37,8 @@ def names_in_files(model: Any, adapter: str = "default") -> tuple[dict[str, str]
     """
     from peft import get_peft_model_state_dict
 
+    if adapter in virtual_tokens.encoders(model):
+        return {virtual_tokens.FILE_KEY: f"prompt_encoder.{adapter}.embedding.weight"}, {}
     marks = {name: torch.empty(0) for name in model.state_dict(keep_vars=True)}
     known = {id(mark): name for name, mark in marks.items()}
     must, may = (

@@ -22,7 +22,7 @@ from fullshard.errors import WeightsError
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.weights import grow, init
+from fullshard.weights import derive, grow, init
 from fullshard.weights.adapter_files import adapter_readers, open_adapter
 from fullshard.weights.base import ATTRIBUTE, Base, fingerprint_of
 from fullshard.weights.files import Source
@@ -43,6 +43,7 @@ def fill(
     resize_vocab: bool = False,
     new: Iterable[str] = (),
     adapter: str | Path | None = None,
+    first: str | Path | None = None,
     key_mapping: dict[str, str] | None = None,
     seed: int = 0,
     threads: int | None = None,
@@ -56,6 +57,7 @@ def fill(
     - `resize_vocab`: embeddings may have more rows than the files; new ones start at the mean of the old.
     - `new`: names of parameters that the files need not have. Those of adapter layers never need to be there.
     - `adapter`: a folder with PEFT's files, whose values the adapter layers get; otherwise they are new.
+    - `first`: a folder with the values that an adapter of PiSSA or OLoRA began with; otherwise they are computed.
     - `seed`: new parameters are a function of it and their name.
     - `threads`: how many read at once; None chooses by the cores there are for each rank.
     """
@@ -72,11 +74,8 @@ def fill(
     def prepare() -> str | None:
         files = source if isinstance(source, Source) else open_source(source)
         opened.append(files)
-        brought = {}
-        if adapter is not None:
-            opened.append(open_adapter(adapter))
-            brought = adapter_readers(model, opened[-1])
-        work = match(model, engine, files, key_mapping, set(new), resize_vocab, brought)
+        brought, began = (_adapter_values(model, folder, opened) for folder in (adapter, first))
+        work = match(model, engine, files, key_mapping, set(new), resize_vocab, brought, began)
         message = work.problems.text(files.path, type(model).__name__)
         if message and (strict or work.problems.misshaped or work.problems.unconvertible):
             raise WeightsError(message)
@@ -92,12 +91,22 @@ def fill(
             if files is not source:
                 files.close()
     base = Base(os.path.abspath(work.source.path), next(filter(None, fingerprints)))
+    names: dict[int, list[str]] = {}  # a module may stand in two places, such as the embedding beside a prompt
+    for name, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(name)
     for p in work.provided:
-        base.record(p.plan.names, p.shard)
+        base.record({*p.plan.names, *names.get(id(p.shard), ())}, p.shard)
     setattr(model, ATTRIBUTE, base)
     report.seconds = time.perf_counter() - started
     runtime.get_logger().info("%s", report)
     return report
+
+
+def _adapter_values(model: nn.Module, folder: str | Path | None, opened: list[Source]) -> dict[str, Reader]:
+    if folder is None:
+        return {}
+    opened.append(open_adapter(folder))
+    return adapter_readers(model, opened[-1])
 
 
 def _carry_out(
@@ -144,6 +153,7 @@ def _carry_out(
         held: list[Any] = []
         together(lambda: held.append(module.read_files(readers, pieces)), "load")  # noqa: B023
         module.finish_reading(held[0], pieces)
+    derive.derive(model, work.parameters, work.derived, seed)
     if transform is not None:
         together(lambda: _transform(work, transform), "transform")
     if work.plain is not None and work.conversions is not None:
@@ -152,6 +162,7 @@ def _carry_out(
     report.read += [name for name, *_ in work.buffers]
     report.read += [p.plan.name for _, _, parameters in work.own for p in parameters.values()]
     report.initialised = [p.plan.name for p in work.initialise]
+    report.initialised += [p.plan.name for one in work.derived for p in one.parameters.values()]
     report.grown = [p.plan.name for p, _ in work.grows]
     report.bytes = work.source.bytes_read - before
     return report

@@ -42,7 +42,7 @@ def initialise(root: nn.Module, parameters: list[ShardedParameter], new: list[Sh
     helpless = []
     with without_values(parameters):
         for p in new:
-            with _seeded(seed, p.plan.name):
+            with seeded(seed, p.plan.name):
                 value = _drawn(p, lines)
             if value is None:
                 helpless.append(p.plan.name)
@@ -55,6 +55,14 @@ def initialise(root: nn.Module, parameters: list[ShardedParameter], new: list[Sh
             f"have neither reset_parameters() nor a model whose _init_weights() sets them, or they derive from loaded "
             f"weights. Set them in such a method, or give them values before the model is wrapped"
         )
+
+
+def drawn(root: nn.Module, p: ShardedParameter, seed: int) -> torch.Tensor:
+    """The first value that `initialise` gives a parameter, whole; modules must hold no values meanwhile."""
+    with seeded(seed, p.plan.name):
+        value = _drawn(p, _lines(root))
+    assert value is not None
+    return value
 
 
 def _drawn(p: ShardedParameter, lines: dict[nn.Module, list[nn.Module]]) -> torch.Tensor | None:
@@ -86,12 +94,14 @@ def compute_buffers(root: nn.Module, parameters: list[ShardedParameter]) -> list
     ]
     if not waiting:
         return []
+    _draw_projections(root)
+    waiting = [(prefix, module, name) for prefix, module, name in waiting if module._buffers[name].is_meta]
     lines = _lines(root)
     made = []
     for start in (0, 1):  # what keeps both starting values was never set
         for _, module, name in waiting:
             module._buffers[name] = torch.full_like(module._buffers[name], start, device="cpu")
-        with without_values(parameters), _seeded(0, "buffers"):
+        with without_values(parameters), seeded(0, "buffers"):
             for module in {id(module): module for _, module, _ in waiting}.values():
                 for step in _initialisers(lines[module]):
                     step()
@@ -102,6 +112,19 @@ def compute_buffers(root: nn.Module, parameters: list[ShardedParameter]) -> list
             helpless.append(f"{prefix}.{name}" if prefix else name)
         module._buffers[name] = second.to(runtime.device())
     return helpless
+
+
+def _draw_projections(root: nn.Module) -> None:
+    """VeRA's shared projections, as PEFT draws them from their seed."""
+    from peft.tuners.vera.model import VeraModel, _kaiming_init
+
+    for tuner in root.modules():
+        if isinstance(tuner, VeraModel):
+            for adapter, config in tuner.peft_config.items():
+                draw = torch.Generator(device="cpu").manual_seed(config.projection_prng_key)
+                for held in (tuner.vera_A, tuner.vera_B):
+                    with torch.device("cpu"):
+                        held[adapter] = _kaiming_init(tuple(held[adapter].shape), draw).to(runtime.device())
 
 
 def _show(p: ShardedParameter, value: torch.Tensor) -> None:
@@ -122,9 +145,14 @@ def _lines(root: nn.Module) -> dict[nn.Module, list[nn.Module]]:
 
 def _initialisers(line: list[nn.Module]) -> Iterator[Callable[[], Any]]:
     """What would set a module's values, in the order to try: its adapter layer's way, its model's, its own."""
-    tuner: Any = next((m for m in reversed(line) if hasattr(m, "reset_lora_parameters")), None)
+    resets = ("reset_lora_parameters", "reset_vera_parameters")
+    tuner: Any = next((m for m in reversed(line) if any(hasattr(m, name) for name in resets)), None)
     if tuner is not None and line[-1] is not tuner and tuner.base_layer not in line:
         configs: dict[str, Any] = next((m.peft_config for m in line if hasattr(m, "peft_config")), {})
+        if hasattr(tuner, "reset_vera_parameters"):
+            for adapter in tuner.vera_lambda_d:
+                yield functools.partial(tuner.reset_vera_parameters, adapter, configs[adapter].d_initial)
+            return
         for adapter in (*tuner.lora_A, *tuner.lora_embedding_A):
             choice = getattr(configs.get(adapter), "init_lora_weights", True)
             if choice is False:  # PEFT then leaves its layers as torch makes them
@@ -144,14 +172,16 @@ def _initialisers(line: list[nn.Module]) -> Iterator[Callable[[], Any]]:
 def _checked(choice: Any) -> Any:
     if choice is True or str(choice).lower() == "gaussian":
         return choice
+    if choice == "loftq":
+        return True  # a layer that is not held in 4 bits
     raise WeightsError(
-        f"init_lora_weights={choice!r} works adapters out from the whole base weights, which no rank holds. Use "
-        f"True or 'gaussian', or compute the adapter beforehand and load it"
+        f"init_lora_weights={choice!r} is not offered for this layer, or not at all. Use True, 'gaussian', 'pissa' or "
+        f"'olora', or compute the adapter beforehand and load it"
     )
 
 
 @contextlib.contextmanager
-def _seeded(seed: int, name: str) -> Iterator[None]:
+def seeded(seed: int, name: str) -> Iterator[None]:
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from fullshard import runtime
 from fullshard.adapters.inventory import dense_line
+from fullshard.adapters.lora import lay_out
 from fullshard.adapters.quantize import Quantization, quantize_model
 from fullshard.adapters.token_rows import keep_tables_whole
 from fullshard.errors import WeightsError
@@ -208,11 +209,11 @@ def on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trus
 
 
 def _with_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
-    from peft import PeftConfig, get_peft_model
+    from peft import PeftConfig
 
     config = PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = getattr(model, "name_or_path", None)  # where it lies now
-    made = get_peft_model(model, config)
+    made = lay_out(model, config)
     keep_tables_whole(made)
     return made
 

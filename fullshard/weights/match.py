@@ -8,15 +8,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fullshard.adapters.virtual_tokens import begins_as, encoders
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
-from fullshard.weights import grow, keys
+from fullshard.weights import derive, grow, keys
 from fullshard.weights.files import Source
 from fullshard.weights.hooks import own_readers
 from fullshard.weights.reader import Reader
@@ -44,6 +45,8 @@ class Work:
     """Modules that read files themselves, their readers, their parameters."""
     buffers: list[tuple[str, nn.Module, str, Reader]] = field(default_factory=list)
     initialise: list[ShardedParameter] = field(default_factory=list)
+    derived: list[derive.Derived] = field(default_factory=list)
+    """Adapter layers whose values follow from the weights they adapt."""
     problems: Problems = field(default_factory=Problems)
     conversions: list[Any] | None = None
 
@@ -61,7 +64,7 @@ class Work:
 
 def match(
     model: nn.Module, engine: Engine, source: Source, key_mapping: Any, new: set[str], resize_vocab: bool,
-    adapter: Mapping[str, Reader] | None = None,
+    adapter: Mapping[str, Reader] | None = None, first: Mapping[str, Reader] | None = None,
 ) -> Work:  # fmt: skip
     """Compare names and shapes, and lay out the work."""
     prefix, plain = keys.plain_model(model)
@@ -117,6 +120,10 @@ def match(
         reader = found.readers.get(keys.plain_name(name, prefix))
         if reader is not None and fits(name, reader, tuple(buffer.shape)):
             work.buffers.append((name, module, key, reader))
+    for name, reader in given.items():  # an adapter's own, such as VeRA's shared projections
+        path, _, key = name.rpartition(".")
+        if key in model.get_submodule(path)._buffers:
+            work.buffers.append((name, model.get_submodule(path), key, reader))
     for name, module in readers_own.items():
         tensors = {t: keys.plain_name(f"{name}.{t}", prefix) for t in module.file_tensors()}
         held = {t: found.readers.get(n) for t, n in tensors.items()}
@@ -126,14 +133,23 @@ def match(
         if all(fits(tensors[t], held[t], wanted[tensors[t]]) for t in tensors):
             parts = {n: by_site[module, n] for n in module.made_parameters()}
             work.own.append((module, held, parts))  # type: ignore[arg-type]
+    dense, packed = {id(p): reader for p, reader in work.reads}, {module: readers for module, readers, _ in work.own}
+    work.derived = derive.find(model, by_site, given, dense, packed, first or {})
+    computed = {id(one.parameters[kind]) for one in work.derived for kind in one.sends if kind in one.parameters}
+    work.initialise = [p for p in work.initialise if id(p) not in computed]
     return work
 
 
 def _token_rows(
     model: nn.Module, by_site: dict[Any, ShardedParameter], work: Work
 ) -> dict[int, tuple[ShardedParameter, list[int]]]:
-    """Rows that an adapter trains in place of a layer's own (PEFT's trainable tokens): of which table, and which."""
+    """Rows that an adapter trains in place of a layer's own (PEFT's trainable tokens), or before all others (a prompt
+    that begins as a text): of which table, and which."""
     found = {}
+    for encoder in encoders(model).values():
+        if (begins := begins_as(encoder)) is not None:
+            table = by_site[cast(Any, model).word_embeddings, "weight"]
+            found[id(by_site[encoder.embedding, "weight"])] = (table, begins)
     for name, module in model.named_modules():
         if getattr(module, "token_adapter", None) is None or module.token_adapter.tied_adapter is not None:
             continue
@@ -161,6 +177,8 @@ def _in_adapter(model: nn.Module, name: str) -> bool:
     """Whether a parameter belongs to an adapter rather than to the layer it adapts."""
     parts = name.split(".")
     module: Any = model
+    if parts[0] == "prompt_encoder":
+        return bool(encoders(model))
     for part, child in itertools.pairwise(parts):
         module = getattr(module, part)
         if child in getattr(module, "adapter_layer_names", ()):

@@ -267,6 +267,16 @@ def test_a_file_gives_its_rows_from_any_place_on(case: str, tmp_path: Path) -> N
         assert list(read_file(tmp_path / name, place)) == found[i + 1 :]
 
 
+@pytest.mark.parametrize(
+    ("header", "columns"), [('"a;b",text', 2), ("a;text", 2), ("a\ttext", 2), ("text", 1), ('"a,b";text', 2)]
+)
+def test_a_header_says_what_parts_the_values(tmp_path: Path, header: str, columns: int) -> None:
+    between = next((sign for sign in (";", "\t", ",") if sign in header.replace('"a;b"', "").replace('"a,b"', "")), ",")
+    (tmp_path / "x.csv").write_text(f'{header}\n{"1" + between if columns > 1 else ""}"x{between}y"\n')
+    (raw,) = read_file(tmp_path / "x.csv")
+    assert raw.value["text"] == f"x{between}y" and len(raw.value) == columns
+
+
 def test_a_row_is_named_by_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text,x\n"two\nlines",1\n\nlast,2\n')
     assert [raw.where.split(", ")[1] for raw in read_file(tmp_path / "a.csv")] == ["line 2", "line 5"]

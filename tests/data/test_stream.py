@@ -266,6 +266,13 @@ def test_tokens_that_the_model_cannot_take_are_refused_on_every_rank(tmp_path: P
     assert done == [0, 0, 1, 1]
 
 
+def test_columns_that_are_not_used_are_named_once(tmp_path: Path) -> None:
+    runtime.forget_warnings()
+    read(feed(row_source([{**row, "label": 1} for row in ROWS], "rows"), tmp_path), 0, 30)
+    assert {key for key in runtime.warned() if key.startswith("unused")} == {"unused label"}
+    runtime.forget_warnings()
+
+
 def test_left_early_nothing_stays(tmp_path: Path) -> None:
     steps = Loader(feed(row_source(ROWS, "rows"), tmp_path), Collator(2), BATCH, 0, 1).steps(0, 1000)
     next(steps)

@@ -81,6 +81,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "thinking": ({"messages": [U, {**A, "thinking": "hm"}]}, chats.TWINS["llama-3"][0], "the row has `thinking`, which the chat template does not write"),
     "a system message": ({"messages": [{"role": "system", "content": "S"}, U, A]}, "{% for m in messages %}{% if m.role != 'system' %}[{{ m.content }}]{% endif %}{% endfor %}", "the row has a system message, which"),
     "a tool's result": ({"messages": [U, A, {"role": "tool", "content": "x"}, A]}, "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.content }}]{% endif %}{% endfor %}", "the row has a tool message, which"),
+    "the result of a call": ({"messages": CALLS}, "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}]{% endif %}{% endfor %}", "the row has a tool message, which"),
     "what a template refuses": ({"messages": CALLS}, OTHERS["no text"], "refuses this conversation: one call at a time"),
 }  # fmt: skip
 

@@ -245,6 +245,20 @@ def test_gradients_reduced_before_and_held_after_add_up(strategy):
 
 @ranks(2)
 @every_strategy
+def test_held_gradients_outlive_an_exception(strategy):
+    """A batch that cannot be computed is left out; what was accumulated before counts."""
+    reference, model = pair(Stack, strategy, auto_wrap_policy={Block})
+    for m, part in ((reference, lambda t: t), (model, mine)):
+        for seed in range(3):
+            with m.no_sync() if m is model and seed < 2 else contextlib.nullcontext():
+                with pytest.raises(RuntimeError):
+                    m(data(2, 3))
+                m(part(data(4, 8, seed=seed))).square().mean().backward()
+    assert_same_gradients(reference, model)
+
+
+@ranks(2)
+@every_strategy
 def test_using_held_gradients_is_refused(strategy):
     _, model = pair(Stack, strategy, auto_wrap_policy={Block})
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,5 +1,6 @@
 """Losses from tensors that left a unit by another way than its outputs, and `backward(inputs=…)`, as on one device."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -111,6 +112,52 @@ def test_a_tensor_taken_from_inside_may_itself_be_the_loss(strategy):
     run(_Model, strategy, program, policy={_Scales, _Nest})
 
 
+class _Stop(Exception):
+    pass
+
+
+class _Quit(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def _left_at(module, kind):
+    """Inside, a call of the module ends in an exception."""
+
+    def leave(module, args, out):
+        raise kind
+
+    handle = module.register_forward_hook(leave)
+    try:
+        with contextlib.suppress(kind):
+            yield
+    finally:
+        handle.remove()
+
+
+class _Exits(_Model):
+    """Leaves a unit in the middle, by an exception, with what a hook took from there."""
+
+    def forward(self, x):
+        with _Taken(self, ["nests.1.units.0.scaled"]) as found, _left_at(self.nests[1].units[0].scaled, _Stop):
+            super().forward(x)
+        return self.head(found["nests.1.units.0.scaled"])
+
+
+@ranks(2)
+@every_strategy
+def test_a_forward_left_early(strategy):
+    """Inside the model, and out of it."""
+
+    def program(m, x, step):
+        m(x).square().mean().backward()
+        with _Taken(m, ["nests.0.units.1.scaled"]) as found, _left_at(m.nests[0].units[1].scaled, _Quit):
+            m(x)
+        found["nests.0.units.1.scaled"].square().mean().backward()
+
+    run(_Exits, strategy, program, policy={_Scales, _Nest})
+
+
 class _Features(nn.Module):
     """A backbone for what hooks take from inside it; its own output is not used."""
 
@@ -126,7 +173,7 @@ class _Features(nn.Module):
 
 @ranks(2)
 @every_strategy
-@pytest.mark.parametrize("inside", [_Nest, _Scales])
+@pytest.mark.parametrize("inside", [pytest.param(_Nest, marks=pytest.mark.slow), _Scales])
 def test_features_of_one_unit_as_inputs_of_another(strategy, inside):
     run(_Features, strategy, lambda m, x, step: m(x).square().mean().backward(), policy={inside, Block})
 
@@ -262,6 +309,39 @@ def test_a_weight_counts_once_where_models_call_each_other():
     assert_same_gradients(outer, around)
 
 
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+def test_hybrid_strategies_with_groups_of_two(strategy):
+    """Four ranks, so that the hybrid ones shard something: hooks, losses on modules, accumulation, chosen inputs."""
+
+    def program(m, x, step):
+        with _Taken(m, ["parts.0.a"]) as found:
+            y = m(x)
+        kept = sum(part.kept.square().mean() for part in m.parts)
+        with m.no_sync() if step == 1 and hasattr(m, "no_sync") else contextlib.nullcontext():
+            (kept + found["parts.0.a"].square().mean()).backward(retain_graph=True)
+        if step == 2:
+            y.square().mean().backward(inputs=[m.parts[1].b.weight, m.out.bias])
+        else:
+            (y.square().mean() + kept).backward()
+
+    run(lambda: _Auxiliaries(late=True), strategy, program, policy={_Auxiliary}, steps=4)
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("how", ["hook", "with the output", "into another call"])
+def test_weights_on_four_ranks(how):
+    (reference, _), (model, _) = both(_Leaves, "HYBRID_SHARD", auto_wrap_policy={_Auxiliary, _Out})
+    x = data(7, 8)
+    _terms(reference, x, how).backward()
+    rows = mine(x)
+    with weigh.opened(weigh.Share(len(rows) * 4 / 7)):
+        _terms(model, rows, how).backward()
+    assert_same_gradients(reference, model)
+
+
 # --- backward(inputs=…) -----------------------------------------------------------------------------------------------
 
 CHOSEN = ["blocks.1.up.weight", "out.bias", "blocks.1.down.bias"]
@@ -269,7 +349,7 @@ CHOSEN = ["blocks.1.up.weight", "out.bias", "blocks.1.down.bias"]
 
 @ranks(2)
 @every_strategy
-@pytest.mark.parametrize("how", ["method", "function", "edge"])
+@pytest.mark.parametrize("how", ["method", "function", pytest.param("edge", marks=pytest.mark.slow)])
 def test_gradients_of_the_parameters_that_backward_names(strategy, how):
     def program(m, x, step):
         chosen = [m.get_parameter(name) for name in CHOSEN[: step + 1]]

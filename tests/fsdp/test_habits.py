@@ -300,7 +300,9 @@ IN_LISTS = {
 
 @ranks(2)
 @every_strategy
-@pytest.mark.parametrize("name", IN_LISTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("sgd", "adamw-fused") else n for n in IN_LISTS]
+)
 def test_optimizers_of_sharded_and_ignored_parameters(strategy, name):
     """Every rank sees all rows, as nobody adds up the gradients of ignored modules."""
     torch.manual_seed(3)

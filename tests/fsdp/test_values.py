@@ -172,6 +172,23 @@ def test_ignored_modules_stay_as_they_are():
     assert model.out.weight.grad is not None
 
 
+@ranks(2)
+@pytest.mark.parametrize("p", [2.0, float("inf")])
+def test_ranks_scale_alike_though_gradients_of_ignored_modules_differ(p):
+    module = Stack().double()
+    model = FSDPv2(module, mesh_for("FULL_SHARD"), ignored_modules=[module.out])
+    model(torch.randn(4, 8, dtype=DOUBLE)).sum().backward()
+    model.out.weight.grad.fill_(runtime.rank() + 1.0)
+    model.out.bias.grad.zero_()
+    shards = [q.grad.full_tensor().norm(p) for q in model.blocks.parameters()]
+    own = [torch.full((64,), rank + 1.0, dtype=DOUBLE).norm(p) for rank in range(2)]
+    if p == float("inf"):
+        expected = max(*shards, *own)
+    else:
+        expected = (sum(n**p for n in shards) + sum(n**p for n in own) / 2) ** (1 / p)
+    torch.testing.assert_close(model.clip_grad_norm_(0.1, p), expected, rtol=1e-12, atol=0)
+
+
 @ranks(1, 2, 4, slow=(1, 2))
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])

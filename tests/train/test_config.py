@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import TrainingArguments, get_scheduler
@@ -17,7 +18,7 @@ from fullshard.options import options_of
 from fullshard.train.arguments import parse
 from fullshard.train.config import SFTConfig
 from fullshard.train.given import config_of
-from fullshard.train.schedule import factor
+from fullshard.train.rates import check, factor
 
 SEED_FLAGS = """
 --seed 100 --model_name_or_path meta-llama/Llama-2-70b-hf --dataset_name smangrul/ultrachat-10k-chatml
@@ -110,16 +111,38 @@ def test_transformers_arguments_are_understood(tmp_path: Path) -> None:
         config_of({"lerning_rate": 1})
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup"])
-def test_schedules_are_transformers(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("linear", {}), ("cosine", {}), ("cosine", {"num_cycles": 0.75}), ("constant", {}),
+        ("constant_with_warmup", {}), ("cosine_with_min_lr", {"min_lr_rate": 0.1}), ("inverse_sqrt", {}),
+        ("cosine_with_min_lr", {"min_lr": 0.06, "num_cycles": 1}), ("inverse_sqrt", {"timescale": 7}),
+        ("warmup_stable_decay", {"num_decay_steps": 6, "min_lr_ratio": 0.2}),
+        ("warmup_stable_decay", {"num_decay_steps": 6, "warmup_type": "cosine", "decay_type": "linear"}),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "num_stable_steps": 3, "decay_type": "1-sqrt",
+                                 "warmup_type": "1-sqrt"}),
+    ],
+)  # fmt: skip
+def test_schedules_are_transformers(kind: str, given: dict[str, Any]) -> None:
     import torch
 
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = get_scheduler(kind, optimizer, num_warmup_steps=5, num_training_steps=20)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.6)
+    theirs = get_scheduler(kind, optimizer, 5, 20, given)
+    said = check(kind, given, 0.6)
     for step in range(20):
-        assert factor(kind, step, 5, 20) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        assert 0.6 * factor(kind, step, 5, 20, said) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
         optimizer.step()
         theirs.step()
+
+
+def test_settings_of_a_schedule_in_flags_and_files(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("lr_scheduler_type: inverse_sqrt\nlr_scheduler_kwargs: {timescale: 9}\n")
+    assert parse([str(tmp_path / "run.yaml")]).config.schedule_settings() == {"timescale": 9}
+    flags = ["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs"]
+    for text in ('{"min_lr": 1e-6}', "min_lr=1e-6"):
+        assert parse([*flags, text, "--learning_rate", "1e-4"]).config.schedule_settings()["min_lr_rate"] == 0.01
+    given = TrainingArguments(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.2})
+    assert config_of(given)[0].schedule_settings()["min_lr_rate"] == 0.2
 
 
 def test_warm_up() -> None:

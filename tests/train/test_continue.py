@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, VeraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,6 +67,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"target_modules": ["q_proj"], "use_dora": True},
     "head": {"target_modules": ["o_proj"], "modules_to_save": ["lm_head"]},
     "resized": {"target_modules": ["q_proj"], "trainable_token_indices": [NEW, NEW + 1]},
+    "pissa": {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": "pissa"},
+    "vera": {"target_modules": ["q_proj", "down_proj"], "projection_prng_key": 9},
 }
 
 
@@ -77,7 +80,10 @@ def others_adapter(place: Path, kind: str) -> Path:
         prepare_tokenizer(tokenizer, "chatml")
         model.resize_token_embeddings(NEW + 2)
     torch.manual_seed(3)
-    made = get_peft_model(model, LoraConfig(r=3, lora_alpha=8, task_type="CAUSAL_LM", **KINDS[kind]))
+    kind_of: Any = (
+        functools.partial(VeraConfig, r=3) if kind == "vera" else functools.partial(LoraConfig, r=3, lora_alpha=8)
+    )
+    made = get_peft_model(model, kind_of(task_type="CAUSAL_LM", **KINDS[kind]))
     for name, p in made.named_parameters():
         if p.requires_grad and "magnitude" not in name:
             p.data.normal_(std=0.1)
@@ -89,7 +95,7 @@ def others_adapter(place: Path, kind: str) -> Path:
 
 @ranks(2)
 @pytest.mark.parametrize(
-    "kind", ["resized", *(pytest.param(k, marks=pytest.mark.slow) for k in ("lora", "dora", "head"))]
+    "kind", ["resized", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "resized")]
 )
 @pytest.mark.parametrize("held", ["files", pytest.param("memory", marks=pytest.mark.slow)])
 def test_adapters_of_others(kind: str, held: str, tmp_path: Path) -> None:

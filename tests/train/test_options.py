@@ -32,6 +32,8 @@ BASE: dict[str, Any] = {
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
 CHATS = {"dataset_name": "chats", "chat_template_format": "chatml", "max_seq_len": 200}
 LORA = {"use_peft_lora": True, "lora_r": 4, "lora_dropout": 0.0}
+VERA = {"peft_type": "vera", "lora_r": 4, "lora_dropout": 0.0}
+PROMPT = {"peft_type": "prompt_tuning", "num_virtual_tokens": 3}
 QLORA = {**LORA, "use_4bit_quantization": True}
 CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     # option: (what else is set, its other value)
@@ -56,13 +58,19 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "metric_for_best_model": (EVALUATES, "eval_entropy"), "greater_is_better": (EVALUATES, True),
     "early_stopping_threshold": ({**EVALUATES, "eval_steps": 1, "early_stopping_patience": 1}, 1e9),
     "load_best_model_at_end": ({**EVALUATES, "learning_rate": 2.0}, True), "logging_strategy": ({}, "epoch"),
-    "logging_steps": ({}, 1), "logging_first_step": ({}, True), "report_to": ({}, "auto"), "run_name": ({}, "mine"),
+    "logging_steps": ({}, 1), "logging_first_step": ({}, True), "run_name": ({}, "mine"),
     "eval_samples": (EVALUATES, 2), "sample_prompts": ({**EVALUATES, "eval_samples": 1}, "prompts.txt"),
     "sample_max_new_tokens": ({**EVALUATES, "eval_samples": 1}, 3),
     "push_to_hub": ({}, True), "hub_strategy": ({"push_to_hub": True}, "end"), "fsdp": ({}, "shard_grad_op"), "fsdp_config": ({}, "section.json"), "ddp_timeout": ({}, 77.0),
     "progress": ({}, "json"), "log_level": ({}, "error"), "adapter_dtype": (LORA, "bfloat16"),
     "bnb_4bit_compute_dtype": (QLORA, "bfloat16"), "bnb_4bit_quant_storage_dtype": (QLORA, "float16"),
-    "bnb_4bit_quant_type": (QLORA, "fp4"),
+    "bnb_4bit_quant_type": (QLORA, "fp4"), "lr_scheduler_kwargs": ({}, {"num_cycles": 1.0}),
+    "peft_type": (LORA, "vera"), "use_rslora": (LORA, True), "use_dora": (LORA, True), "init_lora_weights": (LORA, "olora"),
+    "modules_to_save": (LORA, "lm_head"), "trainable_token_indices": (LORA, "5,6"), "freeze": ({}, "layers.0"),
+    "vera_d_initial": (VERA, 0.3), "projection_prng_key": (VERA, 4), "save_projection": (VERA, False),
+    "num_virtual_tokens": (PROMPT, 4), "prompt_tuning_init_text": (PROMPT, "old bird"), "prefix_projection": ({"peft_type": "prefix_tuning"}, True),
+    "encoder_hidden_size": ({"peft_type": "p_tuning"}, 7), "loraplus_lr_ratio": (LORA, 8.0), "neftune_noise_alpha": ({}, 5.0),
+    "loraplus_lr_embedding": ({**LORA, "lora_target_modules": "q_proj,embed_tokens", "loraplus_lr_ratio": 2.0}, 1e-3),
 }  # fmt: skip
 ELSEWHERE = {
     "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_formats", "overwrite": "test_folder",
@@ -73,7 +81,8 @@ ELSEWHERE = {
     "stopping_strategy": "test_mixture", "val_size": "test_data_options", "on_bad_row": "test_data_options", "streaming": "test_stream",
     "shuffle_buffer_size": "test_stream", "completion_only_loss": "test_chat", "preview": "test_preview", "preview_rows": "test_preview",
     "prompt_format": "test_data_options", "dataset_settings": "test_data_options", "sample_by": "test_data_options",
-    "dataloader_pin_memory": "needs a GPU", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
+    "dataloader_pin_memory": "needs a GPU", "report_to": "test_boards", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
+    "trust_packing": "test_packing_trial", "rope_scaling": "test_rope",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""
 

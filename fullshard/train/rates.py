@@ -1,0 +1,108 @@
+"""The learning rate as a function of the step: transformers' schedules by name, with the settings each takes.
+
+No torch. A schedule has no state: the rate of step n is computed from n, so a resumed run has the right one at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from fullshard.errors import ConfigError
+from fullshard.options import nearest
+
+Kind = Literal[
+    "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "warmup_stable_decay", "inverse_sqrt",
+]  # fmt: skip
+SHAPES = ("linear", "cosine", "1-sqrt")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "cosine": {"num_cycles": 0.5},
+    "constant": {},
+    "constant_with_warmup": {},
+    "cosine_with_min_lr": {"num_cycles": 0.5, "min_lr": None, "min_lr_rate": None},
+    "warmup_stable_decay": {
+        "num_decay_steps": None, "num_stable_steps": None, "min_lr_ratio": 0.0, "warmup_type": "linear",
+        "decay_type": "cosine", "num_cycles": 0.5,
+    },
+    "inverse_sqrt": {"timescale": None},
+}  # fmt: skip
+"""What `lr_scheduler_kwargs` may say of each schedule, and what is taken if it does not."""
+
+
+def check(kind: str, given: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """A schedule's settings, complete; `rate` is the highest learning rate."""
+    known = SETTINGS[kind]
+    for name, value in given.items():
+        if name not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ConfigError(
+                f"lr_scheduler_kwargs: {kind} has no setting {name!r}{nearest(name, known) or ';'} {takes}."
+            )
+        if name.endswith("_type"):
+            if value not in SHAPES:
+                raise ConfigError(f"lr_scheduler_kwargs: {name} is {value!r}; expected {', '.join(SHAPES)}.")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ConfigError(f"lr_scheduler_kwargs: {name} is {value!r}; expected a number, 0 or more.")
+    settings = {**known, **given}
+    if kind == "cosine_with_min_lr":
+        if (settings["min_lr"] is None) == (settings["min_lr_rate"] is None):
+            raise ConfigError(
+                "lr_scheduler_type is cosine_with_min_lr, which needs min_lr (a learning rate) or min_lr_rate (a part "
+                "of learning_rate) in lr_scheduler_kwargs, one of them."
+            )
+        if settings["min_lr_rate"] is None:
+            settings["min_lr_rate"] = settings["min_lr"] / rate if rate else 0.0
+    if kind == "warmup_stable_decay" and settings["num_decay_steps"] is None:
+        raise ConfigError(
+            "lr_scheduler_type is warmup_stable_decay, which needs num_decay_steps in lr_scheduler_kwargs: the steps "
+            "at the end over which the learning rate falls."
+        )
+    return settings
+
+
+def factor(kind: str, step: int, warmup: int, total: int, settings: Mapping[str, Any] | None = None) -> float:
+    """By what the learning rate is multiplied at optimizer step `step`, counted from 0; `settings` as from `check`."""
+    said = SETTINGS[kind] if settings is None else settings
+    if kind == "constant":
+        return 1.0
+    if kind == "warmup_stable_decay":
+        return _stable(step, warmup, total, said)
+    if step < warmup:
+        return step / max(1, warmup)
+    if kind == "constant_with_warmup":
+        return 1.0
+    if kind == "inverse_sqrt":
+        scale = said["timescale"] or warmup or 10_000
+        return 1 / math.sqrt((step + scale - warmup) / scale)
+    done = (step - warmup) / max(1, total - warmup)
+    if kind == "linear":
+        return max(0.0, 1 - done)
+    return max(0.0, _above(said.get("min_lr_rate") or 0.0, _wave(done, said["num_cycles"])))
+
+
+def _stable(step: int, warmup: int, total: int, said: Mapping[str, Any]) -> float:
+    """Up, level, down, and then at the floor."""
+    falls = said["num_decay_steps"]
+    level = said["num_stable_steps"] if said["num_stable_steps"] is not None else total - warmup - falls
+    floor = said["min_lr_ratio"]
+    if step < warmup:
+        done = step / max(1, warmup)
+        shapes = {"linear": done, "cosine": 1 - _wave(done, 0.5), "1-sqrt": 1 - math.sqrt(1 - done)}
+        return max(0.0, _above(floor, shapes[said["warmup_type"]]))
+    if step < warmup + level:
+        return 1.0
+    if step >= warmup + level + falls:
+        return floor
+    done = (step - warmup - level) / max(1, falls)
+    shapes = {"linear": 1 - done, "cosine": _wave(done, said["num_cycles"]), "1-sqrt": 1 - math.sqrt(done)}
+    return max(0.0, _above(floor, shapes[said["decay_type"]]))
+
+
+def _wave(done: float, cycles: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * cycles * 2 * done))
+
+
+def _above(floor: float, value: float) -> float:
+    return value * (1 - floor) + floor

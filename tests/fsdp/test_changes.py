@@ -1,0 +1,178 @@
+"""What is done to parameters and modules after wrapping: it works as on one device, or is refused at once."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune, vector_to_parameters
+
+from fullshard.errors import FSDPError, LayoutError
+from fullshard.fsdp import FSDPv2
+from tests.fsdp.programs import Block, Stack, mesh_for
+from tests.fsdp.test_corners import assert_same_values, data, every_strategy, pair
+from tests.fsdp.test_habits import both, two_strategies
+from tests.fsdp.test_ways import loss_backward, run
+from tests.pool import ranks
+
+
+def _assign(m, step):
+    for p in m.parameters():
+        p.data = p.data * 0.9
+
+
+def _swap(m, step):
+    """Weights and their average change places for a while."""
+    average = {n: p.detach().clone() * 0.5 for n, p in m.named_parameters()}
+    for n, p in m.named_parameters():
+        p.data, average[n] = average[n], p.data
+    m(data(2, 8))
+
+
+def _vector(m, step):
+    count = sum(p.numel() for p in m.parameters())
+    vector_to_parameters(data(count, seed=step) * 0.1, m.parameters())
+
+
+def _initialise(m, step):
+    torch.manual_seed(step)
+    for p in m.parameters():
+        nn.init.xavier_uniform_(p) if p.ndim == 2 else nn.init.normal_(p, std=0.1)
+    with torch.no_grad():
+        m.out.weight.add_(torch.randn_like(m.out.weight) * torch.rand_like(m.out.weight))
+
+
+@ranks(2)
+@every_strategy
+@pytest.mark.parametrize("change", [_assign, _swap, _vector, _initialise])
+@pytest.mark.parametrize("after_a_pass", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_values_written_by_other_means(strategy, change, after_a_pass):
+    def program(m, x, step):
+        if after_a_pass:
+            m(x)  # so that values are gathered, and kept where the strategy keeps them
+        change(m, step)
+        loss_backward(m, x, step)
+
+    run(Stack, strategy, program)
+
+
+@ranks(2)
+def test_what_cannot_be_assigned_is_refused():
+    _, model = pair(Stack, "FULL_SHARD", auto_wrap_policy={Block})
+    for value in (torch.zeros(8, 7).double(), torch.zeros(8, 8)):
+        with pytest.raises(LayoutError, match=r"\.data of a sharded tensor of shape \(8, 8\)"):
+            model.out.weight.data = value
+
+
+class _Double(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+REMOVALS = {
+    "bias": lambda m: setattr(m.out, "bias", None),
+    "parametrization": lambda m: parametrize.register_parametrization(m.blocks[1].up, "weight", _Double()),
+    "pruning": lambda m: prune.identity(m.out, "weight"),
+    "weight norm": lambda m: parametrize.register_parametrization(m.out, "bias", _Double()),
+}
+
+
+@ranks(2)
+@two_strategies
+@pytest.mark.parametrize("how", REMOVALS)
+def test_parameters_that_are_taken_away_after_wrapping_are_refused(strategy, how):
+    _, model = pair(Stack, strategy, auto_wrap_policy={Block})
+    REMOVALS[how](model)
+    with pytest.raises(FSDPError, match=r"was removed after the module was wrapped"):
+        model(data(2, 8))
+
+
+@ranks(2)
+@two_strategies
+def test_saved_tensors_that_may_change_are_refused(strategy):
+    _, model = pair(Stack, strategy, auto_wrap_policy={Block})
+    with torch.autograd.graph.allow_mutation_on_saved_tensors(), pytest.raises(FSDPError, match=r"Leave it out"):
+        model(data(2, 8))
+    model(data(2, 8)).sum().backward()
+
+
+TRANSFORMS = {
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x * 2,))[1],
+}
+
+
+class _Transformed(nn.Module):
+    """What the refusal suggests."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.net, self.how = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), TRANSFORMS[how]
+
+    def forward(self, x):
+        return torch.stack([self.how(self.net, row[None]).square().sum() for row in x])
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", TRANSFORMS)
+def test_function_transforms_around_a_model_are_refused(how):
+    _, model = pair(Stack, "FULL_SHARD", auto_wrap_policy={Block})
+    for _ in range(2):
+        with pytest.raises(FSDPError, match=r"torch.func.*inside the forward"):
+            TRANSFORMS[how](model, data(2, 8))
+        model(data(2, 8)).sum().backward()
+    run(lambda: nn.Sequential(nn.Linear(8, 8), _Transformed(how)), "FULL_SHARD", loss_backward, {_Transformed}, steps=2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_part_of_a_unit_is_not_called_with_plain_tensors(inside, bias):
+    """Each rank has its own rows: torch's class refuses them, and ours, which could take them for global ones, too."""
+    module = Stack().double()
+    module.head = nn.Linear(8, 8, bias=bias).double()
+    ignored = [module.blocks[0]] if inside else []
+    model = FSDPv2(module, mesh_for("FULL_SHARD"), auto_wrap_policy={Block}, ignored_modules=ignored)
+    for part in (model.head, model.blocks[1].up):
+        with pytest.raises(LayoutError if inside else RuntimeError, match=r"meets a plain tensor|got mixed"):
+            part(data(2, 8))
+    with torch.no_grad():
+        model.head.weight.mul_(2).add_(model.head.weight.detach().clone())
+
+
+@ranks(2)
+@every_strategy
+def test_penalties_on_sharded_parameters(strategy):
+    """Where a penalty is a sharded scalar its whole value joins the loss, or it has a backward of its own."""
+
+    def program(m, x, step):
+        penalty = 0.1 * sum(p.square().sum() for p in m.parameters())
+        if step == 0:
+            (m(x).square().mean() + (penalty.full_tensor() if hasattr(m, "plan") else penalty)).backward()
+        elif step == 1:
+            loss_backward(m, x, step)
+            penalty.backward()
+        else:
+            penalty.backward()
+            loss_backward(m, x, step)
+
+    run(Stack, strategy, program)
+
+
+@ranks(2)
+@two_strategies
+def test_sharpness_aware_steps(strategy):
+    """The weights move along the gradient and back between two passes."""
+    models = both(Stack, strategy)
+    for m, part in models:
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
+        for step in range(2):
+            moves = []
+            for second in (False, True):
+                optimizer.zero_grad()
+                loss_backward(m, part(data(4, 8, seed=step)), step)
+                with torch.no_grad():
+                    moves = [-move for move in moves] if second else [p.grad * 0.05 for p in m.parameters()]
+                    for p, move in zip(m.parameters(), moves, strict=True):
+                        p.add_(move)
+            optimizer.step()
+    assert_same_values(models[0][0], models[1][0])
