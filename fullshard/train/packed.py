@@ -104,8 +104,10 @@ def takes_positions(model: Any) -> bool:
 
 def documents_of(positions: torch.Tensor) -> Documents:
     """Where documents begin in each row: where positions start again."""
-    length = positions.shape[1]
-    return [[0, *(at for at in range(1, length) if not row[at]), length] for row in positions.tolist()]
+    documents: Documents = [[] for _ in positions]
+    for row, at in (positions == 0).nonzero().tolist():
+        documents[row].append(at)
+    return [[*bounds, positions.shape[1]] for bounds in documents]
 
 
 def block_masks(config: Any, positions: torch.Tensor, dtype: torch.dtype) -> Any:
