@@ -20,8 +20,8 @@ from torch import nn
 
 from fullshard.adapters import token_rows
 from fullshard.adapters.token_rows import Rows, put_over
+from fullshard.data.loader import IGNORED
 
-IGNORED = -100
 CHUNK_BYTES = 64 * 2**20
 """How large the fp32 logits of a chunk may be, unless the user says otherwise."""
 
@@ -196,10 +196,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: torch.Tensor, _: Any) -> Any:
-        gradients, ctx.gradients = (
-            ctx.gradients,
-            None,
-        )  # a second backward would need them; freeing them early matters more
+        # A second backward would need them; freeing them early matters more.
+        gradients, ctx.gradients = ctx.gradients, None
         scaled = [_scaled(g, d_loss, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return (*scaled[:4], None, None, None, None, None, *scaled[4:])
 
