@@ -91,7 +91,6 @@ class Loop:
         self.loader, self.reporter, self.total, self.manager = loader, reporter, total, manager
         self.evaluation, self.notify, self.packed = evaluation, notify, packed
         self.progress = Progress(batch=loader.feed.batch)
-        self.prompt = is_prompt(model)
         head.enabled = False  # outside the loop the model is the user's
         self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
         self.rate = 0.0
@@ -215,8 +214,6 @@ class Loop:
             name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
             for name, tensor in batch.items()
         }
-        if self.prompt:
-            moved["labels"][:, 0] = IGNORED  # no target, as everywhere else, though a virtual token stands before it
         self.head.enabled = True
         try:
             return self.model(**moved, use_cache=False).loss
