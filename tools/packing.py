@@ -67,7 +67,12 @@ def row_of_family(name: str) -> tuple[str, str]:
 
 
 def table(rows: dict[str, str]) -> str:
-    lines = ["| how documents are kept apart | families |", "|---|---|"]
+    lines = [
+        f"With transformers {transformers.__version__}:",
+        "",
+        "| how documents are kept apart | families |",
+        "|---|---|",
+    ]
     for key, title in ROWS.items():
         names = ", ".join(f"`{name}`" for name in FAMILIES if rows[name] == key)
         lines += [f"| {title} | {names} |"] if names else []
@@ -75,10 +80,12 @@ def table(rows: dict[str, str]) -> str:
 
 
 def listed() -> dict[str, str]:
-    """The table on the page: the key of each family's row."""
+    """The table on the page: the key of each family's row. Empty if it is that of another transformers."""
     text = PAGE.read_text().partition(START)[2].partition(END)[0]
-    found = {}
-    for line in text.splitlines()[2:]:
+    found: dict[str, str] = {}
+    if f"transformers {transformers.__version__}:" not in text:
+        return found
+    for line in text.splitlines()[4:]:
         title, names = (cell.strip() for cell in line.strip("| ").split(" | "))
         key = next(key for key, words in ROWS.items() if words == title)
         found |= {name.strip("`"): key for name in names.split(", ")}

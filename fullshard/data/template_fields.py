@@ -7,8 +7,9 @@ word in it that must appear in the text. A part that the template knows by anoth
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fullshard.data.built_in import name_of
 from fullshard.data.chat import PROBE, Message, render
@@ -32,8 +33,6 @@ TOOL = {
         },
     },
 }
-DROPPED = object()
-"""Stands for a field that a template does not write."""
 Special = tuple[tuple[str, Any], ...]
 PLAIN, SPOKEN = {"role", "content"}, {"user", "assistant"}
 """Messages with these keys and of these roles need no trial."""
@@ -60,23 +59,49 @@ def writes_tools(template: str, special: Special) -> bool:
     return any(_writes(template, special, trial, PROBE, [TOOL]) for trial in trials)
 
 
+class CallForm(NamedTuple):
+    """How a message must call a tool so that a template writes the call."""
+
+    content: str | None
+    """What the message has as its content where it says nothing."""
+    text: bool
+    """Whether arguments are JSON text rather than an object."""
+
+    def calling(self, message: Message, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The message with these calls, in this form."""
+        content = message.get("content")
+        made = [{**call, "function": self._function(call["function"])} for call in calls] if self.text else [*calls]
+        return {**message, "content": self.content if content is None else content, "tool_calls": made}
+
+    def _function(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+
+
 @functools.lru_cache(maxsize=64)
-def content_beside_calls(template: str, special: Special) -> Any:
-    """What a message that only calls a tool must have as its content (None or "") so that the call is written;
-    `DROPPED` if it never is."""
-    for content in (None, ""):
-        call: Message = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+def call_form(template: str, special: Special, says: bool = False) -> CallForm | None:
+    """The form in which a template writes tool calls, of messages that say something besides or not; None if it leaves
+    the calls out, or what is said."""
+    turn: Message = {"role": "assistant", "content": SAID if says else None}
+    words = (ARGUMENT, SAID) if says else (ARGUMENT,)
+    for form in (CallForm(None, False), CallForm("", False), CallForm(None, True), CallForm("", True)):
+        call = form.calling(turn, [CALL])
         for trial in ([USER, call], [USER, call, RESULT, ANSWER]):
-            if any(_writes(template, special, trial, ARGUMENT, tools) for tools in (None, [TOOL])):
-                return content
-    return DROPPED
+            texts = (_written(template, special, trial, tools) or "" for tools in (None, [TOOL]))
+            if any(all(word in text for word in words) for text in texts):
+                return form
+    return None
 
 
 @functools.lru_cache(maxsize=64)
-def reasoning_name(template: str, special: Special, name: str) -> str | None:
-    """The name under which a template writes what the assistant thought in its last turn; None if it does not."""
+def reasoning_name(template: str, special: Special, name: str, calls: bool = False) -> str | None:
+    """The name under which a template writes what the assistant thought in its last turn, or before it called a tool;
+    None if it does not."""
+    form = call_form(template, special) if calls else None
+    turn = ANSWER if form is None else form.calling({"role": "assistant"}, [CALL])
     for known in (name, *(other for other in REASONING if other != name)):
-        if _writes(template, special, [USER, {**ANSWER, known: PROBE}], PROBE):
+        thought = {**turn, known: SAID}
+        trials = [[USER, thought]] if form is None else [[USER, thought], [USER, thought, RESULT, ANSWER]]
+        if any(_writes(template, special, trial, SAID) for trial in trials):
             return known
     return None
 
@@ -118,15 +143,16 @@ def fit(
 
 
 def _fit(message: Message, template: str, special: Special, where: str) -> Message:
-    if message.get("tool_calls"):
-        content = content_beside_calls(template, special)
-        if content is DROPPED:
-            raise _dropped(where, template, "tool calls", OWN)
-        if message["content"] is None and content is not None:
-            message = {**message, "content": content}
+    calls = message.get("tool_calls")
+    if calls:
+        form = call_form(template, special, message["content"] is not None)
+        if form is None:
+            alone = call_form(template, special)
+            raise _dropped(where, template, "tool calls" if alone is None else "a tool call beside text", OWN)
+        message = form.calling(message, calls)
     for name in REASONING:
         if message["role"] == "assistant" and message.get(name):
-            known = reasoning_name(template, special, name)
+            known = reasoning_name(template, special, name, bool(calls))
             if known is None:
                 raise _dropped(where, template, f"`{name}`", "put it into the content, as the model is to write it, or")
             message = {known if k == name else k: v for k, v in message.items()}

@@ -2,8 +2,9 @@
 
 Gradients are averaged over the ranks, so a loss that is a mean over a rank's own rows has to be scaled by
 `rows × ranks / rows of all ranks` to give the mean over all rows. The engine scales gradients inside each outermost
-call: where a gradient enters through an output it is multiplied, where it leaves through an input it is divided again.
-So parameters get the factor once, whatever is computed before and after the call, and nobody outside sees it.
+call: where a gradient enters it is multiplied (through an output here, by another way in `entry.py`), where it leaves
+through an input it is divided again. So parameters get the factor once, whatever is computed before and after the
+call, and nobody outside sees it.
 """
 
 from __future__ import annotations

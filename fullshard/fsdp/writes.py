@@ -1,7 +1,7 @@
 """How often a parameter has been written to: what was gathered or loaded before is out of date once this changes.
 
 torch counts writes to a tensor, but not those that multi-tensor optimizers (`foreach`, `fused`) make to sharded ones,
-so optimizer steps are counted here. Writes through `.data`, and multi-tensor operators called directly, go unseen.
+so optimizer steps are counted here. Writes into `.data`, and multi-tensor operators called directly, go unseen.
 """
 
 from __future__ import annotations

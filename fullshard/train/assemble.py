@@ -181,7 +181,7 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     keep_tables_whole(model)
     if config.neftune_noise_alpha:
         add_noise(model, config.neftune_noise_alpha)
-    packed = Packed(model, parts.way, _computed_in(engine, model)) if parts.way is not None else None
+    packed = Packed(model, parts.way, _computed_in(engine, model)) if parts.way not in (None, Way()) else None
     head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss)
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")

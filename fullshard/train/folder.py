@@ -251,7 +251,7 @@ def remove_earlier(config: SFTConfig) -> str | None:
     try:
         for path in written_in(folder):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        for name in (CHECKPOINTS, "runs", "wandb"):
+        for name in (CHECKPOINTS, FIRST, "runs", "wandb"):
             if (folder / name).is_dir() and not (folder / name).is_symlink() and not any((folder / name).iterdir()):
                 (folder / name).rmdir()
         (folder / DOOMED).unlink(missing_ok=True)

@@ -321,8 +321,6 @@ class LeanHead:
         """What the model gets when it asks for its loss function: the mean over learnt tokens."""
         if not self.active or not _is_cross_entropy(self.plain_loss, kwargs):
             assert self.plain_loss is not None
-            if self.active and self.statistics is None:
-                self.statistics = self._observed(logits, labels)
             return self.plain_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         # The scale is applied where gradients are made, so that narrow ones are rounded once.
         scale = self.scale if self.factor else 1.0

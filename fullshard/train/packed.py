@@ -83,17 +83,19 @@ class Packed:
 
     def _each_document(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.documents is None:
+            documents = self.documents
+            if documents is None:
                 return plain(*args, **kwargs)
-            rows = []
-            for row, bounds in enumerate(self.documents):
-                size = bounds[-1]
-                parts = [
-                    plain(*_cut(args, row, a, b, size), **_cut(kwargs, row, a, b, size))
-                    for a, b in itertools.pairwise(bounds)
-                ]
-                rows.append(_joined(parts, 1))
-            return _joined(rows, 0)
+            self.documents = None  # modules inside get one document
+            try:
+                rows = []
+                for row, bounds in enumerate(documents):
+                    cuts = [(row, a, b, bounds[-1]) for a, b in itertools.pairwise(bounds)]
+                    parts = [plain(*_cut(args, *cut), **_cut(kwargs, *cut)) for cut in cuts]
+                    rows.append(_joined(parts, 1, [end - start for _, start, end, _ in cuts]))
+                return _joined(rows, 0, [1] * len(rows))
+            finally:
+                self.documents = documents
 
         return forward
 
@@ -104,8 +106,10 @@ def takes_positions(model: Any) -> bool:
 
 def documents_of(positions: torch.Tensor) -> Documents:
     """Where documents begin in each row: where positions start again."""
-    length = positions.shape[1]
-    return [[0, *(at for at in range(1, length) if not row[at]), length] for row in positions.tolist()]
+    documents: Documents = [[] for _ in positions]
+    for row, at in (positions == 0).nonzero().tolist():
+        documents[row].append(at)
+    return [[*bounds, positions.shape[1]] for bounds in documents]
 
 
 def block_masks(config: Any, positions: torch.Tensor, dtype: torch.dtype) -> Any:
@@ -150,10 +154,10 @@ def _cut(value: Any, row: int, start: int, end: int, size: int) -> Any:
     return mine[:, start:end] if value.shape[1] == size else value
 
 
-def _joined(parts: list[Any], dim: int) -> Any:
-    """The outputs of a module for several documents as one; what is no tensor comes from the last."""
-    if isinstance(parts[0], torch.Tensor):
-        return torch.cat(parts, dim)
+def _joined(parts: list[Any], dim: int, sizes: list[int]) -> Any:
+    """The outputs of a module for several documents as one; what is not for each token comes from the last."""
     if isinstance(parts[0], tuple | list):
-        return type(parts[0])(_joined(list(each), dim) for each in zip(*parts, strict=True))
+        return type(parts[0])(_joined(list(each), dim, sizes) for each in zip(*parts, strict=True))
+    if isinstance(parts[0], torch.Tensor) and [part.shape[dim] for part in parts if part.dim() > dim] == sizes:
+        return torch.cat(parts, dim)
     return parts[-1]

@@ -105,9 +105,9 @@ def _name_base(folder: Path, model: Any) -> None:
     """Have an adapter's files name the base so that it is found from any folder, and known from others."""
     name, base = read_config(folder).get("base_model_name_or_path"), base_of(model)
     if base is not None:
-        write_record(folder, name or base.path, base.fingerprint)
+        write_record(folder, name or base.path, (base.path, base.fingerprint))
     elif name:
-        write_record(folder, name, None)
+        write_record(folder, name)
 
 
 def _write_prompt(model: Any, folder: Path, values: dict[str, torch.Tensor]) -> None:

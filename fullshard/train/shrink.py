@@ -117,8 +117,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _shrink(config: Any, model: Any, weaker: int, one_of_each: bool) -> None:
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    layers = getattr(config, "num_hidden_layers", None)
-    kept = _kept_layers(fields, model, layers, one_of_each) if isinstance(layers, int) else []
+    named = getattr(config, "num_hidden_layers", None)
+    layers = named if isinstance(named, int) else 0
+    kept = _kept_layers(fields, model, layers, one_of_each) if layers else []
     heads = _divisor(fields) // max(1, weaker) or 1
     widths = heads if weaker else _narrowest(fields)
     for name, value in fields.items():

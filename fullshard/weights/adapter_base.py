@@ -70,13 +70,14 @@ def stored_in_4_bits(folder: str | Path) -> bool:
     return bool(config.get("quantization_config"))
 
 
-def write_record(adapter: Path, base: str | Path, fingerprint: str | None) -> None:
-    """Write down beside an adapter's files what it was trained on, and name the base there so that it lasts."""
+def write_record(adapter: Path, base: str | Path, files: tuple[str, str] | None = None) -> None:
+    """Write down beside an adapter's files what it was trained on, and name the base there so that it lasts. `files`
+    are the base's: where they lie, and their fingerprint; None if that is not known."""
     config = read_config(adapter)
     config["base_model_name_or_path"] = name = lasting_name(base)
     replace_text(adapter / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    if fingerprint is not None:
-        record = {"base": name, "fingerprint": fingerprint, "stored_in_4_bits": stored_in_4_bits(base)}
+    if files is not None:
+        record = {"base": name, "fingerprint": files[1], "stored_in_4_bits": stored_in_4_bits(files[0])}
         replace_text(adapter / RECORD, json.dumps(record, indent=2) + "\n")
 
 

@@ -42,6 +42,7 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
             f"{directory} does not say what its adapter looks like ({len(configs)} configurations of adapters, "
             f"{'a' if shape else 'no'} configuration of the model); resume the run from it and let it end"
         )
+    files = (entry["base"]["path"], entry["base"]["fingerprint"]) if entry["base"] else None
     start = next(iter(configs.values())).get("init_lora_weights")
     first = first_of(directory) if taken_from_weights(start) else None
     if taken_from_weights(start) and first is None:
@@ -49,12 +50,11 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
             f"the adapter of {directory} began as {start}, taken out of the weights, and what it began with is not "
             f"beside it; put the run's folder {FIRST} into {directory.absolute().parent.parent}"
         )
-    base = entry["base"]["path"] if entry["base"] else None
     (config,) = configs.values()
-    base = config.get("base_model_name_or_path") or base
+    base = config.get("base_model_name_or_path") or (files[0] if files else None)
     (out / CONFIG).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
     if base is not None:
-        write_record(out, base, entry["base"]["fingerprint"] if entry["base"] else None)
+        write_record(out, base, files)
     shape.pop("quantization_config", None)
     empty = AutoConfig.for_model(**shape)
     plain = on_meta(class_of(None, empty), empty, torch.float32, directory, False)

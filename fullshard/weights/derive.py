@@ -209,7 +209,10 @@ def _weight(one: Derived) -> tuple[torch.Tensor, torch.Tensor]:
         return value, value
     parts = reading.finish(base, reading.read(base, one.readers, slice(0, base.packed.shape[0])), None)
     held = groups.dense({name: part.to(device) for name, part in parts.items()}, base.shape, base.scheme, base.dtype)
-    return (one.readers["weight"][()].to(device) if one.start == "loftq" else held), held
+    if one.start != "loftq":
+        return held, held
+    original = one.readers["weight"][()].to(device)
+    return original.T if base.transposed else original, held
 
 
 def _by_peft(one: Derived, weight: torch.Tensor, seed: int) -> Values:

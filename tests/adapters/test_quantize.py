@@ -223,6 +223,26 @@ def test_layers_of_other_classes_from_files_and_back(tmp_path, family):
                 torch.testing.assert_close(found(rows).logits, loaded(rows).logits, rtol=1e-4, atol=1e-5)
 
 
+@ranks(1)
+@pytest.mark.slow
+def test_loftq_makes_up_for_what_a_transposed_weight_lost(tmp_path):
+    gpt2().save_pretrained(tmp_path)
+    config = LoraConfig(r=8, lora_alpha=8, target_modules="all-linear")
+    config.init_lora_weights = "loftq"  # given at once, PEFT would want scipy
+    model = load_pretrained(
+        tmp_path, mesh_for("FULL_SHARD"), quantization_config=Scheme(), adapt=lambda m: lora.lay_out(m, config),
+        progress=False,
+    )  # fmt: skip
+    dense = gpt2()
+    with model.summon_full_params(writeback=False):
+        for name, layer in quantized_layers(model).items():
+            wrapper = model.get_submodule(name.removesuffix(".base_layer"))
+            weight = dense.get_submodule(name.removeprefix("base_model.model.").removesuffix(".base_layer")).weight.T
+            lost = weight - layer.dequantize()
+            made_up = wrapper.lora_B["default"].weight @ wrapper.lora_A["default"].weight
+            assert (lost - made_up).norm() < 0.95 * lost.norm(), name
+
+
 def test_the_line_that_says_what_stays_dense():
     """Every byte of the model is in it, under the name of what it belongs to."""
     config = MixtralConfig(

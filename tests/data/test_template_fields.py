@@ -23,6 +23,7 @@ OTHERS = {
     # templates of other styles: what they need to write a tool call
     "null": "{% for m in messages %}[{{ m.role }}]{% if m.content is none %}{% for c in m.tool_calls %}<{{ c.function.name }}{{ c.function.arguments | tojson }}>{% endfor %}{% else %}{{ m.content }}{% endif %};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
     "text": "{% for m in messages %}[{{ m.role }}]{{ m.content + '' }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}{{ c.function.arguments | tojson }}>{% endfor %};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
+    "arguments as text": "{% for m in messages %}[{{ m.role }}]{% if m.content is none %}{% for c in m.tool_calls %}{{ '<' + c.function.name + c.function.arguments + '>' }}{% endfor %}{% else %}{{ m.content }}{% endif %};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
     "no text": "{% for m in messages %}[{{ m.role }}]{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}<{{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments | tojson }}>{% else %}{{ m.content }}{% endif %};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
     "results follow": "{% for m in messages %}{% if m.tool_calls and (loop.last or loop.nextitem.role != 'tool') %}{{ raise_exception('results must follow') }}{% endif %}[{{ m.role }}]{{ m.content or '' }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}{{ c.function.arguments | tojson }}{{ c.id }}>{% endfor %};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
 }
@@ -82,7 +83,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a system message": ({"messages": [{"role": "system", "content": "S"}, U, A]}, "{% for m in messages %}{% if m.role != 'system' %}[{{ m.content }}]{% endif %}{% endfor %}", "the row has a system message, which"),
     "a tool's result": ({"messages": [U, A, {"role": "tool", "content": "x"}, A]}, "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.content }}]{% endif %}{% endfor %}", "the row has a tool message, which"),
     "the result of a call": ({"messages": CALLS}, "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}]{% endif %}{% endfor %}", "the row has a tool message, which"),
-    "what a template refuses": ({"messages": CALLS}, OTHERS["no text"], "refuses this conversation: one call at a time"),
+    "text beside a call": ({"messages": [U, {**A, "tool_calls": [CALL]}]}, OTHERS["no text"], "the row has a tool call beside text, which"),
+    "a call beside text": ({"messages": [U, {**A, "tool_calls": [CALL]}]}, OTHERS["null"], "the row has a tool call beside text, which"),
+    "what a template refuses": ({"messages": [U, {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}]}, OTHERS["no text"], "refuses this conversation: one call at a time"),
 }  # fmt: skip
 
 

@@ -589,7 +589,9 @@ class Ranks:
             )
 
     def when(self, *names):
-        _until(lambda: all((self.folder / name).exists() for name in names), 60)
+        _until(
+            lambda: all((self.folder / name).exists() for name in names), 180
+        )  # to import takes long on a busy machine
 
     def said(self, rank):
         return (self.folder / f"out-{rank}").read_text()

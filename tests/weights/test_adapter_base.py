@@ -16,7 +16,7 @@ from fullshard.after.place import find
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.train.sft import SFTTrainer
 from fullshard.train.start import base_of_adapter
-from fullshard.weights.adapter_base import RECORD, check_base, lasting_name, read_record
+from fullshard.weights.adapter_base import RECORD, check_base, lasting_name, read_record, write_record
 from fullshard.weights.base import fingerprint_of
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.after.made import LORA, add_adapter, chat_model, command
@@ -110,6 +110,18 @@ def test_a_4_bit_copy_and_its_original_belong_together(made: Path, tmp_path: Pat
     (packed / "config.json").write_text(json.dumps({**config, "quantization_config": {"load_in_4bit": True}}))
     check_base(adapter, packed)
     check_base(named(adapter, str(packed)), made / "base")
+    write_record(adapter, "org/Llama-3-bnb-4bit", (str(packed), fingerprint_of(packed)))
+    check_base(adapter, packed)
+    check_base(adapter, made / "base")
+    with pytest.raises(WeightsError, match=r"was trained on org/Llama-3-bnb-4bit .*changed is another model"):
+        check_base(adapter, _changed(packed))
+
+
+def _changed(model: Path) -> Path:
+    other = shutil.copytree(model, model.with_name("changed"))
+    weights = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    return other
 
 
 def test_a_relative_base_is_found_from_the_folders_above_the_adapter(
