@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard import accelerator, runtime
-from fullshard.adapters.virtual_tokens import is_prompt
 from fullshard.data.loader import IGNORED, Batch, Loader, Step, one_pass
 from fullshard.data.tokens import TokenTable
 from fullshard.errors import TrainingError
