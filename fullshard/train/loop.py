@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard import accelerator, runtime
-from fullshard.adapters.virtual_tokens import is_prompt
 from fullshard.data.loader import IGNORED, Batch, Loader, Step, one_pass
 from fullshard.data.tokens import TokenTable
 from fullshard.errors import TrainingError
@@ -91,7 +90,6 @@ class Loop:
         self.loader, self.reporter, self.total, self.manager = loader, reporter, total, manager
         self.evaluation, self.notify, self.packed = evaluation, notify, packed
         self.progress = Progress(batch=loader.feed.batch)
-        self.prompt = is_prompt(model)
         head.enabled = False  # outside the loop the model is the user's
         self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
         self.rate = 0.0
@@ -215,8 +213,6 @@ class Loop:
             name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
             for name, tensor in batch.items()
         }
-        if self.prompt:
-            moved["labels"][:, 0] = IGNORED  # no target, as everywhere else, though a virtual token stands before it
         self.head.enabled = True
         try:
             return self.model(**moved, use_cache=False).loss
