@@ -171,8 +171,8 @@ class Try:
             self.continued = True
             for rank in self.fault.ranks:
                 os.kill(self.ranks()[rank], signal.SIGCONT)
-        late = now - self.lost > END_WITHIN + self.slack + 10 if self.lost is not None else now - self.began > START_WITHIN
-        return bool(found) or late
+        since, limit = (self.began, START_WITHIN) if self.lost is None else (self.lost, END_WITHIN + self.slack + 10)
+        return bool(found) or now - since > limit
 
     def _lose(self, now: float) -> None:
         marks = {rank: self.folder / f"lost-{rank}" for rank in self.fault.ranks}
