@@ -107,6 +107,11 @@ class Try:
     continued: bool = False
 
     @property
+    def slack(self) -> float:
+        """Seconds that the other ranks may still need to start themselves."""
+        return 60.0 if self.cold else 0.0
+
+    @property
     def text(self) -> str:
         return (self.folder / "log").read_text(errors="replace")
 
@@ -166,8 +171,8 @@ class Try:
             self.continued = True
             for rank in self.fault.ranks:
                 os.kill(self.ranks()[rank], signal.SIGCONT)
-        late = now - self.lost > END_WITHIN + 10 if self.lost is not None else now - self.began > START_WITHIN
-        return bool(found) or late
+        since, limit = (self.began, START_WITHIN) if self.lost is None else (self.lost, END_WITHIN + self.slack + 10)
+        return bool(found) or now - since > limit
 
     def _lose(self, now: float) -> None:
         marks = {rank: self.folder / f"lost-{rank}" for rank in self.fault.ranks}
@@ -199,11 +204,11 @@ class Try:
             return [f"nothing was lost (exit code {self.code})"]
         if self.ended is None:
             found.append(f"not ended after {END_WITHIN:g} s")
-        elif self.ended - self.lost > END_WITHIN:
+        elif self.ended - self.lost > END_WITHIN + self.slack:
             found.append(f"ended only after {self.ended - self.lost:.0f} s")
         if self.named is None and self.code != 0:
             found.append("the rank was not named")
-        elif self.named is not None and self.named - self.lost > REPORT_WITHIN:
+        elif self.named is not None and self.named - self.lost > REPORT_WITHIN + self.slack:
             found.append(f"named only after {self.named - self.lost:.0f} s")
         how, at_the_end = HOWS[self.fault.how], self.fault.place == "end"
         expected = 0 if at_the_end and how.code == EXIT_RANK_LOST else how.code
