@@ -204,7 +204,7 @@ def meeting(gpus: list[str], patch: pytest.MonkeyPatch, nccl: list[bool] | None 
             torch.device("cuda" if gpus[rank] else "cpu"),
         )
         try:
-            found[rank] = (*_found(meet(dist.PrefixStore("run", store), launch, device, 10), device), "")
+            found[rank] = (*_found(meet(dist.PrefixStore("run", store), launch, device, 10, print), device), "")
         except RuntimeSetupError as error:
             found[rank] = ("", "", str(error))
 
@@ -235,7 +235,7 @@ def test_ranks_that_pretend_to_be_nodes_may_share_a_gpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(accelerator, "identity", lambda device: "a")
     monkeypatch.setattr(groups, "has_own", lambda kind: True)
     store.add("device/cuda", 1)
-    assert meet(store, Launch(1, 2), torch.device("cuda", 0), 5).own
+    assert meet(store, Launch(1, 2), torch.device("cuda", 0), 5, print).own
 
 
 def test_devices_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

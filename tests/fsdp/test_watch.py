@@ -71,6 +71,7 @@ def test_a_missing_rank_is_named_within_ten_seconds(world):
 @pytest.mark.slow
 @ranks(2)
 def test_a_slow_rank_is_reported_and_left_alone():
+    watch.begin_step(1)
     model = FSDPv2(Stack(), mesh_for("FULL_SHARD"), auto_wrap_policy={Block}, small_parameter_bytes=0)
     model(torch.randn(4, 8)).sum().backward()
     dist.barrier()
@@ -97,6 +98,7 @@ def test_a_slow_rank_is_reported_and_left_alone():
 @pytest.mark.slow
 @ranks(2)
 def test_a_rank_that_never_comes_is_given_up_at_the_timeout():
+    watch.begin_step(1)
     model = FSDPv2(Stack(), mesh_for("FULL_SHARD"), timeout=2.0)
     model(torch.randn(4, 8)).sum().backward()
     dist.barrier()
@@ -126,6 +128,7 @@ class Forked(nn.Module):
 
 @ranks(2)
 def test_ranks_in_different_operations_are_stopped():
+    watch.begin_step(1)
     model = FSDPv2(Forked(), mesh_for("FULL_SHARD"), auto_wrap_policy={Block}, small_parameter_bytes=0)
     model(torch.randn(4, 8), 0).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
