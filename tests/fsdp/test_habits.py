@@ -13,6 +13,7 @@ from fullshard.errors import FSDPError
 from fullshard.fsdp import FSDPv2, MixedPrecision, ShardingStrategy
 from tests.fsdp.programs import Block, Stack, llama, mesh_for, mine
 from tests.fsdp.test_corners import DOUBLE, assert_same_gradients, assert_same_values, data, every_strategy, pair
+from tests.pairwise import thinned
 from tests.pool import ranks
 
 two_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -555,7 +556,7 @@ def _counting():
 
 @ranks(2)
 @every_strategy
-@pytest.mark.parametrize("how", ["torch.compile", "module.compile", "compile_units", "step"])
+@pytest.mark.parametrize("how", thinned(["torch.compile", "module.compile", "compile_units", "step"]))
 def test_compiling(strategy, how):
     """Of the whole model too, each unit is one graph and the engine none; never silently eager."""
     torch._dynamo.reset()

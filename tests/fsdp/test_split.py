@@ -20,6 +20,7 @@ from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
 from tests.fsdp.programs import STRATEGIES, assert_same_training, build, mesh_for, sharded, step, train_alone
+from tests.pairwise import thinned
 from tests.pool import ranks
 
 RANKS = [2, 4, 8, 16, 64, 256, 1024, 4096]
@@ -159,7 +160,7 @@ def _thin(strategy: str = "FULL_SHARD", small: int = 0, **options) -> FSDPv2:
 
 
 @ranks(4)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES))
 def test_thin_and_tiny_parameters_train_as_on_one_device(strategy):
     for small, offload in ((0, False), (2048, False), (2048, True)):
         with forced():

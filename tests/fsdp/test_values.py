@@ -13,6 +13,7 @@ from fullshard.fsdp import (
     transformer_auto_wrap_policy,
 )
 from tests.fsdp.programs import Block, Stack, alone, batches, build, exact, llama, loss_of, mesh_for, mine
+from tests.pairwise import thinned
 from tests.pool import ranks
 
 DOUBLE = torch.float64
@@ -191,7 +192,7 @@ def test_ranks_scale_alike_though_gradients_of_ignored_modules_differ(p):
 
 @ranks(1, 2, 4, slow=(1, 2))
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("p", thinned([2.0, 1.0, 3.0, float("inf")]))
 def test_clip_grad_norm(strategy, p):
     if strategy == "HYBRID_SHARD" and runtime.world_size() == 1:
         return

@@ -178,7 +178,7 @@ def test_in_one_process_nothing_changes(kind):
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@ranks(2, 4)
+@ranks(2, 4, slow=(2,))
 def test_several_ranks_give_each_row_once_in_the_order_of_one_process(kind, world_size):
     seed(1)
     plain = epochs(LOADERS[kind]())

@@ -85,6 +85,7 @@ def test_from_files_to_an_adapter_that_peft_loads(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
     """Experts in 4 bits with adapters on them, from files to an adapter that PEFT loads; the log says what is dense."""
