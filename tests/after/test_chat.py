@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -200,22 +201,20 @@ class Terminal:
         return before
 
     def prompt(self) -> None:
-        """Wait for the prompt, and until the process sleeps in wait of a key.
-
-        After printing the prompt Python's input() goes to sleep in select(). A signal that comes between the two is
-        only looked at once a line was entered, so on a busy machine no fixed time is long enough.
-        """
         self.until("> ")
-        asleep, limit = 0, time.monotonic() + 120.0
-        while asleep < 10:  # looks in a row; a process that merely waits for its turn is running to the kernel
-            assert time.monotonic() < limit, "the process never came to rest at its prompt"
-            time.sleep(0.02)
-            asleep = asleep + 1 if self._sleeps() else 0
 
-    def _sleeps(self) -> bool:
-        """Whether the process is in an interruptible wait (as Linux tells it)."""
-        state = Path(f"/proc/{self.process.pid}/stat")
-        return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "S"
+    def interrupt(self, text: str) -> None:
+        """Ctrl-C at the prompt, until it is answered with this text.
+
+        Python's input() prints the prompt and then sleeps in select(). A signal that comes between the two is looked at
+        once the next one, or a line, ends that sleep; so one does here what a person does.
+        """
+        for _ in range(24):
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(AssertionError):
+                self.until(text, 5.0)
+                return
+        raise AssertionError(f"no Ctrl-C was answered with {text!r}: {self.said!r}")
 
     def type(self, text: str) -> None:
         os.write(self.end, text.encode())
@@ -266,8 +265,7 @@ def test_talking_on_a_terminal(tmp_path: Path) -> None:
         terminal.process.send_signal(signal.SIGINT)
         terminal.until("(stopped)")
         terminal.prompt()
-        terminal.process.send_signal(signal.SIGINT)
-        terminal.until("(/exit or Ctrl-D leaves)")
+        terminal.interrupt("(/exit or Ctrl-D leaves)")
         terminal.type(f"/save {tmp_path / 'talk.jsonl'}\n")
         terminal.until("added 2 turns")
         terminal.type("/nothing\n")
