@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.adapters import groups
-from fullshard.adapters.linear import refusal
+from fullshard.adapters.linear import ReadOnlyWeight, refusal
 from fullshard.adapters.ops import exactly
 from fullshard.spmd.tensor import is_sharded
 
@@ -41,7 +41,7 @@ class Factors(NamedTuple):
     scale: float
 
 
-class FusedWeight(torch.Tensor):
+class FusedWeight(ReadOnlyWeight):
     """A fused weight [experts, rows, columns], or with `index` one expert of it; `swapped` exchanges rows and
     columns."""
 
@@ -68,14 +68,6 @@ class FusedWeight(torch.Tensor):
 
     def __repr__(self) -> str:
         return f"FusedWeight({self.key}, {tuple(self.shape)})"
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        raise refusal()
 
     def other(self, index: int | None, swapped: bool) -> FusedWeight:
         return FusedWeight(self.experts, self.key, index, swapped)

@@ -190,7 +190,19 @@ class NF4Linear(nn.Linear):
         return f"{super().extra_repr()}, {s.quant_type}, blocks of {s.blocksize}{double}"
 
 
-class QuantizedWeight(torch.Tensor):
+class ReadOnlyWeight(torch.Tensor):
+    """A weight in the shape of the dense one that cannot be assigned to through `.data` either."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise refusal()
+
+
+class QuantizedWeight(ReadOnlyWeight):
     """A 4-bit weight in the shape of the dense one. Reading it unpacks it; writing to it is refused."""
 
     _layer: NF4Linear
@@ -209,14 +221,6 @@ class QuantizedWeight(torch.Tensor):
 
     def __repr__(self) -> str:
         return f"QuantizedWeight({self._layer.extra_repr()})"
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        raise refusal()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -72,9 +72,9 @@ def resumes(config: SFTConfig) -> bool:
 
 def first_adapter(config: SFTConfig) -> Path | None:
     """What the adapter of a run that is gone on with began with, where that was written down."""
-    asked = config.resume_from_checkpoint or ""
-    places = (Path(asked), Path(asked).parent, Path(asked).parent.parent, Path(config.output_dir))
-    found = (place.expanduser() / FIRST for place in places)
+    named = named_checkpoint(config)
+    places = [] if named is None else [named, named.parent, named.parent.parent]
+    found = (place / FIRST for place in (*places, place_of(config)))
     return next((place for place in found if (place / WEIGHTS).is_file()), None)
 
 

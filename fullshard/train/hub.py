@@ -16,7 +16,7 @@ from fullshard import runtime
 from fullshard.errors import first_line
 from fullshard.train import results
 from fullshard.train.config import SFTConfig
-from fullshard.train.folder import CHECKPOINTS
+from fullshard.train.folder import CHECKPOINTS, place_of
 from fullshard.weights.manifest import MANIFEST, published_steps, step_name
 from fullshard.weights.meeting import any_of
 
@@ -90,7 +90,7 @@ class Hub:
 
     @property
     def _place(self) -> Path:
-        return Path(self.trainer.args.output_dir).expanduser()
+        return place_of(self.trainer.args)
 
     @property
     def _name(self) -> str:

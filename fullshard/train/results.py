@@ -19,7 +19,7 @@ from fullshard.fsdp.state import whole_value
 from fullshard.paths import replaced_files, save_tokenizer
 from fullshard.train.card import write_card
 from fullshard.train.config import SFTConfig
-from fullshard.train.folder import CHECKPOINTS
+from fullshard.train.folder import CHECKPOINTS, place_of
 from fullshard.train.loss import causal
 from fullshard.train.metrics import FILE
 from fullshard.train.model import local_folder
@@ -54,7 +54,7 @@ def keep_first(model: Any, parts: Parts, config: SFTConfig) -> None:
     """Write down what an adapter begins with that was taken out of the weights. All ranks must call it, before the
     adapter trains."""
     if parts.takes_from_weights and parts.first is None:
-        place = Path(config.output_dir).expanduser() / FIRST
+        place = place_of(config) / FIRST
         export_adapter(model, place)
         parts.first = place
 
@@ -204,7 +204,7 @@ def show(trainer: SFTTrainer) -> None:
     reporter = trainer.loop.reporter
     if not runtime.is_main() or reporter.mode in ("quiet", "json"):
         return
-    place, progress = Path(trainer.args.output_dir).expanduser(), trainer.loop.progress
+    place, progress = place_of(trainer.args), trainer.loop.progress
     kind = "adapter" if hasattr(trainer.model, "peft_config") else "model"
     rows = {
         "steps": f"{progress.step:,}" + (f" ({progress.skipped} left out)" if progress.skipped else ""),

@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fullshard.train.config import SFTConfig
 from fullshard.train.sft import SFTTrainer
 from fullshard.weights.meeting import exchange
@@ -40,3 +42,23 @@ def losses(trainer: Any) -> list[float]:
     """The loss of every step, on every rank."""
     found = [r["loss"] for r in trainer.state.log_history if "loss" in r]
     return exchange(found, 0, "losses")[0]
+
+
+def plain_losses(made: Any, optimizer: Any, schedule: Any, table: Any, order: Any, config: SFTConfig) -> list[float]:
+    """The steps of a plain loop on one device, with each document in a row of its own."""
+    trained = [p for p in made.parameters() if p.requires_grad]
+    found = []
+    for step in range(config.max_steps):
+        documents = [torch.tensor(ids.astype("int64")) for row in order.step(step) for ids, _ in table.documents(row)]
+        ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=2)
+        labels = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=-100)
+        # Padding is behind: nobody sees it. Virtual tokens stand before the row.
+        logits = made(input_ids=ids, use_cache=False).logits[:, -ids.shape[1] :]
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found

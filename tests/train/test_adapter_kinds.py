@@ -25,7 +25,7 @@ from fullshard.weights import init
 from fullshard.weights.meeting import exchange
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
-from tests.train.runs import global_batch, losses, settings
+from tests.train.runs import global_batch, losses, plain_losses, settings
 from tests.train.test_qlora import FOUR_BITS, rounded
 from tests.train.tiny import make_folder
 
@@ -101,21 +101,8 @@ def one_device(made: Any, trainer: Any) -> list[float]:
     trained = [p for p in made.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=0.0)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=config.max_steps)
-    found = []
     made.train()
-    for step in range(config.max_steps):
-        documents = [torch.tensor(ids.astype("int64")) for row in order.step(step) for ids, _ in table.documents(row)]
-        ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=2)
-        labels = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=-100)
-        logits = made(input_ids=ids, use_cache=False).logits[:, -ids.shape[1] :]
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
+    return plain_losses(made, optimizer, schedule, table, order, config)
 
 
 def peft_model(place: Path, kind: str, config: Any, values: dict[str, torch.Tensor]) -> Any:

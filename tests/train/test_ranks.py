@@ -16,7 +16,7 @@ from transformers import get_scheduler
 from fullshard import runtime
 from fullshard.weights.meeting import exchange
 from tests.pool import ranks
-from tests.train.runs import global_batch, losses, settings, train
+from tests.train.runs import global_batch, losses, plain_losses, settings, train
 from tests.train.tiny import make_trained
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -34,20 +34,7 @@ def one_device(made: Any, table: Any, order: Any, config: Any) -> list[float]:
     ]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=3, num_training_steps=config.max_steps)
-    found = []
-    for step in range(config.max_steps):
-        documents = [torch.tensor(ids.astype("int64")) for row in order.step(step) for ids, _ in table.documents(row)]
-        ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=2)
-        labels = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=-100)[:, 1:].flatten()
-        logits = made(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)  # padding is behind: nobody sees it
-        loss = torch.nn.functional.cross_entropy(logits.float(), labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
+    return plain_losses(made, optimizer, schedule, table, order, config)
 
 
 def check(strategy: str, kind: str, packing: bool, world: int, folder: Path) -> None:

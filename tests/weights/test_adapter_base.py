@@ -155,7 +155,7 @@ def test_a_name_that_does_not_exist_is_one_line(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    for words in (["chat", "nobody/nothing", "--prompt", "one"], ["export", "nobody/nothing", "/tmp/nowhere/at/all"]):
+    for words in (["chat", "nobody/nothing", "--prompt", "one"], ["export", "nobody/nothing", "no/such/folder"]):
         code, _, said = command(*words)
         assert code == 2 and said.startswith("fullshard: 'nobody/nothing' is neither a directory here nor a model")
         assert len(said.splitlines()) == 1
