@@ -69,8 +69,8 @@ def build(shape: dict[str, int]) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fullshard.adapters.quantize import quantize_model
     from fullshard.fsdp import checkpoint_module
+    from fullshard.quant.quantize_model import quantize_model
 
     config = LlamaConfig(
         vocab_size=shape["vocabulary"], hidden_size=shape["hidden"], intermediate_size=shape["intermediate"],
@@ -92,9 +92,9 @@ def fill(model: Any) -> None:
     import torch
 
     import fullshard.runtime as xr
-    from fullshard.adapters.quantize import quantized_layers
-    from fullshard.weights.hooks import piece_of
+    from fullshard.quant.quantize_model import quantized_layers
     from fullshard.weights.init import compute_buffers
+    from fullshard.weights.transforms import piece_of
 
     parameters = [p for unit in model._fullshard_engine.units for p in unit.parameters]
     by_site = {(module, name): p for p in parameters for module, name in p.sites}
@@ -120,9 +120,9 @@ def rank_program(shape: dict[str, int], rows: int, length: int, steps: int, limi
 
     import fullshard.runtime as xr
     import fullshard.spmd as xs
-    from fullshard.adapters.lora import summary
     from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
-    from fullshard.train.loss import LeanHead
+    from fullshard.lora.targets import summary
+    from fullshard.models.chunked_loss import LeanHead
 
     host = HostMemory()
     xr.use_spmd()

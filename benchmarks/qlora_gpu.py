@@ -31,9 +31,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from fullshard.adapters import blocks, nf4  # noqa: E402
-from fullshard.adapters.groups import Scheme, dense, quantize_shard  # noqa: E402
-from fullshard.adapters.linear import NF4Linear  # noqa: E402
+from fullshard.quant import blocks, nf4  # noqa: E402
+from fullshard.quant.linear import NF4Linear  # noqa: E402
+from fullshard.quant.sharded_groups import Scheme, dense, quantize_shard  # noqa: E402
 
 try:
     import bitsandbytes as bnb
@@ -224,8 +224,8 @@ def two_ranks(offload: bool) -> None:
 
     import fullshard.runtime as xr
     import fullshard.spmd as xs
-    from fullshard.adapters.quantize import quantize_model
     from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
+    from fullshard.quant.quantize_model import quantize_model
 
     xr.use_spmd(device="cuda")
     torch.backends.cuda.matmul.allow_tf32 = False

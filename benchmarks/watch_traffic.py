@@ -16,8 +16,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from fullshard import runtime
-from fullshard.fsdp import lookout, watch
-from fullshard.fsdp.heartbeat import Ring, beat_every
+from fullshard.watchdog import threads, watch
+from fullshard.watchdog.heartbeat import Ring, beat_every
 
 UNITS = 80
 """Units of the model whose operations the notes tell."""
@@ -62,7 +62,7 @@ class Rank:
     def __init__(self, rank: int, world: int, shared: Any):
         self.rank, self.store, self.here = rank, CountingStore(shared), watch._Here()
         with mock.patch.multiple(runtime, rank=lambda: rank, world_size=lambda: world):
-            self.lookout = lookout.Lookout(self.store, None)
+            self.lookout = threads.Lookout(self.store, None)
         self.ring = Ring(self.lookout.board, rank, world)
         self.lookout.board.add("news", 0)
         with mock.patch.multiple(watch, _here=self.here, _threads_run=lambda: True):

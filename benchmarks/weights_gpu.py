@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fullshard.runtime as xr
 from fullshard import CheckpointManager, save_pretrained
-from tests.weights.gpu_files_program import Allocations, Run, shared_directory
+from tests.weights.gpu_program import Allocations, Run, shared_directory
 
 CONFIG = LlamaConfig(
     vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,

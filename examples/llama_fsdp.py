@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fullshard.runtime as xr
 from fullshard import checkpoint_module
-from fullshard.train.engine import EngineSettings
+from fullshard.parallelize.settings import EngineSettings
 
 
 def build(name: str | None) -> torch.nn.Module:

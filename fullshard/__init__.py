@@ -22,17 +22,19 @@ __all__ = [
     "SpmdFullyShardedDataParallel",
     "UserError",
     "__version__",
-    "adapters",
     "always_wrap_policy",
+    "checkpoint",
     "checkpoint_module",
     "fsdp",
     "gather_for_metrics",
     "lambda_auto_wrap_policy",
     "load_pretrained",
     "load_state",
+    "lora",
     "mean_over_rows",
     "merge_adapter",
     "prepare",
+    "quant",
     "runtime",
     "save_pretrained",
     "save_state",
@@ -45,18 +47,18 @@ __all__ = [
     "xm",
 ]
 
-_ROOMS = ("adapters", "fsdp", "runtime", "spmd", "weights", "xm")
+_ROOMS = ("checkpoint", "fsdp", "lora", "quant", "runtime", "spmd", "weights", "xm")
 _HOMES = {
     "use_spmd": "runtime",
     "load_pretrained": "weights.load",
     "SFTConfig": "train.config",
-    "SFTTrainer": "train.sft",
+    "SFTTrainer": "train.trainer",
     "merge_adapter": "weights.merge_adapter",
-    "prepare": "train.prepare",
+    "prepare": "parallelize.prepare",
     "save_pretrained": "weights.export",
-    "weighted": "fsdp.weigh",
-    **dict.fromkeys(("gather_for_metrics", "mean_over_rows"), "train.gather"),
-    **dict.fromkeys(("CheckpointManager", "load_state", "save_state"), "weights.checkpoint"),
+    "weighted": "fsdp.uneven_batches",
+    **dict.fromkeys(("gather_for_metrics", "mean_over_rows"), "parallelize.gather"),
+    **dict.fromkeys(("CheckpointManager", "load_state", "save_state"), "checkpoint.manager"),
     **dict.fromkeys(
         (
             "FSDPv2",

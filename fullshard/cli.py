@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fullshard import UserError, __version__, messages
+from fullshard import UserError, __version__, log_filter
 from fullshard.errors import ConfigError
 
 INTERRUPTED = 130
@@ -44,7 +44,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line. What the user can put right is one message and exit code 2, without a traceback."""
-    messages.leave_out()
+    log_filter.leave_out()
     try:
         app()
     except UserError as error:
@@ -138,7 +138,7 @@ def merge_weights(
     verify: Annotated[bool, typer.Option(help="Compare every file's checksum first.")] = True,
 ) -> None:
     """Turn a sharded checkpoint into whole weights that from_pretrained reads."""
-    from fullshard.weights.merge import merge_weights as merge
+    from fullshard.checkpoint.consolidate import merge_weights as merge
 
     options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "model": model, "verify": verify}
     for file in merge(checkpoint, out, progress=True, **options):
@@ -152,7 +152,7 @@ def inspect_checkpoint(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what is inside a checkpoint: steps, mesh, plan, sizes, versions, health. Exit code 1 if it is damaged."""
-    from fullshard.weights import inspect
+    from fullshard.checkpoint import inspect
 
     facts = inspect.inspect_checkpoint(checkpoint, verify)
     if as_json:
@@ -172,9 +172,9 @@ def inspect_checkpoint(
 @app.command(context_settings=_PASS_ON, add_help_option=False, short_help="Fine-tune a language model.")
 def sft(words: Annotated[list[str] | None, typer.Argument(metavar="[RUN.YAML] [FLAGS]…")] = None) -> None:
     """Fine-tune a language model, fully sharded."""
-    from fullshard.launch import training
+    from fullshard.launch import sft_command
 
-    raise typer.Exit(training.sft(words or []))
+    raise typer.Exit(sft_command.sft(words or []))
 
 
 @app.command(context_settings=_NAMES, short_help="Talk to a model or to the result of a run.")
@@ -206,7 +206,7 @@ def chat(
     as_json: Annotated[bool, typer.Option("--json", help="With --prompt: print one JSON object.")] = False,
 ) -> None:
     """Talk to a model, or to what a run has made of one. Answers appear as they come."""
-    from fullshard.after import command
+    from fullshard.results import command
 
     command.chat(model, command.ChatOptions(
         prompt, system, max_new_tokens, temperature, top_p, seed, dtype, device, base, checkpoint,
@@ -233,7 +233,7 @@ def export_result(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a result as transformers, PEFT, vLLM and llama.cpp read it; with --merge as whole weights."""
-    from fullshard.after import command
+    from fullshard.results import command
 
     command.export(run, out, command.ExportOptions(
         merge, dtype, dequantized, base, checkpoint, max_shard_size, verify, as_json
@@ -247,7 +247,7 @@ def describe_environment() -> dict[str, Any]:
     import fullshard.runtime as xr
     from fullshard import accelerator, groups
     from fullshard.launch.config import find_file
-    from fullshard.launcher import choose_backend, gpu_count
+    from fullshard.rank_env import choose_backend, gpu_count
 
     gpus, kind = gpu_count(), xr.device().type
     file, reason = find_file(None)

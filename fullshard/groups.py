@@ -46,7 +46,7 @@ def short_name(ranks: Sequence[int]) -> str:
 
 
 def leave_time_outs_to_us(backend: str) -> None:
-    """Keep torch's NCCL watchdog from ending the process before `fsdp/watch.py` has named the rank that is missing.
+    """Keep torch's NCCL watchdog from ending the process before `watchdog/watch.py` has named the rank that is missing.
 
     It must be called before a group is made. Whatever the user set stays. By default the watchdog ends the process when
     a work fails or times out. It also holds its list of works, which every new operation needs, for four times

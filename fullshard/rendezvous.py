@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fullshard import accelerator, groups
 from fullshard.errors import RanksMissingError, RuntimeSetupError
-from fullshard.launcher import DEVICE_VARIABLE, INIT_TIMEOUT_VARIABLE, Launch
+from fullshard.rank_env import DEVICE_VARIABLE, INIT_TIMEOUT_VARIABLE, Launch
 
 REPORT_AFTER = 10.0
 """Seconds after which the ranks that have not come are named."""

@@ -24,7 +24,11 @@ import torch.distributed as dist
 
 from fullshard import accelerator, groups, xla_names
 from fullshard.errors import RuntimeSetupError, UnsupportedError, first_line
-from fullshard.launcher import (
+from fullshard.foreign_wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
+from fullshard.foreign_wrappers import refuse_live_wrappers
+from fullshard.log_filter import own_line
+from fullshard.processes import this_process
+from fullshard.rank_env import (
     DEVICE_VARIABLE,
     INIT_TIMEOUT_VARIABLE,
     Launch,
@@ -35,12 +39,8 @@ from fullshard.launcher import (
     read_launcher,
     read_local_place,
 )
-from fullshard.messages import own_line
-from fullshard.processes import this_process
 from fullshard.rendezvous import Meeting, meet
 from fullshard.transport import Transport, transport_of
-from fullshard.wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
-from fullshard.wrappers import refuse_live_wrappers
 
 SHUTDOWN_PATIENCE = 5.0
 """Seconds `shutdown()` waits for unfinished communication before it lets go of it."""
@@ -117,7 +117,7 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
         _met = meet(store, launch, device, seconds, get_logger().warning)
         backend = choose_backend(device.type, own=_met.own)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
-        # So that a rank which is stopped or killed before its first heartbeat is known (see `fsdp/heartbeat.py`).
+        # So that a rank which is stopped or killed before its first heartbeat is known (see `watchdog/heartbeat.py`).
         dist.distributed_c10d._get_default_store().set(f"watch/process/{launch.rank}", this_process().text())
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, RuntimeSetupError):

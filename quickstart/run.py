@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fullshard import messages
+from fullshard import log_filter
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -212,7 +212,7 @@ def shown(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    messages.leave_out()
+    log_filter.leave_out()
     try:
         terminal = Console(highlight=False)
         terminal.width = min(terminal.width, 110)

@@ -1,8 +1,8 @@
 """Imported first in the process that workers are forked from: assertions in the test modules it imports next are
 rewritten as in pytest's own process."""
 
-from fullshard import messages
+from fullshard import log_filter
 from tests.pool_worker import rewrite_assertions
 
-messages.leave_out()  # before what the test modules import, as in our own commands
+log_filter.leave_out()  # before what the test modules import, as in our own commands
 rewrite_assertions()

@@ -21,7 +21,7 @@ import yaml
 from fullshard.cli import app
 from fullshard.configfile import read_file, sort_keys
 from fullshard.launch.config import file_options, launch_options
-from fullshard.launch.training import split
+from fullshard.launch.sft_command import split
 from fullshard.options import options_of, parse_flags
 from fullshard.train.config import SFTConfig
 from tests.pool import ranks

@@ -16,9 +16,8 @@ from rich.console import Console
 from torch import nn
 
 import fullshard
-from fullshard import runtime
+from fullshard import progress, runtime
 from fullshard.fsdp import FSDPv2, always_wrap_policy
-from fullshard.weights import progress
 from tests.fsdp.programs import mesh_for
 from tests.pool import ranks
 from tools import run_tests

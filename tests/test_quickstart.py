@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from fullshard import runtime
-from fullshard.train.arguments import read_yaml
+from fullshard.train.cli_args import read_yaml
 from fullshard.train.config import SFTConfig
-from fullshard.train.sft import SFTTrainer
+from fullshard.train.trainer import SFTTrainer
 from quickstart import data, quiz
 from quickstart.world import facts
 from tests.pool import ROOT, ranks

@@ -23,7 +23,7 @@ from torch import nn
 import fullshard.runtime as xr
 from fullshard import xm
 from fullshard.errors import RuntimeSetupError, UnsupportedError
-from fullshard.launcher import Launch
+from fullshard.rank_env import Launch
 from fullshard.rendezvous import meet
 from tests.pool import ROOT, ranks
 

@@ -19,7 +19,7 @@ from fullshard import accelerator, groups, rendezvous
 from fullshard.errors import RuntimeSetupError, TrainingError
 from fullshard.fsdp import FSDPv2
 from fullshard.launch import selftest
-from fullshard.launcher import Launch, choose_backend
+from fullshard.rank_env import Launch, choose_backend
 from fullshard.rendezvous import Meeting, meet
 from fullshard.spmd.tensor import _over_gloo
 from fullshard.transport import Transport, transport_of

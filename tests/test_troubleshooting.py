@@ -27,19 +27,19 @@ LEAST = 10  # letters of a message that an entry must quote
 MOST = 16  # messages that one entry may stand for: that of the shared "expected …, got …" of all options
 
 PASSED_ON = {
-    "fsdp/watch.py": "a verdict of inquiry.py, lookout.py and diagnosis.py",
-    "fsdp/lookout.py": "what heartbeat.py says of a rank",
-    "fsdp/inquiry.py": "where each rank is, as diagnosis.py lists it",
+    "watchdog/watch.py": "a verdict of investigate.py, threads.py and diagnosis.py",
+    "watchdog/threads.py": "what heartbeat.py says of a rank",
+    "watchdog/investigate.py": "where each rank is, as diagnosis.py lists it",
     "runtime.py": "what `warn_once` is given",
-    "data/formats.py": "what was wrong with a row, once more with the row",
-    "train/given.py": "what SFTConfig says of its own fields",
-    "weights/fill.py": "what weights/report.py says of files that do not fit",
-    "weights/checkpoint.py": "what failed in the background",
-    "weights/meeting.py": "what another rank raised",
-    "weights/optimizer_state.py": "every difference between two lists of groups, as `_groups_differ` lists them",
-    "weights/report.py": "what another rank raised",
-    "weights/states.py": "what planner.py says of one tensor",
-    "weights/saving.py": "what torch.distributed.checkpoint raised",
+    "data/row_formats.py": "what was wrong with a row, once more with the row",
+    "train/foreign_args.py": "what SFTConfig says of its own fields",
+    "weights/fill.py": "what weights/load_report.py says of files that do not fit",
+    "checkpoint/manager.py": "what failed in the background",
+    "ranks.py": "what another rank raised",
+    "checkpoint/optimizer_state.py": "every difference between two lists of groups, as `_groups_differ` lists them",
+    "weights/load_report.py": "what another rank raised",
+    "checkpoint/objects.py": "what dcp_planner.py says of one tensor",
+    "checkpoint/save_restore.py": "what torch.distributed.checkpoint raised",
 }
 """Files with an error whose text is wholly that of another one."""
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from fullshard.launch.config import ProcessSettings, RunSettings
-from fullshard.launch.show import default_of
+from fullshard.launch.settings_table import default_of
 from fullshard.options import Option, options_of
+from fullshard.parallelize.settings import EngineSettings
 from fullshard.train.config import SFTConfig
-from fullshard.train.engine import EngineSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 PAGES: list[tuple[str, str, type]] = [

@@ -1,7 +1,7 @@
 """Writes the table of model families in docs/packing.md: `python tools/packing.py`.
 
 Every causal language model of transformers is built from its default configuration on the meta device and tried, as a
-run tries its own. tests/train/test_packing_trial.py (slow) fails where the table is not what the trial says.
+run tries its own. tests/models/test_packing_check.py (slow) fails where the table is not what the trial says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fullshard.errors import first_line
-from fullshard.train.packing_trial import LOST, SEES, Verdict, try_packing
+from fullshard.models.packing_check import LOST, SEES, Verdict, try_packing
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "packing.md"
 START, END = "<!-- written by tools/packing.py -->\n", "<!-- end -->"

@@ -1,7 +1,8 @@
 """Rows as tokens: what a batch of rows becomes under a tokenizer, a template and the settings, and what is learnt.
 
 A pure function of its arguments, so that it can run in any process, in any order. What rows mean is said by
-`formats.py`, how conversations are written out by `chat.py`; where the tokens go, by `tokens.py` and `stream.py`.
+`row_formats.py`, how conversations are written out by `render_chat.py`; where the tokens go, by `token_table.py` and
+`stream.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fullshard.data.chat import Conversation, Message, Span
-from fullshard.data.formats import AS_USUAL, UNUSED, Document, Reading, count_bad, documents
-from fullshard.data.rows import Raw
+from fullshard.data.raw_row import Raw
+from fullshard.data.render_chat import Conversation, Message, Span
+from fullshard.data.row_formats import AS_USUAL, UNUSED, Document, Reading, count_bad, documents
 from fullshard.data.template_fields import fit, variables
 from fullshard.errors import DataError
 

@@ -2,7 +2,8 @@
 
 A feed says which rows each step has: those of a table are a function of (seed, step) alone, those of a stream of the
 position it has come to (`stream.py`). Every rank knows the whole global batch and takes its slice. Documents that share
-a row are told apart by positions that start again; `train/packed.py` has what a model needs besides to keep them apart.
+a row are told apart by positions that start again; `models/packed_inputs.py` has what a model needs besides to keep
+them apart.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fullshard.data.encode import TextSettings
 from fullshard.data.once import agree, once_per_node
 from fullshard.data.sources import Source
 from fullshard.data.tally import Tally
-from fullshard.data.tokens import TokenTable, cache_root, make_table, open_table, table_key
+from fullshard.data.token_table import TokenTable, cache_root, make_table, open_table, table_key
 from fullshard.errors import DataError
 
 IGNORED = -100

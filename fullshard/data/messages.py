@@ -1,7 +1,7 @@
 """The messages of a conversation, from the words of OpenAI, ShareGPT and others: role, text, tool calls, weight.
 
 A message becomes {role, content}, what else is in it stays for the chat template. Which columns hold messages is said
-in `formats.py`; whether a template writes all of a message, in `template_fields.py`.
+in `row_formats.py`; whether a template writes all of a message, in `template_fields.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fullshard.data.rows import BadRow, parse, short
+from fullshard.data.raw_row import BadRow, parse, short
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fullshard import runtime
 from fullshard.errors import DataError, UserError
-from fullshard.weights.meeting import exchange
+from fullshard.ranks import exchange
 
 Value = TypeVar("Value")
 

@@ -1,7 +1,7 @@
 """Packing: documents of different lengths share rows of one length, best fit first, longest documents first.
 
 Arithmetic on lengths only. That documents in a row do not see each other is left to `loader.py` (positions start
-again) and `train/packed.py` (what a model needs besides).
+again) and `models/packed_inputs.py` (what a model needs besides).
 """
 
 from __future__ import annotations

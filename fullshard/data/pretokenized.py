@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fullshard.data.messages import list_of
-from fullshard.data.rows import BadRow, short
+from fullshard.data.raw_row import BadRow, short
 
 MASKS = ("assistant_masks", "completion_mask")
 COLUMNS = ("labels", *MASKS, "attention_mask", "position_ids", "seq_lengths")

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from fullshard.data.files import check_kind, read_file
-from fullshard.data.formats import AS_USUAL, Document, Reading, understand
-from fullshard.data.rows import Place, Raw
+from fullshard.data.file_formats import check_kind, read_file
+from fullshard.data.raw_row import Place, Raw
+from fullshard.data.row_formats import AS_USUAL, Document, Reading, understand
 from fullshard.errors import ConfigError, DataError
 
 

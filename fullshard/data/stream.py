@@ -4,7 +4,7 @@ A stream is a sequence of pages: each is the next so many rows of the source, to
 themselves by (seed, epoch, page). The rows of the stream are those of its pages, one after the other, whatever the
 number of ranks and worker processes; a step takes the next rows of a global batch. A position says in plain data where
 in the source the current page begins and how many of its rows are used, so a resumed run seeks there. How pages get to
-the ranks is in `spool.py`.
+the ranks is in `shared_pages.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy.typing as npt
 from fullshard import runtime
 from fullshard.data.loader import Pick
 from fullshard.data.once import agree, once_per_node
-from fullshard.data.spool import Maker, Pages, Reader
-from fullshard.data.tokens import LEFT_OUT, TokenTable, cache_root, unused_columns
+from fullshard.data.shared_pages import Maker, Pages, Reader
+from fullshard.data.token_table import LEFT_OUT, TokenTable, cache_root, unused_columns
 from fullshard.errors import DataError
 
 COUNTED = ("documents", "rows", "tokens", "targets", *LEFT_OUT)

@@ -7,7 +7,7 @@ import time
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from fullshard import runtime
-from fullshard.weights.progress import Moving, Terminal, shown_as
+from fullshard.progress import Moving, Terminal, shown_as
 
 SAYS_EVERY = 10.0
 """Seconds between plain lines; shorter work says nothing."""

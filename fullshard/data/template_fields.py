@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fullshard.data.built_in import name_of
-from fullshard.data.chat import PROBE, Message, render
+from fullshard.data.built_in_templates import name_of
 from fullshard.data.messages import REASONING
+from fullshard.data.render_chat import PROBE, Message, render
 from fullshard.errors import DataError
 
 ARGUMENT, SAID = f"{PROBE}Argument", f"{PROBE}Said"

@@ -1,6 +1,6 @@
 """Files of running text and of delimited values (CSV), line by line, from any place in them on.
 
-`files.py` says which kinds of files there are, and turns what goes wrong with a file as a whole into one error.
+`file_formats.py` says which kinds of files there are, and turns what goes wrong with a file as a whole into one error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from fullshard.data.rows import BadRow, Place, Raw, names, short
+from fullshard.data.raw_row import BadRow, Place, Raw, names, short
 from fullshard.errors import DataError
 
 MARK = b"\xef\xbb\xbf"

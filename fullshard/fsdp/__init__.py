@@ -1,5 +1,7 @@
 """The engine: how a model lives on many devices. `FSDPv2` is the way in; `docs/fsdp.md` is the guide."""
 
+from fullshard.fsdp.activation_checkpointing import checkpoint_module
+from fullshard.fsdp.module import FSDPv2, SpmdFullyShardedDataParallel
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
 from fullshard.fsdp.policy import (
     always_wrap_policy,
@@ -7,9 +9,7 @@ from fullshard.fsdp.policy import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from fullshard.fsdp.remat import checkpoint_module
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fullshard.fsdp.wrapper import FSDPv2, SpmdFullyShardedDataParallel
 
 __all__ = [
     "BackwardPrefetch",

@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from fullshard import accelerator, groups, runtime
 from fullshard.errors import MeshError
-from fullshard.fsdp import watch as watching
-from fullshard.fsdp.meter import Meter
+from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.streams import Beside
-from fullshard.fsdp.watch import Watch, watch_for
 from fullshard.spmd.mesh import Mesh
+from fullshard.watchdog import watch as watching
+from fullshard.watchdog.watch import Watch, watch_for
 
 # torch 2.13 renamed these; the old names warn there, and 2.11 has no others.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

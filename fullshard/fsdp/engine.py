@@ -21,14 +21,15 @@ from typing import Any
 import torch
 
 from fullshard.errors import FSDPError
-from fullshard.fsdp import entry, watch, weigh
-from fullshard.fsdp.compiler import Compiler
-from fullshard.fsdp.entry import Call, Graph, in_backward
+from fullshard.fsdp import backward_entry, uneven_batches
+from fullshard.fsdp.backward_entry import Call, Graph, in_backward
+from fullshard.fsdp.compile import Compiler
 from fullshard.fsdp.output import outliving
 from fullshard.fsdp.strategy import BackwardPrefetch
-from fullshard.fsdp.tree import map_tensors, tensors_in
+from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Reduction, State, Unit
 from fullshard.spmd.tensor import is_sharded
+from fullshard.watchdog import watch
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Engine:
         self._in_flight: deque[Reduction] = deque()
         self._held: set[Unit] = set()
         self._entered: weakref.WeakMethod[Callable[[Call], None]] = weakref.WeakMethod(self._at_another_way)
-        entry.engines.add(self)
+        backward_entry.engines.add(self)
         for unit in units:
             for p in unit.parameters:
                 p.on_gradient = partial(self.compiler.aside, self._gradient_arrives, unit)
@@ -94,32 +95,32 @@ class Engine:
         if outermost:
             self._begin_pass(args, kwargs)
         self._stack.append(unit)
-        weighs = outermost and not self._as_global and not entry.inside_a_call()  # of another model
-        weight = weigh.current().weight if weighs else 1.0
+        weighs = outermost and not self._as_global and not backward_entry.inside_a_call()  # of another model
+        weight = uneven_batches.current().weight if weighs else 1.0
         call = Call(unit, next(self._tickets), self._as_global, weight)
         # What is computed again may run in another thread, with numbers of its own; it is entered by its outputs.
         noted = torch.is_grad_enabled() and not recompute
         if noted:
-            entry.begin(call, self._entered)
+            backward_entry.begin(call, self._entered)
         try:
             self._make_ready(unit, "forward")
             if not recompute:
                 self._record_and_prefetch(unit)
             args, kwargs = _cast_inputs(unit, (args, kwargs))
-            args, kwargs = weigh.entering((args, kwargs), weight)
-            if noted and (factors := entry.look_at_inputs(list(tensors_in((args, kwargs), objects=False)))):
-                args, kwargs = map_tensors(lambda t: weigh.scaled(t, factors.get(id(t), 1.0)), (args, kwargs))
+            args, kwargs = uneven_batches.entering((args, kwargs), weight)
+            if noted and (factors := backward_entry.look_at_inputs(list(tensors_in((args, kwargs), objects=False)))):
+                args, kwargs = map_tensors(lambda t: uneven_batches.scaled(t, factors.get(id(t), 1.0)), (args, kwargs))
             # Taken down before the call: it may put tensors of its own into what it was given, such as a cache.
             inputs = list(tensors_in((args, kwargs), objects=False)) if torch.is_grad_enabled() else []
             before = [(t, t.grad_fn) for t in inputs]
             output = outliving(unit, output_of(forward(*args, **kwargs), self._as_global))
             output = _cast(output, unit.output_dtype)
             if outermost:
-                output = weigh.leaving(output, weight)
+                output = uneven_batches.leaving(output, weight)
         except BaseException:
             self._stack.pop()
             if noted:
-                entry.end(call)  # a tensor taken from inside may be used all the same
+                backward_entry.end(call)  # a tensor taken from inside may be used all the same
             if outermost:
                 self.reset()
             elif not recompute:
@@ -128,7 +129,7 @@ class Engine:
         self._stack.pop()
         tracked = torch.is_grad_enabled() and self._follow(call, before, output)
         if noted:
-            entry.end(call)
+            backward_entry.end(call)
         if not recompute:
             self._left.append(unit)
             # Re-entrant checkpointing runs a unit without gradients at first, and comes back for it.

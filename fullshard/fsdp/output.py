@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from fullshard.errors import FSDPError
-from fullshard.fsdp.tree import map_tensors, tensors_in
+from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
 from fullshard.fsdp.unit import Unit
-from fullshard.fsdp.writes import piece_of
+from fullshard.fsdp.write_count import piece_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import disable_manual_sharding, mark_sharding, sharding_of
 from fullshard.spmd.tensor import ShardedTensor

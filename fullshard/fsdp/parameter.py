@@ -21,11 +21,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard import accelerator, runtime
 from fullshard.errors import FSDPError
-from fullshard.fsdp.held import HeldGradient
+from fullshard.fsdp.no_sync_grads import HeldGradient
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.fsdp.writes import writes_of
+from fullshard.fsdp.write_count import writes_of
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, relaid, torch_layout

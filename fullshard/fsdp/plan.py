@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fullshard.fsdp.split import choose_dim
+from fullshard.fsdp.split_dim import choose_dim
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy, dtype_name, dtype_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
@@ -283,9 +283,9 @@ def layout_at_rest(
 ) -> tuple[Layout, int | None]:
     """A parameter's layout at rest and the dim that `fsdp` splits.
 
-    Dim 0 wherever possible: its pieces are contiguous, so that gathering them needs no copy; else as `split.py` says.
-    A parameter that other axes split already gets `fsdp` besides: on dim 0 as the minor axis where that divides, else
-    on a dim still free. Packed bytes (4-bit weights) are rows of groups and are always cut by rows.
+    Dim 0 wherever possible: its pieces are contiguous, so that gathering them needs no copy; else as `split_dim.py`
+    says. A parameter that other axes split already gets `fsdp` besides: on dim 0 as the minor axis where that divides,
+    else on a dim still free. Packed bytes (4-bit weights) are rows of groups and are always cut by rows.
     """
     mesh = terms.mesh
     axis = mesh.get_axis_name_idx("fsdp")

@@ -15,7 +15,7 @@ from torch import nn
 from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp.comm import Link, Pending
-from fullshard.fsdp.meter import Meter
+from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.parameter import ShardedParameter, carry_out
 from fullshard.fsdp.plan import Bucket, UnitPlan

@@ -10,10 +10,18 @@ from rich.console import Console
 
 from fullshard.configfile import SUFFIXES, nest, read_file, sort_keys, write_file
 from fullshard.errors import ConfigError
-from fullshard.launch.ask import CPU_PROCESSES, OPTIONS, Asker, ask_all
 from fullshard.launch.config import accelerate_file, file_options, find_file, launch_options, own_file
+from fullshard.launch.questionnaire import CPU_PROCESSES, OPTIONS, Asker, ask_all
 from fullshard.launch.resolve import LaunchSettings, check_values, resolve, settle
-from fullshard.launch.show import HELP, count_gpus, look_around, say, show_launch_help, show_settings, show_test_help
+from fullshard.launch.settings_table import (
+    HELP,
+    count_gpus,
+    look_around,
+    say,
+    show_launch_help,
+    show_settings,
+    show_test_help,
+)
 from fullshard.options import convert, parse_flags
 
 
@@ -29,9 +37,9 @@ def launch(words: Sequence[str]) -> int:
         show_settings(settings)
     if settings.run.dry_run:
         return 0
-    from fullshard.launch import run
+    from fullshard.launch import agent
 
-    return run.launch(settings, say)
+    return agent.launch(settings, say)
 
 
 def settle_here(settings: LaunchSettings) -> LaunchSettings:

@@ -1,8 +1,8 @@
 """The launcher's options: what the configuration file and the flags of `fullshard launch` say about processes.
 
 `ProcessSettings` are the keys of Accelerate's file that are not about the engine (those are
-`fullshard.train.engine.EngineSettings`); `RunSettings` are flags only. Together the three classes are the file format,
-the flags, `--help` and `docs/options.md`. Where files lie is said here too; how values are put together is in
+`fullshard.parallelize.settings.EngineSettings`); `RunSettings` are flags only. Together the three classes are the file
+format, the flags, `--help` and `docs/options.md`. Where files lie is said here too; how values are put together is in
 `resolve.py`.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fullshard.options import Option, option, options_of
-from fullshard.train.engine import EngineSettings
+from fullshard.parallelize.settings import EngineSettings
 
 _tpu = functools.partial(option, no_op="it is about TPUs, for which the engine is not there yet")
 

@@ -1,7 +1,7 @@
 """From a command line, a file and the environment to one value that says everything: `LaunchSettings`.
 
 Flags beat the file, the file beats the environment. Everything that can be wrong with the settings is found here,
-before torch is imported or a process exists. Starting the processes is left to `run.py`.
+before torch is imported or a process exists. Starting the processes is left to `agent.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fullshard.launch.config import (
 )
 from fullshard.launch.slurm import SlurmPlace, read_slurm
 from fullshard.options import options_of, parse_flags
-from fullshard.train.engine import RESOLVED_VARIABLE, EngineSettings, overlay, values_in
-from fullshard.train.trainer_flags import read_section, read_words
+from fullshard.parallelize.fsdp_flags import read_section, read_words
+from fullshard.parallelize.settings import RESOLVED_VARIABLE, EngineSettings, overlay, values_in
 
 
 @dataclass(frozen=True)

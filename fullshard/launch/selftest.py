@@ -24,8 +24,8 @@ import fullshard.runtime as xr
 from fullshard import groups
 from fullshard.errors import TrainingError, UserError
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.train.engine import EngineSettings
-from fullshard.train.prepare import prepare
+from fullshard.parallelize.prepare import prepare
+from fullshard.parallelize.settings import EngineSettings
 
 STEPS, ROWS, WIDTH = 3, 8, 16
 OK = "ok      "
@@ -120,7 +120,7 @@ def check_links(model: Any, backend: str) -> None:
 
 def try_checkpoint(model: Any, optimizer: Any) -> None:
     """Write a checkpoint and read it back, where that part of fullshard is installed."""
-    if importlib.util.find_spec("fullshard.weights.checkpoint") is None:
+    if importlib.util.find_spec("fullshard.checkpoint.manager") is None:
         return
     from fullshard import load_state, save_state
 

@@ -1,6 +1,6 @@
 """Runs first in every process that `fullshard launch` starts: readies the process and becomes the user's script.
 
-Only the standard library, `fullshard/__init__.py` and `messages.py` are imported here; the script decides what else is.
+Only the standard library, `fullshard/__init__.py` and `log_filter.py` are imported here; the script decides what else is.
 An error that the user can put right is handed to the launcher, which says it once for all ranks.
 """
 
@@ -35,9 +35,9 @@ def main(words: list[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path[0] = os.getcwd() if kind == "module" else str(Path(script).resolve().parent)
     with contextlib.suppress(ImportError):  # not on the script's path
-        from fullshard import messages
+        from fullshard import log_filter
 
-        messages.leave_out()
+        log_filter.leave_out()
     _leave(_run(kind, script))
 
 
@@ -108,7 +108,7 @@ def _keep_own_cores() -> None:
 
 def _cause(error: BaseException) -> BaseException:
     """Another rank that is gone, if that is so: libraries only report that their communication was ended."""
-    watch = sys.modules.get("fullshard.fsdp.watch")
+    watch = sys.modules.get("fullshard.watchdog.watch")
     return (watch.cause(error) if watch is not None and isinstance(error, RuntimeError) else None) or error
 
 

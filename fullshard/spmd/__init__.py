@@ -6,9 +6,10 @@
 from typing import Any
 
 from fullshard import xla_names
-from fullshard.spmd import assign as assign  # before any use: these two mend torch's own class
-from fullshard.spmd import lists as lists
-from fullshard.spmd.agree import check_global_values
+from fullshard.spmd import data_assignment as data_assignment  # before any use: these two mend torch's own class
+from fullshard.spmd import foreach_ops as foreach_ops
+from fullshard.spmd.debug_check import check_global_values
+from fullshard.spmd.draw import sharding_string, visualize_sharding, visualize_tensor_sharding
 from fullshard.spmd.loader import ShardedLoader, ShardingSpec
 from fullshard.spmd.mesh import HybridMesh, Mesh, get_1d_mesh, get_global_mesh, set_global_mesh
 from fullshard.spmd.module import distribute_module
@@ -26,7 +27,6 @@ from fullshard.spmd.sharding import (
     unwrap_sharded_tensor,
     wrap_if_sharded,
 )
-from fullshard.spmd.show import sharding_string, visualize_sharding, visualize_tensor_sharding
 from fullshard.spmd.spec import Layout, PartitionSpec
 from fullshard.spmd.tensor import LocalShard, ShardedTensor, ShardingType
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from fullshard import runtime
 from fullshard.errors import LayoutError
-from fullshard.spmd import reminders
+from fullshard.spmd import unused_annotations
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import shard, sharding_of
 from fullshard.spmd.spec import Layout
@@ -28,7 +28,7 @@ def distribute_module(module: nn.Module, mesh: Mesh) -> nn.Module:
                 if id(parameter) not in moved:
                     full_name = f"{path}.{name}" if path else name
                     moved[id(parameter)] = _parameter(parameter, mesh, full_name)
-                    reminders.replaced(parameter, full_name)
+                    unused_annotations.replaced(parameter, full_name)
                 part._parameters[name] = moved[id(parameter)]
         for name, buffer in part._buffers.items():
             if buffer is not None:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from fullshard import runtime
 from fullshard.errors import LayoutError
-from fullshard.spmd import lists, rules
+from fullshard.spmd import foreach_ops, rules
 from fullshard.spmd.mesh import origin
 from fullshard.spmd.tensor import (
     NARROW,
@@ -46,8 +46,8 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
     """Run one operator on global values; returns global values."""
     flat, tree = tree_flatten((args, kwargs))
     written = _written(op, args, kwargs)
-    if lists.is_list_operator(op):
-        out = lists.run(op, args, kwargs, written)
+    if foreach_ops.is_list_operator(op):
+        out = foreach_ops.run(op, args, kwargs, written)
         if out is not NotImplemented:
             for t in written:
                 write_through(t)

@@ -1,4 +1,7 @@
-"""The table of our sharding rules: which function runs which operator. Filled by `rules.py` and `reductions.py`."""
+"""The table of our sharding rules: which function runs which operator.
+
+Filled by `rules.py` and `rules_reductions.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Sharding rules of our own, for operators that torch has no rule for, or none that is exact.
 
-Reductions have theirs in `reductions.py`. `EXACT_ON_UNEVEN` lists the operators whose torch rule holds for
+Reductions have theirs in `rules_reductions.py`. `EXACT_ON_UNEVEN` lists the operators whose torch rule holds for
 pieces of different sizes, empty ones included.
 """
 
@@ -16,9 +16,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fullshard import accelerator, runtime
-from fullshard.spmd import reductions as reductions
-from fullshard.spmd.independent import INDEPENDENT, Independent, wrapped
+from fullshard.spmd import rules_reductions as reductions
 from fullshard.spmd.rule_table import RULES, Rule, overload, rule_for
+from fullshard.spmd.rules_elementwise import INDEPENDENT, Independent, wrapped
 from fullshard.spmd.tensor import (
     NARROW,
     ShardedTensor,

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fullshard import runtime
 from fullshard.errors import LayoutError, MeshError
-from fullshard.spmd import reminders
-from fullshard.spmd.agree import require_same
+from fullshard.spmd import unused_annotations
+from fullshard.spmd.debug_check import require_same
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.spmd.spec import Layout, PartitionSpec
 from fullshard.spmd.tensor import (
@@ -54,7 +54,7 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
         return t
     if isinstance(t, nn.Parameter):
         t._fullshard_layout = layout
-        reminders.marked(t, layout)
+        unused_annotations.marked(t, layout)
         return t
     sharded = shard(t, layout)
     if type(t) is not torch.Tensor:
@@ -84,7 +84,7 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
         _relay_in_place(t, t.device_mesh, replicated(t.device_mesh))
     elif hasattr(t, "_fullshard_layout"):
         del t._fullshard_layout
-        reminders.cleared(t)
+        unused_annotations.cleared(t)
     return t
 
 

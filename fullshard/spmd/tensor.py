@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from fullshard import accelerator, groups, runtime
 from fullshard.errors import LayoutError
-from fullshard.spmd.agree import digest_of, require_same
+from fullshard.spmd.debug_check import digest_of, require_same
 from fullshard.spmd.mesh import origin
 from fullshard.spmd.spec import Layout
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from fullshard import messages
-from fullshard.train.arguments import check_paths, parse
+from fullshard import log_filter
+from fullshard.train.cli_args import check_paths, parse
 
 
 def main() -> None:
-    messages.leave_out()
+    log_filter.leave_out()
     arguments = parse(sys.argv[1:])
     check_paths(arguments.config)  # before torch is imported
-    from fullshard.train.sft import run
+    from fullshard.train.trainer import run
 
     run(arguments.config, arguments.notes)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard import runtime
+from fullshard.checkpoint.manager import load_state, save_state
 from fullshard.errors import ConfigError
 from fullshard.options import nearest
-from fullshard.train.gather import gather_for_metrics
-from fullshard.weights.checkpoint import load_state, save_state
+from fullshard.parallelize.gather import gather_for_metrics
 
 if TYPE_CHECKING:
-    from fullshard.train.sft import SFTTrainer
+    from fullshard.train.trainer import SFTTrainer
 
 STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
 
@@ -95,7 +95,7 @@ class Accelerator:
 
 def _newest(place: Path) -> Path:
     """A checkpoint's folder from itself, or from the folder of a run's checkpoints."""
-    from fullshard.weights.manifest import published_steps, step_name
+    from fullshard.checkpoint.manifest import published_steps, step_name
 
     for root in (place, place / "checkpoints"):
         if root.is_dir() and (steps := published_steps(root)):

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.adapters import lora
-from fullshard.adapters.quantize import Quantization
-from fullshard.adapters.token_rows import plain_layer
 from fullshard.errors import ConfigError
 from fullshard.fsdp import MixedPrecision
+from fullshard.lora import targets as lora
+from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.options import as_list, nearest
+from fullshard.quant.quantize_model import Quantization
 from fullshard.train.config import SFTConfig
 
 Say = Callable[[str], None]

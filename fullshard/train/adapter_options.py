@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fullshard.errors import ConfigError
+from fullshard.lora.adapter_config import taken_from_weights
 from fullshard.options import as_list, option
-from fullshard.weights.adapter_config import taken_from_weights
 
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
 PLAIN_STARTS = ("true", "false", "gaussian", "orthogonal")

@@ -15,39 +15,40 @@ from typing import Any
 import torch
 
 from fullshard import runtime
-from fullshard.adapters import lora
-from fullshard.adapters.inventory import dense_line
-from fullshard.adapters.quantize import quantize_model
-from fullshard.adapters.token_rows import keep_tables_whole
-from fullshard.adapters.virtual_tokens import begin_with, prompt_kinds
+from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.data.once import agree
 from fullshard.data.sources import Source
 from fullshard.data.stream import Stream
-from fullshard.data.tokens import TokenTable
+from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
-from fullshard.fsdp import checkpoint_module, watched
+from fullshard.fsdp import checkpoint_module
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.train import fit, folder
+from fullshard.lora import targets
+from fullshard.lora.adapter_config import taken_from_weights
+from fullshard.lora.inventory import dense_line
+from fullshard.lora.trainable_tokens import keep_tables_whole
+from fullshard.lora.virtual_tokens import begin_with, prompt_kinds
+from fullshard.models.chunked_loss import LeanHead, causal
+from fullshard.models.neftune import add_noise
+from fullshard.models.packed_inputs import Packed, Way, takes_positions
+from fullshard.models.packing_check import Verdict, try_packing
+from fullshard.parallelize.prepare import rebind
+from fullshard.parallelize.settings import EngineSettings
+from fullshard.quant.quantize_model import quantize_model
+from fullshard.reporting.reporter import Reporter
+from fullshard.train import memory_check, run_dir
 from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes, settle_projections
 from fullshard.train.adapter_options import check_prompt
 from fullshard.train.batches import describe_data, make_loader, make_stream, make_table
 from fullshard.train.config import SFTConfig
-from fullshard.train.engine import EngineSettings
 from fullshard.train.freeze import freeze
 from fullshard.train.loop import Loop
-from fullshard.train.loss import LeanHead, causal
-from fullshard.train.metrics import Reporter
 from fullshard.train.model import check_rows, empty_model, read_tokenizer, resized, settle_vocabulary, uses_flash
-from fullshard.train.noise import add_noise
-from fullshard.train.packed import Packed, Way, takes_positions
-from fullshard.train.packing_trial import Verdict, try_packing
-from fullshard.train.prepare import rebind
-from fullshard.train.schedule import Schedule, make_optimizer
+from fullshard.train.optimizer import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
+from fullshard.watchdog import collectives
 from fullshard.weights.adapter_base import check_base
-from fullshard.weights.adapter_config import taken_from_weights
 from fullshard.weights.adapter_files import brought_tables
-from fullshard.weights.checkpoint import CheckpointManager
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import resolve
 
@@ -131,7 +132,7 @@ def gather_parts(
         check_prompt(kind, config.packing, config.gradient_checkpointing or engine.activation_checkpointing)
     if config.freeze and train is not None:
         agree(functools.partial(freeze, model, config.freeze, say))
-    lora.check_trains(model)
+    targets.check_trains(model)
     adds = peft_config is not None and earlier is None
     parts = Parts(
         config, engine, model, base, tokenizer, earlier=earlier, adds_adapter=adds, grown=grown, tables=tables, way=way
@@ -187,13 +188,13 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
         reporter.say(f"chunked_loss: {head.why_not}.")
     layers = engine.checkpointed(model) if config.gradient_checkpointing and not engine.activation_checkpointing else []
     dtypes = settle_dtypes(config, model, engine.mixed_precision, reporter.say)
-    watched.meet("start of sharding")  # making groups waits for all ranks unwatched
+    collectives.meet("start of sharding")  # making groups waits for all ranks unwatched
     sharded = engine.wrap(model, timeout=config.ddp_timeout, mixed_precision=dtypes)
-    watched.limit(sharded._fullshard_mesh, config.ddp_timeout)
+    collectives.limit(sharded._fullshard_mesh, config.ddp_timeout)
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
-    need = agree(lambda: fit.check_fit(sharded.plan, config.optim, engine.offload_params))[0]
-    for line in (*fit.describe(sharded.plan, need), dense_line(sharded), lora.summary(sharded)):
+    need = agree(lambda: memory_check.check_fit(sharded.plan, config.optim, engine.offload_params))[0]
+    for line in (*memory_check.describe(sharded.plan, need), dense_line(sharded), targets.summary(sharded)):
         if line is not None:
             reporter.say(line)
     if parts.base is not None:
@@ -223,7 +224,7 @@ def open_checkpoints(config: SFTConfig, loop: Loop, needed: Callable[[int], bool
     def protect(step: int) -> bool:
         return step == loop.progress.best_step or needed(step)
 
-    place = folder.place_of(config) / folder.CHECKPOINTS
+    place = run_dir.place_of(config) / run_dir.CHECKPOINTS
     return CheckpointManager(place, config.save_steps, config.save_total_limit, protect=protect)
 
 

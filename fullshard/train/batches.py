@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from fullshard import runtime
+from fullshard.data.chat_template import template_of
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import Collator, Feed, Loader, Order, TableFeed, load_table
+from fullshard.data.shared_pages import Pages
 from fullshard.data.sources import Source
-from fullshard.data.spool import Pages
 from fullshard.data.stream import Stream, StreamFeed
-from fullshard.data.templates import template_of
-from fullshard.data.tokens import TokenTable, unused_columns
+from fullshard.data.token_table import TokenTable, unused_columns
 from fullshard.train.config import SFTConfig
-from fullshard.train.data_sets import configs_of, reading, templates_of
+from fullshard.train.dataset_options import configs_of, reading, templates_of
 
 
 def text_settings(config: SFTConfig, tokenizer: Any) -> TextSettings:

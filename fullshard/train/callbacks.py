@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fullshard.weights.meeting import any_of
+from fullshard.ranks import any_of
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """The settings of a training run: the one source of flags, YAML keys, `--help`, validation and docs/options.md.
 
 Names and defaults are those of PEFT's training script and of transformers' `TrainingArguments`, so their commands work
-as they are. Nothing here imports torch: a wrong setting is found at once. How a model is sharded is in `engine.py`.
+as they are. Nothing here imports torch: a wrong setting is found at once. How a model is sharded is in
+`parallelize/settings.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, option, options_of, takes_other_names
-from fullshard.train import rates
+from fullshard.train import lr_schedule
 from fullshard.train.adapter_options import AdapterOptions
 
 REPORT_TO = ("tensorboard", "wandb")
@@ -149,7 +150,7 @@ class SFTConfig(AdapterOptions):
     """Reduce gradients after each of these passes (least memory) or once per step (least communication)."""
     learning_rate: float = 5e-5
     """The highest learning rate."""
-    lr_scheduler_type: rates.Kind = "linear"
+    lr_scheduler_type: lr_schedule.Kind = "linear"
     """How the learning rate goes on from there."""
     lr_scheduler_kwargs: dict[str, Any] | None = option(None, given_as="name=value,…, or JSON")  # noqa: RUF009 - a field
     """Settings of the schedule by transformers' names, such as min_lr_rate=0.1 or num_decay_steps=100."""
@@ -370,7 +371,7 @@ class SFTConfig(AdapterOptions):
 
     def schedule_settings(self) -> dict[str, Any]:
         """What the schedule is told, complete."""
-        return rates.check(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)
+        return lr_schedule.check(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard import runtime
+from fullshard.checkpoint.manifest import MANIFEST, published_steps, step_name
 from fullshard.errors import first_line
+from fullshard.ranks import any_of
 from fullshard.train import results
 from fullshard.train.config import SFTConfig
-from fullshard.train.folder import CHECKPOINTS, place_of
-from fullshard.weights.manifest import MANIFEST, published_steps, step_name
-from fullshard.weights.meeting import any_of
+from fullshard.train.run_dir import CHECKPOINTS, place_of
 
 if TYPE_CHECKING:
-    from fullshard.train.sft import SFTTrainer
+    from fullshard.train.trainer import SFTTrainer
 
 NEVER = (f"{CHECKPOINTS}/**", "runs/**", "wandb/**", "wandb.json", ".*", "*.part")
 """What is not uploaded with the model."""

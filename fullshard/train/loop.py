@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 
 from fullshard import accelerator, runtime
+from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.data.loader import IGNORED, Batch, Loader, Step, one_pass
-from fullshard.data.tokens import TokenTable
+from fullshard.data.token_table import TokenTable
 from fullshard.errors import TrainingError
-from fullshard.fsdp import watch, watched
+from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.packed_inputs import Packed
+from fullshard.ranks import exchange
+from fullshard.reporting.reporter import Reporter, Window, memory_gib
 from fullshard.train.batches import describe_data
 from fullshard.train.config import SFTConfig
-from fullshard.train.loss import LeanHead
-from fullshard.train.metrics import Reporter, Window, memory_gib
-from fullshard.train.packed import Packed
-from fullshard.train.schedule import Schedule
-from fullshard.weights.checkpoint import CheckpointManager
-from fullshard.weights.meeting import exchange
+from fullshard.train.optimizer import Schedule
+from fullshard.watchdog import collectives, watch
 
 ROWS_NAMED = 16
 
@@ -186,7 +186,7 @@ class Loop:
             sums += self.head.statistics.sums
             losses.append(self.head.statistics.loss)
         if runtime.world_size() > 1:
-            watched.finish("sum of the metrics", lambda: dist.all_reduce(sums, async_op=True))
+            collectives.finish("sum of the metrics", lambda: dist.all_reduce(sums, async_op=True))
         loss_sum, correct, entropy = sums.tolist()
         watch.check()  # the host has just waited for the device: what it read is right only if no rank is gone
         self.scaler.unscale_(self.optimizer)
@@ -284,7 +284,7 @@ class Loop:
                 sums += self.head.statistics.sums
         self.model.train()
         if runtime.world_size() > 1:
-            watched.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
+            collectives.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
         targets, took = int(table.row_targets.sum()), time.monotonic() - began
         loss, correct, entropy = (value / targets for value in sums.tolist())
         watch.check()

@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fullshard import accelerator, runtime
-from fullshard.adapters import lora, virtual_tokens
-from fullshard.adapters.quantize import Quantization, quantize_model
-from fullshard.adapters.token_rows import plain_layer
-from fullshard.data.templates import Prepared, prepare_tokenizer
-from fullshard.data.tokens import TokenTable
+from fullshard.data.chat_template import Prepared, prepare_tokenizer
+from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError, first_line
+from fullshard.lora import targets, virtual_tokens
+from fullshard.lora.trainable_tokens import plain_layer
+from fullshard.models.chunked_loss import causal
+from fullshard.models.rope_scaling import longest_document, scale_rope
+from fullshard.quant.quantize_model import Quantization, quantize_model
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
-from fullshard.train.data_sets import needed, templates_of
-from fullshard.train.loss import causal
-from fullshard.train.rope import longest_document, scale_rope
+from fullshard.train.dataset_options import needed, templates_of
 from fullshard.weights import load as loading
 from fullshard.weights.adapter_base import lasting_name
 from fullshard.weights.adapter_files import other_rows, stored_rows
-from fullshard.weights.grow import grow_in_memory
 from fullshard.weights.locate import open_source
+from fullshard.weights.resize_vocab import grow_in_memory
 
 
 def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | None = None) -> Any:
@@ -67,7 +67,7 @@ def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
         with contextlib.closing(open_source(folder)) as source:
             dtype = loading.choose_dtype(config.torch_dtype, shape, source)
             if four_bits is not None and config.torch_dtype == "auto":
-                dtype = lora.dtype_beside(four_bits.scheme.storage) or dtype
+                dtype = targets.dtype_beside(four_bits.scheme.storage) or dtype
             model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, False)
             loading.untie_what_differs(model, source, None)
             if four_bits is not None:

@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.data.sources import Source, hold_back
-from fullshard.data.tokens import TokenTable, statistics, unused_columns
-from fullshard.train.arguments import check_paths
+from fullshard.data.token_table import TokenTable, statistics, unused_columns
 from fullshard.train.batches import make_table
+from fullshard.train.cli_args import check_paths
 from fullshard.train.config import SFTConfig
 from fullshard.train.model import prepared_tokenizer, read_tokenizer
 from fullshard.train.start import starting_point

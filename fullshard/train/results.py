@@ -12,28 +12,28 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard import __version__, runtime
-from fullshard.adapters.virtual_tokens import as_file, encoders, is_prompt
 from fullshard.data.once import agree
 from fullshard.errors import WeightsError
-from fullshard.fsdp.state import whole_value
+from fullshard.fsdp.state_dict import whole_value
+from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
+from fullshard.lora.plain_lora import make_plain
+from fullshard.lora.virtual_tokens import as_file, encoders, is_prompt
+from fullshard.models.chunked_loss import causal
 from fullshard.paths import replaced_files, save_tokenizer
-from fullshard.train.card import write_card
+from fullshard.reporting.html_report import write_report
+from fullshard.reporting.model_card import write_card
+from fullshard.reporting.reporter import FILE
 from fullshard.train.config import SFTConfig
-from fullshard.train.folder import CHECKPOINTS, place_of
-from fullshard.train.loss import causal
-from fullshard.train.metrics import FILE
 from fullshard.train.model import local_folder
-from fullshard.train.report import write_report
+from fullshard.train.run_dir import CHECKPOINTS, place_of
 from fullshard.weights.adapter_base import lasting_name, write_record
-from fullshard.weights.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
 from fullshard.weights.adapter_files import names_in_files
-from fullshard.weights.base import base_of
 from fullshard.weights.export import save_pretrained
-from fullshard.weights.plain_lora import make_plain
+from fullshard.weights.source_files import base_of
 
 if TYPE_CHECKING:
     from fullshard.train.assemble import Parts
-    from fullshard.train.sft import SFTTrainer
+    from fullshard.train.trainer import SFTTrainer
 
 REPORT = "report.html"
 
@@ -95,7 +95,7 @@ def export_adapter(
                 make_plain(part, first)
             for file in part.rglob(CONFIG):
                 _name_base(file.parent, model)
-            for card in part.rglob("README.md"):  # PEFT's; `card.py` writes the run's
+            for card in part.rglob("README.md"):  # PEFT's; `reporting/model_card.py` writes the run's
                 card.unlink()
 
     agree(write)

@@ -14,16 +14,16 @@ import numpy as np
 
 from fullshard import runtime
 from fullshard.data.once import agree
-from fullshard.data.tokens import TokenTable
+from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
-from fullshard.train.answer import Ends, answer, chat_tokens, ends_of, lead_in
+from fullshard.models.chunked_loss import causal
+from fullshard.models.generate import Ends, answer, chat_tokens, ends_of, lead_in
+from fullshard.ranks import exchange
 from fullshard.train.config import SFTConfig
-from fullshard.train.loss import causal
 from fullshard.train.prompts import Question, read_prompts
-from fullshard.weights.meeting import exchange
 
 if TYPE_CHECKING:
-    from fullshard.train.sft import SFTTrainer
+    from fullshard.train.trainer import SFTTrainer
 
 FILE = "samples.jsonl"
 

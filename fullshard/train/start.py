@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError
+from fullshard.lora.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
 from fullshard.paths import held, looks_local
 from fullshard.weights.adapter_base import find_base
-from fullshard.weights.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
 
 
 def starting_point(model: Any, adapter: str | None) -> tuple[Any, str | None]:

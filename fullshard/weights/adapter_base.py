@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import WeightsError
+from fullshard.lora.adapter_config import CONFIG, read_config
 from fullshard.paths import looks_local, replace_text
-from fullshard.weights.adapter_config import CONFIG, read_config
 
 RECORD = "adapter_base.json"
 _IN_CACHE = re.compile(r"models--(.+?)--(.+)")
@@ -108,7 +108,7 @@ def check_base(adapter: str | Path, base: str | Path, given: str | Path | None =
         return
     if packed != stored_in_4_bits(here):
         return  # a 4-bit copy and its original: only shapes can be compared
-    from fullshard.weights.base import fingerprint_of
+    from fullshard.weights.source_files import fingerprint_of
 
     expected, found = record["fingerprint"] if record else fingerprint_of(known), fingerprint_of(here)
     if expected != found:

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from fullshard.adapters import virtual_tokens
 from fullshard.errors import WeightsError
+from fullshard.lora import virtual_tokens
+from fullshard.lora.adapter_config import WEIGHTS, read_config
 from fullshard.paths import held
-from fullshard.weights.adapter_config import WEIGHTS, read_config
-from fullshard.weights.files import Source
 from fullshard.weights.locate import open_source
-from fullshard.weights.reader import Reader, Stored
+from fullshard.weights.safetensors_index import Source
+from fullshard.weights.slice_reader import Reader, Stored
 
 TABLES = {"embed_tokens", "lm_head"}
 """The layers that PEFT writes into an adapter's files when they were resized."""

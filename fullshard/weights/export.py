@@ -1,7 +1,7 @@
 """`save_pretrained`: from shards to files that transformers reads, one tensor at a time.
 
-All ranks send their pieces of a tensor to the first, which writes it at its place (`outgoing.py`, `writer.py`).
-Conversions made at load are undone (`reverse.py`).
+All ranks send their pieces of a tensor to the first, which writes it at its place (`model_dir_writer.py`,
+`safetensors_writer.py`). Conversions made at load are undone (`reverse.py`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from transformers import PreTrainedModel
 
 from fullshard import runtime
 from fullshard.errors import WeightsError
-from fullshard.fsdp import state
+from fullshard.fsdp import state_dict
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_name, dtype_of
 from fullshard.paths import refuse_inputs
-from fullshard.weights.base import base_of
+from fullshard.progress import Bar
+from fullshard.ranks import any_of, front_group
 from fullshard.weights.dtypes import dtypes_kept
-from fullshard.weights.hooks import WritesFiles, own_readers
-from fullshard.weights.meeting import any_of, front_group
-from fullshard.weights.outgoing import Outgoing
-from fullshard.weights.progress import Bar
-from fullshard.weights.reader import lengths
-from fullshard.weights.report import together
+from fullshard.weights.load_report import together
+from fullshard.weights.model_dir_writer import Outgoing
 from fullshard.weights.reverse import Group, Reverse
-from fullshard.weights.writer import total_bytes
+from fullshard.weights.safetensors_writer import total_bytes
+from fullshard.weights.slice_reader import lengths
+from fullshard.weights.source_files import base_of
+from fullshard.weights.transforms import WritesFiles, own_readers
 
 
 def save_pretrained(
@@ -225,4 +225,4 @@ def _save_for(model: nn.Module, directory: Any, options: dict[str, Any]) -> Any:
     return save_pretrained(model, directory, **options)
 
 
-state.streamed_save = _save_for
+state_dict.streamed_save = _save_for

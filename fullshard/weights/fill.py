@@ -2,7 +2,7 @@
 
 Names and shapes are compared first (`match.py`), on every rank and before any data is read. Then each rank reads its
 own slices, in several threads, straight into its shards; nothing is sent between ranks. What files do not hold is
-computed (`init.py`), what a module wants to read itself it reads (`hooks.py`).
+computed (`init.py`), what a module wants to read itself it reads (`transforms.py`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from fullshard.errors import WeightsError
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.weights import derive, grow, init
+from fullshard.progress import Bar
+from fullshard.weights import adapter_init, init
+from fullshard.weights import resize_vocab as grow
 from fullshard.weights.adapter_files import adapter_readers, open_adapter
-from fullshard.weights.base import ATTRIBUTE, Base, fingerprint_of
-from fullshard.weights.files import Source
-from fullshard.weights.hooks import Transform, piece_of
+from fullshard.weights.load_report import LoadReport, together
 from fullshard.weights.locate import open_source
 from fullshard.weights.match import Work, match
-from fullshard.weights.progress import Bar
-from fullshard.weights.reader import Job, Reader
-from fullshard.weights.report import LoadReport, together
+from fullshard.weights.safetensors_index import Source
+from fullshard.weights.slice_reader import Job, Reader
+from fullshard.weights.source_files import ATTRIBUTE, Base, fingerprint_of
+from fullshard.weights.transforms import Transform, piece_of
 
 
 def fill(
@@ -153,7 +154,7 @@ def _carry_out(
         held: list[Any] = []
         together(lambda: held.append(module.read_files(readers, pieces)), "load")  # noqa: B023
         module.finish_reading(held[0], pieces)
-    derive.derive(model, work.parameters, work.derived, seed, progress)
+    adapter_init.derive(model, work.parameters, work.derived, seed, progress)
     if transform is not None:
         together(lambda: _transform(work, transform), "transform")
     if work.plain is not None and work.conversions is not None:

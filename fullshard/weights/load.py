@@ -21,25 +21,25 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from fullshard import runtime
-from fullshard.adapters.inventory import dense_line
-from fullshard.adapters.lora import lay_out
-from fullshard.adapters.quantize import Quantization, quantize_model
-from fullshard.adapters.token_rows import keep_tables_whole
 from fullshard.errors import WeightsError
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.fsdp.shard import broadcast
 from fullshard.fsdp.strategy import ShardingStrategy, dtype_of
+from fullshard.lora.inventory import dense_line
+from fullshard.lora.targets import lay_out
+from fullshard.lora.trainable_tokens import keep_tables_whole
+from fullshard.quant.quantize_model import Quantization, quantize_model
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.weights import export as export  # a loaded model's own save_pretrained streams
-from fullshard.weights import keys
+from fullshard.weights import key_mapping as keys
 from fullshard.weights.adapter_base import check_base, lasting_name
 from fullshard.weights.adapter_files import stored_rows
 from fullshard.weights.dtypes import dtypes_kept
-from fullshard.weights.files import Source
 from fullshard.weights.fill import fill
-from fullshard.weights.hooks import Transform
+from fullshard.weights.load_report import together
 from fullshard.weights.locate import open_source, resolve
-from fullshard.weights.report import together
+from fullshard.weights.safetensors_index import Source
+from fullshard.weights.transforms import Transform
 
 UNSET: Any = object()
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from fullshard import runtime
 from fullshard.errors import WeightsError
-from fullshard.weights.adapter_config import CONFIG
-from fullshard.weights.files import Source
-from fullshard.weights.report import together
+from fullshard.lora.adapter_config import CONFIG
+from fullshard.weights.load_report import together
+from fullshard.weights.safetensors_index import Source
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

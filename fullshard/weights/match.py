@@ -14,14 +14,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fullshard.adapters.virtual_tokens import begins_as, encoders
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
-from fullshard.weights import derive, grow, keys
-from fullshard.weights.files import Source
-from fullshard.weights.hooks import own_readers
-from fullshard.weights.reader import Reader
-from fullshard.weights.report import Problems
+from fullshard.lora.virtual_tokens import begins_as, encoders
+from fullshard.weights import adapter_init
+from fullshard.weights import key_mapping as keys
+from fullshard.weights import resize_vocab as grow
+from fullshard.weights.load_report import Problems
+from fullshard.weights.safetensors_index import Source
+from fullshard.weights.slice_reader import Reader
+from fullshard.weights.transforms import own_readers
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Work:
     """Modules that read files themselves, their readers, their parameters."""
     buffers: list[tuple[str, nn.Module, str, Reader]] = field(default_factory=list)
     initialise: list[ShardedParameter] = field(default_factory=list)
-    derived: list[derive.Derived] = field(default_factory=list)
+    derived: list[adapter_init.Derived] = field(default_factory=list)
     """Adapter layers whose values follow from the weights they adapt."""
     problems: Problems = field(default_factory=Problems)
     conversions: list[Any] | None = None
@@ -134,7 +136,7 @@ def match(
             parts = {n: by_site[module, n] for n in module.made_parameters()}
             work.own.append((module, held, parts))  # type: ignore[arg-type]
     dense, packed = {id(p): reader for p, reader in work.reads}, {module: readers for module, readers, _ in work.own}
-    work.derived = derive.find(model, by_site, given, dense, packed, first or {})
+    work.derived = adapter_init.find(model, by_site, given, dense, packed, first or {})
     computed = {id(one.parameters[kind]) for one in work.derived for kind in one.sends if kind in one.parameters}
     work.initialise = [p for p in work.initialise if id(p) not in computed]
     return work

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.adapters.quantize import Quantization
 from fullshard.errors import QuantizationError, WeightsError, first_line
 from fullshard.paths import check_new_folder
-from fullshard.weights import grow, keys
+from fullshard.progress import Bar
+from fullshard.quant.quantize_model import Quantization
+from fullshard.weights import key_mapping, resize_vocab
 from fullshard.weights.adapter_base import check_base, find_base
 from fullshard.weights.adapter_files import adapter_readers, open_adapter, stored_rows
+from fullshard.weights.dequantized import rounded_readers
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.load import choose_dtype, class_of, on_meta, read_config
 from fullshard.weights.locate import open_source
-from fullshard.weights.merged_layers import CHANGE_BASE, MergedLayers, check_kind, kind_of
-from fullshard.weights.outgoing import Outgoing
-from fullshard.weights.progress import Bar
+from fullshard.weights.merge_layers import CHANGE_BASE, MergedLayers, check_kind, kind_of
+from fullshard.weights.model_dir_writer import Outgoing
 from fullshard.weights.reverse import Reverse
-from fullshard.weights.rounded import rounded_readers
-from fullshard.weights.writer import total_bytes
+from fullshard.weights.safetensors_writer import total_bytes
 
 
 def merge_adapter(
@@ -82,15 +82,17 @@ def merge_adapter(
         plain = on_meta(class_of(None, config), config, choose_dtype(dtype, config, source), where, False)
         if rows > plain.get_input_embeddings().weight.shape[0]:
             plain.resize_token_embeddings(rows, mean_resizing=False)
-        found = keys.find(plain, {name: tuple(t.shape) for name, t in plain.state_dict().items()}, source)
+        found = key_mapping.find(plain, {name: tuple(t.shape) for name, t in plain.state_dict().items()}, source)
         plain._weight_conversions = found.conversions
         form = _form(plain)
         if dequantized:
             how = Quantization.of(packed if packed is not None else dequantized)
             found.readers |= rounded_readers(plain, source, found.readers, how, held, plain.dtype)
-        for name in grow.may_grow(plain, {id(p): [n] for n, p in plain.named_parameters()}) & found.readers.keys():
+        for name in (
+            resize_vocab.may_grow(plain, {id(p): [n] for n, p in plain.named_parameters()}) & found.readers.keys()
+        ):
             if found.readers[name].shape[0] < form[name].shape[0]:
-                found.readers[name] = grow.grown(found.readers[name], form[name].shape[0], alone=True)
+                found.readers[name] = resize_vocab.grown(found.readers[name], form[name].shape[0], alone=True)
         start = getattr(given, "init_lora_weights", None)
         model = _laid_out(plain, given)
         merged = MergedLayers(model, _read_adapter(model, folder), form, start)

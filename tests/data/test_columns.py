@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from fullshard.data.encode import TextSettings, pieces
-from fullshard.data.formats import Reading, reading_of, understand
 from fullshard.data.loader import load_table
-from fullshard.data.rows import Raw
+from fullshard.data.raw_row import Raw
+from fullshard.data.row_formats import Reading, reading_of, understand
 from fullshard.data.sources import row_source
-from fullshard.data.tokens import unused_columns
+from fullshard.data.token_table import unused_columns
 from fullshard.errors import ConfigError, DataError
 from fullshard.train.batches import describe_data
 from fullshard.train.config import SFTConfig

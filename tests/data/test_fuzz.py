@@ -19,11 +19,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fullshard.data.chat_template import TEMPLATES
 from fullshard.data.encode import TextSettings, pieces
-from fullshard.data.files import READERS, read_file
-from fullshard.data.formats import Reading, documents
-from fullshard.data.rows import Raw, parse
-from fullshard.data.templates import TEMPLATES
+from fullshard.data.file_formats import READERS, read_file
+from fullshard.data.raw_row import Raw, parse
+from fullshard.data.row_formats import Reading, documents
 from fullshard.errors import DataError
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import IGNORED, Collator, Loader, Order, Pick, TableFeed, load_table, one_pass, share
 from fullshard.data.sources import row_source
-from fullshard.data.tokens import TokenTable
+from fullshard.data.token_table import TokenTable
 from fullshard.errors import DataError
 from tests.data.tiny import make_tokenizer, text_rows
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.formats import understand
+from fullshard.data.row_formats import understand
 from fullshard.data.sources import Source, chain, file_source, hold_back, mix, row_source
 from fullshard.errors import ConfigError, DataError, UserError
-from fullshard.train.arguments import find
+from fullshard.train.cli_args import find
 from fullshard.train.config import SFTConfig
 from tests.data.tiny import text_rows, write_rows
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from fullshard.data import templates
+from fullshard.data import chat_template
 from fullshard.data.encode import TextSettings, pieces
 from fullshard.data.loader import load_table
 from fullshard.data.sources import file_source, row_source
-from tests.data.test_formats import WRITERS
+from tests.data.test_row_formats import WRITERS
 from tests.data.tiny import chat_rows, make_tokenizer
 from tests.pool import ranks
 from tests.train.runs import losses, settings, train
 from tests.train.tiny import make_model
 
 Row = dict[str, Any]
-CHATML = templates.TEMPLATES["chatml"]
+CHATML = chat_template.TEMPLATES["chatml"]
 
 
 def render(messages: list[Row]) -> str:

@@ -19,20 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard import runtime
-from fullshard.data import spool, tokenizing
+from fullshard.data import shared_pages, tokenize
 from fullshard.data.encode import TextSettings
-from fullshard.data.formats import reading_of
 from fullshard.data.loader import Collator, Loader, Step
-from fullshard.data.rows import Raw
-from fullshard.data.scratch import Scratch, is_alive
+from fullshard.data.raw_row import Raw
+from fullshard.data.row_formats import reading_of
+from fullshard.data.shared_pages import Pages
 from fullshard.data.sources import Source, file_source, row_source
-from fullshard.data.spool import Pages
 from fullshard.data.stream import Stream, StreamFeed
-from fullshard.data.tokenizing import Tokenizing, cut
-from fullshard.data.tokens import TokenTable
+from fullshard.data.temp_dirs import Scratch, is_alive
+from fullshard.data.token_table import TokenTable
+from fullshard.data.tokenize import Tokenizing, cut
 from fullshard.errors import ConfigError, DataError
+from fullshard.ranks import exchange
 from fullshard.train.config import SFTConfig
-from fullshard.weights.meeting import exchange
 from tests.data.tiny import make_tokenizer, text_rows, write_rows
 from tests.pool import ranks
 from tests.train.runs import losses, settings, train
@@ -86,8 +86,8 @@ def left_in(folder: Path) -> list[str]:
 def test_pages_are_cut_where_they_end(rows: int, page: int, batch: int, weight: int) -> None:
     source = [Raw(str(i), b"x" * (i % 13), i + 1) for i in range(rows)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizing, "BATCH", batch)
-        patch.setattr(tokenizing, "WEIGHT", weight)
+        patch.setattr(tokenize, "BATCH", batch)
+        patch.setattr(tokenize, "WEIGHT", weight)
         calls = list(cut(source, page))
     assert [row for call in calls for row in call.rows] == source
     assert [call.ends_data for call in calls] == [False] * (len(calls) - 1) + [True] and calls[-1].ends_page
@@ -280,7 +280,7 @@ def test_left_early_nothing_stays(tmp_path: Path) -> None:
     assert is_alive(folder)
     for _ in range(60):  # many epochs: pages come and go
         next(steps)
-    assert len(list(folder.glob("page-*"))) <= spool.AHEAD + 2
+    assert len(list(folder.glob("page-*"))) <= shared_pages.AHEAD + 2
     steps.close()
     assert left_in(tmp_path) == []
 
@@ -346,9 +346,9 @@ ORPHANS = """
 import sys
 from pathlib import Path
 from fullshard.data.encode import TextSettings
-from fullshard.data.rows import Raw
-from fullshard.data.scratch import Scratch
-from fullshard.data.tokenizing import Tokenizing, cut
+from fullshard.data.raw_row import Raw
+from fullshard.data.temp_dirs import Scratch
+from fullshard.data.tokenize import Tokenizing, cut
 from tests.data.tiny import make_tokenizer
 scratch = Scratch(Path(sys.argv[1]))
 pool = Tokenizing(make_tokenizer(), TextSettings(), 1)

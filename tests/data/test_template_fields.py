@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fullshard.data import template_fields, templates
+from fullshard.data import chat_template, template_fields
 from fullshard.data.encode import TextSettings, pieces
-from fullshard.data.formats import Reading
+from fullshard.data.row_formats import Reading
 from fullshard.data.sources import row_source
 from fullshard.errors import DataError
 from tests.data import chats
@@ -31,7 +31,7 @@ OTHERS = {
 
 def texts(rows: list[dict[str, Any]], template: str, **changes: Any) -> list[tuple[str, str]]:
     """Each row as text, and what of it is learnt."""
-    settings = TextSettings(10**6, template=templates.TEMPLATES.get(template, template), **changes)
+    settings = TextSettings(10**6, template=chat_template.TEMPLATES.get(template, template), **changes)
     raws = list(row_source(rows, "rows").rows(None))
     found = pieces(raws, TOKENIZER, settings, Counter())
     return [(TOKENIZER.decode(ids), TOKENIZER.decode(ids[mask.astype(bool)])) for ids, mask in found]
@@ -96,7 +96,7 @@ def test_what_a_template_would_drop_is_refused(case: str) -> None:
         texts([row], template)
     assert "\n" not in str(error.value)
     counts: Counter[str] = Counter()
-    skip = TextSettings(template=templates.TEMPLATES.get(template, template), reading=Reading(on_bad_row="skip"))
+    skip = TextSettings(template=chat_template.TEMPLATES.get(template, template), reading=Reading(on_bad_row="skip"))
     kept = list(pieces(list(row_source([row, {"messages": [U, A]}], "rows").rows(None)), TOKENIZER, skip, counts))
     assert len(kept) == 1 and counts["bad"] == 1
 
@@ -141,7 +141,7 @@ def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_is_told_to_the_template() -> None:
-    template = "{{ mood }}" + templates.TEMPLATES["chatml"]
+    template = "{{ mood }}" + chat_template.TEMPLATES["chatml"]
     rows: list[dict[str, Any]] = [
         {"messages": [U, A], "chat_template_kwargs": {"mood": "glad", "none": None}},
         {"messages": [U, A], "chat_template_kwargs": '{"mood": "sad", "size": 3}'},

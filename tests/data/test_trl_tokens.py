@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.data import templates
+from fullshard.data import chat_template
 from fullshard.data.encode import TextSettings, pieces
 from fullshard.data.sources import row_source
 from tests.data import trl_tokens
@@ -21,7 +21,7 @@ RECORDED = json.loads(trl_tokens.FILE.read_text())
 def our_tokens(case: Case) -> list[list[list[int]]]:
     """[tokens, labels] of each row. TRL lets tokenizers add their special tokens to text, not to conversations."""
     tokenizer = trl_tokens.tokenizer(case)
-    template = templates.template_of(tokenizer)
+    template = chat_template.template_of(tokenizer)
     settings = TextSettings(10**6, template=template, add_special_tokens=template is None, **case.settings)
     raws = list(row_source(case.rows, "rows").rows(None))
     found = []
@@ -62,7 +62,7 @@ def test_the_end_of_text_is_written_once(tmp_path: Any) -> None:
     end, start = tokenizer.eos_token_id, tokenizer.bos_token_id
 
     def encoded(row: dict[str, Any], **changes: Any) -> list[int]:
-        settings = TextSettings(template=templates.TEMPLATES["zephyr"], **changes)
+        settings = TextSettings(template=chat_template.TEMPLATES["zephyr"], **changes)
         ((ids, _),) = pieces(list(row_source([row], "rows").rows(None)), tokenizer, settings, Counter())
         return ids.tolist()
 

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fullshard.data import templates
+from fullshard.data import chat_template
 from tests.data import chats
 from tests.data.tiny import make_tokenizer
 
@@ -103,8 +103,8 @@ CASES = {
 def tokenizer(case: Case) -> Any:
     """A tokenizer to which the marks of the case's template are single tokens."""
     made = make_tokenizer()
-    named = case.ours in templates.TEMPLATES
-    templates.prepare_tokenizer(made, str(case.ours) if named else "none")
+    named = case.ours in chat_template.TEMPLATES
+    chat_template.prepare_tokenizer(made, str(case.ours) if named else "none")
     made.eos_token = "</s>"
     if case.ours is not None and not named:
         made.chat_template = case.ours

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 from fullshard.errors import FSDPError
 from fullshard.fsdp import checkpoint_module
-from fullshard.fsdp.tree import tensors_in
+from fullshard.fsdp.tensor_tree import tensors_in
 from tests.fsdp.programs import Block, Stack, build, mine, sharded
 from tests.fsdp.test_corners import assert_same_gradients, assert_same_values, data, every_strategy, pair
 from tests.fsdp.test_habits import both

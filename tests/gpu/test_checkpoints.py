@@ -12,10 +12,10 @@ from peft import PeftModel
 from transformers import LlamaForCausalLM
 
 from fullshard import CheckpointManager, runtime
+from tests.checkpoint.resume_programs import assert_same_bits
 from tests.gpu.cases import Case
 from tests.gpu.programs import VOCABULARY, base, exact_kernels, optimizer_for, sharded
 from tests.pool import gpu_ranks
-from tests.weights.resume_programs import assert_same_bits
 
 BEFORE, AFTER = 3, 3
 MOVES = [

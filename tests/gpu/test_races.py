@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.fsdp import comm, remat, streams, unit
+from fullshard.fsdp import activation_checkpointing, comm, streams, unit
 from tests.gpu.cases import Case
 from tests.gpu.chaos import chaos
 from tests.gpu.programs import train_sharded
@@ -66,10 +66,10 @@ def _forgets_activations(patch: pytest.MonkeyPatch) -> None:
     """Inputs on their way to the host are let go before the copy has read them."""
 
     def leave(device: torch.device) -> Any:
-        last = remat._leaving.pop(device, None)
+        last = activation_checkpointing._leaving.pop(device, None)
         return None if last is None else last[0]
 
-    patch.setattr(remat, "_join_last", leave)
+    patch.setattr(activation_checkpointing, "_join_last", leave)
     patch.setattr(streams.Aside, "keep", lambda self, *tensors: None)
 
 

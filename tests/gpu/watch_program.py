@@ -51,7 +51,9 @@ def rank_program(case: str) -> None:
     import fullshard.runtime as xr
     from fullshard import processes
     from fullshard.errors import UserError
-    from fullshard.fsdp import FSDPv2, heartbeat, lookout, watch
+    from fullshard.fsdp import FSDPv2
+    from fullshard.watchdog import heartbeat, watch
+    from fullshard.watchdog import threads as lookout
     from tests.fsdp.programs import mesh_for
 
     faulthandler.enable()

@@ -11,11 +11,11 @@ import sys
 facts_path, script, *arguments = sys.argv[1:]
 sys.argv = [script, *arguments]
 
-from fullshard.fsdp import assemble  # noqa: E402
-from fullshard.train.engine import EngineSettings, resolved_launch  # noqa: E402
+from fullshard.fsdp import build  # noqa: E402
+from fullshard.parallelize.settings import EngineSettings, resolved_launch  # noqa: E402
 
 seen = {}
-plain = assemble.assemble
+plain = build.assemble
 
 
 def observed(root, options, *rest):
@@ -33,7 +33,7 @@ def observed(root, options, *rest):
     )
 
 
-assemble.assemble = observed
+build.assemble = observed
 runpy.run_path(script, run_name="__main__")
 if os.environ.get("RANK", "0") == "0":
     seen["saved_as"] = EngineSettings.from_environment().saved_as

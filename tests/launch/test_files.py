@@ -11,7 +11,7 @@ from fullshard.configfile import read_file, sort_keys
 from fullshard.errors import ConfigError
 from fullshard.launch.config import file_options
 from fullshard.launch.resolve import check_values
-from fullshard.train.engine import EngineSettings
+from fullshard.parallelize.settings import EngineSettings
 
 FILES = Path(__file__).parent / "files"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_ask import VERSION_2, interview
+from tests.launch.test_questionnaire import VERSION_2, interview
 from tests.pool import ROOT
 
 HERE = Path(__file__).parent

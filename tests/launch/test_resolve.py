@@ -12,7 +12,7 @@ from fullshard.launch import config as locations
 from fullshard.launch.resolve import LaunchSettings, resolve, settle
 from fullshard.launch.slurm import expand_counts, expand_hosts, read_slurm
 from fullshard.options import convert, options_of, parse_flags
-from fullshard.train.engine import EngineSettings
+from fullshard.parallelize.settings import EngineSettings
 
 
 @pytest.fixture

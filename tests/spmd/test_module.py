@@ -12,7 +12,7 @@ from torch import nn
 import fullshard.spmd as xs
 from fullshard import FSDPv2, runtime
 from fullshard.errors import LayoutError, RuntimeSetupError
-from fullshard.spmd import reminders
+from fullshard.spmd import unused_annotations
 from tests.pool import ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -168,7 +168,7 @@ def test_marks_that_nobody_honours_are_named_once():
     for _ in range(2):
         model(torch.randn(2, 8))
     assert _reminders() == ["marked but whole: 0.weight, 1.weight"]
-    assert reminders._forward_hook is None  # nothing is left to look for
+    assert unused_annotations._forward_hook is None  # nothing is left to look for
 
     runtime.forget_warnings()
     bare = nn.Parameter(torch.ones(4, 4))

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 import fullshard.runtime
-from fullshard.fsdp import clip, watched
+from fullshard.checkpoint import manager
+from fullshard.fsdp import grad_clip
 from fullshard.launch.worker import EXIT_RANK_LOST
 from fullshard.train import assemble, loop, results
-from fullshard.weights import checkpoint
+from fullshard.watchdog import collectives
 
 PLACES: dict[str, tuple[Any, str]] = {
     "meeting": (fullshard.runtime, "meet"),
@@ -29,12 +30,12 @@ PLACES: dict[str, tuple[Any, str]] = {
     "loading": (assemble, "build_loop"),
     "forward": (loop.Loop, "forward"),
     "backward": (torch.Tensor, "backward"),
-    "metrics": (watched, "finish"),
+    "metrics": (collectives, "finish"),
     "exchange": (dist, "all_reduce"),
-    "norm": (clip, "_sum_along"),
+    "norm": (grad_clip, "_sum_along"),
     "update": (torch.optim.AdamW, "step"),
     "evaluation": (loop.Loop, "evaluate"),
-    "saving": (checkpoint.CheckpointManager, "save"),
+    "saving": (manager.CheckpointManager, "save"),
     "export": (results, "export"),
     "end": (results, "show"),
 }

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from fullshard.ranks import exchange
 from fullshard.train.config import SFTConfig
-from fullshard.train.sft import SFTTrainer
-from fullshard.weights.meeting import exchange
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from fullshard import runtime
-from fullshard.adapters.linear import NF4Linear
-from fullshard.fsdp.state import whole_value
-from fullshard.train.sft import SFTTrainer
+from fullshard.fsdp.state_dict import whole_value
+from fullshard.quant.linear import NF4Linear
+from fullshard.ranks import exchange
+from fullshard.train.trainer import SFTTrainer
 from fullshard.weights import init
-from fullshard.weights.meeting import exchange
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
 from tests.train.runs import global_batch, losses, plain_losses, settings

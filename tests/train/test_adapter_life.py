@@ -19,15 +19,15 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from fullshard import runtime
+from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
+from fullshard.checkpoint.manifest import read_manifest
 from fullshard.errors import CheckpointError, ConfigError, WeightsError
-from fullshard.train.answer import Ends, answer
-from fullshard.train.folder import CHECKPOINTS
-from fullshard.train.schedule import make_optimizer
-from fullshard.train.sft import SFTTrainer
-from fullshard.weights.adapter_checkpoint import write_adapter
-from fullshard.weights.adapter_config import FIRST
+from fullshard.lora.adapter_config import FIRST
+from fullshard.models.generate import Ends, answer
+from fullshard.train.optimizer import make_optimizer
+from fullshard.train.run_dir import CHECKPOINTS
+from fullshard.train.trainer import SFTTrainer
 from fullshard.weights.load import load_pretrained
-from fullshard.weights.manifest import read_manifest
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.pool import ranks
 from tests.train.runs import losses, settings

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from fullshard.errors import UserError
-from fullshard.launch.training import sft
-from fullshard.train.arguments import parse
-from fullshard.train.sft import run
+from fullshard.launch.sft_command import sft
+from fullshard.train.cli_args import parse
+from fullshard.train.trainer import run
 from tests.data.tiny import make_tokenizer, write_rows
 from tests.pool import ranks
 from tests.train.tiny import make_folder, make_model

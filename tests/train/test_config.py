@@ -13,12 +13,12 @@ from transformers import TrainingArguments, get_scheduler
 import fullshard.data
 import fullshard.train
 from fullshard.errors import ConfigError
-from fullshard.launch.training import split
+from fullshard.launch.sft_command import split
 from fullshard.options import options_of
-from fullshard.train.arguments import parse
+from fullshard.train.cli_args import parse
 from fullshard.train.config import SFTConfig
-from fullshard.train.given import config_of
-from fullshard.train.rates import check, factor
+from fullshard.train.foreign_args import config_of
+from fullshard.train.lr_schedule import check, factor
 
 SEED_FLAGS = """
 --seed 100 --model_name_or_path meta-llama/Llama-2-70b-hf --dataset_name smangrul/ultrachat-10k-chatml
@@ -91,7 +91,7 @@ def _names_read() -> set[str]:
                 elif (
                     isinstance(node, ast.Constant)
                     and isinstance(node.value, str)
-                    and file.name in ("config.py", "arguments.py")
+                    and file.name in ("config.py", "cli_args.py")
                 ):
                     found.add(node.value)
     return found

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard import runtime
-from fullshard.data.templates import prepare_tokenizer
+from fullshard.data.chat_template import prepare_tokenizer
 from fullshard.errors import ConfigError, WeightsError
-from fullshard.train.arguments import check_paths, parse
-from fullshard.train.sft import SFTTrainer
+from fullshard.train.cli_args import check_paths, parse
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
 from tests.train.runs import global_batch, losses, settings
@@ -185,7 +185,7 @@ def test_bad_adapters_are_named_before_torch(place: Path, tmp_path: Path) -> Non
             paths(place, *words)
     with pytest.raises(WeightsError, match=r"adapter_config.json cannot be read"):
         paths(place, adapter, str(garbled))
-    program = "import sys; import fullshard.train.arguments; sys.exit('torch' in sys.modules)"
+    program = "import sys; import fullshard.train.cli_args; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

@@ -14,10 +14,10 @@ import yaml
 from fullshard import runtime
 from fullshard.data.sources import hold_back
 from fullshard.errors import ConfigError, DataError
-from fullshard.train.arguments import find, parse
 from fullshard.train.batches import make_table
+from fullshard.train.cli_args import find, parse
 from fullshard.train.model import prepared_tokenizer
-from fullshard.train.sft import SFTTrainer
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows, write_rows
 from tests.pool import ranks
 from tests.train.runs import settings

@@ -12,7 +12,7 @@ import pytest
 
 from fullshard import runtime
 from fullshard.train.hub import Hub
-from fullshard.train.sft import SFTTrainer
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import settings

@@ -12,7 +12,7 @@ import torch
 from transformers import get_scheduler
 
 from fullshard import runtime
-from fullshard.train.sft import SFTTrainer
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import global_batch, settings

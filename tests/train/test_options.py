@@ -11,13 +11,13 @@ import pytest
 from safetensors import safe_open
 
 from fullshard import runtime
+from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.options import options_of
+from fullshard.parallelize.settings import EngineSettings
 from fullshard.train.config import SFTConfig
-from fullshard.train.engine import EngineSettings
 from fullshard.train.hub import Hub
 from fullshard.train.loop import Loop
-from fullshard.train.sft import SFTTrainer
-from fullshard.weights.checkpoint import CheckpointManager
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
 from tests.train.runs import settings

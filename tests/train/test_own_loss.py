@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from fullshard.data.loader import IGNORED, Loader
-from fullshard.train.loss import LeanHead
-from fullshard.train.sft import SFTTrainer
+from fullshard.models.chunked_loss import LeanHead
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import losses, settings

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from fullshard.data.chat_template import prepare_tokenizer
 from fullshard.data.loader import load_table
 from fullshard.data.sources import row_source
-from fullshard.data.templates import prepare_tokenizer
-from fullshard.launch import training
+from fullshard.launch import sft_command
 from fullshard.train import preview
 from fullshard.train.batches import text_settings
 from fullshard.train.config import SFTConfig
@@ -60,7 +60,7 @@ def test_the_command(
     words += ["--chat_template_format", "chatml", "--assistant_only_loss", "--packing", "--max_seq_len", "50"]
     words += ["--on_bad_row", "skip", "--preview", "--preview_rows", "2", "--num_processes", "2", "--val_size", "4"]
     words += ["--streaming", "--max_steps", "3", "--shuffle_buffer_size", "10"] if streaming else []
-    assert training.sft(words) == 0
+    assert sft_command.sft(words) == 0
     said = capsys.readouterr().out
     assert not out.exists()
     assert said.count("<|im_start|>assistant") > 1 and "⟦" in said

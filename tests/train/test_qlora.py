@@ -16,14 +16,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from fullshard import runtime
-from fullshard.adapters.linear import NF4Linear
-from fullshard.adapters.quantize import dequantize_model, quantize_model
+from fullshard.checkpoint.manifest import read_manifest
 from fullshard.errors import ConfigError, QuantizationError
+from fullshard.quant.linear import NF4Linear
+from fullshard.quant.quantize_model import dequantize_model, quantize_model
+from fullshard.ranks import exchange
 from fullshard.train.adapter import quantization
-from fullshard.train.folder import CHECKPOINTS
-from fullshard.train.sft import SFTTrainer
-from fullshard.weights.manifest import read_manifest
-from fullshard.weights.meeting import exchange
+from fullshard.train.run_dir import CHECKPOINTS
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import global_batch, losses, settings, train

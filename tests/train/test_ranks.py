@@ -14,7 +14,7 @@ import torch
 from transformers import get_scheduler
 
 from fullshard import runtime
-from fullshard.weights.meeting import exchange
+from fullshard.ranks import exchange
 from tests.pool import ranks
 from tests.train.runs import global_batch, losses, plain_losses, settings, train
 from tests.train.tiny import make_trained

@@ -19,9 +19,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from fullshard import runtime
-from fullshard.train.sft import SFTTrainer
-from fullshard.weights.manifest import read_manifest
-from fullshard.weights.preemption import EXIT_PREEMPTED
+from fullshard.checkpoint.manifest import read_manifest
+from fullshard.checkpoint.preemption import EXIT_PREEMPTED
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import losses, settings, train

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard import runtime
 from fullshard.errors import ConfigError
-from fullshard.train.answer import end_mark, lead_in
+from fullshard.models.generate import end_mark, lead_in
 from fullshard.train.config import SFTConfig
 from fullshard.train.prompts import read_prompts
 from fullshard.train.samples import answer_begins
-from fullshard.train.sft import SFTTrainer
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import losses, settings

@@ -17,11 +17,11 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard import runtime
-from fullshard.fsdp.state import whole_value
+from fullshard.fsdp.state_dict import whole_value
 from fullshard.launch.resolve import resolve
-from fullshard.train import sft
-from fullshard.train.arguments import parse
-from fullshard.weights.meeting import exchange
+from fullshard.ranks import exchange
+from fullshard.train import trainer as sft
+from fullshard.train.cli_args import parse
 from tests.data.tiny import chat_rows, make_tokenizer, write_rows
 from tests.pool import ranks
 from tests.train.test_config import SEED_FLAGS

@@ -18,18 +18,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from fullshard import runtime
-from fullshard.adapters.token_rows import keep_tables_whole
-from fullshard.data.templates import prepare_tokenizer
+from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
+from fullshard.checkpoint.manifest import read_manifest
+from fullshard.data.chat_template import prepare_tokenizer
 from fullshard.errors import ConfigError
-from fullshard.fsdp.state import whole_value
+from fullshard.fsdp.state_dict import whole_value
+from fullshard.lora.trainable_tokens import keep_tables_whole
+from fullshard.models.chunked_loss import LeanHead
+from fullshard.ranks import exchange
 from fullshard.train import results
-from fullshard.train.folder import CHECKPOINTS
-from fullshard.train.loss import LeanHead
 from fullshard.train.model import embedding_rows, make_room
-from fullshard.train.sft import SFTTrainer
-from fullshard.weights.adapter_checkpoint import write_adapter
-from fullshard.weights.manifest import read_manifest
-from fullshard.weights.meeting import exchange
+from fullshard.train.run_dir import CHECKPOINTS
+from fullshard.train.trainer import SFTTrainer
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.data.tiny import chat_rows, make_tokenizer
 from tests.pool import ranks

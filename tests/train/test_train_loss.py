@@ -13,7 +13,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 from fullshard.train import results
-from fullshard.train.sft import SFTTrainer
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
 from tests.train.runs import settings

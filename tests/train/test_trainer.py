@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fullshard
 from fullshard import runtime
+from fullshard.checkpoint.manifest import published_steps
 from fullshard.errors import ConfigError, TrainingError
-from fullshard.fsdp.state import whole_value
-from fullshard.train import fit
-from fullshard.train.sft import SFTTrainer
-from fullshard.weights.manifest import published_steps
+from fullshard.fsdp.state_dict import whole_value
+from fullshard.train import memory_check
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import losses, settings, train
@@ -300,13 +300,13 @@ def compare(choices: dict[str, tuple[dict[str, Any], dict[str, Any], float]], fo
 
 
 def test_what_does_not_fit_is_said_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    need = fit.Need(2**30, 2**30, 2 * 2**30, 0)
-    monkeypatch.setattr(fit, "need_of", lambda plan, optim: need)
-    monkeypatch.setattr(fit, "available", lambda on_host: (3 * 2**30, "host memory"))
+    need = memory_check.Need(2**30, 2**30, 2 * 2**30, 0)
+    monkeypatch.setattr(memory_check, "need_of", lambda plan, optim: need)
+    monkeypatch.setattr(memory_check, "available", lambda on_host: (3 * 2**30, "host memory"))
     with pytest.raises(
         ConfigError, match=r"at least 4.00 GiB of host memory at rest \(shards 1.00 GiB, .* has 3.00 GiB"
     ):
-        fit.check_fit(None, "adamw_torch", False)  # type: ignore[arg-type]
+        memory_check.check_fit(None, "adamw_torch", False)  # type: ignore[arg-type]
 
 
 @ranks(1)
@@ -315,5 +315,5 @@ def test_the_plan_s_bytes(tmp_path: Path) -> None:
     count = sum(p.numel() for p in model.parameters())
     config = settings(tmp_path, max_steps=1, progress="quiet")
     trainer = SFTTrainer(model=model, args=config, train_dataset=text_rows(4), tokenizer=make_tokenizer())
-    need = fit.need_of(trainer.loop.model.plan, "adamw_torch")
+    need = memory_check.need_of(trainer.loop.model.plan, "adamw_torch")
     assert (need.shards, need.gradients, need.optimizer) == (4 * count, 4 * count, 8 * count)

@@ -12,16 +12,16 @@ import pytest
 from peft import AutoPeftModelForCausalLM, PeftConfig
 
 from fullshard import load_pretrained
-from fullshard.after.place import find
 from fullshard.errors import ConfigError, WeightsError
-from fullshard.train.sft import SFTTrainer
+from fullshard.results.find_result import find
 from fullshard.train.start import base_of_adapter
+from fullshard.train.trainer import SFTTrainer
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name, read_record, write_record
-from fullshard.weights.base import fingerprint_of
 from fullshard.weights.merge_adapter import merge_adapter
-from tests.after.made import LORA, add_adapter, chat_model, command
+from fullshard.weights.source_files import fingerprint_of
 from tests.data.tiny import text_rows
 from tests.pool import ranks
+from tests.results.made import LORA, add_adapter, chat_model, command
 from tests.train.runs import settings
 
 

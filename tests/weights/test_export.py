@@ -15,7 +15,7 @@ from safetensors import safe_open
 from fullshard import FSDPv2, load_pretrained, runtime, save_pretrained
 from fullshard.errors import WeightsError
 from fullshard.fsdp import transformer_auto_wrap_policy
-from fullshard.weights import writer
+from fullshard.weights import safetensors_writer
 from tests.pool import ranks
 from tests.weights.models import (
     CLASSES,
@@ -120,7 +120,7 @@ def test_dtype_is_the_one_asked_for(files, tmp_path):
 def test_the_models_own_method_streams_and_adapters_keep_theirs(files, tmp_path):
     model = load_pretrained(files["llama-tied"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullshard.fsdp.state.full_state_dict", None)  # nothing gathers the whole
+        patch.setattr("fullshard.fsdp.state_dict.full_state_dict", None)  # nothing gathers the whole
         model.save_pretrained(tmp_path / "own")
     _assert_same_files(tmp_path / "own", files["llama-tied"])
     config = LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False)
@@ -177,7 +177,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(files, tmp_pat
     runtime.barrier()
     before = {p.name: p.read_bytes() for p in out.iterdir()} if existing else None
     runtime.barrier()
-    written = writer._write
+    written = safetensors_writer._write
     calls = []
 
     def fill_up(file, data, offset):
@@ -188,7 +188,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(files, tmp_pat
 
     model = load_pretrained(files["llama"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_write", fill_up)
+        patch.setattr(safetensors_writer, "_write", fill_up)
         with pytest.raises(WeightsError, match=r"could not be written .*No space left"):
             save_pretrained(model, out)
     runtime.barrier()
@@ -265,7 +265,7 @@ def test_a_directory_that_cannot_be_written(files, tmp_path):
 
 def test_what_does_not_read_back_is_noticed(tmp_path):
     values = {"a": torch.arange(6.0), "b": torch.ones(2, 3, dtype=torch.bfloat16), "c": torch.tensor(True)}
-    file = writer.FileWriter(tmp_path / "model.safetensors", {n: v.to("meta") for n, v in values.items()})
+    file = safetensors_writer.FileWriter(tmp_path / "model.safetensors", {n: v.to("meta") for n, v in values.items()})
     for name in reversed(values):  # any order
         file.write(name, values[name])
     with open(tmp_path / "model.safetensors", "r+b") as damaged:

@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM
 
 from fullshard import FSDPv2, MixedPrecision, load_pretrained, runtime
 from fullshard.errors import WeightsError
-from fullshard.weights.base import base_of, fingerprint_of
 from fullshard.weights.fill import fill
+from fullshard.weights.source_files import base_of, fingerprint_of
 from tests.pool import ranks
 from tests.weights.models import (
     CLASSES,

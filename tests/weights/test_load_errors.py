@@ -17,10 +17,10 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from fullshard import FSDPv2, load_pretrained, runtime
 from fullshard.errors import WeightsError
-from fullshard.weights import files as weight_files
-from fullshard.weights.base import base_of
+from fullshard.weights import safetensors_index as weight_files
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import open_source
+from fullshard.weights.source_files import base_of
 from tests.pool import ranks
 from tests.weights.models import mesh_for, save
 

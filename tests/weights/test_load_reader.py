@@ -17,9 +17,9 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from fullshard.weights import keys, reader
-from fullshard.weights.files import DTYPES, Source
-from fullshard.weights.reader import Joined, Stacked, Stored, Transposed, lengths
+from fullshard.weights import key_mapping, slice_reader
+from fullshard.weights.safetensors_index import DTYPES, Source
+from fullshard.weights.slice_reader import Joined, Stacked, Stored, Transposed, lengths
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +62,10 @@ def test_any_slice(stored, data, short, small, as_double):
     bounds = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in whole.shape]
     cuts = tuple(slice(*pair) for pair in bounds)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "SHORT_RUN", short)
+        patch.setattr(slice_reader, "SHORT_RUN", short)
         if small:  # many jobs per tensor
-            patch.setattr(reader, "JOB_BYTES", 512)
-            patch.setattr(reader, "LONG_ROW", 512)
+            patch.setattr(slice_reader, "JOB_BYTES", 512)
+            patch.setattr(slice_reader, "LONG_ROW", 512)
         out = torch.empty(lengths(cuts), dtype=torch.float64 if as_double and not whole.is_complex() else whole.dtype)
         read.read_into(out, cuts)
         assert torch.equal(out, whole[cuts].to(out.dtype))
@@ -111,11 +111,11 @@ def test_conversions_are_those_of_transformers(kind, tmp_path):
         for value in values:
             theirs.add_tensor(name, name, pattern, value)
     expected = theirs.convert(name, config=config)
-    shown = keys._Shown(type("Model", (), {"config": config})(), {})
-    made = keys._convert(converter, name, readers, shown)
+    shown = key_mapping._Shown(type("Model", (), {"config": config})(), {})
+    made = key_mapping._convert(converter, name, readers, shown)
     assert made.keys() == expected.keys()
     for key, value in expected.items():
         assert made[key].shape == tuple(value.shape)
         cuts = tuple(slice(n // 3, n) for n in value.shape)
         assert torch.equal(made[key][cuts], value[cuts])
-    assert any(isinstance(r, reader.Computed) for r in made.values()) == (kind in ("halves", "rope"))
+    assert any(isinstance(r, slice_reader.Computed) for r in made.values()) == (kind in ("halves", "rope"))

@@ -1,0 +1,1 @@
+"""Training checkpoints: saving, resuming, publishing, and turning them into model files."""

@@ -1,0 +1,262 @@
+"""A sharded checkpoint turned into whole weights that `from_pretrained` reads, on one process and without ranks.
+
+Tensors are put together and written one at a time (where the model's files hold them in another form, one group at a
+time), so that memory holds no more. The result appears at once, when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.checkpoint.manifest import Manifest, TensorEntry, damaged, misplaced, read_manifest, unpublished_name
+from fullshard.errors import CheckpointError
+from fullshard.paths import check_new_folder
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SHARD_SIZE = "10GB"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of the result, to be read when its turn comes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+def merge_weights(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_size: str | int = MAX_SHARD_SIZE,
+    model: str | None = None,
+    tokenizer: str | Path | None = None,
+    verify: bool = True,
+    progress: bool = False,
+) -> list[Path]:
+    """Write the weights of a checkpoint's model to `out`; the files written.
+
+    `out` must be new or empty. `dtype` converts floating-point tensors. `model` names the one to take where a
+    checkpoint holds several. `tokenizer` is a folder whose tokenizer is copied instead of that of the model's base.
+    `progress` shows a bar on a terminal.
+    """
+    directory = Path(checkpoint)
+    if dtype is not None and dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    manifest = read_manifest(directory)
+    name, entry = find_model(manifest, directory, model)
+    if entry.get("adapters"):
+        base = entry["base"]["path"] if entry["base"] else "BASE"
+        raise CheckpointError(
+            f"{directory} is a checkpoint of an adapter ({', '.join(entry['adapters'])}): it holds what was trained, "
+            f"not whole weights. fullshard export {directory} OUT --merge --base {base} adds it to its base"
+        )
+    place = check_new_folder(out)
+    wrong = damaged(directory, manifest.files) if verify else []
+    if wrong := wrong or misplaced(directory, manifest, range(len(manifest.files))):
+        raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
+
+    tensors = dict([*stored_tensors(manifest, directory, name), *_from_base(entry)])
+    from fullshard.checkpoint.publish import discard, new_token, publish, sync
+
+    hidden = place.with_name(unpublished_name(place.name, new_token()))
+    try:
+        hidden.mkdir(parents=True)
+        _write_weights(hidden, tensors, entry, dtype, max_shard_size, progress)
+        _write_rest(hidden, entry, dtype, tokenizer)
+        sync(hidden)
+        publish(hidden, place)
+    except OSError as error:
+        raise CheckpointError(f"{place} could not be written: {error.strerror or error}") from error
+    finally:
+        discard(hidden)
+    return sorted(place.iterdir())
+
+
+def find_model(manifest: Manifest, directory: Path, wanted: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The checkpoint's model, or the one of several that is wanted: its name, and what the manifest says of it."""
+    models = {name: entry for name, entry in manifest.states.items() if entry["kind"] == "model"}
+    if not models:
+        raise CheckpointError(f"{directory} holds no model; it holds {', '.join(manifest.states)}")
+    if wanted is None and len(models) > 1:
+        raise CheckpointError(f"{directory} holds several models: {', '.join(models)}; name one with --model")
+    if wanted is not None and wanted not in models:
+        raise CheckpointError(f"{directory} holds no model called {wanted!r}; it holds {', '.join(models)}")
+    name = wanted or next(iter(models))
+    return name, models[name]
+
+
+# --- where the values come from -------------------------------------------------------------------------------------
+
+
+def stored_tensors(manifest: Manifest, directory: Path, model: str) -> Iterator[tuple[str, Whole]]:
+    """The model's tensors in the checkpoint. Of those that differed from rank to rank, the first rank's."""
+    from fullshard.checkpoint import json_tree
+    from fullshard.weights.safetensors_index import DTYPES as FILE_DTYPES
+
+    extra = {noted["name"] for noted in json_tree.tensors_in(manifest.states[model]["extra"])}
+    for key, tensor in manifest.tensors.items():
+        if not key.startswith(f"{model}/") or key in extra:
+            continue
+        name = key.removeprefix(f"{model}/")
+        plain, mark, rank = name.rpartition("@rank-")
+        if mark and f"{model}/{plain}" in manifest.per_rank:
+            if rank != "0":
+                continue
+            name = plain
+
+        def read(tensor: TensorEntry = tensor) -> torch.Tensor:
+            return _assembled(manifest, directory, tensor)
+
+        yield name, Whole(FILE_DTYPES[tensor.dtype], tensor.shape, read)
+
+
+def _assembled(manifest: Manifest, directory: Path, tensor: TensorEntry) -> torch.Tensor:
+    import torch
+
+    from fullshard.weights.safetensors_index import DTYPES as FILE_DTYPES
+
+    out = torch.empty(tensor.shape, dtype=FILE_DTYPES[tensor.dtype])
+    for piece in tensor.pieces:
+        part = torch.empty(piece.sizes, dtype=out.dtype) if piece.sizes != tensor.shape else out
+        if part.numel():
+            with open(directory / manifest.files[piece.file].name, "rb", buffering=0) as stream:
+                stream.seek(piece.begin)
+                memory = memoryview(part.reshape(-1).view(torch.uint8).numpy())
+                while len(memory):
+                    count = stream.readinto(memory)
+                    if not count:
+                        raise CheckpointError(f"{stream.name} has been cut short")
+                    memory = memory[count:]
+        if part is not out:
+            out[tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))] = part
+    return out
+
+
+def _from_base(entry: dict[str, Any]) -> Iterator[tuple[str, Whole]]:
+    """Frozen tensors that the checkpoint leaves to the files it was trained on."""
+    if not entry["left_out"]:
+        return
+    from fullshard.weights.key_mapping import find
+    from fullshard.weights.locate import open_source
+    from fullshard.weights.source_files import fingerprint_of
+
+    path, expected = entry["base"]["path"], entry["base"]["fingerprint"]
+    if (found := fingerprint_of(path)) != expected:
+        raise CheckpointError(
+            f"the checkpoint was made on top of {path}, and its files have changed since (fingerprint {found}, "
+            f"expected {expected}); put the original files there"
+        )
+    model = _empty_model(entry)
+    if model is None:
+        raise CheckpointError(f"frozen values lie in {path}, and the checkpoint has no config to find them by")
+    wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    readers = find(model, wanted, open_source(path)).readers
+    absent = [name for name in entry["left_out"] if name not in readers and name not in entry["tied"]]
+    if absent:
+        raise CheckpointError(f"{path} does not hold {', '.join(absent[:5])}, which the checkpoint leaves to it")
+    for name in entry["left_out"]:
+        if (reader := readers.get(name)) is not None:
+            yield name, Whole(reader.dtype, tuple(reader.shape), lambda reader=reader: reader[()])  # type: ignore[misc]
+
+
+def _empty_model(entry: dict[str, Any]) -> Any:
+    """The model without values, as its config describes it; None if transformers does not know it."""
+    import torch
+    import transformers
+
+    config = entry.get("config") or {"architectures": [""]}
+    kind = getattr(transformers, config["architectures"][0], None)
+    if kind is None:
+        return None
+    with torch.device("meta"):
+        return kind(kind.config_class.from_dict(config))
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def _write_weights(
+    directory: Path,
+    tensors: dict[str, Whole],
+    entry: dict[str, Any],
+    dtype: str | None,
+    max_shard_size: str | int,
+    progress: bool,
+) -> None:
+    import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    from fullshard.progress import Bar
+    from fullshard.weights.dtypes import dtypes_kept
+    from fullshard.weights.reverse import Reverse
+    from fullshard.weights.safetensors_writer import FileWriter, total_bytes
+
+    model = _empty_model(entry)
+    wanted = getattr(torch, dtype) if dtype is not None else None
+    kept = dtypes_kept(model, wanted, tensors) if model is not None and wanted is not None else {}
+
+    def final(name: str) -> torch.dtype:
+        stored = tensors[name].dtype
+        return kept.get(name, wanted) if wanted is not None and stored.is_floating_point else stored
+
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    names = [name for name in tensors if name not in ignored]
+    # As `save_pretrained` does: in the form that this model's files have, not in that of its modules.
+    groups = Reverse(model).groups(names) if model is not None else None
+    jobs: list[tuple[list[str], Any]] = [([name], dict) for name in names]
+    if groups is not None:
+        jobs = [(list(group.members), group.convert) for group in groups]
+    form: dict[str, torch.Tensor] = {}
+    for members, convert in jobs:
+        empty = {n: torch.empty(tensors[n].shape, dtype=final(n), device="meta") for n in members}
+        form |= {name: torch.empty_like(t) for name, t in convert(empty).items()}  # no shared storage
+    try:
+        pattern = "model{suffix}.safetensors"
+        split = split_torch_state_dict_into_shards(form, filename_pattern=pattern, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise CheckpointError(f"max_shard_size {max_shard_size!r}: {error}") from error
+    writers = {
+        file: FileWriter(directory / file, {name: form[name] for name in held})
+        for file, held in split.filename_to_tensors.items()
+    }
+    done = 0
+    try:
+        with Bar("writing", total_bytes(form), progress) as bar:
+            for members, convert in jobs:
+                made = convert({n: tensors[n].read().to(final(n)) for n in members})
+                done += total_bytes(made)
+                for name in list(made):
+                    writers[split.tensor_to_filename[name]].write(name, made.pop(name))  # and let go of it
+                bar.at(done)
+        for writer in writers.values():
+            writer.finish(verify=False)
+    finally:
+        for writer in writers.values():
+            writer.close()
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_rest(directory: Path, entry: dict[str, Any], dtype: str | None, tokenizer: str | Path | None) -> None:
+    """Config, and the tokenizer's files where it is known which they are."""
+    from fullshard.weights.model_dir_writer import copy_tokenizer_files
+
+    if "config" in entry:
+        config = {**entry["config"], **({"dtype": dtype} if dtype is not None else {})}
+        (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if "generation_config" in entry:
+        text = json.dumps(entry["generation_config"], indent=2, sort_keys=True)
+        (directory / "generation_config.json").write_text(text + "\n")
+    if tokenizer is not None or entry["base"]:
+        copy_tokenizer_files(Path(tokenizer or entry["base"]["path"]), directory)

@@ -1,0 +1,197 @@
+"""What each rank writes and reads, in the terms of `torch.distributed.checkpoint`.
+
+Pieces come with their place in the whole tensor, so that any cut can be written and read back into any other. Plain
+tensors are compared by digest on the first rank: alike on all ranks they are written once, otherwise once per rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from fullshard.checkpoint.manifest import BLOCK, Manifest
+from fullshard.checkpoint.shard_index import Held, host_blocks, share
+from fullshard.errors import CheckpointError
+from fullshard.weights.safetensors_index import DTYPE_NAMES, DTYPES
+
+
+class WritePlanner(SavePlanner):
+    """Plans what this rank writes. `told` is what it has to say besides; the first rank finds every rank's word in
+    `heard` and the tensors that differ between ranks in `per_rank`."""
+
+    def __init__(self, pieces: Iterable[Held], told: Any):
+        self.told = told
+        self.heard: list[Any] = []
+        self.per_rank: list[str] = []
+        self._pieces = [part for piece in pieces if (part := share(piece)) is not None]
+        self._by_key = {(part.name, part.offsets): part.local for part in self._pieces}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        digests = {part.name: _digest(part.local) for part in self._pieces if part.is_plain}
+        return SavePlan([_write_item(part) for part in self._pieces], planner_data=(self.told, digests))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        digests = [plan.planner_data[1] for plan in all_plans]
+        self.heard = [plan.planner_data[0] for plan in all_plans]
+        known: dict[str, TensorStorageMetadata] = {}
+        loads = [0] * len(all_plans)
+        kept: list[list[WriteItem]] = [[] for _ in all_plans]
+        plain: dict[str, dict[int, WriteItem]] = {}
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                if item.index.fqn in digests[rank]:
+                    plain.setdefault(item.index.fqn, {})[rank] = item
+                else:
+                    kept[rank].append(item)
+                    loads[rank] += _bytes(item)
+        for name, holders in plain.items():
+            if len(holders) == len(all_plans) and len({digests[rank][name] for rank in holders}) == 1:
+                lightest = min(holders, key=lambda rank: loads[rank])
+                kept[lightest].append(holders[lightest])
+                loads[lightest] += _bytes(holders[lightest])
+                continue
+            self.per_rank.append(name)
+            for rank, item in holders.items():
+                index = MetadataIndex(f"{name}@rank-{rank}", item.index.offset)
+                kept[rank].append(replace(item, index=index))
+        for item in (item for items in kept for item in items):
+            _note(item, known)
+        plans = [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, kept, strict=True)]
+        return plans, Metadata(state_dict_metadata=dict(known))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        assert write_item.index.offset is not None
+        offsets = tuple(write_item.index.offset)
+        found = self._by_key.get((write_item.index.fqn, offsets))
+        return found if found is not None else self._by_key[write_item.index.fqn.rpartition("@rank-")[0], offsets]
+
+
+def _write_item(part: Held) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(part.offsets), part.local.shape)
+    properties = TensorProperties(dtype=part.local.dtype)
+    data = TensorWriteData(chunk, properties, torch.Size(part.shape))
+    return WriteItem(MetadataIndex(part.name, part.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _digest(t: torch.Tensor) -> str:
+    digest = hashlib.sha256(f"{t.dtype} {tuple(t.shape)}".encode())
+    for block in host_blocks(t, lambda: torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True), BLOCK):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _note(item: WriteItem, known: dict[str, TensorStorageMetadata]) -> None:
+    data, name = item.tensor_data, item.index.fqn
+    assert data is not None
+    entry = known.setdefault(name, TensorStorageMetadata(data.properties, data.size, []))
+    if entry.size != data.size or entry.properties.dtype != data.properties.dtype:
+        raise CheckpointError(
+            f"ranks disagree about {name}: {tuple(entry.size)} {entry.properties.dtype} on one, "
+            f"{tuple(data.size)} {data.properties.dtype} on another"
+        )
+    entry.chunks.append(data.chunk)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor to be filled: this rank's piece of a stored one."""
+
+    name: str
+    """Of the stored tensor."""
+    local: torch.Tensor
+    offsets: tuple[int, ...]
+
+
+class ReadPlanner(LoadPlanner):
+    """Plans what this rank reads: of every target exactly what it holds."""
+
+    def __init__(self, targets: Sequence[Target]):
+        self._targets = {(t.name, i): t for i, t in enumerate(targets)}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self._metadata is not None
+        items = []
+        for (name, i), target in self._targets.items():
+            if target.local.numel() == 0:
+                continue
+            stored: Any = self._metadata.state_dict_metadata[name]
+            wanted = ChunkStorageMetadata(torch.Size(target.offsets), target.local.shape)
+            found = create_read_items_for_chunk_list(name, stored, [wanted])
+            if sum(math.prod(item.lengths) for item in found) != target.local.numel():
+                raise CheckpointError(f"the checkpoint does not hold all of {name}{list(target.offsets)}")
+            items += [replace(item, dest_index=MetadataIndex(name, target.offsets, i)) for item in found]
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise AssertionError("checkpoints hold tensors only")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        assert read_item.dest_index.index is not None
+        place = self._targets[read_item.dest_index.fqn, read_item.dest_index.index].local
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            place = place.narrow(dim, start, length)
+        return place
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+def mismatch(target: Target, shape: Sequence[int], manifest: Manifest) -> str:
+    """Why a stored tensor cannot fill a target; empty if it can."""
+    stored = manifest.tensors.get(target.name)
+    if stored is None:
+        return f"{target.name} is not in the checkpoint"
+    if tuple(stored.shape) != tuple(shape):
+        return f"{target.name} has shape {tuple(stored.shape)} in the checkpoint and {tuple(shape)} here"
+    dtype = DTYPES[stored.dtype]
+    if dtype.is_floating_point != target.local.dtype.is_floating_point or (
+        not dtype.is_floating_point and dtype != target.local.dtype
+    ):
+        return f"{target.name} is {stored.dtype} in the checkpoint and {DTYPE_NAMES[target.local.dtype]} here"
+    return ""

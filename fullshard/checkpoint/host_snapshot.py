@@ -1,0 +1,56 @@
+"""Copies of a state in host memory, for saves that go on while training does.
+
+One buffer per manager holds what this rank will write and is used again for the next save. Copies from a GPU run side
+by side into page-locked memory; nothing is allocated on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from fullshard import accelerator
+from fullshard.checkpoint.shard_index import Held, as_bytes, share
+
+ALIGNMENT = 64
+
+
+class HostBuffer:
+    """Host memory that grows to what was needed once, and stays."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, pieces: Iterable[Held]) -> list[Held]:
+        """The same pieces with their values copied; returns when the originals may change."""
+        parts = [part for piece in pieces if (part := share(piece)) is not None]
+        starts, end = [], 0
+        for part in parts:
+            starts.append(end)
+            end += -(-part.local.numel() * part.local.element_size() // ALIGNMENT) * ALIGNMENT
+        self._reserve(end)
+        copies = []
+        for part, start in zip(parts, starts, strict=True):
+            size = part.local.numel() * part.local.element_size()
+            copy = self._memory[start : start + size].view(part.local.dtype).view(part.local.shape)
+            if not accelerator.is_accelerator(part.local.device) and part.local.is_contiguous():
+                # The C library's copy goes past the cache for large blocks: twice as fast as torch's.
+                np.copyto(np.asarray(as_bytes(copy)), np.asarray(as_bytes(part.local)))
+            else:
+                copy.copy_(part.local, non_blocking=True)
+            # The share is taken already, so that it is not taken again.
+            copies.append(replace(part, local=copy, copies=min(part.copies, 1), copy=0))
+        for device in {part.local.device for part in parts}:
+            accelerator.synchronize(device)
+        return copies
+
+    def _reserve(self, size: int) -> None:
+        if self._memory.numel() < size:
+            self.release()
+            self._memory = accelerator.host_memory((size,), torch.uint8)
+
+    def release(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)

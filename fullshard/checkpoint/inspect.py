@@ -1,0 +1,146 @@
+"""What is inside a checkpoint, or a directory of them, as facts to print. No torch, no ranks, nothing is changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fullshard.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    damaged,
+    misplaced,
+    missing_or_cut,
+    published_steps,
+    read_manifest,
+    step_name,
+    unpublished,
+)
+from fullshard.errors import CheckpointError
+
+
+def inspect_checkpoint(path: str | Path, verify: bool = False) -> dict[str, Any]:
+    """Facts about one checkpoint, or about all in a directory; with `verify` every byte is read."""
+    directory = Path(path)
+    steps = published_steps(directory) if directory.is_dir() and not (directory / MANIFEST).is_file() else []
+    if not steps:
+        return _facts(directory, read_manifest(directory), verify)
+    found = []
+    for step in steps:
+        place = directory / step_name(step)
+        try:
+            found.append(_facts(place, read_manifest(place), verify))
+        except CheckpointError as error:
+            found.append({"path": str(place), "step": step, "health": "damaged", "problems": [str(error)]})
+    sound = [facts["step"] for facts in found if facts["health"] != "damaged"]
+    return {
+        "path": str(directory),
+        "steps": steps,
+        "latest": steps[-1],
+        "latest_whole": sound[-1] if sound else None,
+        "unfinished": unpublished(directory),
+        "bytes": sum(facts.get("bytes", 0) for facts in found),
+        "checkpoints": found,
+    }
+
+
+def _facts(directory: Path, manifest: Manifest, verify: bool) -> dict[str, Any]:
+    problems = damaged(directory, manifest.files) if verify else missing_or_cut(directory, manifest.files)
+    problems = problems or misplaced(directory, manifest, range(len(manifest.files)))
+    return {
+        "path": str(directory),
+        "step": manifest.step,
+        "created": manifest.created,
+        "health": "damaged" if problems else "whole (checksums compared)" if verify else "files present",
+        "problems": problems,
+        "world_size": manifest.world_size,
+        "versions": manifest.versions,
+        "bytes": manifest.bytes,
+        "files": len(manifest.files),
+        "states": {name: _state(name, entry, manifest) for name, entry in manifest.states.items()},
+    }
+
+
+def _state(name: str, entry: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
+    own = [tensor for key, tensor in manifest.tensors.items() if key.startswith(f"{name}/")]
+    facts = {"kind": entry["kind"], "tensors": len(own), "bytes": sum(tensor.bytes for tensor in own)}
+    if "class" in entry:
+        facts["class"] = entry["class"]
+    if entry["kind"] == "model":
+        plan = entry.get("plan")
+        facts["mesh"] = entry.get("mesh")
+        if plan is not None:
+            facts["strategy"] = plan["strategy"]
+            facts["units"] = len(plan["units"])
+            facts["parameters"] = sum(len(unit["parameters"]) for unit in plan["units"])
+            facts["trainable"] = sum(p["trainable"] for unit in plan["units"] for p in unit["parameters"])
+        facts["left_out"] = len(entry["left_out"])
+        facts["base"] = entry["base"]
+        if entry.get("adapters"):
+            facts["adapters"] = entry["adapters"]
+    elif entry["kind"] == "optimizer":
+        facts["groups"] = len(entry["groups"])
+        facts["parameters"] = len(entry["state"])
+    elif "ranks" in entry:
+        facts["per_rank"] = len(entry["ranks"])
+    elif entry["kind"] == "value":
+        facts["value"] = entry["value"]
+    return facts
+
+
+def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The facts as rows of a table."""
+    if "checkpoints" in facts:
+        rows = [("directory", facts["path"]), ("steps", ", ".join(map(str, facts["steps"])))]
+        rows += [("latest", str(facts["latest"])), ("size", size(facts["bytes"]))]
+        if facts["unfinished"]:
+            rows.append(("unfinished saves", ", ".join(facts["unfinished"])))
+        for one in facts["checkpoints"]:
+            rows += [("", ""), *lines(one)]
+        return rows
+    rows = [("checkpoint", facts["path"]), ("health", facts["health"])]
+    rows += [("problem", problem) for problem in facts["problems"]]
+    if "states" not in facts:
+        return rows
+    rows += [
+        ("step", "–" if facts["step"] is None else str(facts["step"])),
+        ("created", facts["created"]),
+        ("saved on", f"{facts['world_size']} rank(s)"),
+        ("size", f"{size(facts['bytes'])} in {facts['files']} file(s)"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())),
+    ]
+    return rows + [(name, _in_words(state)) for name, state in facts["states"].items()]
+
+
+def _in_words(state: dict[str, Any]) -> str:
+    words = [state.get("class") or state["kind"]]
+    if state["tensors"]:
+        words.append(f"{state['tensors']} tensor(s), {size(state['bytes'])}")
+    if state.get("mesh"):
+        words.append("mesh " + ", ".join(f"{axis}={count}" for axis, count in state["mesh"].items()))
+    if "strategy" in state:
+        words.append(
+            f"{state['strategy']}, {state['units']} unit(s), {state['trainable']} of {state['parameters']} parameters "
+            f"train"
+        )
+    if state.get("left_out"):
+        words.append(f"{state['left_out']} frozen parameters left to {state['base']['path']}")
+    if state.get("adapters"):
+        words.append(f"adapters {', '.join(state['adapters'])}")
+    if "groups" in state:
+        words.append(f"{state['groups']} group(s), state of {state['parameters']} parameters")
+    if "per_rank" in state:
+        words.append("differs from rank to rank")
+    if "value" in state:
+        shown = str(state["value"])
+        words.append(shown if len(shown) <= 60 else shown[:57] + "...")
+    return "; ".join(words)
+
+
+def size(count: float) -> str:
+    """Bytes as a person reads them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,120 @@
+"""An optimizer in a checkpoint: its state by parameter name, its groups' options.
+
+torch numbers an optimizer's parameters; a checkpoint names them, so that state finds its parameter whatever the order
+or the layout. Moments are laid out as the parameter they belong to is now.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint import json_tree
+from fullshard.checkpoint.objects import Description, Loading
+from fullshard.errors import CheckpointError
+from fullshard.spmd.mesh import Mesh
+
+
+def _names(optimizer: torch.optim.Optimizer, names: dict[int, str], label: str) -> list[list[str]]:
+    """The names of each group's parameters."""
+    unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    if unknown:
+        raise CheckpointError(
+            f"{label}: {len(unknown)} of its parameters (the first of shape {tuple(unknown[0].shape)}) belong to no "
+            f"model in the state. Save and restore the model beside its optimizer: {{'model': model, {label!r}: …}}; "
+            f"and make the optimizer after the model is wrapped"
+        )
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def describe_optimizer(
+    description: Description, label: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
+) -> None:
+    """Write down an optimizer."""
+    groups = []
+    for i, (group, members) in enumerate(zip(optimizer.param_groups, _names(optimizer, names, label), strict=True)):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({
+            "parameters": members,
+            "options": json_tree.encode(options, description.put, f"{label}/group-{i}"),
+        })  # fmt: skip
+    state = {}
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for p, name in zip(group["params"], saved["parameters"], strict=True):
+            if p in optimizer.state:
+                state[name] = json_tree.encode(dict(optimizer.state[p]), description.put, f"{label}/{name}")
+    description.entries[label] = {
+        "kind": "optimizer", "class": type(optimizer).__qualname__, "groups": groups, "state": state,
+    }  # fmt: skip
+
+
+def prepare_optimizer(
+    loading: Loading,
+    label: str,
+    entry: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    names: dict[int, str],
+    mesh: Mesh | None,
+) -> None:
+    """Have an optimizer's state made anew, laid out as its parameters are, and given to it."""
+    members = _names(optimizer, names, label)
+    saved = [group["parameters"] for group in entry["groups"]]
+    if [sorted(group) for group in saved] != [sorted(group) for group in members]:
+        loading.problems.append(_groups_differ(label, saved, members))
+        return
+    if entry["class"] != type(optimizer).__qualname__:
+        loading.problems.append(f"{label} is a {type(optimizer).__qualname__}; the checkpoint has a {entry['class']}")
+        return
+    parameters = {
+        name: p
+        for group, group_names in zip(optimizer.param_groups, members, strict=True)
+        for p, name in zip(group["params"], group_names, strict=True)
+    }
+    made: dict[str, torch.Tensor] = {}
+    for name, data in entry["state"].items():
+        present = optimizer.state.get(parameters[name], {})
+        for key, value in data.items():
+            for noted in json_tree.tensors_in(value):
+                now = present.get(key) if noted is value else None
+                made[noted["name"]] = loading.make(noted, parameters[name], mesh, now)
+    for group in entry["groups"]:
+        for noted in json_tree.tensors_in(group["options"]):
+            made[noted["name"]] = loading.make(noted, None, mesh)
+
+    def finish() -> None:
+        def take(noted: dict[str, Any]) -> torch.Tensor:
+            return made[noted["name"]]
+
+        numbers: dict[str, int] = {}
+        for name in (name for group in members for name in group):
+            numbers.setdefault(name, len(numbers))
+        state = {numbers[name]: json_tree.decode(data, take) for name, data in entry["state"].items()}
+        groups = []
+        for group, group_names in zip(entry["groups"], members, strict=True):
+            groups.append(
+                {**json_tree.decode(group["options"], take), "params": [numbers[name] for name in group_names]}
+            )
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        # torch casts state to its parameter's dtype; an optimizer that keeps it in another one gets that back.
+        for name, i in numbers.items():
+            for key, value in state.get(i, {}).items():
+                now = optimizer.state[parameters[name]].get(key)
+                if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                    optimizer.state[parameters[name]][key] = value.to(now.device)
+
+    loading.finish.append(finish)
+
+
+def _groups_differ(label: str, saved: list[list[str]], members: list[list[str]]) -> str:
+    ours, theirs = {n for g in members for n in g}, {n for g in saved for n in g}
+    parts = [f"{label}: its parameter groups are not those of the checkpoint"]
+    if len(saved) != len(members):
+        parts.append(f"{len(members)} group(s) here, {len(saved)} there")
+    for words, found in (("only here", sorted(ours - theirs)), ("only in the checkpoint", sorted(theirs - ours))):
+        if found:
+            parts.append(f"{words}: {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if len(found) > 3 else ""))
+    if ours == theirs and len(saved) == len(members):
+        moved = next(n for a, b in zip(members, saved, strict=True) for n in a if n not in b)
+        parts.append(f"{moved} is in another group")
+    return "; ".join(parts)

@@ -1,0 +1,126 @@
+"""Directories of checkpoints: tried before training, filled out of sight, published at once, removed safely.
+
+A checkpoint is written into a hidden directory beside its place. When every file is on the disk and the first rank
+sees all of them, one rename publishes it. What is published is never written to again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from fullshard import runtime
+from fullshard.checkpoint import manifest as manifests
+from fullshard.errors import CheckpointError
+from fullshard.ranks import agree
+
+stage: Callable[[str], None] = lambda name: None  # noqa: E731
+"""Hears the name of each stage of a save as it is reached. Tests end the process there."""
+
+STAGES = ("start", "directory", "inside a file", "file", "files", "manifest", "publish", "published", "removing")
+
+
+def new_token() -> str:
+    """Tells one save, or one probe, from all others."""
+    return secrets.token_hex(4)
+
+
+def probe(path: Path) -> None:
+    """Make sure that every rank can write to the directory and that all of them see the same one."""
+    token = agree(new_token, 0, f"start of checkpoints in {path}")[0]
+
+    def write() -> None:
+        make_directory(path)
+        mark = path / f".probe-{token}-{runtime.rank()}"
+        try:
+            with open(mark, "xb") as file:
+                file.write(bytes(4096))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                mark.unlink(missing_ok=True)
+            raise
+
+    def see() -> None:
+        unseen = [r for r in range(runtime.world_size()) if not (path / f".probe-{token}-{r}").exists()]
+        if unseen:
+            raise CheckpointError(
+                f"the checkpoint directory {path} is not the same directory on every rank: rank {runtime.rank()} "
+                f"does not see what rank(s) {', '.join(map(str, unseen))} wrote there. Choose one that all nodes share"
+            )
+
+    try:
+        agree(write, 0, f"start of checkpoints in {path}", watched=False)
+        agree(see, 0, f"start of checkpoints in {path}", watched=False)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoints cannot be kept in {path}: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            (path / f".probe-{token}-{runtime.rank()}").unlink(missing_ok=True)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory, and those above it, to last."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync(made.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_manifest(directory: Path, manifest: manifests.Manifest) -> None:
+    with open(directory / manifests.MANIFEST, "x", encoding="utf-8") as file:
+        file.write(manifest.dumps())
+        file.flush()
+        os.fsync(file.fileno())
+    sync(directory)
+
+
+def publish(hidden: Path, place: Path) -> None:
+    """Give a finished checkpoint its name. Atomic, and refused where there is anything already."""
+    try:
+        os.rename(hidden, place)  # takes the place of an empty directory, and of nothing else
+    except OSError as error:
+        if place.exists():
+            raise CheckpointError(f"{place} exists already; checkpoints are never overwritten") from error
+        raise
+    sync(place.parent)
+
+
+def require_free(place: Path) -> None:
+    """Refuse a place that holds anything."""
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise CheckpointError(
+            f"{place} exists already, and checkpoints are never overwritten; save to another place, or remove it first"
+        )
+
+
+def discard(directory: Path) -> None:
+    """Remove what was never published."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def retire(directory: Path) -> None:
+    """Remove a published checkpoint: first its name, at once, then its files."""
+    hidden = directory.with_name(manifests.unpublished_name(directory.name, new_token()))
+    try:
+        os.rename(directory, hidden)
+        sync(directory.parent)
+    except OSError as error:
+        runtime.get_logger().warning("the old checkpoint %s could not be removed: %s", directory, error.strerror)
+        return
+    stage("removing")
+    discard(hidden)

@@ -1,0 +1,66 @@
+"""The random generators of every rank: Python's, numpy's, torch's on the host and on the GPU.
+
+Resumed on as many ranks as were saved, each rank gets its own back. On another number, generators that all ranks shared
+stay shared; where they differed, ranks beyond those saved get states derived from them, the same at every resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from fullshard import accelerator, runtime
+from fullshard.checkpoint import json_tree
+from fullshard.checkpoint.objects import Description, Loading
+
+NAME = "rng"
+
+
+def describe_rng(description: Description) -> None:
+    """Write down this rank's generators."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state = {
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "numpy": {"kind": kind, "keys": np.asarray(keys), "rest": (int(position), int(has_gauss), float(cached))},
+        "torch": torch.get_rng_state(),
+        "cuda": accelerator.rng_state(runtime.device()),
+    }
+    description.entries[NAME] = {"kind": NAME, "value": json_tree.encode(state, description.put, NAME)}
+
+
+def prepare_rng(loading: Loading, entry: dict[str, Any]) -> None:
+    """Have the generators set."""
+    saved, world, me = loading.manifest.world_size, runtime.world_size(), runtime.rank()
+    differed = "ranks" in entry or any(name.startswith(f"{NAME}/") for name in loading.manifest.per_rank)
+    data = entry["ranks"][me % saved] if "ranks" in entry else entry["value"]
+    made = {}
+    for noted in json_tree.tensors_in(data):
+        made[noted["name"]] = loading.make(noted, None, None)
+    derived = differed and me >= saved
+    if differed and world != saved:
+        runtime.warn_once(
+            "rng on another number of ranks",
+            f"the checkpoint was saved on {saved} ranks with random generators that differed; on {world} ranks the "
+            f"first {min(saved, world)} get theirs back"
+            + (", the others get states derived from them" if world > saved else ", the others are dropped"),
+        )
+
+    def finish() -> None:
+        state = json_tree.decode(data, lambda noted: made[noted["name"]])
+        if derived:
+            words = hashlib.sha256(state["torch"].numpy().tobytes() + f"/{me}".encode()).digest()
+            runtime.seed(int.from_bytes(words[:7], "little"))
+            return
+        python, numpy = state["python"], state["numpy"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        np.random.set_state((numpy["kind"], numpy["keys"], *numpy["rest"]))
+        torch.set_rng_state(state["torch"].cpu())
+        if state["cuda"] is not None:
+            accelerator.set_rng_state(runtime.device(), state["cuda"])
+
+    loading.finish.append(finish)

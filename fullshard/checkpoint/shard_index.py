@@ -1,0 +1,138 @@
+"""Tensors as a rank holds them: which piece of the whole, and how many ranks hold the same one.
+
+Nothing here communicates or copies. Where several ranks hold copies of a piece, each of them writes a part of it: a
+tensor is written once, and the work is spread over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fullshard import runtime
+from fullshard.errors import CheckpointError
+from fullshard.spmd.tensor import is_sharded, layout_of, unmarked
+from fullshard.weights.safetensors_index import DTYPE_NAMES
+
+SMALL = 4096
+"""Bytes: shares smaller than this are not worth splitting a piece for."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of the state, as this rank holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    local: torch.Tensor
+    """This rank's piece."""
+    offsets: tuple[int, ...]
+    """Where the piece begins in the whole."""
+    copies: int = 1
+    """How many ranks hold this very piece by the tensor's layout; 0 for a plain tensor, of which nothing is known."""
+    copy: int = 0
+    """Which of them this rank is."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.copies == 0
+
+
+def held(name: str, tensor: torch.Tensor) -> Held | None:
+    """How this rank holds a tensor; None if it holds nothing of it."""
+    tensor = unmarked(tensor.detach() if type(tensor) is torch.nn.Parameter else tensor)
+    dtype = tensor.dtype
+    if dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"{name} has dtype {dtype}, which safetensors files cannot hold")
+    if not is_sharded(tensor):
+        if tensor.is_meta:
+            raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialise it first")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise CheckpointError(f"{name} is a {tensor.layout} tensor; checkpoints hold dense tensors")
+        return Held(name, tuple(tensor.shape), tensor.detach(), (0,) * tensor.dim(), copies=0)
+    local: torch.Tensor = tensor._local_tensor
+    if local.is_meta:
+        raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialise it first")
+    if any(p.is_partial() for p in tensor.placements):
+        raise CheckpointError(f"{name} is a pending sum over ranks ({tensor.placements}); mark_sharding it first")
+    if any(type(p).__name__ == "_StridedShard" for p in tensor.placements):
+        raise CheckpointError(f"{name} is laid out in stripes ({tensor.placements}), which fullshard does not write")
+    layout, me = layout_of(tensor._spec), runtime.rank()
+    if layout.mesh.coordinate(me) is None:
+        return None
+    cuts = layout.slices(tensor.shape, me)
+    if tuple(local.shape) != tuple(cut.stop - cut.start for cut in cuts):
+        raise CheckpointError(
+            f"{name}: this rank's piece has shape {tuple(local.shape)}, but a tensor of shape {tuple(tensor.shape)} "
+            f"laid out as {layout} has {cuts} here; lay it out with mark_sharding"
+        )
+    pieces = math.prod(layout.parts(dim) for dim in range(tensor.dim()))
+    copies = layout.mesh.size() // pieces
+    offsets = tuple(cut.start for cut in cuts)
+    return Held(name, tuple(tensor.shape), local.detach(), offsets, copies, layout.replica_id(me))
+
+
+def share(piece: Held) -> Held | None:
+    """The part of its piece that this rank writes; None if that is nothing."""
+    local = piece.local
+    if local.numel() == 0 and math.prod(piece.shape) > 0:
+        return None
+    if piece.copies <= 1:
+        return piece
+    rows = local.shape[0] if local.dim() else 0
+    if rows < piece.copies or local.numel() * local.element_size() < SMALL * piece.copies:
+        return piece if zlib.crc32(piece.name.encode()) % piece.copies == piece.copy else None
+    each = -(-rows // piece.copies)
+    start, stop = min(each * piece.copy, rows), min(each * (piece.copy + 1), rows)
+    if start == stop:
+        return None
+    offsets = (piece.offsets[0] + start, *piece.offsets[1:])
+    return replace(piece, local=local[start:stop], offsets=offsets)
+
+
+def as_bytes(t: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    return memoryview(_flat(t).numpy()) if t.numel() else memoryview(b"")
+
+
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    # A dim of size 1 may have any stride, which `view` would keep.
+    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
+
+
+def host_blocks(t: torch.Tensor, scratch: Any, limit: int) -> Iterator[memoryview]:
+    """The bytes of a tensor in order, in blocks that fit the scratch buffer.
+
+    Contiguous host memory is shown as it is. From a GPU blocks are copied through `scratch()`, a pinned buffer of
+    `limit` bytes, so that nothing is allocated there.
+    """
+    if t.numel() == 0:
+        return
+    if not t.is_contiguous():
+        if t.dim() == 1 or t.numel() * t.element_size() <= limit:
+            t = t.contiguous() if t.device.type == "cpu" else _across(t)
+        else:
+            for row in t.unbind(0):
+                yield from host_blocks(row, scratch, limit)
+            return
+    flat = _flat(t)
+    for start in range(0, flat.numel(), limit):
+        block = flat[start : start + limit]
+        if block.device.type != "cpu":
+            target = scratch()[: block.numel()]
+            target.copy_(block)  # waits for what the GPU still has to do
+            block = target
+        yield memoryview(block.numpy())
+
+
+def _across(t: torch.Tensor) -> torch.Tensor:
+    """A strided GPU tensor on the host: copied with its gaps, so that the GPU need not make it contiguous."""
+    span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    flat = t.as_strided((span,), (1,)).cpu()
+    return flat.as_strided(t.shape, t.stride()).contiguous()

@@ -1,0 +1,272 @@
+"""Kinds of data files, and how each gives its rows, from any place in it on.
+
+A reader is a function of a path and a `Place`; a new kind of file is one entry in `READERS`. A row that is damaged in
+itself is handed on as a `BadRow`, for the settings to judge; a file that cannot be read any further is a `DataError`.
+Lines and CSV are read by `text_files.py`; pyarrow is imported when a file needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fullshard.data.raw_row import BadRow, Place, Raw, names, no_key_twice, parse, short
+from fullshard.data.text_files import MARK, open_file, read_csv, read_table, read_text
+from fullshard.errors import DataError
+
+CONTENT = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\x1f\x8b": ".gz", b"PK\x03\x04": ".zip"}
+"""How files begin that are not text, and what they should be called."""
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+"""How Arrow's stream format ends."""
+BATCH = 256
+"""Rows of a table of columns that are held as objects at a time."""
+
+
+Reader = Callable[[Path, Place], Iterator[Raw]]
+
+
+def kind_of(path: Path) -> str | None:
+    """The end of a file's name by which its reader is known, such as `.jsonl`; None if there is no reader for it."""
+    name = path.name.lower()
+    ends = [end for end in READERS if name.endswith(end) or (end in TEXTS and name.endswith(f"{end}.gz"))]
+    return max(ends, key=len, default=None)
+
+
+def stem_of(path: Path) -> str:
+    """A file's name without what says its kind."""
+    return path.name[: path.name.lower().rindex(str(kind_of(path)))]
+
+
+def check_kind(path: Path) -> str:
+    """The file's kind, or an error that says which there are."""
+    kind = kind_of(path)
+    if kind is None:
+        raise DataError(
+            f"{path}: a file of kind {path.suffix or 'unknown'!r}; expected {', '.join(READERS)} "
+            f"(text files also with .gz)."
+        )
+    return kind
+
+
+def read_file(path: Path, start: Place = None, sample_by: str = "line") -> Iterator[Raw]:
+    """The rows of a file from a place on, which an earlier row's `after` gave. `sample_by` says what a row of a .txt
+    file is: a line, a paragraph or the document."""
+    kind = check_kind(path)
+    try:
+        if kind in TEXTS:
+            with open_file(path) as file:
+                head = file.read(8)
+            found = next((name for magic, name in CONTENT.items() if head.startswith(magic)), None)
+            if found is not None:
+                raise DataError(f"{path}: by its content a {found} file, not {kind}; give it its right name.")
+        reader = functools.partial(read_text, sample_by=sample_by) if kind == ".txt" else READERS[kind]
+        yield from reader(path, start)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {_said(error)}.") from None
+
+
+def _said(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200].rstrip(".")
+
+
+# --- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def _json_lines(path: Path, start: Place) -> Iterator[Raw]:
+    """An object per line; blank lines are passed over. Rows stay bytes: they are parsed where they are tokenised."""
+    offset, number = start or (0, 0)
+    with open_file(path) as file:
+        file.seek(offset)
+        for line in file:
+            row = line if offset else line.removeprefix(MARK)
+            offset, number = offset + len(line), number + 1
+            if row.strip():
+                yield Raw(f"{path}, line {number}", row, (offset, number))
+
+
+LISTS = ("data", "train", "rows")
+"""Under which of these names an object in a JSON file may hold the list of rows."""
+_DECODER = json.JSONDecoder(object_pairs_hook=no_key_twice)
+_LENIENT = json.JSONDecoder()
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+def _json(path: Path, start: Place) -> Iterator[Raw]:
+    """A list of rows; an object that holds one as `data`, `train` or `rows`; an object of columns, each a list of as
+    many values; one row; or, under the wrong name, JSON lines."""
+    with open_file(path) as file:
+        if _are_lines(file):
+            yield from _json_lines(path, start)
+            return
+        file.seek(0)
+        text = file.read().decode("utf-8-sig", "surrogateescape")
+    begin = _skip(text, 0)
+    if begin == len(text):
+        raise DataError(f"{path}: the file is empty; expected a list of rows.")
+    if text[begin] == "[":
+        yield from _json_list(path, text, start or (begin + 1, 0, 1 + text.count("\n", 0, begin)))
+        return
+    value, end = _decode(_DECODER, text, begin, path, "")
+    if _skip(text, end) < len(text):
+        raise DataError(
+            f"{path}, line {1 + text.count(chr(10), 0, end)}: not JSON (something follows the first value)."
+        )
+    for number, row in enumerate(_rows_in(value, path)[start or 0 :], start or 0):
+        yield Raw(f"{path}, row {number}", row, number + 1)
+
+
+def _are_lines(file: BinaryIO) -> bool:
+    """Whether a whole object stands in the first line, and something in the second."""
+    first = file.readline().removeprefix(MARK)
+    try:
+        return first.lstrip().startswith(b"{") and isinstance(parse(first), dict) and bool(file.readline().strip())
+    except BadRow:
+        return False
+
+
+def _json_list(path: Path, text: str, start: Place) -> Iterator[Raw]:
+    """Rows of a list one by one, so that each is known by its line. A place is (character, row, line)."""
+    at, number, line = start
+    while True:
+        begin = _skip(text, at)
+        line += text.count("\n", at, begin)
+        if text.startswith("]", begin):
+            break
+        where = f"{path}, line {line} (row {number})"
+        value: Any
+        try:
+            value, end = _decode(_DECODER, text, begin, path, where)
+        except BadRow as bad:  # a key that is there twice
+            value, end = bad, _decode(_LENIENT, text, begin, path, where)[1]
+        after = _skip(text, end)
+        line += text.count("\n", begin, after)
+        if text.startswith(",", after):
+            after += 1
+        elif not text.startswith("]", after):
+            raise DataError(f"{path}, line {line}: not JSON (expected , or ] after row {number}).")
+        at, number = after, number + 1
+        yield Raw(where, value, (at, number, line))
+    if _skip(text, begin + 1) < len(text):
+        raise DataError(f"{path}, line {line}: not JSON (something follows the end of the list).")
+
+
+def _decode(decoder: json.JSONDecoder, text: str, begin: int, path: Path, where: str) -> tuple[Any, int]:
+    try:
+        return decoder.raw_decode(text, begin)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {error.lineno}: not JSON ({error.msg} at column {error.colno}).") from None
+    except (RecursionError, ValueError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DataError(f"{where or path}: not usable JSON ({why}).") from None
+
+
+def _skip(text: str, at: int) -> int:
+    found = _BLANK.match(text, at)
+    return found.end() if found else at
+
+
+def _rows_in(value: Any, path: Path) -> list[Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: the file holds {short(value)}; expected a list of rows.")
+    lists = {name: rows for name, rows in value.items() if isinstance(rows, list)}
+    inner = [name for name in lists if name in LISTS]
+    if inner and len(lists) > 1 and not _are_columns(value):
+        raise DataError(f"{path}: the file holds several lists ({names(lists)}); write each split to its own file.")
+    if len(inner) == 1 and len(lists) == 1:
+        return lists[inner[0]]
+    if _are_columns(value):
+        return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
+    return [value]
+
+
+def _are_columns(value: dict[str, Any]) -> bool:
+    """Lists of as many values each. A list of objects is one row's conversation rather than a column."""
+    lists = list(value.values())
+    return (
+        bool(lists)
+        and all(isinstance(column, list) and len(column) == len(lists[0]) for column in lists)
+        and not any(isinstance(item, dict) for column in lists for item in column)
+    )
+
+
+# --- columns --------------------------------------------------------------------------------------------------------
+
+
+def _parquet(path: Path, start: Place) -> Iterator[Raw]:
+    """Row group by row group. A place is the number of a row."""
+    arrow = _pyarrow(path)
+    number = start or 0
+    try:
+        with arrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+            first = 0
+            for group in range(file.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                if first + count > number:
+                    yield from _objects(path, file.iter_batches(BATCH, row_groups=[group]), first, number)
+                first += count
+    except (arrow.ArrowException, MemoryError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {_said(error)}.") from None
+
+
+def _arrow(path: Path, start: Place) -> Iterator[Raw]:
+    """What `datasets` saves. A place is the number of a row."""
+    arrow = _pyarrow(path)
+    try:
+        with arrow.memory_map(str(path)) as file:
+            whole = file.read(6) == b"ARROW1"
+            file.seek(max(0, file.size() - len(END_OF_STREAM)))
+            if not whole and file.read() != END_OF_STREAM:  # cut off between two batches nothing else would show it
+                raise DataError(f"{path} cannot be read as Arrow data: the file has no end; it is damaged.")
+            file.seek(0)
+            opened = arrow.ipc.open_file(file) if whole else arrow.ipc.open_stream(file)
+            batches = map(opened.get_batch, range(opened.num_record_batches)) if whole else opened
+            yield from _objects(path, batches, 0, start or 0)
+    except (arrow.ArrowException, MemoryError) as error:
+        raise DataError(f"{path} cannot be read as Arrow data: {_said(error)}.") from None
+
+
+def _objects(path: Path, batches: Iterable[Any], first: int, start: int) -> Iterator[Raw]:
+    """The rows of batches of columns as objects, from row `start` on; the first batch begins with row `first`."""
+    for batch in batches:
+        if first + batch.num_rows > start:
+            for begin in range(max(0, start - first), batch.num_rows, BATCH):
+                for number, row in enumerate(_listed(batch.slice(begin, BATCH)), first + begin):
+                    yield Raw(f"{path}, row {number}", row, number + 1)
+        first += batch.num_rows
+
+
+def _listed(batch: Any) -> list[Any]:
+    try:
+        batch.validate(full=True)  # what a damaged file says about its own lengths could point anywhere
+        return batch.to_pylist()
+    except ValueError as error:  # text that is not UTF-8, a time that Python does not have
+        if batch.num_rows == 1:
+            return [BadRow(f"a value that cannot be read ({_said(error)}).")]
+        return [row for i in range(batch.num_rows) for row in _listed(batch.slice(i, 1))]
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{path}: reading this needs pyarrow; pip install datasets.") from None
+    return pyarrow
+
+
+TEXTS: dict[str, Reader] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".csv": read_csv,
+    ".tsv": functools.partial(read_table, delimiter="\t"),
+    ".txt": read_text,
+}
+"""Kinds that may also be compressed, as `.jsonl.gz`."""
+READERS: dict[str, Reader] = {**TEXTS, ".parquet": _parquet, ".arrow": _arrow}

@@ -1,0 +1,244 @@
+"""Which data a user means by a name: a file, a folder with files per split, what `datasets` saved, a name on the hub.
+
+Everything here can be told before torch is imported: that data is there, of a kind that can be read, and that the first
+row of each file is understood. Names on the hub go through `datasets`, which is imported then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fullshard.data.file_formats import check_kind, kind_of, stem_of
+from fullshard.data.raw_row import Place, Raw, names, short
+from fullshard.data.row_formats import Reading, understand
+from fullshard.data.sources import Source, file_source, row_source
+from fullshard.errors import DataError, first_line
+
+Splits = tuple[Source, Source | None]
+"""The training and the evaluation data of a data set."""
+
+_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def names_of(datasets: str) -> list[str]:
+    """The data sets that a comma-separated list names; a path may hold commas."""
+    if _exists(Path(datasets).expanduser()):
+        return [datasets]
+    return [name.strip() for name in datasets.split(",") if name.strip()]
+
+
+def split_names(splits: str) -> list[str]:
+    """The names of the training and, if there is one, of the evaluation split ("train,test")."""
+    names = [s.strip() for s in splits.split(",") if s.strip()]
+    if not names:
+        raise DataError("splits is empty; expected names such as 'train' or 'train,test'.")
+    if len(names) > 2:
+        raise DataError(f"splits={splits!r}: expected at most two names, training then evaluation.")
+    return names
+
+
+def find_data(
+    name: str, splits: list[str], evaluates: bool = True, config: str | None = None, streaming: bool = False,
+    sample_by: str = "line",
+) -> Splits:  # fmt: skip
+    """The data that `name` stands for.
+
+    A file is training data as a whole. A folder has files for each split, in it or in its folder `data`: `train.jsonl`,
+    or several (`train-00000-of-00002.parquet`, `train_1.csv`), or a folder of them (`train/`); all of one kind. Where a
+    data set has several parts, each in a folder, `config` names the folder. A folder that `datasets` saved is one split
+    (train), or has them by name. Anything else is a name on the hub; there `config` is the configuration.
+    """
+    path = Path(name).expanduser()
+    if _exists(path):
+        with _may_be_refused(path):
+            if not path.is_dir():
+                return file_source([_readable(path)], sample_by), None
+            folder = path / config if config else path
+            if not folder.is_dir():
+                raise DataError(
+                    f"dataset_config_name is {config!r}, but {path} has no such folder; it holds {_held(path)}."
+                )
+            train, *evaluation = (_split_files(folder, split) for split in splits[: 1 + evaluates])
+            if not train:
+                raise DataError(
+                    f"{folder}: no file for the split {splits[0]!r} (such as {splits[0]}.jsonl); the folder holds "
+                    f"{_held(folder)}."
+                )
+            held = evaluation[0] if evaluation else []
+            return file_source(train, sample_by), file_source(held, sample_by) if held else None
+    local = path.is_absolute() or name.startswith((".", "~")) or kind_of(path) or not _HUB.fullmatch(name)
+    if local:
+        raise DataError(
+            f"the data {str(path)!r} does not exist. Give a file (such as {splits[0]}.jsonl), a folder with one per "
+            f"split, or a name on the hub."
+        )
+    first, *second = (_hub_source(name, config, split, streaming) for split in splits[: 1 + evaluates])
+    return first, second[0] if second else None
+
+
+def look(source: Source, reading: Reading) -> None:
+    """Refuse data without rows, and where bad rows stop the run, data whose files begin with one."""
+    some = False
+    for part in source.parts or (source,):
+        raw = next(part.rows(None), None)
+        some = some or raw is not None
+        if raw is not None and reading.on_bad_row == "stop":
+            understand(raw, reading)
+    if not some:
+        raise DataError(f"{source.name}: no rows in it; expected at least one.")
+
+
+def source_of(data: Any, name: str, sample_by: str = "line") -> Source:
+    """A source from what a user hands over: a path (a file, or a split that `datasets` saved), several, or rows."""
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, str | Path):
+        path = Path(data).expanduser()
+        if not _exists(path):
+            raise DataError(f"{name}: {str(path)!r} does not exist.")
+        with _may_be_refused(path):
+            return file_source(_saved_files(path) if _is_saved(path) else [_readable(path)], sample_by)
+    if isinstance(data, list | tuple) and data and all(isinstance(item, Path) for item in data):
+        return file_source([_readable(path) for path in data], sample_by)
+    if isinstance(data, Mapping):
+        raise DataError(f"{name} is a {type(data).__name__} ({names(data)}); give one of its splits.")
+    if not isinstance(data, Iterable):
+        raise DataError(f"{name} is {short(data)}; expected rows (a list of objects, a datasets.Dataset) or a file.")
+    return row_source(data, name)
+
+
+# --- files and folders ----------------------------------------------------------------------------------------------
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:
+        return True  # for all that can be told
+    except (OSError, ValueError):  # too long, or with a zero in it: no path
+        return False
+
+
+def _readable(path: Path) -> Path:
+    if path.is_dir():
+        raise DataError(f"{path} is a folder; expected a file, or a data set that `datasets` saved.")
+    check_kind(path)
+    return path
+
+
+def _held(folder: Path) -> str:
+    return names(sorted(p.name for p in folder.iterdir())).replace("none", "nothing")
+
+
+@contextlib.contextmanager
+def _may_be_refused(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    if (folder / "dataset_dict.json").is_file():
+        return _saved_files(folder / split) if _is_saved(folder / split) else []
+    if _is_saved(folder):
+        return _saved_files(folder) if split == "train" else []
+    for place in (folder, folder / "data"):
+        if not place.is_dir():
+            continue
+        files = [p for p in _files(place) if _belongs(stem_of(p), split)]
+        if not files and (place / split).is_dir():
+            files = _files(place / split)
+        kinds = sorted({str(kind_of(p)) for p in files})
+        if len(kinds) > 1:
+            raise DataError(
+                f"{place}: files of several kinds for the split {split!r} ({', '.join(p.name for p in files[:6])}); "
+                f"name one of them as the data, or move the others away."
+            )
+        if files:
+            return files
+    return []
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and kind_of(path))
+
+
+def _belongs(stem: str, split: str) -> bool:
+    return stem == split or stem.startswith((f"{split}-", f"{split}_", f"{split}."))
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The files of a split that `datasets` saved."""
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        files = [folder / Path(entry["filename"]).name for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{folder / 'state.json'} is not what `datasets` writes: {error!r:.100}.") from None
+    gone = [path.name for path in files if not path.is_file()]
+    if gone or not files:
+        raise DataError(f"{folder}: state.json names {', '.join(gone) or 'no files'}, but they are not there.")
+    return [_readable(path) for path in files]
+
+
+# --- the hub --------------------------------------------------------------------------------------------------------
+
+
+def _hub_source(name: str, config: str | None, split: str, streaming: bool) -> Source:
+    where = f"{name} ({', '.join(filter(None, (config, split)))})"
+
+    def rows(start: Place) -> Iterator[Raw]:
+        return row_source(_load(name, config, split, streaming), where).rows(start)
+
+    def fingerprint() -> str:
+        content = getattr(_load(name, config, split, streaming), "_fingerprint", None)
+        return hashlib.sha256(f"{where} {content}".encode()).hexdigest()
+
+    return Source(where, rows, fingerprint)
+
+
+@functools.lru_cache(maxsize=16)
+def _load(name: str, config: str | None, split: str, streaming: bool) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"the data {name!r}: names on the hub need `datasets`; pip install datasets.") from None
+    asked = datasets.config.HF_HUB_OFFLINE
+    unreachable = "HF_HUB_OFFLINE is set" if asked else _unreachable(name)
+    try:
+        # What was loaded before is given all the same, and there is no waiting for a network that is not there.
+        datasets.config.HF_HUB_OFFLINE = unreachable is not None
+        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+    except Exception as error:  # of many kinds, from the network to the data's own settings
+        raise DataError(
+            f"the data {name!r} is no file or folder here, and the hub does not give its split {split!r}: "
+            f"{unreachable if unreachable and isinstance(error, ConnectionError) else _line(error)}."
+        ) from None
+    finally:
+        datasets.config.HF_HUB_OFFLINE = asked
+
+
+def _unreachable(name: str) -> str | None:
+    """Why the hub cannot be asked, if it cannot; that it knows no such name is an answer."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(name, timeout=10)
+    except Exception as error:
+        return f"it cannot be reached ({_line(error)})" if getattr(error, "response", None) is None else None
+    return None
+
+
+def _line(error: Exception) -> str:
+    return first_line(error)[:200].rstrip(".")

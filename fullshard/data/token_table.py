@@ -1,0 +1,248 @@
+"""Documents as tokens: tokenised once, packed into rows, and read back memory-mapped.
+
+A `TokenTable` is a folder of plain binary files and a JSON manifest. One for a whole data set is named by the content
+it was made from (data, tokenizer, template, settings) and kept; a stream (`stream.py`) is a sequence of small ones. It
+appears by one rename, so a reader sees all of it or nothing. Which rank makes it is said in `once.py`; the order in
+which rows are used, in `loader.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fullshard.data.encode import TextSettings
+from fullshard.data.packing import best_fit_decreasing
+from fullshard.data.row_formats import NAMED, UNUSED
+from fullshard.data.sources import Source
+from fullshard.data.temp_dirs import Scratch
+from fullshard.data.tokenize import Chunk, Tokenizing, cut
+from fullshard.errors import DataError
+
+FORMAT = 3
+CACHE_VARIABLE = "FULLSHARD_CACHE"
+FILES = {
+    "tokens": np.int32,
+    "learnt": np.uint8,
+    "document_starts": np.int64,
+    "row_starts": np.int64,
+    "row_documents": np.int64,
+    "row_sizes": np.int64,
+    "row_targets": np.int64,
+}
+LEFT_OUT = ("empty", "bad", "long", "dropped", "cut")
+"""What is counted besides documents, rows and tokens."""
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Rows of documents of tokens. Arrays are memory-mapped; a rank touches only what it uses."""
+
+    folder: Path
+    facts: dict[str, Any]
+    """`documents`, `rows`, `tokens`, `targets` (learnt tokens that are predicted); what was left out: rows that were
+    `empty` or `bad` (not understood; `bad_rows` says of the first few why), documents that were too `long`, those of
+    them that were `dropped`, tokens `cut`; and `lengths` of documents."""
+    tokens: npt.NDArray[np.int32]
+    learnt: npt.NDArray[np.uint8]
+    """1 where a token is learnt, 0 where it is only read."""
+    document_starts: npt.NDArray[np.int64]
+    row_starts: npt.NDArray[np.int64]
+    row_documents: npt.NDArray[np.int64]
+    row_sizes: npt.NDArray[np.int64]
+    """Tokens in each row."""
+    row_targets: npt.NDArray[np.int64]
+    """Tokens in each row that are predicted and learnt: the weight of the row in the loss."""
+
+    def __len__(self) -> int:
+        return len(self.row_starts) - 1
+
+    def documents(self, row: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+        """The documents of a row: (tokens, learnt)."""
+        found = []
+        for document in self.row_documents[self.row_starts[row] : self.row_starts[row + 1]]:
+            piece = slice(self.document_starts[document], self.document_starts[document + 1])
+            found.append((self.tokens[piece], self.learnt[piece]))
+        return found
+
+
+def statistics(table: TokenTable) -> dict[str, Any]:
+    """How long documents are (`min`, `median`, `mean`, `p95`, `max`, in tokens), how many `documents` and `rows` there
+    are, and `efficiency`: which part of the rows, at their full length, is tokens."""
+    facts = table.facts
+    efficiency = facts["tokens"] / max(1, facts["rows"] * facts["max_length"])
+    return {**facts["lengths"], "documents": facts["documents"], "rows": facts["rows"], "efficiency": efficiency}
+
+
+def unused_columns(facts: dict[str, Any]) -> dict[str, int]:
+    """Columns that mean something to other trainers and are not used here, with the number of rows that have them."""
+    return {key.removeprefix(UNUSED): count for key, count in facts.items() if key.startswith(UNUSED)}
+
+
+# --- reading and making ---------------------------------------------------------------------------------------------
+
+
+def cache_root(given: str | None = None) -> Path:
+    """Where token tables are kept: the argument, else `FULLSHARD_CACHE`, else the user's cache folder."""
+    if given or os.environ.get(CACHE_VARIABLE):
+        return Path(given or os.environ[CACHE_VARIABLE]).expanduser() / "tokens"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fullshard" / "tokens"
+
+
+def table_key(source: Source, tokenizer: Any, settings: TextSettings) -> str:
+    """The name of the table that this data, tokenizer and settings give."""
+    parts = [FORMAT, source.fingerprint(), _tokenizer_fingerprint(tokenizer), sorted(asdict(settings).items())]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _tokenizer_fingerprint(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # Padding and truncation are set per call and change nothing here.
+        content = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("padding", "truncation")}
+        text = json.dumps(content, sort_keys=True)
+    else:
+        text = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())], default=str)
+    specials = json.dumps([tokenizer.bos_token_id, tokenizer.eos_token_id])
+    return hashlib.sha256((text + specials).encode()).hexdigest()
+
+
+def open_table(folder: Path) -> TokenTable | None:
+    """The table in this folder, or None where there is none that is whole."""
+    try:
+        facts = json.loads((folder / "manifest.json").read_text())
+        arrays: dict[str, Any] = {}
+        for name, dtype in FILES.items():
+            path = folder / f"{name}.bin"
+            size = path.stat().st_size
+            if facts["format"] != FORMAT or size != facts["bytes"][name]:
+                return None
+            # Plain arrays over the map: numpy's class for maps makes every slice slower.
+            arrays[name] = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
+    except (OSError, ValueError, KeyError):
+        return None
+    return TokenTable(folder, facts, **arrays)
+
+
+def make_table(
+    source: Source, tokenizer: Any, settings: TextSettings, folder: Path, workers: int = 0,
+    progress: Callable[[int, int], None] = lambda rows, tokens: None,
+) -> None:  # fmt: skip
+    """Tokenise `source` into `folder`, which appears whole or not at all. `progress` hears of rows and tokens done."""
+    try:
+        with Scratch(folder.parent) as scratch:
+            writer = TableWriter(scratch.folder, settings, source.name)
+            with Tokenizing(tokenizer, settings, workers) as tokenizing:
+                for call, chunk in tokenizing.chunks(cut(source.rows(None))):
+                    writer.add(chunk)
+                    progress(len(call.rows), len(chunk.tokens))
+            facts = writer.finish()
+            check_some(facts, settings)
+            if folder.exists() and open_table(folder) is None:
+                folder.rename(scratch.folder / "damaged")
+            with contextlib.suppress(OSError):  # another process may have been first: its table is as good
+                scratch.folder.rename(folder)
+            shutil.rmtree(folder / "damaged", ignore_errors=True)
+    except OSError as error:
+        raise DataError(
+            f"the token cache {folder.parent} cannot be written ({error.strerror or error}); {CACHE_VARIABLE} names "
+            f"another."
+        ) from None
+
+
+def check_some(facts: dict[str, Any], settings: TextSettings) -> None:
+    """Refuse data that teaches nothing."""
+    left_out = ", ".join(f"{facts[name]:,} {name}" for name in ("empty", "bad", "dropped") if facts.get(name))
+    if not facts["documents"]:
+        why = f"(left out: {left_out})" if left_out else "in it"
+        raise DataError(f"{facts['source']}: no documents with tokens {why}; expected at least one row.")
+    if not facts["targets"]:
+        why = " (assistant_only_loss is on: is there an assistant's turn?)" if settings.assistant_only_loss else ""
+        raise DataError(f"{facts['source']}: {facts['documents']} documents, but no token in them is learnt{why}.")
+
+
+class TableWriter:
+    """Writes a table into a folder that nobody reads yet. Tokens go to disk as they come; lengths stay in memory."""
+
+    def __init__(self, folder: Path, settings: TextSettings, name: str) -> None:
+        self.folder, self.settings, self.name = folder, settings, name
+        self._tokens, self._learnt = (folder / "tokens.bin").open("wb"), (folder / "learnt.bin").open("wb")
+        self._lengths: list[npt.NDArray[np.int32]] = []
+        self._targets: list[npt.NDArray[np.int32]] = []
+        self._counts: Counter[str] = Counter()
+        self._bad_rows: list[str] = []
+        self._check = 0
+
+    def add(self, chunk: Chunk) -> None:
+        for array, file in ((chunk.tokens, self._tokens), (chunk.learnt, self._learnt)):
+            data = array.tobytes()
+            file.write(data)
+            self._check = zlib.crc32(data, self._check)
+        self._lengths.append(chunk.lengths)
+        self._targets.append(chunk.targets)
+        self._counts.update(chunk.counts)
+        self._bad_rows = [*self._bad_rows, *chunk.bad_rows][:NAMED]
+
+    def finish(self, **more: Any) -> dict[str, Any]:
+        """Put documents into rows and write the rest down; the table's facts, with `more` among them."""
+        self.close()
+        nothing = np.empty(0, np.int32)
+        lengths, targets = (np.concatenate([nothing, *parts]) for parts in (self._lengths, self._targets))
+        if self.settings.packing:
+            row_starts, row_documents = best_fit_decreasing(lengths, self.settings.max_length)
+        else:
+            row_starts, row_documents = np.arange(len(lengths) + 1), np.arange(len(lengths))
+        written = {
+            "document_starts": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+            "row_starts": row_starts,
+            "row_documents": row_documents,
+            "row_sizes": _per_row(lengths, row_starts, row_documents),
+            "row_targets": _per_row(targets, row_starts, row_documents),
+        }
+        for name, array in written.items():
+            array.astype(FILES[name], copy=False).tofile(self.folder / f"{name}.bin")
+        counts = {name: self._counts[name] for name in LEFT_OUT}
+        if self.settings.overflow == "drop":
+            counts["dropped"] = counts["long"]
+        facts = {
+            "format": FORMAT, "source": self.name, "documents": len(lengths), "rows": len(row_starts) - 1,
+            "tokens": int(written["document_starts"][-1]), "targets": int(targets.sum(dtype=np.int64)),
+            **self._counts, **counts, "bad_rows": self._bad_rows,
+            "max_length": self.settings.max_length, "lengths": _lengths(lengths),
+            "check": zlib.crc32(lengths.tobytes(), self._check),
+            "bytes": {name: (self.folder / f"{name}.bin").stat().st_size for name in FILES}, **more,
+        }  # fmt: skip
+        (self.folder / "manifest.json").write_text(json.dumps(facts, indent=1))
+        return facts
+
+    def close(self) -> None:
+        self._tokens.close()
+        self._learnt.close()
+
+
+def _per_row(
+    per_document: npt.NDArray[np.int32], row_starts: npt.NDArray[np.int64], row_documents: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    if not len(row_documents):
+        return np.empty(0, np.int64)
+    return np.add.reduceat(per_document[row_documents], row_starts[:-1], dtype=np.int64)
+
+
+def _lengths(lengths: npt.NDArray[np.int32]) -> dict[str, float]:
+    if not len(lengths):
+        return {"min": 0, "median": 0.0, "mean": 0.0, "p95": 0.0, "max": 0}
+    median, p95 = np.percentile(lengths, (50, 95)).tolist()
+    mean = float(lengths.mean(dtype=np.float64))
+    return {"min": int(lengths.min()), "median": median, "mean": mean, "p95": p95, "max": int(lengths.max())}

@@ -1,0 +1,51 @@
+"""A process that tokenises: it is given a tokenizer, then rows, and answers with documents. See `tokenize.py`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from fullshard.data.tokenize import encode, told
+
+LOOKS_EVERY = 1.0
+
+
+def main(link: Connection, parent: int) -> None:
+    """Answer until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    answer: Any
+    try:
+        setup = link.recv_bytes()
+        try:
+            tokenizer, settings = pickle.loads(setup)
+            failure = None
+        except Exception as error:  # such as a class that only the asking program has
+            tokenizer = settings = None
+            failure = ("DataError", f"dataloader_num_workers: the tokenizer cannot be used in another process: {error}")
+        while True:
+            rows = pickle.loads(link.recv_bytes())
+            try:
+                answer = failure or (None, encode(rows, tokenizer, settings))
+            except Exception as error:
+                answer = told(error)
+            link.send_bytes(pickle.dumps(answer))
+    except (EOFError, OSError):
+        return
+
+
+def _end_with(parent: int) -> None:
+    """The end of the pipe says it too, unless some other process has inherited it."""
+    while os.getppid() == parent:
+        time.sleep(LOOKS_EVERY)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])), int(sys.argv[2]))

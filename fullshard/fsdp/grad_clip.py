@@ -1,0 +1,92 @@
+"""The norm of all gradients, exact on any mesh."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from fullshard import runtime
+from fullshard.errors import FSDPError
+from fullshard.spmd.mesh import Mesh, origin
+from fullshard.spmd.tensor import is_sharded
+from fullshard.watchdog import collectives, watch
+
+PLAIN = (-1,)
+"""In the place of axes: a gradient that is not sharded."""
+
+
+def clip_grad_norm_(
+    parameters: Sequence[nn.Parameter], mesh: Mesh, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Scale the gradients to a total norm of at most `max_norm`; returns the norm before.
+
+    A shard counts once: sums run along the axes that split a parameter, and copies are not added up. Plain gradients
+    (of ignored modules) may differ between ranks: they count as their mean, so that all ranks scale alike. All ranks
+    must call it, also those whose shards are empty.
+    """
+    watch.check()
+    p = float(norm_type)
+    if p <= 0:
+        raise FSDPError(
+            f"clip_grad_norm_: norm_type={norm_type} has no meaning as a norm; use a positive number or inf"
+        )
+    # Which axes split a gradient decides over which ranks its terms are added. The order is the same on every rank.
+    by_axes: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        assert grad is not None
+        axes, local = _pieces(grad)
+        by_axes.setdefault(axes, []).append(local)
+    device = runtime.device()
+    terms = [torch.zeros((), dtype=torch.float64, device=device)]
+    for axes in sorted(by_axes):
+        power = _power(by_axes[axes], p, device)
+        terms.append(_mean(power, mesh, p) if axes == PLAIN else _sum_along(power, axes, mesh, p))
+    stacked = torch.stack(terms)
+    norm = stacked.max() if math.isinf(p) else stacked.sum() ** (1.0 / p)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise FSDPError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}")
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for locals_ in by_axes.values():
+        for local in locals_:
+            local.mul_(factor.to(device=local.device, dtype=local.dtype))
+    return norm.to(torch.float32) if not any(g.dtype == torch.float64 for gs in by_axes.values() for g in gs) else norm
+
+
+def _pieces(grad: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+    if not is_sharded(grad):
+        return PLAIN, grad
+    groups = origin(grad.device_mesh)[1]
+    axes = [axis for group, at in zip(groups, grad.placements, strict=True) if isinstance(at, Shard) for axis in group]
+    return tuple(sorted(axes)), grad._local_tensor
+
+
+def _power(locals_: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """The sum of |x|^p over the pieces (their maximum for inf), in fp64."""
+    filled = [t for t in locals_ if t.numel()]
+    if not filled:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in filled) else torch.float32
+    norms = torch.stack([torch.linalg.vector_norm(t, p, dtype=dtype).to(device) for t in filled]).double()
+    return norms.max() if math.isinf(p) else (norms**p).sum()
+
+
+def _mean(value: torch.Tensor, mesh: Mesh, p: float) -> torch.Tensor:
+    total = _sum_along(value, tuple(range(mesh.ndim)), mesh, p)
+    return total if math.isinf(p) else total / mesh.size()
+
+
+def _sum_along(value: torch.Tensor, axes: tuple[int, ...], mesh: Mesh, p: float) -> torch.Tensor:
+    op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
+    for axis in axes:
+        if mesh.mesh_shape[axis] > 1:
+            group = mesh.get_group(axis)
+            issue = functools.partial(dist.all_reduce, value, op, group, async_op=True)
+            collectives.finish("norm of the gradients", issue, group)
+    return value

@@ -1,0 +1,221 @@
+"""`FSDPv2`: a module becomes a sharded model and stays the same object.
+
+`FSDPv2(module, mesh)` plans the module, cuts its parameters and extends its class; names, `isinstance`, hooks and
+attributes stay. This file owns the public methods; the work is in `build.py`, `engine.py` and `state_dict.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.errors import FSDPError
+from fullshard.fsdp import build, checks, compile, grad_clip
+from fullshard.fsdp import state_dict as state
+from fullshard.fsdp.counters import Meter
+from fullshard.fsdp.engine import Engine
+from fullshard.fsdp.output import OutputRule
+from fullshard.fsdp.plan import ShardingPlan
+from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fullshard.fsdp.unit import Unit
+from fullshard.spmd.mesh import Mesh
+
+ShardOutput = Callable[[Any, Mesh], Any]
+
+
+class _Factory(type):
+    """Makes `FSDPv2(module, …)` wrap, and `type(wrapped)(…)` build the plain class.
+
+    Wrapping here rather than in `__new__` keeps Python from calling the module's `__init__` a second time.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is FSDPv2:
+            return _wrap(*args, **kwargs)
+        return cls.__dict__["_fullshard_plain"](*args, **kwargs)
+
+
+class FSDPv2(metaclass=_Factory):
+    """What a wrapped module's class gains. Use `FSDPv2(module, mesh, …)` to wrap; see `docs/fsdp.md`."""
+
+    _fsdp_use_orig_params = True  # what torch.compile asks of a module with the mark below
+    _fullshard_unit: Unit
+    _fullshard_engine: Engine
+    _fullshard_plan: ShardingPlan
+    _fullshard_mesh: Mesh
+    _fullshard_output: OutputRule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine, unit = self._fullshard_engine, self._fullshard_unit
+        forward = super().__call__  # type: ignore[misc]
+        with engine.compiler.suspended():
+            if not unit.holds_units:
+                forward = engine.compiler.resumed(forward)
+            return engine.run(unit, forward, args, kwargs, self._fullshard_output)
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """The mark by which transformers' `generate` keeps ranks in step. The outermost module bears it alone."""
+        return self._fullshard_engine.units[0].module is self
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """Units, parameters, layouts, as data; `print(model.plan)` shows it."""
+        return build.plan_of(self)
+
+    @property
+    def meter(self) -> Meter:
+        """Collectives, bytes and gathered memory so far."""
+        return self._fullshard_engine.means.meter
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._fullshard_mesh
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside keep their gradients on each rank, whole; the next one outside reduces them all."""
+        return self._fullshard_engine.no_sync()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm, over every shard of every parameter, is at most `max_norm`."""
+        parameters = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+        return grad_clip.clip_grad_norm_(parameters, self._fullshard_mesh, max_norm, norm_type, error_if_nonfinite)
+
+    def compile_units(self, **options: Any) -> FSDPv2:
+        """`torch.compile` each unit below the root (the root itself if it has none), with gathers outside the graph."""
+        inside = set(self.modules()) - {self}  # type: ignore[attr-defined]
+        below = [u.module for u in self._fullshard_engine.units if u.module in inside and not u.holds_units]
+        for module in below or [self]:
+            module.compile(**options)
+        return self
+
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def summon_full_params(self, *, writeback: bool = True, offload_to_cpu: bool = False) -> Iterator[None]:
+        """Inside, modules hold whole parameters (in their stored dtype). Changes are kept if `writeback`."""
+        with state.summon_full_params(self._fullshard_engine, writeback, offload_to_cpu):
+            yield
+
+    def full_state_dict(self, *, rank0_only: bool = False, cpu: bool = True) -> dict[str, torch.Tensor]:
+        """Whole values under the plain module's names; empty on other ranks if `rank0_only`. All ranks must call it."""
+        return state.full_state_dict(self, rank0_only, cpu)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Sharded values (`DTensor`s) under the plain module's names."""
+        with self._fullshard_engine.at_rest():
+            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole or sharded values; each rank keeps its pieces."""
+        values = state.as_shards(self, state_dict)
+        with self._fullshard_engine.at_rest():
+            return super().load_state_dict(values, strict=strict, assign=False)  # type: ignore[misc]
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """As `nn.Module.apply`, on whole parameters."""
+        with self.summon_full_params():
+            return super().apply(fn)  # type: ignore[misc]
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> Any:
+        """transformers' `save_pretrained` with whole values. All ranks must call it; rank 0 writes."""
+        return state.save_pretrained(self, super(), save_directory, kwargs)
+
+    # --- refusals ---------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise FSDPError(
+            f"a wrapped {type(self).__name__} cannot be deep-copied: its shards belong to an engine that runs "
+            f"on all ranks. Copy the module before wrapping it, or build a second one and "
+            f"load_state_dict(model.state_dict()) into it. For an average of the weights (AveragedModel) keep "
+            f"{{name: p.detach().clone()}} of model.named_parameters() and lerp_ each to its parameter after a step"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FSDPError(
+            f"a wrapped {type(self).__name__} cannot be pickled; save model.state_dict() (sharded) or "
+            f"model.full_state_dict() (whole values)"
+        )
+
+
+SpmdFullyShardedDataParallel = FSDPv2
+
+
+def extended_class(module: nn.Module) -> type:
+    """The module's class with `FSDPv2` in front; same name, so that what reads it (`save_pretrained`) sees no "
+    "difference."""
+    plain = type(module)
+    if plain not in _extended:
+        meta = type(plain)
+        combined = _Factory if meta is type else type("_Factory", (_Factory, meta), {})
+        names = {"_fullshard_plain": plain, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+        if not hasattr(plain, "save_pretrained"):
+            names["save_pretrained"] = property(_no_save_pretrained)
+        _extended[plain] = combined(plain.__name__, (FSDPv2, plain), names)
+    return _extended[plain]
+
+
+_extended: dict[type, type] = {}
+
+
+def _no_save_pretrained(self: Any) -> Any:
+    raise AttributeError(f"{type(self).__name__!r} object has no attribute 'save_pretrained'")
+
+
+def _wrap(
+    module: nn.Module,
+    mesh: Mesh | None = None,
+    shard_output: ShardOutput | None = None,
+    *,
+    auto_wrap_policy: Any = None,
+    auto_wrapper_callable: Callable[..., Any] | None = None,
+    extra_data_axis: str | None = None,
+    strategy: ShardingStrategy | str | int = ShardingStrategy.FULL_SHARD,
+    mixed_precision: MixedPrecision | str | torch.dtype | None = None,
+    cpu_offload: bool = False,
+    forward_prefetch: bool = True,
+    backward_prefetch: BackwardPrefetch | str | None = BackwardPrefetch.BACKWARD_PRE,
+    gathers_in_flight: int = 1,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
+    sync_module_states: bool | None = None,
+    timeout: float | None = None,
+    small_parameter_bytes: int | None = None,
+) -> Any:
+    options = build.Options(
+        mesh=checks.check_mesh(mesh, extra_data_axis),
+        shard_output=shard_output,
+        extra_data_axis=extra_data_axis,
+        strategy=ShardingStrategy.of(strategy),
+        precision=MixedPrecision.of(mixed_precision),
+        cpu_offload=bool(cpu_offload),
+        forward_prefetch=bool(forward_prefetch),
+        backward_prefetch=BackwardPrefetch.of(backward_prefetch),
+        gathers_in_flight=gathers_in_flight,
+        ignored=set(ignored_modules or ()),
+        param_init_fn=param_init_fn,
+        sync_module_states=sync_module_states,
+        timeout=timeout,
+        small_bytes=small_parameter_bytes,
+    )
+    checks.check_module(module, FSDPv2, auto_wrap_policy)
+    compile.keep_out(FSDPv2.__call__, compile.Compiler.aside)
+    given = {
+        "extra_data_axis": extra_data_axis, "strategy": options.strategy, "mixed_precision": options.precision,
+        "cpu_offload": cpu_offload, "forward_prefetch": forward_prefetch,
+        "backward_prefetch": options.backward_prefetch, "gathers_in_flight": gathers_in_flight,
+        "ignored_modules": ignored_modules, "param_init_fn": param_init_fn, "timeout": timeout,
+        "sync_module_states": sync_module_states, "small_parameter_bytes": small_parameter_bytes,
+    }  # fmt: skip
+    build.assemble(module, options, auto_wrap_policy, auto_wrapper_callable, given, extended_class)
+    return module

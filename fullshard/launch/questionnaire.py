@@ -1,0 +1,210 @@
+"""The questionnaire of `fullshard config`: questions one by one, typed answers, no cursor keys, any terminal.
+
+It only gathers option values. What an option means is said by the typed configuration, and the file is written by
+`command.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from fullshard.errors import ConfigError
+from fullshard.launch.config import ProcessSettings
+from fullshard.options import FALSE, TRUE, Option, convert, options_of
+from fullshard.parallelize.settings import STRATEGIES, EngineSettings
+
+T = TypeVar("T")
+CPU_PROCESSES = 2
+"""Processes that are offered on CPUs."""
+OPTIONS: dict[str, Option] = {one.name: one for one in (*options_of(ProcessSettings), *options_of(EngineSettings))}
+
+
+class Asker:
+    """Asks at the terminal until an answer can be used. An empty answer takes the default."""
+
+    def __init__(self, out: Console):
+        self.out = out
+
+    def ask(self, question: str, read: Callable[[str], T], default: str | None = None) -> T:
+        shown = f"{question} \\[{default}]: " if default is not None else f"{question}: "
+        while True:
+            answer = self._line(shown).strip()
+            if not answer and default is None:
+                self.out.print("  please answer")
+                continue
+            try:
+                return read(answer or str(default))
+            except (ConfigError, ValueError) as error:
+                self.out.print(f"  {error}", markup=False)
+
+    def _line(self, shown: str) -> str:
+        try:
+            return self.out.input(shown)
+        except EOFError:
+            raise ConfigError(
+                "the questionnaire ended before its last question and nothing was written; answer it at a terminal, "
+                "or use fullshard config --default"
+            ) from None
+
+    def value(self, name: str, question: str, default: Any = None) -> Any:
+        """An option's value, read as in the file."""
+        text = None if default is None else str(default)
+        return self.ask(question, lambda answer: convert(OPTIONS[name], answer, name), text)
+
+    def yes(self, question: str, default: bool) -> bool:
+        def read(answer: str) -> bool:
+            if answer.lower() not in (*TRUE, *FALSE):
+                raise ValueError("please answer yes or no")
+            return answer.lower() in TRUE
+
+        return self.ask(question, read, "yes" if default else "no")
+
+    def choice(self, question: str, choices: Sequence[str], default: int = 0) -> int:
+        """The number of the choice; it may be answered by number or by name."""
+        self.out.print(question, markup=False)
+        for number, text in enumerate(choices):
+            self.out.print(f"  {number}  {text}", markup=False)
+
+        def read(answer: str) -> int:
+            names = [c.lower() for c in choices]
+            if answer.lower() in names:
+                return names.index(answer.lower())
+            if answer.isdigit() and int(answer) < len(choices):
+                return int(answer)
+            raise ValueError(f"please answer 0 to {len(choices) - 1}, or a name from the list")
+
+        return self.ask("Your choice", read, str(default))
+
+    def pick(self, question: str, name: str, default: int = 0, leave_out: Sequence[str] = ()) -> str:
+        """One of an option's choices."""
+        choices = [c for c in OPTIONS[name].choices if c not in leave_out]
+        return choices[self.choice(question, choices, default)]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine has to train on."""
+
+    gpus: tuple[str, ...] = ()
+    """Their names."""
+    bf16: bool = True
+    """Whether they compute in bf16. CPUs do."""
+    slurm: bool = False
+
+    def __str__(self) -> str:
+        if not self.gpus:
+            return "This machine has no GPU."
+        kinds = {name: self.gpus.count(name) for name in self.gpus}
+        found = ", ".join(f"{count} × {name}" for name, count in kinds.items())
+        return f"This machine has {found}{'' if self.bf16 else ', which cannot compute in bf16'}."
+
+
+def ask_all(out: Console, machine: Machine) -> dict[str, Any]:
+    """Every question, in Accelerate's order; option values by name. What is offered is what the machine has."""
+    ask, gpus = Asker(out), len(machine.gpus)
+    values: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
+    out.print(str(machine), markup=False)
+    on_slurm = ask.choice("Where do you run?", ["This machine", "Slurm, through srun"], int(machine.slurm)) == 1
+    kinds = ["No distributed training", "multi-CPU", "multi-GPU"]
+    usual = 2 if gpus > 1 or on_slurm else 0 if gpus else 1
+    kind = ask.choice("Which machines do you use?", kinds, usual)
+    values["distributed_type"] = ("NO", "MULTI_CPU", "MULTI_GPU")[kind]
+    values["use_cpu"] = kind == 1 or (kind == 0 and not gpus and not on_slurm)
+    if kind == 0 and not values["use_cpu"]:
+        values["use_cpu"] = ask.yes("Train on the CPU even if there is a GPU?", False)
+    elif kind and not on_slurm:
+        _ask_machines(ask, values)
+    if kind:
+        values["debug"] = ask.yes("Check while running that ranks agree (slower)?", False)
+    if ask.yes("Compile the model with torch.compile?", False):
+        values["backend"] = ask.value("backend", "Which backend", "inductor")
+        values["mode"] = ask.pick("Which mode?", "mode")
+    if kind and ask.yes("Shard the model over the processes (FSDP)?", True):
+        values["distributed_type"] = "FSDP"
+        _ask_engine(ask, values)
+    values["num_processes"] = _ask_processes(ask, machine, kind, values.get("num_machines", 0)) if kind else 1
+    known = bool(gpus) and not values["use_cpu"]  # which GPUs will compute
+    leave_out = ["fp8", "bf16"] if known and not machine.bf16 else ["fp8"]
+    offered = [c for c in OPTIONS["mixed_precision"].choices if c not in leave_out]
+    default = offered.index("bf16") if known and machine.bf16 else 0
+    values["mixed_precision"] = ask.pick("Which mixed precision?", "mixed_precision", default, leave_out)
+    return values
+
+
+def _ask_processes(ask: Asker, machine: Machine, kind: int, machines: int) -> int:
+    """How many processes; `machines` is 0 where Slurm knows."""
+    if kind == 1:
+        default = str(CPU_PROCESSES * max(1, machines))
+        return ask.ask("How many processes, over all machines", _positive("num_processes"), default)
+    here = len(machine.gpus)
+
+    def read(answer: str) -> int:
+        number = _positive("num_processes")(answer)
+        if here and machines == 1 and number > here:
+            raise ValueError(f"this machine has {here} GPU(s), and each process needs its own")
+        return number
+
+    return ask.ask("How many GPUs, over all machines", read, str(max(1, here * max(1, machines))))
+
+
+def _positive(name: str) -> Callable[[str], int]:
+    def read(answer: str) -> int:
+        number: int = convert(OPTIONS[name], answer, name)
+        if number < 1:
+            raise ValueError(f"{name}: expected 1 or more, got {number}")
+        return number
+
+    return read
+
+
+def _ask_machines(ask: Asker, values: dict[str, Any]) -> None:
+    values["num_machines"] = ask.ask("How many machines", _positive("num_machines"), "1")
+    if values["num_machines"] == 1:
+        return
+    ranks = [str(rank) for rank in range(values["num_machines"])]
+    values["machine_rank"] = ask.choice("Which of them is this one?", ranks)
+    values["main_process_ip"] = ask.value("main_process_ip", "Address of machine 0")
+    values["main_process_port"] = ask.ask("Port on machine 0", _positive("main_process_port"), "29500")
+    values["same_network"] = ask.yes("Are all machines on one local network?", True)
+    if not values["same_network"]:
+        values["rdzv_backend"] = ask.value("rdzv_backend", "Rendezvous backend (static, c10d, …)", "static")
+
+
+def _ask_engine(ask: Asker, values: dict[str, Any]) -> None:
+    values["version"] = ask.choice("Whose options do you want to answer?", ["FSDP version 1", "FSDP version 2"], 1) + 1
+    first = values["version"] == 1
+    if first:
+        values["sharding_strategy"] = STRATEGIES[ask.choice("Which sharding strategy?", STRATEGIES)]
+    else:
+        reshard = ask.yes("Drop gathered layers after forward (reshard)?", True)
+        values["reshard_after_forward"] = reshard
+    values["offload_params"] = ask.yes("Keep shards, gradients and optimizer state in host memory?", False)
+    policy = ask.pick("Which modules are gathered together?", "auto_wrap_policy")
+    values["auto_wrap_policy"] = policy
+    if policy == "TRANSFORMER_BASED_WRAP":
+        if not ask.yes("Use the layers that the model names itself (_no_split_modules)?", True):
+            values["transformer_layer_cls_to_wrap"] = ask.value(
+                "transformer_layer_cls_to_wrap", "Layer classes, separated by commas (such as BertLayer)"
+            )
+    elif policy == "SIZE_BASED_WRAP":
+        values["min_num_params"] = ask.ask("Parameters that make a module a unit", _positive("min_num_params"), "1e8")
+    if first:
+        values["backward_prefetch"] = ask.pick("When is the next layer gathered in backward?", "backward_prefetch")
+    leave_out = () if first else ("LOCAL_STATE_DICT",)
+    default = 0 if first else 1
+    values["state_dict_type"] = ask.pick("What do checkpoints hold?", "state_dict_type", default, leave_out)
+    if first:
+        values["forward_prefetch"] = ask.yes("Gather the next layer ahead in forward?", False)
+        values["use_orig_params"] = ask.yes("use_orig_params (for Accelerate; no effect here)?", True)
+    values["cpu_ram_efficient_loading"] = ask.yes("RAM-efficient loading (for Accelerate; always so here)?", True)
+    if first:
+        efficient = values["cpu_ram_efficient_loading"]
+        values["sync_module_states"] = efficient or ask.yes("Start all ranks from rank 0's values?", True)
+    values["activation_checkpointing"] = ask.yes("Compute activations again in backward (checkpointing)?", False)
+    if not first and ask.yes("Keep copies of the model across groups of ranks (HYBRID)?", False):
+        values["dp_replicate_size"] = ask.ask("How many copies", _positive("dp_replicate_size"), "2")
+        values["dp_shard_size"] = ask.ask("How many ranks hold one copy", _positive("dp_shard_size"), "1")

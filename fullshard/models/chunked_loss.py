@@ -1,0 +1,355 @@
+"""The output head and the loss in one piece, without the logits ever existing as a whole.
+
+`lean_head(model)` makes a causal language model's head give a stand-in for the logits. Element-wise steps that the
+model takes on them (soft-caps, scales, casts) are written down, and the loss is computed from hidden states chunk by
+chunk, its gradient in the same pass. Any other use of the stand-in turns it into real logits, so nothing can come out
+wrong. This runs inside the model's forward, where a sharded head is gathered. Only the cross-entropy that the model
+asks transformers for is replaced: the loss is what the model makes of it, a router's auxiliary loss included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard.data.loader import IGNORED
+from fullshard.lora import trainable_tokens
+from fullshard.lora.trainable_tokens import Rows, put_over
+
+CHUNK_BYTES = 64 * 2**20
+"""How large the fp32 logits of a chunk may be, unless the user says otherwise."""
+
+Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
+"""An element-wise function with its arguments, and where among them the logits stand."""
+
+T = torch.Tensor
+ELEMENTWISE = {
+    T.mul, T.__mul__, T.__rmul__, T.div, T.__truediv__, T.true_divide, T.tanh, T.float, T.to, T.contiguous, T.type,
+    T.double, T.mul_, T.div_, T.__imul__, T.__itruediv__, T.tanh_, torch.tanh, torch.mul, torch.div,
+    torch.true_divide, T.bfloat16, T.half,
+}  # fmt: skip
+QUESTIONS = {T.shape.__get__, T.dtype.__get__, T.device.__get__, T.size, T.dim, T.ndim.__get__, T.is_floating_point,
+             T.requires_grad.__get__, T.is_cuda.__get__, T.layout.__get__, T.__len__, T.numel}  # fmt: skip
+
+
+class DeferredLogits(torch.Tensor):
+    """Stands for `steps(head(hidden))`; has its shape and dtype, but no memory."""
+
+    hidden: torch.Tensor
+    head: nn.Linear
+    rows: Rows | None
+    """Rows that are trained in place of the head's own."""
+    steps: tuple[Step, ...]
+
+    @staticmethod
+    def of(
+        hidden: torch.Tensor, head: nn.Linear, rows: Rows | None = None, steps: tuple[Step, ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> Any:  # fmt: skip
+        shape = (*hidden.shape[:-1], head.out_features)
+        made = torch.Tensor._make_wrapper_subclass(
+            DeferredLogits, shape, dtype=dtype or hidden.dtype, device=hidden.device, requires_grad=False
+        )
+        made.hidden, made.head, made.rows, made.steps = hidden, head, rows, steps
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        places = [i for i, value in enumerate(args) if isinstance(value, DeferredLogits)]
+        others = [v for i, v in enumerate(args) if i not in places] + list(kwargs.values())
+        scalar = not any(isinstance(v, torch.Tensor) and v.dim() for v in others)
+        if func in ELEMENTWISE and len(places) == 1 and scalar:
+            me = args[places[0]]
+            step = (_OUT_OF_PLACE.get(func, func), args, kwargs, places[0])
+            sample = _take(step, torch.empty(0, dtype=me.dtype, device=me.device))
+            return DeferredLogits.of(me.hidden, me.head, me.rows, (*me.steps, step), sample.dtype)
+        args = tuple(v.materialize() if isinstance(v, DeferredLogits) else v for v in args)
+        kwargs = {k: v.materialize() if isinstance(v, DeferredLogits) else v for k, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tuple(v.materialize() if isinstance(v, DeferredLogits) else v for v in args)
+        return func(*args, **(kwargs or {}))
+
+    def materialize(self) -> torch.Tensor:
+        """The logits themselves."""
+        with torch._C.DisableTorchFunctionSubclass():
+            hidden, head, rows, steps = self.hidden, self.head, self.rows, self.steps
+        logits = F.linear(hidden, head.weight, head.bias)
+        return _apply(steps, logits if rows is None else put_over(logits, hidden, rows))
+
+
+_OUT_OF_PLACE = {T.mul_: T.mul, T.__imul__: T.mul, T.div_: T.div, T.__itruediv__: T.div, T.tanh_: T.tanh}
+
+
+def _take(step: Step, logits: torch.Tensor) -> torch.Tensor:
+    func, args, kwargs, place = step
+    return func(*args[:place], logits, *args[place + 1 :], **kwargs)
+
+
+def _apply(steps: tuple[Step, ...], logits: torch.Tensor) -> torch.Tensor:
+    for step in steps:
+        logits = _take(step, logits)
+    return logits
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class HeadStatistics:
+    """Sums over the learnt tokens of a forward pass."""
+
+    scaled: torch.Tensor
+    """Summed loss × scale; what backward starts from."""
+    sums: torch.Tensor
+    """Loss, correct predictions, entropy; detached."""
+
+    @property
+    def loss(self) -> torch.Tensor:
+        return self.sums[0]
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum of the cross-entropies, with gradients made in the same pass while each chunk's logits are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, own: torch.Tensor | None,
+        index: torch.Tensor | None, labels: torch.Tensor, steps: tuple[Step, ...], rows: int, scale: float,
+        *factors: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        # hidden [n, h], weight [v, h], labels [n]; own [k, h] are rows that stand for those of weight at index [k];
+        # factors are the trained numbers in steps
+        want_hidden, want_weight, want_bias, want_own = ctx.needs_input_grad[:4]
+        want = any(ctx.needs_input_grad)
+        wide = torch.promote_types(torch.float32, weight.dtype)
+        sums = torch.zeros(3, dtype=wide, device=hidden.device)
+        d_hidden = torch.zeros_like(hidden) if want_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if want_bias and bias is not None else None
+        d_own = torch.zeros_like(own, dtype=wide) if want_own and own is not None else None
+        d_factors = [torch.zeros_like(factor, dtype=wide) for factor in factors]
+        for start in range(0, hidden.shape[0], rows):
+            piece = slice(start, start + rows)
+            learnt = labels[piece] != IGNORED
+            targets = labels[piece].masked_fill(~learnt, 0).unsqueeze(1)
+            raw = F.linear(hidden[piece], weight, bias)
+            if own is not None and index is not None:
+                raw.index_copy_(1, index, F.linear(hidden[piece], own))
+            with torch.enable_grad():
+                raw.requires_grad_(want and bool(steps))
+                logits = _apply(steps, raw)
+            values = logits.detach().to(wide)
+            total = values.logsumexp(1, keepdim=True)
+            picked = values.gather(1, targets)
+            correct = values.argmax(1, keepdim=True) == targets
+            chances = (values - total).exp_()
+            entropy = total.squeeze(1) - (chances * values).sum(1)
+            found = torch.stack([(total - picked).squeeze(1), correct.squeeze(1).to(wide), entropy])
+            sums += found.masked_fill(~learnt, 0).sum(1)
+            del values, found
+            if not want:
+                continue
+            # d loss / d logits = (softmax - one-hot) × scale, and nothing where nothing is learnt. The scale is applied
+            # here, in the wide dtype, so that narrow gradients are rounded once.
+            chances.scatter_add_(1, targets, torch.full_like(picked, -1)).mul_(scale).masked_fill_(
+                ~learnt.unsqueeze(1), 0
+            )
+            slope = chances.to(logits.dtype)
+            if steps:
+                slope, *each = torch.autograd.grad(logits, (raw, *factors), slope)
+                for so_far, part in zip(d_factors, each, strict=True):
+                    so_far += part
+            slope = slope.to(weight.dtype)
+            if own is not None and index is not None:
+                apart = slope[:, index]
+                slope = slope.index_fill_(1, index, 0)
+                if d_own is not None:
+                    d_own += apart.T @ hidden[piece]
+            if d_hidden is not None:
+                d_hidden[piece] = slope @ weight
+                if own is not None:
+                    d_hidden[piece] += apart @ own
+            if d_weight is not None:
+                if wide == weight.dtype:
+                    d_weight.addmm_(slope.T, hidden[piece])
+                else:
+                    d_weight += slope.T @ hidden[piece]
+            if d_bias is not None:
+                d_bias += slope.to(wide).sum(0)
+        ctx.gradients = (d_hidden, d_weight, d_bias, d_own, *d_factors)
+        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype, weight.dtype, *(factor.dtype for factor in factors))
+        ctx.mark_non_differentiable(sums)
+        return sums[0] * scale, sums
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: torch.Tensor, _: Any) -> Any:
+        # A second backward would need them; freeing them early matters more.
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = [_scaled(g, d_loss, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        return (*scaled[:4], None, None, None, None, None, *scaled[4:])
+
+
+def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """`gradient * factor`, rounded once: the factor is often far below what a narrow dtype can tell apart."""
+    if gradient is None:
+        return None
+    if gradient.dtype == factor.dtype:
+        return gradient.mul_(factor).to(dtype)
+    return (gradient.to(factor.dtype) * factor).to(dtype)
+
+
+def chunked_cross_entropy(
+    logits: DeferredLogits, labels: torch.Tensor, chunk_tokens: int = 0, scale: float = 1.0
+) -> HeadStatistics:
+    """Summed cross-entropy of next tokens over positions whose label is not -100."""
+    with torch._C.DisableTorchFunctionSubclass():
+        hidden, head, own, steps = logits.hidden, logits.head, logits.rows, logits.steps
+    hidden, labels = hidden[:, :-1].reshape(-1, hidden.shape[-1]), labels[:, 1:].reshape(-1)
+    rows = chunk_tokens or max(1, CHUNK_BYTES // (4 * head.out_features))
+    index, values = (own.index, own.values) if own is not None else (None, None)
+    trained = [v for _, args, kwargs, _ in steps for v in (*args, *kwargs.values()) if _trains(v)]
+    factors = {id(factor): factor for factor in trained}.values()
+    return HeadStatistics(
+        *_ChunkedLoss.apply(hidden, head.weight, head.bias, values, index, labels, steps, rows, scale, *factors)
+    )
+
+
+def _trains(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and type(value) is not DeferredLogits and value.requires_grad
+
+
+def whole_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float = 1.0) -> HeadStatistics:
+    """The same from whole logits."""
+    values, labels = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
+    values = values.to(torch.promote_types(torch.float32, values.dtype))
+    loss = F.cross_entropy(values, labels, ignore_index=IGNORED, reduction="sum")
+    with torch.no_grad():
+        learnt = labels != IGNORED
+        logs = values.log_softmax(1)
+        correct = ((values.argmax(1) == labels) & learnt).sum()
+        entropy = -((logs.exp() * logs).sum(1) * learnt).sum()
+        sums = torch.stack([loss.detach(), correct.to(loss.dtype), entropy])
+    return HeadStatistics(loss * scale, sums)
+
+
+class LeanHead:
+    """A model whose forward, given labels, returns its own loss × learnt tokens × `scale`.
+
+    The model's loss is a mean over the learnt tokens of the batch, and whatever it adds to that. So over any number of
+    batches, with `scale` one over all their tokens, the sum is the mean over tokens of the model's own loss.
+    `statistics` has the last pass's sums. While `enabled` is False the model behaves as it always did.
+    """
+
+    def __init__(self, model: nn.Module, chunk_tokens: int = 0, chunked: bool = True) -> None:
+        self.model, self.chunk_tokens = causal(model), chunk_tokens
+        head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
+        plain = trainable_tokens.plain_layer(head)
+        self.head = plain if chunked and type(plain) is nn.Linear else None
+        self.rows = trainable_tokens.layer_of(head)
+        self.why_not = "" if self.head is not None or not chunked else _why_not(head)
+        self.statistics: HeadStatistics | None = None
+        self.active, self.enabled, self.scale = False, True, 1.0
+        self.targets: int | None = None
+        """Learnt tokens of the batch; None counts them, for which a host must wait for its device."""
+        self.factor = 1.0
+        """What the model's own loss is multiplied by: targets × scale."""
+        self.plain_loss = getattr(self.model, "loss_function", None)
+        if self.head is not None and head is not None:
+            head.forward = self._head_forward(head.forward)
+        self.model.loss_function = self._loss
+        self.model.forward = self._model_forward(self.model.forward)
+
+    def _head_forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(hidden: torch.Tensor) -> Any:
+            if not self.active or self.head is None:
+                return plain(hidden)
+            rows = trainable_tokens.active_rows(self.rows) if self.rows is not None else None
+            return DeferredLogits.of(hidden, self.head, rows)
+
+        return forward
+
+    def _model_forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            labels = kwargs.get("labels")
+            if labels is None or not self.enabled:
+                return plain(*args, **kwargs)
+            targets = self.targets if self.targets is not None else int((labels[:, 1:] != IGNORED).sum())
+            if not targets and "input_ids" in kwargs:
+                kwargs["labels"] = labels = kwargs["input_ids"]  # a mean over nothing is no number, not even × 0
+            self.factor = targets * self.scale
+            with self._activate():
+                output = plain(*args, **kwargs)
+            self.statistics = self._statistics_of(output, labels, targets)
+            output["loss"] = self.statistics.scaled
+            # Nobody but the loss has use for logits here, and the engine need not look after them.
+            output["logits"] = None
+            return output
+
+        return forward
+
+    @contextmanager
+    def _activate(self) -> Iterator[None]:
+        self.active, self.statistics = True, None
+        try:
+            yield
+        finally:
+            self.active = False
+
+    def _statistics_of(self, output: Any, labels: torch.Tensor, targets: int) -> HeadStatistics:
+        """The sums of the pass, with the model's own loss in them."""
+        own = output["loss"]
+        found = self.statistics if self.statistics is not None else self._observed(output["logits"], labels)
+        sums = torch.stack([own.detach().to(found.sums.dtype) * targets, *found.sums[1:]])
+        return HeadStatistics(own * self.factor, sums if targets else torch.zeros_like(sums))
+
+    def _loss(self, logits: Any, labels: torch.Tensor, vocab_size: int | None = None, **kwargs: Any) -> torch.Tensor:
+        """What the model gets when it asks for its loss function: the mean over learnt tokens."""
+        if not self.active or not _is_cross_entropy(self.plain_loss, kwargs):
+            assert self.plain_loss is not None
+            return self.plain_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+        # The scale is applied where gradients are made, so that narrow ones are rounded once.
+        scale = self.scale if self.factor else 1.0
+        if type(logits) is DeferredLogits:
+            found = chunked_cross_entropy(logits, labels, self.chunk_tokens, scale)
+        else:
+            found = whole_cross_entropy(logits, labels, scale)
+        self.statistics = self.statistics or found  # the first is that of the next token, should there be more
+        return found.scaled / (scale * (labels[:, 1:] != IGNORED).sum())
+
+    @torch.no_grad()
+    def _observed(self, logits: Any, labels: torch.Tensor) -> HeadStatistics:
+        """Accuracy and entropy beside a loss that the model computes by itself."""
+        if type(logits) is DeferredLogits:
+            return chunked_cross_entropy(logits, labels, self.chunk_tokens)
+        return whole_cross_entropy(logits, labels)
+
+
+def _is_cross_entropy(loss: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a model's loss function is transformers' mean over the next tokens, and is asked for no other."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    others = ("shift_labels", "num_items_in_batch", "ignore_index")
+    return loss is ForCausalLMLoss and all(kwargs.get(name) is None for name in others)
+
+
+def causal(model: nn.Module) -> Any:
+    """The causal language model inside PEFT's wrappers."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _why_not(head: Any) -> str:
+    kind = "nothing" if head is None else type(head).__name__
+    return f"the output head is {kind}, not a plain linear layer, so the logits are computed as a whole"

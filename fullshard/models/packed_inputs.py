@@ -1,0 +1,163 @@
+"""How a model is given rows that hold several documents, so that none sees another.
+
+Positions that start again with each document are enough for most models: transformers makes block-diagonal attention of
+them. Some need the attention mask itself, and layers that carry a state along the row (Mamba, linear attention,
+convolutions) are run one document at a time. Which of these a model needs is found by trying (`packing_check.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fullshard.models.chunked_loss import causal
+
+Documents = list[list[int]]
+"""For each row where documents begin, and where the last one ends."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a model needs besides positions."""
+
+    masks: bool = False
+    """The attention mask, in the layout that the model would make itself."""
+    alone: tuple[str, ...] = ()
+    """Classes of the modules that are run one document at a time."""
+
+    def __str__(self) -> str:
+        parts = ["positions", *(["masks"] if self.masks else [])]
+        return " and ".join(parts) + (f"; one document at a time: {', '.join(self.alone)}" if self.alone else "")
+
+
+class Packed:
+    """Gives a model packed rows in its way, while `rows` says that they are."""
+
+    def __init__(self, model: Any, way: Way, dtype: torch.dtype = torch.float32) -> None:
+        self.model, self.way, self.dtype = causal(model), way, dtype
+        self.documents: Documents | None = None
+        self.changed: list[Any] = []
+        if way.masks:
+            self._change(self.model, self._masked)
+        for module in self.model.modules():
+            if type(module).__name__ in way.alone:
+                self._change(module, self._each_document)
+
+    def _change(self, module: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        module.forward = wrap(module.forward)
+        self.changed.append(module)
+
+    def undo(self) -> None:
+        """Leave the model as its class made it."""
+        for module in self.changed:
+            del module.forward
+        self.changed = []
+
+    @contextlib.contextmanager
+    def rows(self, batch: dict[str, torch.Tensor]) -> Iterator[None]:
+        """While inside, forward and backward passes are over this batch; it must be on the host."""
+        positions = batch.get("position_ids")
+        self.documents = None if positions is None else documents_of(positions)
+        try:
+            yield
+        finally:
+            self.documents = None
+
+    def _masked(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        takes = takes_positions(self.model)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.documents is None:
+                return plain(*args, **kwargs)
+            positions = kwargs["position_ids"] if takes else kwargs.pop("position_ids")
+            kwargs["attention_mask"] = block_masks(self.model.config, positions, self.dtype)
+            return plain(*args, **kwargs)
+
+        return forward
+
+    def _each_document(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            documents = self.documents
+            if documents is None:
+                return plain(*args, **kwargs)
+            self.documents = None  # modules inside get one document
+            try:
+                rows = []
+                for row, bounds in enumerate(documents):
+                    cuts = [(row, a, b, bounds[-1]) for a, b in itertools.pairwise(bounds)]
+                    parts = [plain(*_cut(args, *cut), **_cut(kwargs, *cut)) for cut in cuts]
+                    rows.append(_joined(parts, 1, [end - start for _, start, end, _ in cuts]))
+                return _joined(rows, 0, [1] * len(rows))
+            finally:
+                self.documents = documents
+
+        return forward
+
+
+def takes_positions(model: Any) -> bool:
+    return "position_ids" in inspect.signature(type(causal(model)).forward).parameters
+
+
+def documents_of(positions: torch.Tensor) -> Documents:
+    """Where documents begin in each row: where positions start again."""
+    documents: Documents = [[] for _ in positions]
+    for row, at in (positions == 0).nonzero().tolist():
+        documents[row].append(at)
+    return [[*bounds, positions.shape[1]] for bounds in documents]
+
+
+def block_masks(config: Any, positions: torch.Tensor, dtype: torch.dtype) -> Any:
+    """The mask of attention inside documents; one for each kind of layer where the model has several.
+
+    Laid out as transformers does: true where a token is seen, for eager attention 0 there and the lowest value
+    elsewhere.
+    """
+    text = config.get_text_config()
+    document = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
+    place = torch.arange(positions.shape[1], device=positions.device)
+    behind = place[:, None] - place[None, :]  # [query, key]
+    seen = (document[:, :, None] == document[:, None, :]) & (behind >= 0)
+    kinds = {"full_attention": seen}
+    if isinstance(window := getattr(text, "sliding_window", None), int):
+        kinds["sliding_attention"] = seen & (behind < window)
+    if isinstance(chunk := getattr(text, "attention_chunk_size", None), int):
+        part = positions // chunk
+        kinds["chunked_attention"] = seen & (part[:, :, None] == part[:, None, :])
+    masks = {kind: _laid_out(mask[:, None], text, dtype) for kind, mask in kinds.items()}
+    types = set(getattr(text, "layer_types", None) or ())
+    return {kind: masks.get(kind) for kind in types} if types else masks["full_attention"]
+
+
+def _laid_out(mask: torch.Tensor, config: Any, dtype: torch.dtype) -> torch.Tensor:
+    if config._attn_implementation != "eager":
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def _cut(value: Any, row: int, start: int, end: int, size: int) -> Any:
+    """The part of a module's arguments that is one document's: [rows, size, …], and masks [rows, heads, size, size]."""
+    if isinstance(value, dict):
+        return {k: _cut(v, row, start, end, size) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_cut(v, row, start, end, size) for v in value)
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return value
+    mine = value[min(row, value.shape[0] - 1)].unsqueeze(0)
+    if value.dim() == 4 and value.shape[-2:] == (size, size):
+        return mine[:, :, start:end, start:end]
+    return mine[:, start:end] if value.shape[1] == size else value
+
+
+def _joined(parts: list[Any], dim: int, sizes: list[int]) -> Any:
+    """The outputs of a module for several documents as one; what is not for each token comes from the last."""
+    if isinstance(parts[0], tuple | list):
+        return type(parts[0])(_joined(list(each), dim, sizes) for each in zip(*parts, strict=True))
+    if isinstance(parts[0], torch.Tensor) and [part.shape[dim] for part in parts if part.dim() > dim] == sizes:
+        return torch.cat(parts, dim)
+    return parts[-1]

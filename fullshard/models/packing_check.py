@@ -1,0 +1,232 @@
+"""Whether a model keeps packed documents apart, found by trying it on a small model of the same class.
+
+Two documents share a row. Changing the first must leave the logits of the second as they are, and they must be those
+that the second has alone. Signatures and names say nothing of that: a model may take positions and still let documents
+see each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from fullshard.data.loader import Collator
+from fullshard.errors import first_line
+from fullshard.models.chunked_loss import causal
+from fullshard.models.packed_inputs import Packed, Way, documents_of
+from fullshard.models.small_copy import SPECIAL, VOCABULARY, forked_random, small_models
+
+FIRST, SECOND = 10, 13
+"""Tokens of the documents: more than the window of a small model, and than any convolution."""
+SEES, LOST = "documents in a row see each other", "the positions of documents in a row are lost"
+ROUNDS = 3
+"""How deep modules that let documents see each other may lie in one another."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of the trial."""
+
+    way: Way | None
+    """How the model is given packed rows; None if it cannot be."""
+    reason: str = ""
+    """Why it cannot."""
+    tried: bool = True
+    """Whether there was a small model to try."""
+
+
+def try_packing(model: Any, device: torch.device, flatten: bool) -> Verdict:
+    """Try every way in turn, from the cheapest on, on a small model like `model`. Random numbers are not touched."""
+    failure = ""
+    with forked_random(device), _quiet():
+        try:
+            for small in small_models(_bare(causal(model)), device):
+                trial = Trial(small, device, flatten)
+                try:
+                    trial.alone = trial.logits_alone()
+                except Exception as error:
+                    failure = failure or first_line(error)
+                    continue
+                return trial.verdict()
+        except Exception as error:
+            failure = failure or first_line(error)
+    return Verdict(None, failure or "there is no smaller model of its class", tried=False)
+
+
+def _bare(model: Any) -> Any:
+    """The model as its class makes it, where it has been quantised or has an adapter."""
+    if not any(type(m).__module__.startswith(("peft.", "fullshard.")) for m in model.modules()):
+        return model
+    with torch.device("meta"):
+        return type(model)(model.config)
+
+
+class _Rows:
+    """Rows of documents as the collator takes them."""
+
+    def __init__(self) -> None:
+        draw = np.random.Generator(np.random.PCG64(0))
+        first, other = (draw.integers(SPECIAL, VOCABULARY, FIRST) for _ in range(2))
+        second = draw.integers(SPECIAL, VOCABULARY, SECOND)
+        self.rows = [[first, second], [other, second], [second], [second[:7], first, second[:4]]]
+
+    def documents(self, row: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+        return [(ids.astype(np.int32), np.ones(len(ids), np.uint8)) for ids in self.rows[row]]
+
+
+class Trial:
+    """One small model and the documents that it is tried on."""
+
+    def __init__(self, small: Any, device: torch.device, flatten: bool) -> None:
+        self.small, self.device, self.rows = small, device, _Rows()
+        self.packs = Collator(0, isolate=True, flatten=flatten)
+        self.alone = torch.empty(0)
+
+    def verdict(self) -> Verdict:
+        found = []
+        for masks in (False, True):
+            reason = self.reason_against(Way(masks))
+            if not reason:
+                return Verdict(Way(masks))
+            found.append(reason)
+        for masks in (False, True):
+            if (way := self._a_document_at_a_time(masks)) is not None:
+                return Verdict(way)
+        return Verdict(None, next((r for r in found if r in (SEES, LOST)), found[0]))
+
+    def reason_against(self, way: Way) -> str:
+        """Why packing in this way is wrong; empty if it is right."""
+        try:
+            (one, other) = (self.logits_packed(way, row) for row in (0, 1))
+        except Exception as error:
+            return f"it does not run with {way}: {first_line(error)[:120]}"
+        if not self._same(one, other):
+            return SEES
+        return "" if self._same(one, self.alone) else LOST
+
+    @torch.no_grad()
+    def logits_alone(self) -> torch.Tensor:
+        return self._logits(Collator(0)(self.rows, [2]))[0, :SECOND]
+
+    @torch.no_grad()
+    def logits_packed(self, way: Way, row: int) -> torch.Tensor:
+        """The logits of the second document of a row."""
+        packed, batch = Packed(self.small, way, self.small.dtype), self.packs(self.rows, [row, 3])
+        try:
+            with packed.rows(batch):
+                return self._logits(batch)[0, FIRST : FIRST + SECOND]
+        finally:
+            packed.undo()
+
+    def _logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        given = {name: value.to(self.device) for name, value in batch.items() if name != "labels"}
+        logits = self.small(**given, use_cache=False).logits
+        if not logits.isfinite().all():
+            raise ValueError("the small model's logits are not finite")
+        return logits.float()
+
+    def _same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Equal but for rounding, which kernels do differently for other shapes."""
+        close = math.sqrt(torch.finfo(self.small.dtype).eps) * float(self.alone.std())
+        return bool((one - other).abs().max() <= close)
+
+    # --- modules that carry something along the row -----------------------------------------------------------------
+
+    def _a_document_at_a_time(self, masks: bool) -> Way | None:
+        """Find the modules that let documents see each other, the innermost first, until none does."""
+        way = Way(masks)
+        for _ in range(ROUNDS):
+            try:
+                more = self._leaking(way) - {*way.alone}
+            except Exception:
+                return None
+            if not more:
+                return None
+            way = Way(masks, tuple(sorted({*way.alone, *more})))
+            if not self.reason_against(way):
+                return way
+        return None
+
+    @torch.no_grad()
+    def _leaking(self, way: Way) -> set[str]:
+        """Classes of the innermost modules whose outputs for one document change with their inputs for another."""
+        packed, batch = Packed(self.small, way, self.small.dtype), self.packs(self.rows, [0, 3])
+        end = documents_of(batch["position_ids"])[0][1]
+        try:
+            with packed.rows(batch):
+                calls = _calls(self.small, lambda: self._logits(batch), batch["input_ids"].shape)
+                leaking = {module for module, call in calls.items() if self._leaks(module, call, end)}
+        finally:
+            packed.undo()
+        return {type(m).__name__ for m in leaking if not any(part in leaking for part in m.modules() if part is not m)}
+
+    def _leaks(self, module: nn.Module, call: _Call, end: int) -> bool:
+        other = call.states.clone()
+        other[:, :end] = torch.randn_like(other[:, :end])
+        try:
+            one, two = (
+                _first_tensor(module(*call.args_with(states), **call.kwargs)) for states in (call.states, other)
+            )
+        except Exception:
+            return False
+        if one is None or two is None or one.shape[:2] != call.states.shape[:2]:
+            return False
+        return not self._same(one[0, end : end + SECOND], two[0, end : end + SECOND])
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a module was called with; its first argument are the states of tokens."""
+
+    states: torch.Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def args_with(self, states: torch.Tensor) -> tuple[Any, ...]:
+        return (states, *self.args[1:])
+
+
+def _calls(model: nn.Module, run: Callable[[], Any], shape: torch.Size) -> dict[nn.Module, _Call]:
+    """The first call of each module inside the model that takes a state for every token."""
+    calls: dict[nn.Module, _Call] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        kwargs = dict(kwargs)
+        states = args[0] if args else kwargs.pop("hidden_states", None)
+        if isinstance(states, torch.Tensor) and states.is_floating_point() and states.shape[:2] == shape:
+            calls.setdefault(module, _Call(states, (states, *args[1:]), kwargs))
+
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if m is not model]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _first_tensor(output: Any) -> torch.Tensor | None:
+    if isinstance(output, tuple | list):
+        output = output[0] if output else None
+    return output if isinstance(output, torch.Tensor) and output.dim() > 1 else None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers says about a model's settings it says once more of the real one."""
+    from transformers import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,97 @@
+"""From settings to a sharded model: the mesh, the keywords of `FSDPv2`, activation checkpointing, compilation."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from fullshard import runtime
+from fullshard.errors import ConfigError
+from fullshard.fsdp import (
+    FSDPv2,
+    checkpoint_module,
+    policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from fullshard.parallelize.settings import EngineSettings
+from fullshard.spmd import Mesh
+
+
+def wrap(settings: EngineSettings, model: nn.Module, mesh: Mesh | None, more: dict[str, Any]) -> Any:
+    """The model, sharded in place as the settings say; `more` overrules keywords of `FSDPv2`."""
+    mesh = mesh if mesh is not None else build_mesh(settings)
+    layers = checkpointed_modules(settings, model) if settings.activation_checkpointing else []
+    wrapped: Any = FSDPv2(model, mesh, **{**fsdp_options(settings, model), **more})  # type: ignore[call-arg]
+    for layer in layers:
+        checkpoint_module(layer, offload=settings.activation_checkpointing_offload)
+    config: Any = getattr(model, "config", None)
+    if layers and getattr(config, "use_cache", False):
+        config.use_cache = False  # a layer that runs twice would append to its cache twice
+    if settings.backend.lower() != "no":
+        wrapped.compile_units(
+            backend=settings.backend.lower(), fullgraph=settings.use_fullgraph,
+            dynamic=True if settings.use_dynamic else None,
+            **({} if settings.mode == "default" else {"mode": settings.mode}),
+        )  # fmt: skip
+    return wrapped
+
+
+def build_mesh(settings: EngineSettings) -> Mesh:
+    shape = settings.mesh_shape(runtime.world_size(), runtime.node_count())
+    return Mesh(np.arange(runtime.world_size()), tuple(shape.values()), tuple(shape))
+
+
+def fsdp_options(settings: EngineSettings, model: nn.Module) -> dict[str, Any]:
+    """The keywords of `FSDPv2` for this model."""
+    options: dict[str, Any] = {
+        "auto_wrap_policy": wrap_policy(settings, model),
+        "strategy": settings.strategy,
+        "mixed_precision": settings.mixed_precision,
+        "cpu_offload": settings.offload_params,
+        "forward_prefetch": settings.forward_prefetch is not False,
+        "backward_prefetch": settings.backward_prefetch or "BACKWARD_PRE",
+        "ignored_modules": ignored_modules(settings, model),
+    }
+    if not settings.sync_module_states:
+        options["sync_module_states"] = False
+    return options
+
+
+def wrap_policy(settings: EngineSettings, model: nn.Module) -> Any:
+    """The policy that makes units of this model's modules; None for one unit."""
+    name = settings.wrap_policy
+    if name == "NO_WRAP":
+        return None
+    if name == "SIZE_BASED_WRAP":
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=settings.min_num_params or 10**8)
+    if settings.transformer_layer_cls_to_wrap:
+        names = set(settings.transformer_layer_cls_to_wrap)
+        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=names)
+    if name is None and not any(getattr(m, "_no_split_modules", None) for m in model.modules()):
+        return None
+    return transformer_auto_wrap_policy
+
+
+def checkpointed_modules(settings: EngineSettings, model: nn.Module) -> list[nn.Module]:
+    """The modules whose activations are computed again in backward: the units, else the layers the model names."""
+    chosen = wrap_policy(settings, model) or transformer_auto_wrap_policy
+    return policy.find_units(model, policy.resolve(chosen, model), set(ignored_modules(settings, model)))
+
+
+def ignored_modules(settings: EngineSettings, model: nn.Module) -> list[nn.Module]:
+    """The modules that stay whole on every rank."""
+    if settings.ignored_modules is None:
+        return []
+    names = {name: module for name, module in model.named_modules() if name}
+    found = [module for name, module in names.items() if re.fullmatch(settings.ignored_modules, name)]
+    if not found:
+        raise ConfigError(
+            f"fsdp_ignored_modules: no module's name matches {settings.ignored_modules!r} as a whole; names are like "
+            f"{', '.join(list(names)[:3])}"
+        )
+    return found

@@ -1,0 +1,45 @@
+"""A model's 4-bit weights on their way out, in bitsandbytes' form, one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import runtime
+from fullshard.quant import bnb_format, sharded_groups
+from fullshard.quant.experts import NF4Experts
+from fullshard.quant.linear import NF4Linear
+from fullshard.spmd.tensor import is_sharded, relaid, replicated
+
+
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Each 4-bit weight's layer and its whole value under bitsandbytes' keys, one at a time; experts one by one, as
+    `….experts.down_proj.3`.
+
+    All ranks of a sharded model must go through it together; beside the model only one packed weight is held.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, NF4Linear):
+            parts = {part: whole(value) for part, value in module.parts.items()}
+            packed, state = sharded_groups.to_state(parts, module.shape, module.scheme, module.dtype)
+            yield name, bnb_format.to_tensors(packed, state, f"{name}.weight")
+        elif isinstance(module, NF4Experts):
+            for own, (count, *matrix) in module.fused.items():
+                parts, shape = {part: whole(value) for part, value in module.parts(own).items()}, tuple(matrix)
+                for i in range(count):
+                    one = sharded_groups.matrix_of(parts, i, shape, module.scheme)
+                    packed, state = sharded_groups.to_state(one, shape, module.scheme, module.dtype)
+                    yield f"{name}.{own}.{i}", bnb_format.to_tensors(packed, state, f"{name}.{own}.{i}")
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """All rows of a part, sharded or not."""
+    value = value.detach()
+    if not is_sharded(value):
+        return value
+    if value._local_tensor.device != runtime.device():
+        value = DTensor(value._local_tensor.to(runtime.device()), value._spec, requires_grad=False)
+    return relaid(value, value.device_mesh, replicated(value.device_mesh))._local_tensor

@@ -1,0 +1,243 @@
+"""`NF4Linear`: a linear layer whose frozen weight is held in 4 bits.
+
+It is an `nn.Linear`, so PEFT wraps it and policies find it. The weight is unpacked for the product in forward and again
+in backward; nothing dense is kept in between. Its parts are parameters of bytes, which `FSDPv2` shards and gathers like
+any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from fullshard.errors import QuantizationError
+from fullshard.quant import bnb_format, load_groups, ops, sharded_groups
+from fullshard.quant.nf4 import QuantState
+from fullshard.quant.quantizable import Form, form_of
+from fullshard.quant.sharded_groups import Parts, Scheme
+from fullshard.spmd.tensor import is_sharded
+
+
+class NF4Linear(nn.Linear):
+    """A linear layer with a frozen 4-bit weight (NF4 or FP4).
+
+    `compute_dtype` is the dtype of the product; by default that of the input, or autocast's. The result has the dtype
+    of the input. `dtype` is that of the bias and of the weight before it was quantised.
+    """
+
+    stored: dict[str, tuple[int, ...]] | None = None
+    """Names and shapes of bitsandbytes' tensors, where the files to load from hold the weight in 4 bits already."""
+    transposed = False
+    """Whether files hold the dense weight as (in, out): the layer stands in place of a `Conv1D`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        scheme: Scheme | None = None,
+        compute_dtype: torch.dtype | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Linear's would make a dense weight
+        self.in_features, self.out_features = in_features, out_features
+        self.scheme = scheme or Scheme()
+        self.compute_dtype = compute_dtype
+        self.dtype = dtype or torch.get_default_dtype()
+        shapes = self.scheme.shapes(in_features * out_features)
+        for name in ("packed", "absmax", "nested"):
+            part = torch.zeros(shapes[name], dtype=torch.uint8, device=device) if name in shapes else None
+            self.register_parameter(name, None if part is None else nn.Parameter(part, requires_grad=False))
+        value = nn.Parameter(torch.zeros(out_features, dtype=self.dtype, device=device)) if bias else None
+        self.register_parameter("bias", value)
+
+    @classmethod
+    def of(
+        cls,
+        linear: Any,
+        scheme: Scheme | None = None,
+        compute_dtype: torch.dtype | None = None,
+        form: Form | None = None,
+    ) -> NF4Linear:
+        """A linear layer quantised; on the meta device only laid out. `form` is its own, where that is known."""
+        weight, bias, form = linear.weight, linear.bias, form or form_of(linear)
+        if form is None:
+            raise QuantizationError(f"a {type(linear).__name__} computes something else than a product with its weight")
+        layer = cls(
+            form.in_features, form.out_features, bias is not None, scheme=scheme, compute_dtype=compute_dtype,
+            device=weight.device, dtype=weight.dtype,
+        )  # fmt: skip
+        layer.transposed = form.transposed
+        if bias is not None:
+            layer.bias = bias
+        if not weight.is_meta:
+            rows = (weight.T if form.transposed else weight).detach()  # [out, in]
+            layer.set_parts(sharded_groups.quantize_shard(rows.reshape(-1), weight.numel(), layer.scheme))
+        return layer.train(linear.training)
+
+    # --- the weight ---------------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def parts(self) -> Parts:
+        """The parts of the weight as they are now: gathered while the layer's unit runs, shards at rest."""
+        return {n: p for n in ("packed", "absmax", "nested") if (p := getattr(self, n)) is not None}
+
+    def whole_parts(self) -> Parts:
+        """The parts of the whole weight as plain tensors."""
+        parts = {name: part._local_tensor if is_sharded(part) else part.data for name, part in self.parts.items()}
+        for name, shape in self.scheme.shapes(self.in_features * self.out_features).items():
+            if tuple(parts[name].shape) != shape:
+                raise QuantizationError(
+                    f"this rank holds {tuple(parts[name].shape)} of the {shape} {name} bytes of a 4-bit weight; the "
+                    f"whole weight can be read inside `with model.summon_full_params():`"
+                )
+        return parts
+
+    @torch.no_grad()
+    def set_parts(self, parts: Parts) -> None:
+        """Take the parts of a whole weight."""
+        for name, part in parts.items():
+            getattr(self, name).data.copy_(part)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as others see it: of the dense shape, unpacked when it is read, never written."""
+        return QuantizedWeight(self)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The dense weight."""
+        return sharded_groups.dense(self.whole_parts(), self.shape, self.scheme, dtype or self.dtype)
+
+    def quant_state(self) -> tuple[torch.Tensor, QuantState]:
+        """Packed values and state in bitsandbytes' form."""
+        return sharded_groups.to_state(self.whole_parts(), self.shape, self.scheme, self.dtype)
+
+    def set_quant_state(self, packed: torch.Tensor, state: QuantState) -> None:
+        """Take a weight in bitsandbytes' form."""
+        if tuple(state.shape) != self.shape:
+            raise QuantizationError(f"a 4-bit weight of shape {tuple(state.shape)} for a layer of shape {self.shape}")
+        parts, scheme = sharded_groups.from_state(packed, state)
+        if (scheme.quant_type, scheme.blocksize, scheme.double) != (
+            self.scheme.quant_type, self.scheme.blocksize, self.scheme.double,
+        ):  # fmt: skip
+            raise QuantizationError(f"a weight quantised as {scheme} for a layer laid out as {self.scheme}")
+        self.scheme, self.dtype = scheme, state.dtype
+        self.set_parts(parts)
+
+    # --- loading: the protocol of `weights/transforms.py` -------------------------------------------------------------
+
+    def file_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Files hold the dense weight, or what `stored` says."""
+        return self.stored or {"weight": self.shape[::-1] if self.transposed else self.shape}
+
+    def made_parameters(self) -> tuple[str, ...]:
+        return tuple(self.parts)
+
+    def read_files(self, readers: Any, pieces: Any) -> Any:
+        """Read this rank's groups of the weight, no more, and quantise them where the layer will run."""
+        return load_groups.read(self, readers, pieces["packed"].rows)
+
+    def finish_reading(self, read: Any, pieces: Any) -> None:
+        """Work out what takes all ranks, and store this rank's rows."""
+        mesh, split = pieces["packed"].mesh, any(p.is_shard() for p in self.packed.placements)
+        group = mesh.get_group(mesh.get_axis_name_idx("fsdp")) if split else None
+        for name, part in load_groups.finish(self, read, group).items():
+            pieces[name].local.copy_(part)
+
+    def as_files(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What files hold of the layer, from its whole parts: bitsandbytes' tensors. Of meta ones the form."""
+        packed, state = sharded_groups.to_state(dict(values), self.shape, self.scheme, self.dtype)
+        return bnb_format.to_tensors(packed, state, length=bnb_format.STATE_LENGTH)
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = x.dtype
+        dtype = self.compute_dtype
+        if dtype is None:
+            kind = x.device.type
+            dtype = given = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given
+        parts = (self.packed, self.absmax, self.nested)
+        out = ops.linear(x.to(dtype), parts, self.out_features, self.scheme.blocksize, self.scheme.quant_type)
+        if self.bias is not None:
+            out = out + self.bias.to(dtype)
+        return out.to(given)
+
+    def requires_grad_(self, requires_grad: bool = True) -> NF4Linear:
+        if requires_grad:
+            raise QuantizationError(
+                "4-bit weights are frozen: they have no gradient to be trained by. Add adapters (LoRA) to train, or "
+                "load the model without quantisation"
+            )
+        return super().requires_grad_(False)
+
+    def reset_parameters(self) -> None:
+        raise QuantizationError("a 4-bit layer has no initial values of its own; quantise an nn.Linear (NF4Linear.of)")
+
+    def extra_repr(self) -> str:
+        s = self.scheme
+        double = ", double" if s.double else ""
+        return f"{super().extra_repr()}, {s.quant_type}, blocks of {s.blocksize}{double}"
+
+
+class ReadOnlyWeight(torch.Tensor):
+    """A weight in the shape of the dense one that cannot be assigned to through `.data` either."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise refusal()
+
+
+class QuantizedWeight(ReadOnlyWeight):
+    """A 4-bit weight in the shape of the dense one. Reading it unpacks it; writing to it is refused."""
+
+    _layer: NF4Linear
+    _is_hf_initialized = True  # transformers' initialisers pass over it
+
+    @staticmethod
+    def __new__(cls, layer: NF4Linear) -> QuantizedWeight:
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, layer.shape, dtype=layer.compute_dtype or layer.dtype, device=layer.packed.device, requires_grad=False
+        )
+        made._layer = layer
+        return made
+
+    def __init__(self, layer: NF4Linear) -> None:
+        super().__init__()
+
+    def __repr__(self) -> str:
+        return f"QuantizedWeight({self._layer.extra_repr()})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0]._layer)
+        named = zip(func._schema.arguments, args, strict=False)
+        if any(a.alias_info is not None and a.alias_info.is_write and isinstance(v, cls) for a, v in named):
+            raise refusal()
+        dense = tree_map(lambda t: t._layer.dequantize(t.dtype) if isinstance(t, cls) else t, (args, kwargs))
+        return func(*dense[0], **dense[1])
+
+
+def refusal() -> QuantizationError:
+    return QuantizationError(
+        "a 4-bit weight cannot be changed in place, so an adapter cannot be merged into it: rounding to 4 bits again "
+        "would lose most of what was learned. Merge into full weights instead: load the base model without "
+        "quantisation, load the adapter on it and merge there, or dequantise this one first "
+        "(fullshard.quant.quantize_model.dequantize_model)"
+    )

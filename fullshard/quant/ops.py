@@ -1,0 +1,108 @@
+"""A linear layer over 4-bit weights, forward and backward: each unpacks the weight, multiplies and forgets it.
+
+For `torch.compile` and for sharded inputs both are torch operators of their own. Opaque to the compiler, which would
+otherwise notice that they unpack the same weight and keep it in between; and with a rule by which pieces of a batch are
+worked on where they are. Plain tensors take a shorter way, since an operator defined in Python is slow to call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from fullshard.quant.sharded_groups import weight_of
+from fullshard.spmd.rule_table import RULES
+from fullshard.spmd.rules_elementwise import Independent
+from fullshard.spmd.tensor import is_sharded
+
+Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""The parts of a weight: packed values, scales, and scales of scales."""
+
+
+def linear(x: torch.Tensor, parts: Packed, out_features: int, blocksize: int, quant_type: str) -> torch.Tensor:
+    """`x` times the transposed weight, in the dtype of `x`."""
+    if torch.compiler.is_compiling() or is_sharded(x):
+        return linear_4bit(x, *parts, out_features, blocksize, quant_type)
+    found: torch.Tensor = _Linear.apply(x, *parts, out_features, blocksize, quant_type)
+    return found
+
+
+def exactly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The dtype was chosen by the layer: autocast has no say in the product."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _product(x: torch.Tensor, parts: Packed, out_features: int, blocksize: int, quant_type: str) -> torch.Tensor:
+    weight = weight_of(*parts, (out_features, x.shape[-1]), blocksize, quant_type, x.dtype)
+    with exactly(x.device):
+        return torch.nn.functional.linear(x, weight)
+
+
+def _gradient(gradient: torch.Tensor, parts: Packed, in_features: int, blocksize: int, quant_type: str) -> torch.Tensor:
+    weight = weight_of(*parts, (gradient.shape[-1], in_features), blocksize, quant_type, gradient.dtype)
+    with exactly(gradient.device):
+        return torch.matmul(gradient, weight)
+
+
+class _Linear(torch.autograd.Function):
+    """The short way."""
+
+    @staticmethod
+    def forward(ctx, x, packed, absmax, nested, out_features, blocksize, quant_type):  # type: ignore[no-untyped-def]
+        _keep(ctx, (x, packed, absmax, nested, out_features, blocksize, quant_type), None)
+        return _product(x, (packed, absmax, nested), out_features, blocksize, quant_type)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        found = _gradient(gradient, ctx.saved_tensors, ctx.in_features, ctx.blocksize, ctx.quant_type)
+        return found, None, None, None, None, None, None
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    x, packed, absmax, nested, _, ctx.blocksize, ctx.quant_type = inputs
+    ctx.in_features = x.shape[-1]
+    ctx.save_for_backward(packed, absmax, nested)
+
+
+@torch.library.custom_op("fullshard::linear_4bit", mutates_args=())
+def linear_4bit(
+    x: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, nested: torch.Tensor | None, out_features: int,
+    blocksize: int, quant_type: str,
+) -> torch.Tensor:  # fmt: skip
+    """The operator behind `linear`."""
+    return _product(x, (packed, absmax, nested), out_features, blocksize, quant_type)
+
+
+@torch.library.custom_op("fullshard::linear_4bit_gradient", mutates_args=())
+def linear_4bit_gradient(
+    gradient: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, nested: torch.Tensor | None, in_features: int,
+    blocksize: int, quant_type: str,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of `x` from the gradient of the result."""
+    return _gradient(gradient, (packed, absmax, nested), in_features, blocksize, quant_type)
+
+
+@linear_4bit.register_fake
+def _(x, packed, absmax, nested, out_features, blocksize, quant_type):  # type: ignore[no-untyped-def]
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+@linear_4bit_gradient.register_fake
+def _(gradient, packed, absmax, nested, in_features, blocksize, quant_type):  # type: ignore[no-untyped-def]
+    return gradient.new_empty(*gradient.shape[:-1], in_features)
+
+
+def _operator_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    packed, absmax, nested = ctx.saved_tensors
+    found = linear_4bit_gradient(gradient, packed, absmax, nested, ctx.in_features, ctx.blocksize, ctx.quant_type)
+    return found, None, None, None, None, None, None
+
+
+linear_4bit.register_autograd(_operator_backward, setup_context=_keep)
+
+RULES[torch.ops.fullshard.linear_4bit.default] = Independent("x: b* -> b*", "b")
+RULES[torch.ops.fullshard.linear_4bit_gradient.default] = Independent("gradient: b* -> b*", "b")

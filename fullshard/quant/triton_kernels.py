@@ -1,0 +1,126 @@
+"""Triton kernels for CUDA: the same bits as `blocks.py` and `double_quant.py`, at the speed of memory.
+
+A thread turns one 32-bit word into eight weights, so that it reads 4 and writes 16 bytes in one piece each; the scale
+of a double-quantised block is worked out on the way and never stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fullshard.quant import codebooks
+from fullshard.quant.blocks import TINIEST
+
+WORDS = 256
+"""Words of eight weights that one program of `dequantize` handles."""
+WARPS = 2
+TILE = 4096
+"""Weights that one program of `quantize` handles at least."""
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Launch where the tensors are; asking is cheaper than going there."""
+    return contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+def dequantize(
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    nested: torch.Tensor | None,
+    blocksize: int,
+    quant_type: str,
+    n: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The first `n` weights that packed bytes stand for.
+
+    Scales are fp32 [blocks], or with `nested` uint8 [blocks], where `nested` has for every 256 of them their scale and
+    the offset, [groups, 2] fp32.
+    """
+    held = packed.reshape(-1)
+    if held.numel() % 4 or held.data_ptr() % 4:
+        held = torch.nn.functional.pad(held, (0, -held.numel() % 4)).clone()
+    out = torch.empty(n, dtype=dtype, device=packed.device)
+    if n:
+        with _on(packed.device):
+            _dequantize[(triton.cdiv(n, 8 * WORDS),)](
+                held.view(torch.int32), absmax.reshape(-1), absmax if nested is None else nested,
+                codebooks.values(quant_type, packed.device), codebooks.nested_values(packed.device), out, n,
+                WORDS_PER_BLOCK=blocksize // 8, NESTED_BLOCK=codebooks.NESTED_BLOCK, DOUBLE=nested is not None,
+                WORDS=WORDS, num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _dequantize(  # type: ignore[no-untyped-def]
+    packed, absmax, nested, values, table, out, n,
+    WORDS_PER_BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, DOUBLE: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    inside = word * 8 < n
+    held = tl.load(packed + word, mask=inside, other=0)
+    block = word // WORDS_PER_BLOCK
+    if DOUBLE:
+        group = block // NESTED_BLOCK
+        code = tl.load(absmax + block, mask=inside, other=0).to(tl.int32)
+        largest = tl.load(nested + 2 * group, mask=inside, other=0)
+        offset = tl.load(nested + 2 * group + 1, mask=inside, other=0)
+        scale = tl.load(table + code) * largest + offset
+    else:
+        scale = tl.load(absmax + block, mask=inside, other=0)
+    place = tl.arange(0, 8)
+    four = (held[:, None] >> ((place ^ 1) * 4)[None, :]) & 15  # of two weights in a byte the first is in the high half
+    weights = tl.load(values + four) * scale[:, None]
+    at = word[:, None] * 8 + place[None, :]
+    tl.store(out + at, weights.to(out.dtype.element_ty), mask=at < n)
+
+
+def quantize(flat: torch.Tensor, blocksize: int, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes [ceil(n/2)] uint8 and each block's largest magnitude [ceil(n/blocksize)] fp32."""
+    n, device = flat.numel(), flat.device
+    packed = torch.empty(-(-n // 2), dtype=torch.uint8, device=device)
+    absmax = torch.empty(-(-n // blocksize), dtype=torch.float32, device=device)
+    rows = max(TILE // blocksize, 1)
+    if n:
+        with _on(device):
+            _quantize[(triton.cdiv(n, rows * blocksize),)](
+                flat.contiguous(),
+                codebooks.midpoints(quant_type, device), codebooks.codes_ascending(quant_type, device),
+                packed, absmax, n, TINIEST=TINIEST, BLOCK=blocksize, ROWS=rows, IN_ORDER=quant_type == "nf4",
+                enable_fp_fusion=False,
+            )  # fmt: skip
+    return packed, absmax
+
+
+@triton.jit
+def _quantize(  # type: ignore[no-untyped-def]
+    flat, bounds, order, packed, absmax, n,
+    TINIEST: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    weights = tl.load(flat + at, mask=at < n, other=0).to(tl.float32)
+    unknown = tl.max((weights != weights).to(tl.int32), axis=1) > 0  # torch's maximum keeps what is not a number
+    largest = tl.where(unknown, float("nan"), tl.max(tl.abs(weights), axis=1))
+    divisor = tl.where(largest < TINIEST, TINIEST, largest)
+    short = (row + 1) * BLOCK > n
+    tl.store(absmax + row, tl.where(short, divisor, largest), mask=row * BLOCK < n)
+    inverse = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), divisor)
+    divided = tl.div_rn(weights, tl.broadcast_to(divisor[:, None], [ROWS, BLOCK]))
+    scaled = tl.where(short[:, None], divided, weights * inverse[:, None])
+    scaled = tl.where(scaled > 1.0, 1.0, scaled)
+    scaled = tl.where(scaled < -1.0, -1.0, scaled)
+    code = tl.zeros([ROWS, BLOCK], tl.int32)
+    for k in tl.static_range(15):
+        code += 1 - (tl.load(bounds + k) >= scaled).to(tl.int32)
+    if not IN_ORDER:
+        code = tl.load(order + code).to(tl.int32)
+    high, low = tl.split(tl.reshape(code, [ROWS, BLOCK // 2, 2]))
+    byte = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    tl.store(packed + byte, ((high << 4) | low).to(tl.uint8), mask=byte * 2 < n)

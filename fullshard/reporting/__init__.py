@@ -1,0 +1,1 @@
+"""What a run reports: terminal, metrics files, loggers, HTML report and model card."""

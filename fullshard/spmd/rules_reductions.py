@@ -1,0 +1,198 @@
+"""Reductions over dims that may be split: the pieces' results are put together as one device would.
+
+- Sums in fp16 and bf16 are taken, and travel, in fp32, and are rounded once.
+- A largest or smallest element is NaN where any piece has a NaN, which no backend's maximum promises; empty pieces do
+  not count. `any` and `all` are such extremes, not sums that may stay pending.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from fullshard.spmd.rule_table import rule_for
+from fullshard.spmd.rules_elementwise import wrapped
+from fullshard.spmd.tensor import NARROW, ShardedTensor, is_sharded, relaid, relay, replicated, respec, settle
+
+aten = torch.ops.aten
+
+
+def _argument(op: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """An argument by its name, however it was given; its default otherwise."""
+    for index, a in enumerate(op._schema.arguments):
+        if a.name == name:
+            return args[index] if index < len(args) else kwargs.get(name, a.default_value)
+    return None
+
+
+def _dims(op: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+    """The dims that a reduction takes together: all, if none are given."""
+    t, dims = args[0], _argument(op, args, kwargs, "dim")
+    dims = (dims,) if isinstance(dims, int) else dims
+    if not dims or not t.ndim:
+        return tuple(range(t.ndim))
+    return tuple(dim % t.ndim for dim in dims)
+
+
+def _count(t: torch.Tensor, dims: Sequence[int]) -> int:
+    return math.prod(t.shape[dim] for dim in dims)
+
+
+def _splits(t: DTensor, dims: Sequence[int]) -> bool:
+    """Whether a reduction over `dims` puts several pieces (or terms) together."""
+    return any(p.is_partial() or (isinstance(p, Shard) and p.dim in dims) for p in t.placements)
+
+
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+def narrowed(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`t` in another dtype, pending sums carried out first."""
+    return relaid(t, t.device_mesh, settle(t.placements)).to(dtype) if is_sharded(t) else t.to(dtype)
+
+
+@rule_for("sum", "sum.dim_IntList")
+def total(op: Any, args: Any, kwargs: Any) -> Any:
+    t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+    dims, keeps = _dims(op, args, kwargs), bool(_argument(op, args, kwargs, "keepdim"))
+    if dtype in NARROW and _splits(t, dims):
+        return narrowed(aten.sum.dim_IntList(t, list(dims), keeps, dtype=torch.float32), dtype)
+    if op is aten.sum.dim_IntList and list(args[1] or ()) != list(dims):  # no dims stand for all of them
+        return aten.sum.dim_IntList(t, list(dims), keeps, **kwargs)
+    return NotImplemented
+
+
+@rule_for("prod", "prod.dim_int")
+def product(op: Any, args: Any, kwargs: Any) -> Any:
+    t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+    if dtype not in NARROW or not _splits(t, _dims(op, args, kwargs)):
+        return NotImplemented
+    return narrowed(op(*args, **{**kwargs, "dtype": torch.float32}), dtype)
+
+
+@rule_for("mean", "mean.dim")
+def mean(op: Any, args: Any, kwargs: Any) -> Any:
+    t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+    dims, keeps = _dims(op, args, kwargs), bool(_argument(op, args, kwargs, "keepdim"))
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return NotImplemented  # refused, as on one device
+    wide = torch.float32 if dtype in NARROW else dtype
+    average = aten.sum.dim_IntList(t, list(dims), keeps, dtype=wide) / _count(t, dims)
+    return average if wide == dtype else narrowed(average, dtype)
+
+
+@rule_for("var_mean.correction")
+def var_mean(op: Any, args: Any, kwargs: Any) -> Any:
+    t, dims, keeps = args[0], _dims(op, args, kwargs), kwargs.get("keepdim", False)
+    correction = 1 if kwargs.get("correction") is None else kwargs["correction"]
+    wide = t.to(torch.float32) if t.dtype in NARROW else t
+    average = aten.mean.dim(wide, list(dims), True)
+    off = (wide - average).abs() if t.is_complex() else wide - average
+    spread = aten.sum.dim_IntList(off.square(), list(dims), keeps) / max(_count(t, dims) - correction, 0)
+    average = average if keeps else average.reshape(spread.shape)
+    return tuple(narrowed(r, t.dtype) if t.dtype in NARROW else r for r in (spread, average))
+
+
+@rule_for("linalg_vector_norm")
+def vector_norm(op: Any, args: Any, kwargs: Any) -> Any:
+    """The norms of infinite order are extremes, the others sums."""
+    t, order = args[0], _argument(op, args, kwargs, "ord")
+    dims, keeps = _dims(op, args, kwargs), bool(_argument(op, args, kwargs, "keepdim"))
+    dtype = kwargs.get("dtype") or t.dtype
+    if not _splits(t, dims):
+        return NotImplemented
+    if math.isinf(order) and _count(t, dims):
+        magnitude = (t if dtype == t.dtype else t.to(dtype)).abs()
+        return (aten.amax if order > 0 else aten.amin).default(magnitude, list(dims), keeps)
+    if dtype in NARROW:
+        return narrowed(op(*args, **{**kwargs, "dtype": torch.float32}), dtype)
+    return NotImplemented
+
+
+# --- extremes --------------------------------------------------------------------------------------------------------
+
+EXTREMES = {"amax": "max", "max": "max", "any": "max", "amin": "min", "min": "min", "all": "min"}
+
+
+@rule_for("amax", "amin", "max", "min", "any", "any.dim", "any.dims", "all", "all.dim", "all.dims")
+def extreme(op: Any, args: Any, kwargs: Any) -> Any:
+    t, dims = args[0], _dims(op, args, kwargs)
+    named = op._schema.name.removeprefix("aten::")
+    logical, way = named in ("any", "all"), EXTREMES[named]
+    if not _splits(t, dims) or not (logical or _count(t, dims)) or t.dtype.is_complex:
+        return NotImplemented
+    t = relaid(t, t.device_mesh, settle(t.placements))
+    keeps = bool(_argument(op, args, kwargs, "keepdim"))
+    shape = [1 if dim in dims else size for dim, size in enumerate(t.shape)]
+    local = t._local_tensor.bool() if logical else t._local_tensor
+    if local.numel():
+        found = getattr(aten, f"a{way}").default(local, list(dims), True)
+    else:
+        kept = [1 if dim in dims else size for dim, size in enumerate(local.shape)]
+        dtype = torch.bool if logical else t.dtype
+        found = torch.full(kept, neutral(dtype, way), dtype=dtype, device=local.device)
+    placements: list[Placement] = [Partial(way) if isinstance(p, Shard) and p.dim in dims else p for p in t.placements]
+    out = together(wrapped(found, t.device_mesh, placements, shape))
+    if logical and t.dtype == torch.uint8:
+        out = out.to(torch.uint8)
+    return out if keeps else out.reshape([size for dim, size in enumerate(t.shape) if dim not in dims])
+
+
+def neutral(dtype: torch.dtype, way: str) -> float | int | bool:
+    """What changes no maximum (or minimum)."""
+    if dtype == torch.bool:
+        return way == "min"
+    if dtype.is_floating_point:
+        return -math.inf if way == "max" else math.inf
+    return torch.iinfo(dtype).min if way == "max" else torch.iinfo(dtype).max
+
+
+def together(t: ShardedTensor) -> ShardedTensor:
+    """A pending maximum or minimum carried out; NaN wins over every number."""
+    if settle(t.placements) == tuple(t.placements):
+        return t
+    local = t._local_tensor
+    done = respec(t._spec, t.device_mesh, settle(t.placements))
+    if t.dtype == torch.bool:
+        out = relay(local.to(torch.uint8), t._spec, done).bool()
+    elif not t.dtype.is_floating_point:
+        out = relay(local, t._spec, done)
+    else:
+        way = next(p.reduce_op for p in t.placements if isinstance(p, Partial))
+        nan = local.isnan()
+        out = relay(local.masked_fill(nan, neutral(t.dtype, way)), t._spec, done)
+        most = [Partial("max") if p.is_partial() else p for p in t.placements]
+        lost = relay(nan.to(torch.uint8), respec(t._spec, t.device_mesh, most), done)
+        out = out.masked_fill(lost.bool(), math.nan)
+    return ShardedTensor(out, done, requires_grad=False)
+
+
+@rule_for("aminmax")
+def both_extremes(op: Any, args: Any, kwargs: Any) -> Any:
+    t, dim, keeps = args[0], kwargs.get("dim"), kwargs.get("keepdim", False)
+    dims = list(range(t.ndim)) if dim is None else [dim]
+    if not _count(t, _dims(aten.amin.default, (t, dims), {})):
+        return NotImplemented
+    return aten.amin.default(t, dims, keeps), aten.amax.default(t, dims, keeps)
+
+
+@rule_for("argmax", "argmin")
+def extreme_index(op: Any, args: Any, kwargs: Any) -> Any:
+    """Which element is the largest: the searched dim must be whole, the others may be split."""
+    t, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    keeps = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    mesh, shape = t.device_mesh, list(t.shape)
+    if dim is None or t.ndim == 0:
+        layout, out, shape = replicated(mesh), replicated(mesh), [1] * t.ndim if keeps else []
+    else:
+        dim %= t.ndim
+        layout = tuple(Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in settle(t.placements))
+        shift = [p.dim - (p.dim > dim and not keeps) if isinstance(p, Shard) else None for p in layout]
+        out = tuple(Replicate() if d is None else Shard(d) for d in shift)
+        shape = [*shape[:dim], *([1] if keeps else []), *shape[dim + 1 :]]
+    whole = relay(t._local_tensor, t._spec, respec(t._spec, mesh, layout))
+    return wrapped(op(whole, *args[1:], **kwargs), mesh, out, shape)

@@ -1,0 +1,76 @@
+"""The optimizer of a run, and how it is given the learning rate of each step (`lr_schedule.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard import runtime
+from fullshard.errors import ConfigError
+from fullshard.train.config import SFTConfig
+from fullshard.train.lr_schedule import factor
+
+
+class Schedule:
+    """Sets the learning rate of an optimizer step by step."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, kind: str, warmup: int, total: int,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.optimizer, self.kind, self.warmup, self.total, self.settings = optimizer, kind, warmup, total, settings
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+
+    def set(self, step: int) -> float:
+        """Make the optimizer ready for this step; the learning rate of its first group."""
+        by = factor(self.kind, step, self.warmup, self.total, self.settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * by
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+def make_optimizer(model: nn.Module, config: SFTConfig) -> torch.optim.Optimizer:
+    """The optimizer of what trains. Matrices decay; vectors (biases, norms) do not."""
+    options: dict[str, Any] = {"lr": config.learning_rate}
+    if config.optim == "sgd":
+        return _made(model, config, torch.optim.SGD, options)
+    options |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+    if config.optim == "adamw_torch_fused":
+        try:
+            return _made(model, config, torch.optim.AdamW, {**options, "fused": True})
+        except RuntimeError as error:
+            runtime.warn_once("fused", f"no fused AdamW for these parameters ({error}); the plain one is used")
+    return _made(model, config, torch.optim.AdamW, options)
+
+
+def _made(model: nn.Module, config: SFTConfig, kind: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
+    if config.loraplus_lr_ratio is not None:
+        return _loraplus(model, config, kind, options)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return kind([group for group in groups if group["params"]], **options)
+
+
+def _loraplus(model: Any, config: SFTConfig, kind: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
+    """PEFT's groups: B matrices (and vectors) learn faster than A matrices, embeddings at a rate of their own."""
+    from peft.optimizers import create_loraplus_optimizer
+
+    if not any("lora_B" in name for name, p in model.named_parameters() if p.requires_grad):
+        raise ConfigError("loraplus_lr_ratio is set, but no LoRA matrix trains; switch LoRA on with use_peft_lora.")
+    made = create_loraplus_optimizer(
+        model, kind, loraplus_lr_ratio=config.loraplus_lr_ratio or 1.0, loraplus_weight_decay=config.weight_decay,
+        loraplus_lr_embedding=config.loraplus_lr_embedding, **options,
+    )  # fmt: skip
+    made.param_groups[:] = [group for group in made.param_groups if group["params"]]
+    return made
+
+
+def counted(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters)

@@ -1,0 +1,1 @@
+"""Ranks that hang, stop or disappear: found, named and ended."""

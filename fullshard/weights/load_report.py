@@ -1,0 +1,112 @@
+"""What loading found: one error with everything that does not fit, or one summary of what was done."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fullshard import runtime
+from fullshard.errors import UserError, WeightsError
+from fullshard.ranks import attempt
+
+T = TypeVar("T")
+
+SHOWN = 8
+"""Names of each kind that an error lists; the rest is counted."""
+
+
+@dataclass
+class Problems:
+    """Where files and model differ; found from names and shapes alone."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    """Name, shape in the files, shape in the model."""
+    unconvertible: list[tuple[str, str]] = field(default_factory=list)
+    """Name, and why transformers' conversion does not apply."""
+
+    def text(self, path: Any, model: str) -> str:
+        """The error's message; empty if there is nothing to say."""
+        parts = []
+        if self.missing:
+            near = {name: self._nearest(name) for name in self.missing[:SHOWN]}
+            lines = [
+                f"{name}{f' (the files have {near[name]})' if near[name] else ''}" for name in self.missing[:SHOWN]
+            ]
+            parts.append(_listed("missing in the files", lines, len(self.missing)))
+        if self.unexpected:
+            parts.append(_listed("in the files but not in the model", self.unexpected, len(self.unexpected)))
+        if self.misshaped:
+            lines = [f"{name}: {there} in the files, {here} in the model" for name, there, here in self.misshaped]
+            parts.append(_listed("of another shape", lines, len(self.misshaped)))
+        if self.unconvertible:
+            lines = [f"{name}: {why}" for name, why in self.unconvertible]
+            parts.append(_listed("that cannot be converted", lines, len(self.unconvertible)))
+        if not parts:
+            return ""
+        hint = (
+            "Check that path and model class (or config) belong together; strict=False initialises what is missing and "
+            "leaves out what is unexpected"
+        )
+        if any(there[1:] == here[1:] and there[0] < here[0] for _, there, here in self.misshaped if there and here):
+            hint += "; resize_vocab= lets embeddings have more rows than the files"
+        return f"the weights in {path} do not fit {model}.\n" + "\n".join(parts) + f"\n{hint}."
+
+    def _nearest(self, name: str) -> str:
+        close = difflib.get_close_matches(name, self.unexpected, n=1, cutoff=0.75)
+        return close[0] if close else ""
+
+
+def _listed(what: str, lines: Sequence[str], count: int) -> str:
+    more = f"\n    … and {count - SHOWN} more" if count > SHOWN else ""
+    return f"  {count} tensor(s) {what}:\n    " + "\n    ".join(lines[:SHOWN]) + more
+
+
+NAMED = 3
+"""As many names are given in full; of more, which an adapter always has, only the first."""
+
+
+@dataclass
+class LoadReport:
+    """What a load did on this rank."""
+
+    path: str
+    read: list[str] = field(default_factory=list)
+    """Parameters and buffers that came from the files."""
+    initialised: list[str] = field(default_factory=list)
+    """Parameters that the files do not hold."""
+    grown: list[str] = field(default_factory=list)
+    """Embeddings with more rows than the files have."""
+    left_out: list[str] = field(default_factory=list)
+    """Tensors of the files that the model has no place for."""
+    bytes: int = 0
+    """Read from the files by this rank."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        rate = self.bytes / 1e9 / max(self.seconds, 1e-9)
+        text = f"loaded {len(self.read)} tensors from {self.path}"
+        text += f": {self.bytes / 1e9:.2f} GB on this rank in {self.seconds:.1f} s, {rate:.1f} GB/s"
+        for names, what in ((self.initialised, "initialised"), (self.grown, "grown"), (self.left_out, "left out")):
+            if names:
+                shown = names if len(names) <= NAMED else [names[0], "…"]
+                text += f"; {len(names)} {what} ({', '.join(shown)})"
+        return text
+
+
+def together(job: Callable[[], T], what: str) -> list[T]:
+    """Do a job on every rank and share the results. If it fails on any, all raise the same error."""
+    values, failures, failure = attempt(job, _told, 0, what, watched=False)
+    if failures:
+        first = next(iter(failures.values()))
+        alike = len(failures) == runtime.world_size() and len(set(failures.values())) == 1
+        text = first if alike else "\n".join(f"rank {rank}: {text}" for rank, text in failures.items())
+        raise WeightsError(text) from failure
+    return values
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else repr(error)

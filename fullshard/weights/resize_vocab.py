@@ -1,0 +1,94 @@
+"""Embeddings with more rows than the files have, where new ones start at the mean of the old, and single rows of them.
+
+The mean is summed by all ranks together in a fixed order, so that nobody holds the table and the result does not
+depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from fullshard import runtime
+from fullshard.ranks import front_group
+from fullshard.weights.load_report import together
+from fullshard.weights.slice_reader import Cuts, Job, Joined, Reader
+
+ROWS = 256
+"""Rows that are added up in one go."""
+
+
+class Repeated(Reader):
+    """The same row again and again."""
+
+    def __init__(self, row: torch.Tensor, count: int, dtype: torch.dtype):
+        self.row, self.shape, self.dtype = row, (count, *row.shape), dtype
+
+    def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        if out.numel():
+            yield lambda: out.copy_(self.row[cuts[1:]].expand(out.shape))
+
+
+class Picked(Reader):
+    """Some rows of a tensor, rounded as the layer rounds them that they belong to."""
+
+    def __init__(self, reader: Reader, rows: Sequence[int], dtype: torch.dtype):
+        self.reader, self.rows, self.dtype = reader, list(rows), dtype
+        self.shape = (len(self.rows), *reader.shape[1:])
+
+    def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        def pick() -> None:
+            for place, row in zip(out, self.rows[cuts[0]], strict=True):
+                rounded = torch.empty((1, *place.shape), dtype=self.dtype)
+                self.reader.read_into(rounded, (slice(row, row + 1), *cuts[1:]))
+                place.copy_(rounded[0])
+
+        if out.numel():
+            yield pick
+
+
+def grown(reader: Reader, rows: int, alone: bool = False) -> Reader:
+    """The tensor with so many rows. All ranks must ask, unless one asks `alone`."""
+    row = _mean(_block_sums(reader, 0, 1), reader.shape[0]) if alone else mean_row(reader)
+    return Joined([reader, Repeated(row, rows - reader.shape[0], reader.dtype)], 0)
+
+
+def mean_row(reader: Reader) -> torch.Tensor:
+    """The mean over dim 0, in fp64."""
+    sums: list[torch.Tensor] = []
+    together(lambda: sums.append(_block_sums(reader, runtime.rank(), runtime.world_size())), "mean of token rows")
+    if runtime.world_size() > 1:
+        dist.all_reduce(sums[0], group=front_group())  # each block is zero on all ranks but one: exact
+    return _mean(sums[0], reader.shape[0])
+
+
+def _block_sums(table: Reader | torch.Tensor, first: int, step: int) -> torch.Tensor:
+    """Sums over blocks of rows, of every so-manieth block; zero for the others."""
+    rows = table.shape[0]
+    blocks = range(0, rows, ROWS)
+    sums = torch.zeros(len(blocks), *table.shape[1:], dtype=torch.float64)
+    for i in range(first, len(blocks), step):
+        sums[i] = table[blocks[i] : min(blocks[i] + ROWS, rows)].double().sum(0)
+    return sums
+
+
+def _mean(sums: torch.Tensor, rows: int) -> torch.Tensor:
+    return sums.sum(0) / rows
+
+
+def grow_in_memory(weight: torch.Tensor, rows: int) -> None:
+    """Give the rows of a tensor from this one on the values that `grown` gives them."""
+    with torch.no_grad():
+        weight[rows:] = _mean(_block_sums(weight[:rows].detach().cpu(), 0, 1), rows).to(weight)
+
+
+def may_grow(model: PreTrainedModel | None, names: dict[int, list[str]]) -> set[str]:
+    """Names of the parameters that have one row per token. `names` gives every parameter's, by its id."""
+    if model is None:
+        return set()
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    held = [p for end in ends if end is not None for p in end.parameters()]
+    return {name for p in held for name in names.get(id(p), ())}

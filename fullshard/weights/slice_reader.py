@@ -1,0 +1,226 @@
+"""Tensors that are read slice by slice.
+
+A `Reader` stands for a tensor that lies in files, as it is (`Stored`) or put together from several (`Joined`,
+`Stacked`, `Transposed`; `Computed` where nothing better is known). Asking for a slice reads that slice and no more.
+Which readers make up a model's parameters is decided in `key_mapping.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fullshard import accelerator
+from fullshard.weights.safetensors_index import Entry, Source
+
+Cuts = tuple[slice, ...]
+"""A slice of a tensor: for each dim where it begins and ends."""
+Job = Callable[[], None]
+"""A part of a read that can run beside others."""
+
+JOB_BYTES = 8 * 2**20
+"""At most this many bytes are read by one job, so that threads share large tensors and buffers stay small."""
+SHORT_RUN = 4 * 2**10
+"""Runs of fewer bytes are not fetched one by one: whole rows are read and cut in memory."""
+LONG_ROW = 2**20
+"""Rows of more bytes than this are not read for the sake of a short run."""
+
+
+class Reader(ABC):
+    """A tensor in files."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @abstractmethod
+    def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        """What has to run, in any order, for `out` (any dtype, any device) to hold the slice."""
+
+    def read_into(self, out: torch.Tensor, cuts: Cuts) -> None:
+        for job in self.jobs(out, cuts):
+            job()
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        """The slice as a tensor in host memory. `key` is a slice, or a tuple of slices, without steps."""
+        given = key if isinstance(key, tuple) else (key,)
+        full = (*given, *(slice(None),) * (len(self.shape) - len(given)))
+        cuts = tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(full, self.shape, strict=True))
+        out = torch.empty(lengths(cuts), dtype=self.dtype)
+        self.read_into(out, cuts)
+        return out
+
+    def flat(self, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` of the flattened tensor."""
+        width = math.prod(self.shape[1:])
+        first = start // width
+        rows = self[first : -(-stop // width)]
+        return rows.reshape(-1)[start - first * width : stop - first * width]
+
+
+class Stored(Reader):
+    """A tensor as it lies in a file."""
+
+    def __init__(self, source: Source, entry: Entry):
+        self.source, self.entry = source, entry
+        self.shape, self.dtype = entry.shape, entry.dtype
+
+    def flat(self, start: int, stop: int) -> torch.Tensor:
+        out = torch.empty(stop - start, dtype=self.dtype)
+        self._fetch(out, [start], stop - start)
+        return out
+
+    def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        size = math.prod(lengths(self._widened(cuts))) * self.dtype.itemsize
+        dim = next((dim for dim, n in enumerate(lengths(cuts)) if n > 1), None)
+        if size <= JOB_BYTES or dim is None:
+            if out.numel():
+                yield lambda: self._read(out, cuts)
+            return
+        length = cuts[dim].stop - cuts[dim].start
+        step = max(1, length * JOB_BYTES // size)
+        for begin in range(0, length, step):
+            end = min(begin + step, length)
+            part = slice(cuts[dim].start + begin, cuts[dim].start + end)
+            yield from self.jobs(out.narrow(dim, begin, end - begin), (*cuts[:dim], part, *cuts[dim + 1 :]))
+
+    def _read(self, out: torch.Tensor, cuts: Cuts) -> None:
+        wide = self._widened(cuts)
+        offsets, run = self._runs(wide)
+        if wide == cuts and out.device.type == "cpu" and out.dtype == self.dtype and out.is_contiguous():
+            self._fetch(out, offsets, run)
+            return
+        shape = lengths(wide)
+        buffer = _buffer(math.prod(shape) * self.dtype.itemsize, out.device).view(self.dtype).view(shape)
+        self._fetch(buffer, offsets, run)
+        wanted = tuple(slice(c.start - w.start, c.stop - w.start) for c, w in zip(cuts, wide, strict=True))
+        out.copy_(buffer[wanted])
+
+    def _widened(self, cuts: Cuts) -> Cuts:
+        """A slice around this one whose contiguous runs are worth a read each."""
+        _, run = self._runs(cuts)
+        dim = self._innermost(cuts)
+        if dim is None or dim == 0 or run * self.dtype.itemsize >= SHORT_RUN:
+            return cuts
+        if math.prod(self.shape[dim:]) * self.dtype.itemsize > LONG_ROW:
+            return cuts
+        return self._widened((*cuts[:dim], slice(0, self.shape[dim]), *cuts[dim + 1 :]))
+
+    def _innermost(self, cuts: Cuts) -> int | None:
+        """The last dim of which only a part is wanted."""
+        partial = [dim for dim, n in enumerate(self.shape) if lengths(cuts)[dim] != n]
+        return partial[-1] if partial else None
+
+    def _runs(self, cuts: Cuts) -> tuple[Iterator[int], int]:
+        """Where the slice's contiguous runs begin, in elements, and how long they are."""
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        dim = self._innermost(cuts)
+        if dim is None:
+            return iter([0]), math.prod(self.shape)
+        outer = [range(cut.start * s, cut.stop * s, s) for cut, s in zip(cuts[:dim], strides[:dim], strict=True)]
+        first = cuts[dim].start * strides[dim]
+        starts = (sum(place) + first for place in itertools.product(*outer))
+        return starts, (cuts[dim].stop - cuts[dim].start) * strides[dim]
+
+    def _fetch(self, out: torch.Tensor, starts: Sequence[int] | Iterator[int], run: int) -> None:
+        if not out.numel():
+            return
+        item = self.dtype.itemsize
+        memory = memoryview(out.reshape(-1).view(torch.uint8).numpy())  # contiguous: a view, never a copy
+        for i, start in enumerate(starts):
+            into = memory[i * run * item : (i + 1) * run * item]
+            self.source.read(self.entry.file, self.entry.start + start * item, into)
+
+
+class Joined(Reader):
+    """Tensors one after another along a dim."""
+
+    def __init__(self, parts: Sequence[Reader], dim: int):
+        self.parts, self.dim = list(parts), dim % len(parts[0].shape)
+        self.shape = joined_shape([part.shape for part in parts], self.dim)
+        self.dtype = parts[0].dtype
+
+    def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        wanted, begin = cuts[self.dim], 0
+        for part in self.parts:
+            end = begin + part.shape[self.dim]
+            low, high = max(begin, wanted.start), min(end, wanted.stop)
+            if low < high:
+                cut = (*cuts[: self.dim], slice(low - begin, high - begin), *cuts[self.dim + 1 :])
+                yield from part.jobs(out.narrow(self.dim, low - wanted.start, high - low), cut)
+            begin = end
+
+
+class Stacked(Reader):
+    """Tensors of one shape side by side along a new dim."""
+
+    def __init__(self, parts: Sequence[Reader], dim: int):
+        self.parts, self.dim = list(parts), dim
+        inner = parts[0].shape
+        if any(part.shape != inner for part in parts):
+            raise ValueError(f"tensors of shapes {sorted({part.shape for part in parts})} cannot be stacked")
+        self.shape = (*inner[:dim], len(parts), *inner[dim:])
+        self.dtype = parts[0].dtype
+
+    def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        wanted = cuts[self.dim]
+        for i in range(wanted.start, wanted.stop):
+            cut = (*cuts[: self.dim], *cuts[self.dim + 1 :])
+            yield from self.parts[i].jobs(out.select(self.dim, i - wanted.start), cut)
+
+
+class Transposed(Reader):
+    """A tensor with two dims exchanged."""
+
+    def __init__(self, inner: Reader, dim0: int, dim1: int):
+        self.inner = inner
+        self.order = list(range(len(inner.shape)))
+        self.order[dim0], self.order[dim1] = self.order[dim1], self.order[dim0]
+        self.shape = tuple(inner.shape[dim] for dim in self.order)
+        self.dtype = inner.dtype
+
+    def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        yield from self.inner.jobs(out.permute(self.order), tuple(cuts[dim] for dim in self.order))
+
+
+class Computed(Reader):
+    """A tensor that is worked out whole from whole tensors, and cut afterwards."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[Callable[[Reader], torch.Tensor]], Any]
+    ):
+        self.shape, self.dtype, self.compute = tuple(shape), dtype, compute
+
+    def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
+        def whole(reader: Reader) -> torch.Tensor:
+            value = reader[()]
+            return value.to(out.dtype) if value.is_floating_point() else value
+
+        yield lambda: out.copy_(self.compute(whole)[cuts])
+
+
+def lengths(cuts: Cuts) -> tuple[int, ...]:
+    return tuple(cut.stop - cut.start for cut in cuts)
+
+
+def joined_shape(shapes: Sequence[tuple[int, ...]], dim: int) -> tuple[int, ...]:
+    rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    if len(rest) != 1:
+        raise ValueError(f"tensors of shapes {sorted(set(shapes))} cannot be joined along dim {dim}")
+    return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
+
+
+_buffers = threading.local()
+
+
+def _buffer(size: int, device: torch.device) -> torch.Tensor:
+    """Bytes to read into on the way to another dtype, layout or device; each thread has its own, used again."""
+    held = getattr(_buffers, "bytes", None)
+    if held is None or held.numel() < size:
+        held = _buffers.bytes = accelerator.staging(max(size, JOB_BYTES), device)
+    return held[:size]

@@ -1,0 +1,199 @@
+"""Documents as tokens: what is learnt, long documents, and the cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fullshard import runtime
+from fullshard.data import chat_template, tally
+from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.encode import TextSettings
+from fullshard.data.loader import load_table
+from fullshard.data.raw_row import Raw
+from fullshard.data.row_formats import reading_of
+from fullshard.data.sources import Source, file_source, row_source
+from fullshard.data.token_table import TokenTable, make_table, open_table, statistics, table_key
+from fullshard.errors import DataError
+from fullshard.train.batches import describe_data
+from fullshard.train.config import SFTConfig
+from tests.data.tiny import chat_rows, make_tokenizer, text_rows, write_rows
+from tests.pool import ranks
+
+
+def table(rows: list[dict[str, Any]], tmp_path: Path, tokenizer: Any = None, **settings: Any) -> TokenTable:
+    chosen = TextSettings(**settings)
+    return load_table(row_source(rows, "rows"), tokenizer or make_tokenizer(), chosen, str(tmp_path))
+
+
+def test_tokens_are_the_tokenizer_s(tmp_path: Path) -> None:
+    tokenizer, rows = make_tokenizer(), text_rows(20)
+    for special, end, given in ((False, False, False), (True, True, True), (True, True, None)):
+        found = table(rows, tmp_path, add_special_tokens=special, append_concat_token=given)
+        assert len(found) == 20
+        for i, row in enumerate(rows):
+            ids = tokenizer(row["text"], add_special_tokens=special)["input_ids"] + [tokenizer.eos_token_id] * end
+            ((tokens, learnt),) = found.documents(i)
+            assert tokens.tolist() == ids and learnt.all()
+            assert found.row_sizes[i] == len(ids) and found.row_targets[i] == len(ids) - 1
+
+
+@pytest.mark.parametrize("name", ["chatml", "zephyr"])
+def test_learnt_tokens_spell_the_answers(tmp_path: Path, name: str) -> None:
+    tokenizer, rows = make_tokenizer(), chat_rows(30, seed=2)
+    chat_template.prepare_tokenizer(tokenizer, name)
+    template = chat_template.template_of(tokenizer)
+    found = table(rows, tmp_path, tokenizer, template=template, assistant_only_loss=True)
+    for i, row in enumerate(rows):
+        ((tokens, learnt),) = found.documents(i)
+        spelt = tokenizer.decode(tokens[learnt.astype(bool)])
+        answers = [m["content"] + str(BUILT_IN[name].end) for m in row["messages"] if m["role"] == "assistant"]
+        assert spelt == "".join(answers)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("overflow", ["truncate", "split", "drop"])
+def test_long_documents(tmp_path: Path, overflow: str, packing: bool) -> None:
+    whole = table(text_rows(40), tmp_path)
+    found = table(text_rows(40), tmp_path, max_length=16, overflow=overflow, packing=packing)
+    sizes = np.diff(whole.document_starts)
+    assert found.facts["long"] == (sizes > 16).sum() > 0
+    assert np.diff(found.document_starts).max() <= 16 and found.row_sizes.max() <= 16
+    kept = {
+        "truncate": np.minimum(sizes, 16).sum(),
+        "split": sizes.sum(),
+        "drop": sizes[sizes <= 16].sum(),
+    }[overflow]
+    assert found.facts["tokens"] == kept and found.facts["cut"] == sizes.sum() - kept
+    if overflow == "split":
+        assert found.tokens.tolist() == whole.tokens.tolist()
+    assert sorted(found.row_documents) == list(range(found.facts["documents"]))
+
+
+def test_nothing_to_learn_is_said(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    with pytest.raises(DataError, match="no documents with tokens"):
+        table([{"text": ""}], tmp_path)
+    with pytest.raises(DataError, match="no documents with tokens"):
+        table([], tmp_path)
+    users_only = [{"messages": [{"role": "user", "content": "hello"}]}]
+    with pytest.raises(DataError, match=r"no token in them is learnt \(assistant_only_loss"):
+        table(users_only, tmp_path, tokenizer, template=chat_template.TEMPLATES["chatml"], assistant_only_loss=True)
+    assert not [*(tmp_path / "tokens").iterdir()], "nothing half-written"
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path, workers: int) -> None:
+    source = file_source([write_rows(tmp_path / "train.jsonl", text_rows(1500))])
+    settings = TextSettings(max_length=20, packing=True)
+    for name, count in (("here", 0), ("there", workers)):
+        make_table(source, make_tokenizer(), settings, tmp_path / name, count)
+    for path in (tmp_path / "here").iterdir():
+        assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_statistics_are_numpy_s(tmp_path: Path, packing: bool) -> None:
+    tokenizer, rows = make_tokenizer(), text_rows(301)
+    found = table(rows, tmp_path, packing=packing, max_length=100)
+    lengths = [len(tokenizer(row["text"], add_special_tokens=False)["input_ids"]) + 1 for row in rows]
+    told = statistics(found)
+    assert told["min"] == min(lengths) and told["max"] == max(lengths)
+    assert told["mean"] == pytest.approx(np.mean(lengths)) and told["median"] == np.median(lengths)
+    assert told["p95"] == pytest.approx(np.percentile(lengths, 95))
+    assert told["documents"] == 301 and told["rows"] == len(found)
+    assert told["efficiency"] == pytest.approx(sum(lengths) / (100 * len(found)))
+    assert found.row_sizes.tolist() == [sum(len(ids) for ids, _ in found.documents(r)) for r in range(len(found))]
+    assert found.row_targets.tolist() == [
+        sum(int(m[1:].sum()) for _, m in found.documents(r)) for r in range(len(found))
+    ]
+
+
+def test_everything_that_was_left_out_is_said(tmp_path: Path) -> None:
+    rows = [*text_rows(40), {"text": ""}, {"other": 1}, {"text": 3}, {"text": ""}]
+    reading = reading_of("text", None, "skip")
+    cases: Any = (("truncate", "were cut off ("), ("drop", "were left out ("), ("split", "were split;"))
+    for overflow, words in cases:
+        found = table(rows, tmp_path, max_length=16, overflow=overflow, reading=reading)
+        line = describe_data("training", found.facts, SFTConfig(max_seq_len=16, overflow=overflow))
+        assert f"; {found.facts['long']} documents longer than 16 tokens {words}" in line
+        assert (f"({found.facts['cut']} tokens lost; overflow split keeps them)" in line) == (overflow != "split")
+        assert "; 2 empty rows were left out; 2 rows that cannot be understood were left out\n  rows, row 41: " in line
+    clean = table(text_rows(5), tmp_path, packing=True)
+    assert ";" not in describe_data("training", clean.facts, SFTConfig(packing=True))
+
+
+@pytest.mark.parametrize(("progress", "said"), [("auto", True), ("plain", True), ("json", False), ("quiet", False)])
+def test_long_work_says_how_far_it_is(
+    progress: str, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tally, "SAYS_EVERY", -1.0)
+    with tally.Tally("the rows", progress) as told:
+        told(512, 1000)
+        told(488, 2000)
+    out = capsys.readouterr().out
+    assert ("tokenising the rows: 1,000 rows, 3,000 tokens, " in out) == said and (said or not out)
+
+
+def test_the_cache_is_named_by_content(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "train.jsonl", text_rows(5))
+    source, tokenizer, settings = file_source([path]), make_tokenizer(), TextSettings()
+    key = table_key(source, tokenizer, settings)
+    path.touch()
+    tokenizer(["padded", "differently from now on"], padding=True, truncation=True, max_length=3)
+    assert table_key(source, tokenizer, settings) == key
+    for change in ({"max_length": 9}, {"packing": True}, {"add_special_tokens": True}, {"template": "x"}):
+        assert table_key(source, tokenizer, replace(settings, **change)) != key  # type: ignore[arg-type]
+    tokenizer.add_tokens(["new"])
+    assert table_key(source, tokenizer, settings) != key
+    write_rows(path, text_rows(6))
+    assert table_key(source, make_tokenizer(), settings) != key
+
+
+def test_a_damaged_table_is_made_again(tmp_path: Path) -> None:
+    source, tokenizer, settings = row_source(text_rows(5), "rows"), make_tokenizer(), TextSettings()
+    first = load_table(source, tokenizer, settings, str(tmp_path))
+    tokens = first.tokens.tolist()
+    with (first.folder / "tokens.bin").open("r+b") as file:
+        file.truncate(8)
+    assert open_table(first.folder) is None
+    assert load_table(source, tokenizer, settings, str(tmp_path)).tokens.tolist() == tokens
+
+
+def test_two_makers_at_once_leave_one_table(tmp_path: Path) -> None:
+    source, tokenizer, settings = row_source(text_rows(5), "rows"), make_tokenizer(), TextSettings()
+    folder = tmp_path / "table"
+    make_table(source, tokenizer, settings, folder)
+    make_table(source, tokenizer, settings, folder)
+    assert open_table(folder) is not None and [p.name for p in tmp_path.iterdir()] == ["table"]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"token cache .* cannot be written .*FULLSHARD_CACHE"):
+        table(text_rows(1), tmp_path / "file")
+
+
+@ranks(4)
+def test_one_rank_tokenises_and_all_see_it(tmp_path: Path) -> None:
+    runtime.use_spmd()
+    calls = []
+
+    def rows(start: Any) -> Any:
+        calls.append(runtime.rank())
+        return (Raw(f"row {i}", row, i + 1) for i, row in enumerate(text_rows(9)))
+
+    source = Source("rows", rows, lambda: "fixed")
+    found = load_table(source, make_tokenizer(), TextSettings(), str(tmp_path))
+    assert len(found) == 9 and calls == ([0] if runtime.rank() == 0 else [])
+
+
+@ranks(2)
+def test_all_ranks_raise_what_one_met(tmp_path: Path) -> None:
+    runtime.use_spmd()
+    with pytest.raises(DataError, match="rows, row 1: the text is 3"):
+        table([{"text": "good"}, {"text": 3}], tmp_path)

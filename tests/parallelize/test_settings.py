@@ -1,0 +1,192 @@
+"""Every option of the engine changes what the engine does, or says why it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import runtime
+from fullshard.errors import ConfigError, FSDPError
+from fullshard.fsdp import ShardingStrategy, activation_checkpointing, build
+from fullshard.fsdp.activation_checkpointing import _Checkpointed
+from fullshard.fsdp.strategy import BackwardPrefetch
+from fullshard.options import options_of
+from fullshard.parallelize import settings as engine
+from fullshard.parallelize.settings import EngineSettings
+from tests.pool import ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Model(nn.Module):
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x))
+
+
+CHANGES = {
+    "mixed_precision": "bf16", "use_cpu": True, "debug": True, "version": 2, "sharding_strategy": "SHARD_GRAD_OP",
+    "reshard_after_forward": "false", "offload_params": True, "auto_wrap_policy": "NO_WRAP",
+    "transformer_layer_cls_to_wrap": ("Linear",), "min_num_params": 70, "backward_prefetch": "BACKWARD_POST",
+    "forward_prefetch": False, "state_dict_type": "SHARDED_STATE_DICT", "activation_checkpointing": True,
+    "activation_checkpointing_offload": True, "ignored_modules": r"layers\.0.*", "sync_module_states": False,
+    "dp_replicate_size": 2, "dp_shard_size": 1, "backend": "eager", "mode": "reduce-overhead", "use_fullgraph": True,
+    "use_dynamic": True,
+}  # fmt: skip
+BESIDES = {
+    "activation_checkpointing_offload": {"activation_checkpointing": True},
+    "dp_shard_size": {"sharding_strategy": "HYBRID_SHARD"},
+    "mode": {"backend": "inductor"}, "use_fullgraph": {"backend": "inductor"}, "use_dynamic": {"backend": "inductor"},
+}  # fmt: skip
+"""What else must be set for an option to matter."""
+REFUSED = {"xla": True, "tp_size": 2, "cp_size": 2, "sp_size": 2}
+
+
+def facts(settings: EngineSettings) -> dict[str, object]:
+    """What the engine does with these settings: read off the engine and the model, not off the settings."""
+    told: dict[str, object] = {}
+    plain, compiled = build.assemble, []
+
+    def observed(root, options, *rest):
+        plain(root, options, *rest)
+        told.update(
+            strategy=options.strategy, offload=options.cpu_offload, mesh=tuple(options.mesh.shape().items()),
+            computes_in=options.precision.param_dtype, prefetch=root._fullshard_engine.settings,
+            units=[unit.plan.name for unit in root._fullshard_engine.units],
+        )  # fmt: skip
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "assemble", observed)
+        patch.setattr(nn.Module, "compile", lambda self, **options: compiled.append(options))
+        torch.manual_seed(runtime.rank())
+        model = settings.wrap(Model())
+    told["compiled"] = compiled
+    told["plain"] = [name for name, p in model.named_parameters() if not hasattr(p, "full_tensor")]
+    kinds = [m.__dict__.get("forward") for m in model.modules()]
+    told["checkpointed"] = [(k.reentrant, k.offload) for k in kinds if isinstance(k, _Checkpointed)]
+    told["saved_as"] = settings.saved_as
+    told["initial"] = model.full_state_dict()["layers.1.inner.weight"].flatten().tolist()
+    told["environment"] = {
+        k: v for k, v in settings.to_environment().items() if not k.startswith(("FSDP_", "PARALLEL"))
+    }
+    return told
+
+
+@ranks(2)
+def test_every_option_changes_the_run_or_says_why_not():
+    covered = set(CHANGES) | set(REFUSED)
+    for one in options_of(EngineSettings):
+        if one.no_op:
+            assert len(one.no_op) > 20 and one.name not in covered
+            continue
+        if one.name in REFUSED:
+            with pytest.raises(ConfigError, match=one.name):
+                EngineSettings(**{one.name: REFUSED[one.name]})
+            continue
+        besides = BESIDES.get(one.name, {})
+        before = facts(EngineSettings(**besides))
+        after = facts(EngineSettings(**besides, **{one.name: CHANGES[one.name]}))
+        assert before != after, f"{one.key} changes nothing"
+        covered.discard(one.name)
+    assert not covered - set(REFUSED), "options that are gone"
+
+
+@ranks(2)
+def test_what_the_options_mean():
+    def of(**values):
+        return facts(EngineSettings(**values))
+
+    assert of()["units"] == ["", "layers.0", "layers.1"]
+    assert of(auto_wrap_policy="NO_WRAP")["units"] == [""]
+    assert of(transformer_layer_cls_to_wrap=("Linear",))["units"] == ["", "layers.0.inner", "layers.1.inner", "head"]
+    assert of(min_num_params=70)["units"] == ["", "layers.0.inner", "layers.1.inner"]
+    for strategy in ShardingStrategy:
+        assert of(sharding_strategy=strategy.name)["strategy"] is strategy
+    assert of(sharding_strategy="HYBRID_SHARD")["mesh"] == (("replica", 1), ("fsdp", 2))  # one node
+    assert of(dp_replicate_size=2)["mesh"] == (("replica", 2), ("fsdp", 1))
+    assert of(mixed_precision="fp16")["computes_in"] is torch.float16
+    assert of(ignored_modules=r"layers\.0.*")["plain"] == ["layers.0.inner.weight", "layers.0.inner.bias"]
+    assert of(backward_prefetch="NO_PREFETCH")["prefetch"].backward_prefetch is BackwardPrefetch.NONE
+    assert of(activation_checkpointing=True)["checkpointed"] == [(False, False)] * 2
+    assert (
+        of(activation_checkpointing=True, activation_checkpointing_offload=True)["checkpointed"] == [(False, True)] * 2
+    )
+    assert of(backend="EAGER")["compiled"] == [{"backend": "eager", "fullgraph": False, "dynamic": None}] * 2
+    assert of(sync_module_states=False)["initial"] != of()["initial"]
+    assert of(debug=True)["environment"]["FULLSHARD_CHECK_GLOBAL"] == "1"
+
+
+@ranks(2)
+def test_checkpointed_inputs_on_the_host_give_the_same_gradients():
+    def gradients(**values):
+        torch.manual_seed(0)
+        model = EngineSettings(**values).wrap(Model())
+        model(torch.randn(4, 8)).sum().backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    plain, moved = gradients(), []
+    with pytest.MonkeyPatch.context() as patch:
+        to_host = activation_checkpointing._to_host
+
+        def counted(t):
+            moved.append(t.shape)
+            return to_host(t)
+
+        patch.setattr(activation_checkpointing, "_to_host", counted)
+        offloaded = gradients(activation_checkpointing=True, activation_checkpointing_offload=True)
+    assert len(moved) == 2
+    for a, b in zip(plain, offloaded, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@ranks(2)
+def test_a_layer_class_that_the_model_does_not_have():
+    with pytest.raises(
+        FSDPError, match=r"no module of class BertLayer in Model\. Candidates found in the model: Block"
+    ):
+        EngineSettings(transformer_layer_cls_to_wrap=("BertLayer",)).wrap(Model())
+    with pytest.raises(ConfigError, match="no module's name matches 'nothing' as a whole"):
+        EngineSettings(ignored_modules="nothing").wrap(Model())
+
+
+def test_names_are_the_engines_own():
+    assert [(s.name, s.value) for s in ShardingStrategy] == list(zip(engine.STRATEGIES, range(1, 6), strict=True))
+
+
+def test_trainer_flags_lie_over_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "NO_SHARD")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    made = EngineSettings.from_trainer_flags(
+        fsdp="full_shard auto_wrap", fsdp_config={"backward_prefetch": "backward_post"}
+    )
+    assert (made.strategy, made.offload_params, made.backward_prefetch) == ("FULL_SHARD", True, "BACKWARD_POST")
+    whole, notes = tmp_path / "c.yaml", []
+    whole.write_text("num_processes: 2\nmixed_precision: bf16\nfsdp_config:\nfsdp_offload_params: false\n")
+    made = EngineSettings.from_trainer_flags(fsdp_config=whole, notes=notes)
+    assert (made.strategy, made.offload_params, made.mixed_precision) == ("NO_SHARD", False, "bf16")
+    assert any("num_processes" in note for note in notes)
+    with pytest.raises(ConfigError, match="did you mean backward_prefetch"):
+        EngineSettings.from_trainer_flags(fsdp_config={"backward_prefetc": 1})
+
+
+def test_every_option_has_a_text_and_a_place():
+    assert {one.name for one in options_of(EngineSettings)} == {f.name for f in dataclasses.fields(EngineSettings)}
+    for one in options_of(EngineSettings):
+        assert one.help.endswith("."), one.name
+        assert one.env or one.no_op, one.name
