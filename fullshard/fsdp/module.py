@@ -59,8 +59,15 @@ class FSDPv2(metaclass=_Factory):
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """The mark by which transformers' `generate` keeps ranks in step. The outermost module bears it alone."""
-        return self._fullshard_engine.units[0].module is self
+        """The mark by which transformers' `generate` keeps ranks in step.
+
+        Only the outermost module has it, and the model inside an adapter if the adapter's own module is a unit without
+        parameters: there `generate` is the inner model's.
+        """
+        for unit in self._fullshard_engine.units:
+            if unit.module is self or unit.parameters:
+                return unit.module is self
+        return False
 
     # --- looking ----------------------------------------------------------------------------------------------------
 

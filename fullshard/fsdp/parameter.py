@@ -134,7 +134,10 @@ class ShardedParameter:
             for other, other_name in self.sites[1:]:
                 other._parameters[other_name] = current
         self._keep_alone()
-        return self.shard.requires_grad != self.plan.trainable or self.shard.dtype != dtype_of(self.plan.dtype)
+        # In a pass without gradients it does not matter what trains, and the backward of an earlier pass may still need
+        # the plan as it was: an adapter is often switched off for such a pass and on again before backward.
+        frozen_or_freed = torch.is_grad_enabled() and self.shard.requires_grad != self.plan.trainable
+        return frozen_or_freed or self.shard.dtype != dtype_of(self.plan.dtype)
 
     def _keep_alone(self) -> None:
         """Where a shard is of our class, which takes plain tensors for global ones: not what each rank computes."""

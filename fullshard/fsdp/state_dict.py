@@ -125,11 +125,16 @@ def _cut(name: str, value: torch.Tensor, p: ShardedParameter) -> torch.Tensor:
 
 
 def save_pretrained(model: nn.Module, plain: Any, directory: Any, options: dict[str, Any]) -> Any:
-    """Write them tensor by tensor where that is known how; else gather all and let transformers write on rank 0."""
+    """Write them tensor by tensor where that is known how; else gather all and let transformers write on rank 0.
+
+    With a `state_dict` nothing is left to gather: rank 0 may call it alone, as transformers' Trainer does.
+    """
+    if options.get("state_dict") is not None:
+        writes = options.setdefault("is_main_process", runtime.is_main())
+        return plain.save_pretrained(directory, **options) if writes else None
     if streamed_save is not None and (result := streamed_save(model, directory, options)) is not NotImplemented:
         return result
-    if options.get("state_dict") is None:
-        options["state_dict"] = full_state_dict(model, rank0_only=True, cpu=True)
+    options["state_dict"] = full_state_dict(model, rank0_only=True, cpu=True)
     options.setdefault("is_main_process", runtime.is_main())
     result = plain.save_pretrained(directory, **options) if runtime.is_main() else None
     runtime.barrier()

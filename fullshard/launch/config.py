@@ -116,6 +116,8 @@ class RunSettings:
     """The script is a Python module, as in `python -m`."""
     no_python: bool = _flag(False)
     """The script is a program of its own; run it without Python."""
+    no_integrations: bool = _flag(False)
+    """Let Accelerate, transformers' Trainer and TRL run on their own engine instead of fullshard's."""
     num_cpu_threads_per_process: int | None = _flag(None)
     """Threads per process (OMP_NUM_THREADS). Unset: the variable; else the machine's cores shared out on CPUs, 1 on
     GPUs."""

@@ -19,6 +19,7 @@ from typing import Any
 from fullshard import __version__
 from fullshard.configfile import Given, read_file, sort_keys
 from fullshard.errors import ConfigError
+from fullshard.integrations.seams import VARIABLE as INTEGRATIONS_VARIABLE
 from fullshard.launch.config import (
     NOT_OFFERED,
     ProcessSettings,
@@ -126,6 +127,8 @@ class LaunchSettings:
         gpus = self.processes.gpu_ids
         if gpus not in (None, "all"):
             made["CUDA_VISIBLE_DEVICES"] = gpus
+        if self.run.no_integrations:
+            made[INTEGRATIONS_VARIABLE] = "off"
         if self.processes.enable_cpu_affinity:
             made["ACCELERATE_CPU_AFFINITY"] = "1"
         return made

@@ -1,6 +1,7 @@
 """Runs first in every process that `fullshard launch` starts: readies the process and becomes the user's script.
 
-Only the standard library, `fullshard/__init__.py` and `log_filter.py` are imported here; the script decides what else is.
+Only the standard library, `fullshard/__init__.py`, `log_filter.py` and `integrations/seams.py` are imported here; the
+script decides what else is.
 An error that the user can put right is handed to the launcher, which says it once for all ranks.
 """
 
@@ -38,6 +39,11 @@ def main(words: list[str]) -> None:
         from fullshard import log_filter
 
         log_filter.leave_out()
+    if not script.startswith("fullshard."):  # our own commands need no integrations
+        with contextlib.suppress(ImportError):
+            from fullshard.integrations import seams
+
+            seams.install()
     _leave(_run(kind, script))
 
 

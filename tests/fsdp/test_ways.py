@@ -293,6 +293,22 @@ def test_freezing_between_forward_and_backward(strategy):
 
 @ranks(2)
 @every_strategy
+def test_frozen_only_for_a_pass_without_gradients(strategy):
+    """Preference training switches the adapter off for the reference's pass, between forward and backward."""
+
+    def program(m, x, step):
+        loss = m(x).square().mean()
+        m.blocks[1].requires_grad_(False)
+        with torch.no_grad():
+            m(x)
+        m.blocks[1].requires_grad_(True)
+        loss.backward()
+
+    run(Stack, strategy, program)
+
+
+@ranks(2)
+@every_strategy
 def test_units_called_directly(strategy):
     """Two backward passes through one part, truncated backpropagation through time, a unit before the model."""
 

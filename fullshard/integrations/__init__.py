@@ -1,0 +1,1 @@
+"""Runs scripts written for Accelerate, transformers' `Trainer` and TRL on this engine. Importing it is cheap."""

@@ -1,0 +1,1 @@
+"""The engine underneath Accelerate. Importing it is cheap."""

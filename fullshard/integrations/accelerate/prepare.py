@@ -1,0 +1,138 @@
+"""`Accelerator.prepare` and what a training loop calls on prepared models: `no_sync`, `clip_grad_norm_`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from fullshard import runtime
+from fullshard.fsdp import FSDPv2, grad_clip, policy
+from fullshard.parallelize.model import wrap_policy
+from fullshard.parallelize.prepare import rebind
+from fullshard.parallelize.settings import EngineSettings
+from fullshard.weights.key_mapping import plain_model
+
+
+def is_served(accelerator: Any) -> bool:
+    """Whether this engine runs the accelerator's models."""
+    return hasattr(getattr(accelerator.state, "fsdp_plugin", None), "fullshard")
+
+
+def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `Accelerator.prepare`: models first, so that optimizers find the shards."""
+
+    def prepared(self: Any, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        if not is_served(self):
+            return original(self, *objects, device_placement=device_placement)
+        for model in (one for one in objects if isinstance(one, nn.Module)):
+            self.prepare_model(model)
+        for optimizer in (one for one in objects if isinstance(one, Optimizer)):
+            rebind(getattr(optimizer, "optimizer", optimizer))
+        places = device_placement or [None] * len(objects)  # type: ignore[list-item]
+        made = [self._prepare_one(one, first_pass=True, device_placement=at) for one, at in zip(objects, places)]  # noqa: B905
+        made = [self._prepare_one(one) if not isinstance(one, nn.Module) else one for one in made]
+        held = (self._models, self._optimizers, self._schedulers, self._dataloaders)
+        for one in made:
+            if any(one is known for container in held for known in container):
+                one._is_accelerate_prepared = True
+        return made[0] if len(made) == 1 else tuple(made)
+
+    return prepared
+
+
+def prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `Accelerator.prepare_model`; a model for evaluation only is sharded too."""
+
+    def prepared(
+        self: Any, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        if not is_served(self):
+            return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        if not isinstance(model, FSDPv2):
+            shard(self, model)
+        if not any(model is known for known in self._models):
+            self._models.append(model)
+        return model
+
+    return prepared
+
+
+def shard(accelerator: Any, model: nn.Module) -> Any:
+    """The model, sharded in place as the plugin of this accelerator says."""
+    plugin = accelerator.state.fsdp_plugin
+    settings = _settings(accelerator, plugin.fullshard.settings)
+    options = {
+        "auto_wrap_policy": wrap_policy(settings, model),
+        **plugin.fullshard.options,
+        **plugin.fullshard.wrap_policy(plugin.auto_wrap_policy),
+    }
+    options["auto_wrap_policy"] = _with_inner_model(options["auto_wrap_policy"], model)
+    wrapped = settings.wrap(model, **options)
+    runtime.get_logger().info("%s: %s", type(model).__name__, str(wrapped.plan).splitlines()[0])
+    return wrapped
+
+
+def _with_inner_model(given: Any, model: nn.Module) -> Any:
+    """A policy that also makes a unit of the transformers model inside an adapter or another module.
+
+    Libraries call that model on its own (`PeftModel.generate`, `get_base_model()`), past the module around it.
+    """
+    _, inner = plain_model(model)
+    if inner is None or inner is model:
+        return given
+    chosen = policy.resolve(given, model)
+
+    def inner_model_too(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        below = chosen is not None and chosen(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        return below or (module is inner if not recurse else any(part is inner for part in module.modules()))
+
+    return inner_model_too
+
+
+def _settings(accelerator: Any, settings: EngineSettings) -> EngineSettings:
+    """The settings with what the script gave to `Accelerator` itself."""
+    given: dict[str, Any] = {"mixed_precision": accelerator.mixed_precision}
+    compiled = accelerator.state.dynamo_plugin
+    if compiled is not None and compiled.backend.value.lower() != "no":
+        given |= {
+            "backend": compiled.backend.value, "mode": compiled.mode or "default",
+            "use_fullgraph": bool(compiled.fullgraph), "use_dynamic": bool(compiled.dynamic),
+        }  # fmt: skip
+    if (sizes := getattr(accelerator, "parallelism_config", None)) is not None:
+        names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+        given |= {name: size for name in names if (size := getattr(sizes, name, 1)) > 1}
+    return dataclasses.replace(settings, **given)
+
+
+def no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `Accelerator.no_sync`."""
+
+    @contextlib.contextmanager
+    def held_back(self: Any, model: nn.Module) -> Iterator[None]:
+        with model.no_sync() if isinstance(model, FSDPv2) else original(self, model):
+            yield
+
+    return held_back
+
+
+def clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `Accelerator.clip_grad_norm_`."""
+
+    def clipped(
+        self: Any, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> Any:
+        mesh = next((model.mesh for model in self._models if isinstance(model, FSDPv2)), None)
+        if mesh is None:
+            return original(self, parameters, max_norm, norm_type=norm_type)
+        self.unscale_gradients()
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        with_gradients: Any = [p for p in given if p.grad is not None]
+        return grad_clip.clip_grad_norm_(with_gradients, mesh, max_norm, norm_type, False)
+
+    return clipped

@@ -1,0 +1,190 @@
+"""The places in other libraries that fullshard replaces, in one table, and how they are replaced.
+
+`fullshard launch` calls `install()` in every process before the script runs. A seam is put in place right after the
+library's module has been imported, before anything else can import a name from it. Nothing is imported here: a script
+that does not use a library pays nothing for its seams. `docs/integrations.md` lists the seams for users.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+VARIABLE = "FULLSHARD_INTEGRATIONS"
+"""The environment variable that `fullshard launch --no_integrations` sets to `off`."""
+TESTED = {"accelerate": ("1.15",), "transformers": ("5.17", "5.22"), "trl": ("1.16",)}
+"""The minor versions that the seams were tested with."""
+_ACCELERATE, _TRAINER, _TRL = (f"fullshard.integrations.{n}" for n in ("accelerate", "trainer", "trl"))
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One replaced attribute of another library."""
+
+    module: str
+    """The module that defines it."""
+    attribute: str
+    """Its name there, `Class.method` for a method."""
+    replacement: str
+    """`module:function`; the function takes the original and returns what replaces it."""
+    why: str
+
+
+SEAMS = (
+    Seam(
+        "accelerate.state", "PartialState.__init__", f"{_ACCELERATE}.state:partial_state",
+        "fullshard sets up the process group and chooses the device, on CPUs too",
+    ),
+    Seam(
+        "accelerate.state", "AcceleratorState.__init__", f"{_ACCELERATE}.state:accelerator_state",
+        "FSDP is on for CPU ranks and for one process as well",
+    ),
+    Seam(
+        "accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.__init__", f"{_ACCELERATE}.plugin:plugin",
+        "the strategy and its options are read by fullshard, before the plugin drops some of them",
+    ),
+    Seam(
+        "accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.set_state_dict_type",
+        f"{_ACCELERATE}.plugin:set_state_dict_type",
+        "the type can change between saves: Accelerate keeps the options of the first type",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.prepare", f"{_ACCELERATE}.prepare:prepare",
+        "models, optimizers and loaders in any order and number, a model alone included",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.prepare_model", f"{_ACCELERATE}.prepare:prepare_model",
+        "the model is sharded by fullshard, one for evaluation only too",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.no_sync", f"{_ACCELERATE}.prepare:no_sync",
+        "gradient accumulation is the engine's",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.clip_grad_norm_", f"{_ACCELERATE}.prepare:clip_grad_norm",
+        "the norm is exact on every mesh",
+    ),
+    Seam(
+        "transformers.training_args", "TrainingArguments._process_fsdp_args", f"{_TRAINER}:fsdp_arguments",
+        "`fsdp` and `fsdp_config` are read by fullshard, hybrid strategies and prefetching included",
+    ),
+    Seam(
+        "transformers.trainer", "Trainer.save_model", f"{_TRAINER}:save_model",
+        "whole weights are written whatever the state-dict type",
+    ),
+    Seam(
+        "trl.models.utils", "prepare_fsdp", f"{_TRL}:prepare_fsdp",
+        "reference models are sharded by fullshard",
+    ),
+)  # fmt: skip
+"""Everything that is replaced, by library."""
+
+
+def install() -> None:
+    """Put the seams in place as their modules are imported. For processes of `fullshard launch`, before the script."""
+    if os.environ.get(VARIABLE, "on").lower() not in ("off", "0", "false", "no"):
+        sys.meta_path.insert(0, _Finder(_chosen()))
+
+
+def _chosen() -> dict[str, list[Callable[[ModuleType], None]]]:
+    """What is done to a module once it is imported, by the module's name."""
+    changes: dict[str, list[Callable[[ModuleType], None]]] = {}
+    if not untested("accelerate"):
+        for seam in SEAMS:
+            if not untested(seam.module.split(".")[0]):
+                changes.setdefault(seam.module, []).append(functools.partial(_replace, seam))
+    for library, module, attribute in (
+        ("accelerate", "accelerate.accelerator", "Accelerator.__init__"),
+        ("transformers", "transformers.trainer", "Trainer.__init__"),
+        ("trl", "trl.trainer.base_trainer", "_BaseTrainer.__init__"),
+    ):
+        if untested(library):
+            changes.setdefault(module, []).append(functools.partial(_announce_untested, library, attribute))
+    return changes
+
+
+@functools.cache
+def untested(library: str) -> str:
+    """The installed version of a library if the seams were not tested with it; empty otherwise."""
+    try:
+        version = importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return "" if version.startswith(tuple(f"{tested}." for tested in TESTED[library])) else version
+
+
+def _replace(seam: Seam, module: ModuleType) -> None:
+    owner, name = _owner(module, seam.attribute)
+    original = getattr(owner, name)
+
+    @functools.cache
+    def replacement() -> Callable[..., Any]:
+        home, function = seam.replacement.split(":")
+        return getattr(importlib.import_module(home), function)(original)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        # Imported at the first call: the library's own import is still under way when a seam is put in place.
+        return replacement()(*args, **kwargs)
+
+    setattr(owner, name, replaced)
+
+
+def _announce_untested(library: str, attribute: str, module: ModuleType) -> None:
+    """Report at first use that a library's own engine runs: its version was not tested."""
+    owner, name = _owner(module, attribute)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def announcing(self: Any, *args: Any, **kwargs: Any) -> None:
+        from fullshard import runtime
+
+        runtime.warn_once(
+            f"untested {library}",
+            f"{library} {untested(library)} is not a version that fullshard's integrations were tested with "
+            f"({', '.join(TESTED[library])}), so {library} runs as it is, on its own engine. Install a tested version, "
+            "or use --no_integrations to leave this message out",
+        )
+        original(self, *args, **kwargs)
+
+    setattr(owner, name, announcing)
+
+
+def _owner(module: ModuleType, attribute: str) -> tuple[Any, str]:
+    path, _, name = attribute.rpartition(".")
+    return (getattr(module, path) if path else module), name
+
+
+class _Finder:
+    """Finds modules as Python would, and has some of them changed right after they ran."""
+
+    def __init__(self, changes: dict[str, list[Callable[[ModuleType], None]]]):
+        self.changes = changes
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        changes = self.changes.pop(name, None)  # popped first: the search below comes by here again
+        if changes is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            for change in changes:
+                change(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

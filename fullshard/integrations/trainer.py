@@ -1,0 +1,58 @@
+"""transformers' `Trainer` on this engine: its own FSDP arguments, and a `save_model` that always writes weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fullshard import runtime
+from fullshard.integrations.accelerate.plugin import NAMES
+from fullshard.integrations.accelerate.prepare import is_served
+from fullshard.parallelize.fsdp_flags import read_trainer_flags
+
+_PLUGIN_NAMES = {setting: keyword for keyword, setting in NAMES.items()}
+
+
+def fsdp_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `TrainingArguments._process_fsdp_args`: `fsdp` and `fsdp_config` as keywords of the plugin.
+
+    They are read here, as `fullshard launch` reads them: transformers turns the hybrid strategies into FULL_SHARD and
+    fills in defaults that would overrule the launched settings.
+    """
+
+    def process(self: Any) -> dict[str, Any] | None:
+        words, section = self.fsdp, self.fsdp_config
+        if not words:
+            return original(self)
+        notes: list[str] = []
+        values = read_trainer_flags(words, section, notes)
+        for note in notes:
+            runtime.warn_once(note, note)
+        self.fsdp, self.fsdp_config = True, {}
+        original(self)
+        given = section if isinstance(section, dict) else {"config_file": str(Path(section))} if section else {}
+        self.fsdp_config |= {name.removeprefix("fsdp_"): value for name, value in given.items()}
+        return {_PLUGIN_NAMES.get(name, name): value for name, value in values.items()}
+
+    return process
+
+
+def save_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `Trainer.save_model`: whole weights whatever the state-dict type.
+
+    The call from within a checkpoint is left as it is: the checkpoint holds the sharded weights already.
+    """
+
+    def saved(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not is_served(self.accelerator) or (_internal_call and output_dir is not None):
+            return original(self, output_dir, _internal_call)
+        plugin = self.accelerator.state.fsdp_plugin
+        before = plugin.state_dict_type.name
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+        try:
+            return original(self, output_dir, _internal_call)
+        finally:
+            plugin.set_state_dict_type(before)
+
+    return saved
