@@ -74,6 +74,14 @@ SEAMS = (
         "the norm is exact on every mesh",
     ),
     Seam(
+        "accelerate.utils.fsdp_utils", "load_fsdp_model", f"{_ACCELERATE}.checkpoints:load_model",
+        "a checkpoint is read in the form it has, also that of a run without FSDP",
+    ),
+    Seam(
+        "accelerate.utils.fsdp_utils", "load_fsdp_optimizer", f"{_ACCELERATE}.checkpoints:load_optimizer",
+        "the same for the optimizer",
+    ),
+    Seam(
         "transformers.training_args", "TrainingArguments._process_fsdp_args", f"{_TRAINER}:fsdp_arguments",
         "`fsdp` and `fsdp_config` are read by fullshard, hybrid strategies and prefetching included",
     ),

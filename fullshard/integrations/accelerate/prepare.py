@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,7 +17,6 @@ from fullshard.fsdp import FSDPv2, grad_clip, policy
 from fullshard.parallelize.model import wrap_policy
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
-from fullshard.weights.key_mapping import plain_model
 
 
 def is_served(accelerator: Any) -> bool:
@@ -83,6 +83,10 @@ def _with_inner_model(given: Any, model: nn.Module) -> Any:
 
     Libraries call that model on its own (`PeftModel.generate`, `get_base_model()`), past the module around it.
     """
+    if "transformers" not in sys.modules:
+        return given
+    from fullshard.weights.key_mapping import plain_model
+
     _, inner = plain_model(model)
     if inner is None or inner is model:
         return given

@@ -1,0 +1,37 @@
+"""Starting scripts for the tests of the integrations: under `fullshard launch`, and by their own libraries alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.pool import ROOT
+
+EXAMPLES = ROOT / "examples"
+ORACLE = Path(__file__).with_name("accelerate_fsdp2.py")
+"""Accelerate's own FSDP 2 on CPU ranks."""
+
+
+def alone(script: Path, *arguments: object) -> str:
+    """What a script prints in one process, without fullshard."""
+    return _run([sys.executable, script, *arguments])
+
+
+def launched(script: Path, *arguments: object, flags: tuple[str, ...] = (), processes: int = 2) -> str:
+    """What it prints under `fullshard launch`, on CPU ranks."""
+    words = ["-m", "fullshard", "launch", "--use_cpu", "--quiet", "--num_processes", processes, *flags]
+    return _run([sys.executable, *words, script, *arguments])
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+def _run(command: list[object]) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [str(word) for word in command], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr

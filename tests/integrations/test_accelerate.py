@@ -1,0 +1,81 @@
+"""A loop written for Accelerate gives the losses of Accelerate alone, and its checkpoints go both ways."""
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.integrations.launched import EXAMPLES, ORACLE, alone, launched, result
+
+LOOP = EXAMPLES / "accelerate_loop.py"
+SERVED = "Accelerate's FSDP is served by fullshard (FULL_SHARD)"
+SECOND_EPOCH = slice(8, None)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """One process, Accelerate alone."""
+    folder = tmp_path_factory.mktemp("reference")
+    alone(LOOP, "--output_dir", folder)
+    return folder
+
+
+def same(found, expected, part=slice(None)):
+    assert found["losses"] == pytest.approx(expected["losses"][part], abs=1e-5)
+    assert found["norms"] == pytest.approx(expected["norms"][part.start and part.start // 2 :], rel=1e-5)
+    assert (found["rows"], found["right"]) == (expected["rows"], expected["right"])
+
+
+def test_a_loop_has_the_losses_of_one_process(reference, tmp_path):
+    text = launched(LOOP, "--output_dir", tmp_path)
+    assert text.count(SERVED) == 1 and "FULL_SHARD on Mesh(fsdp=2): 4 unit(s)" in text
+    same(result(tmp_path), result(reference))
+    expected, found = (load_file(folder / "model" / "model.safetensors") for folder in (reference, tmp_path))
+    assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in expected.items()}
+    assert max((found[name] - expected[name]).abs().max() for name in expected) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("writer", ["fullshard", "accelerate"])
+def test_a_checkpoint_of_either_engine_is_resumed_by_either(kind, writer, reference, tmp_path):
+    """The reader is set to the other type: which one a checkpoint has is found on disk, except by Accelerate."""
+    kinds = ("--fsdp_state_dict_type", kind)
+    other = ("--fsdp_state_dict_type", "FULL_STATE_DICT" if kind[0] == "S" else "SHARDED_STATE_DICT")
+    written = ["--output_dir", tmp_path]
+    resumed = ["--output_dir", tmp_path, "--resume", tmp_path / "checkpoint"]
+    if writer == "accelerate":
+        assert SERVED not in launched(ORACLE, LOOP, *written, flags=("--no_integrations", *kinds))
+        same(result(tmp_path), result(reference))
+        assert SERVED in launched(LOOP, *resumed, flags=other)
+    else:
+        launched(LOOP, *written, flags=kinds)
+        same(result(tmp_path), result(reference))
+        launched(LOOP, *resumed, flags=other)
+        same(result(tmp_path), result(reference), SECOND_EPOCH)
+        launched(ORACLE, LOOP, *resumed, flags=("--no_integrations", *kinds))
+    same(result(tmp_path), result(reference), SECOND_EPOCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_checkpoint_of_a_run_without_fsdp_is_resumed_at_any_number_of_ranks(processes, reference, tmp_path):
+    launched(LOOP, "--output_dir", tmp_path, "--resume", reference / "checkpoint", processes=processes)
+    same(result(tmp_path), result(reference), SECOND_EPOCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+def test_every_strategy_reaches_the_engine(strategy, reference, tmp_path):
+    flags = ("--fsdp_sharding_strategy", strategy)
+    if strategy.startswith("HYBRID"):
+        flags += ("--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2")
+    text = launched(LOOP, "--output_dir", tmp_path, flags=flags, processes=4 if "HYBRID" in strategy else 2)
+    assert f"served by fullshard ({strategy})" in text and f"{strategy} on Mesh(" in text
+    same(result(tmp_path), result(reference))
+
+
+@pytest.mark.slow
+def test_the_integrations_can_be_turned_off(reference, tmp_path):
+    """Accelerate then runs DDP on CPU ranks, with the same losses."""
+    text = launched(LOOP, "--output_dir", tmp_path, flags=("--no_integrations",))
+    assert "fullshard (" not in text and "Mesh(" not in text
+    same(result(tmp_path), result(reference))
