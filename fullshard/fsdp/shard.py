@@ -76,7 +76,8 @@ def make_shard(
         if value.is_meta and sync:
             value = torch.empty(value.shape, dtype=value.dtype, device=runtime.device())
         if sync:
-            value = broadcast(value.to(runtime.device()).contiguous(), mesh)
+            # A copy: the parameter may be mapped from a file, and writing to it would bring all of it into memory.
+            value = broadcast(value.to(runtime.device(), copy=True).contiguous(), mesh)
         piece = value[layout.slices(plan.shape, runtime.rank())]
         where = piece.device if piece.is_meta else runtime.device()
         local = piece.to(device=where, dtype=dtype, memory_format=torch.contiguous_format)

@@ -23,7 +23,9 @@ VARIABLE = "FULLSHARD_INTEGRATIONS"
 """The environment variable that `fullshard launch --no_integrations` sets to `off`."""
 TESTED = {"accelerate": ("1.15",), "transformers": ("5.17", "5.22"), "trl": ("1.16",)}
 """The minor versions that the seams were tested with."""
-_ACCELERATE, _TRAINER, _TRL = (f"fullshard.integrations.{n}" for n in ("accelerate", "trainer", "trl"))
+_ACCELERATE, _TRAINER, _FOUR_BIT, _TRL = (
+    f"fullshard.integrations.{name}" for name in ("accelerate", "trainer", "four_bit", "trl")
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,10 @@ SEAMS = (
         "whole weights are written whatever the state-dict type",
     ),
     Seam(
+        "transformers.modeling_utils", "PreTrainedModel.from_pretrained", f"{_FOUR_BIT}:from_pretrained",
+        "`BitsAndBytesConfig(load_in_4bit=True)` gives fullshard's 4-bit layers, which can be sharded",
+    ),
+    Seam(
         "trl.models.utils", "prepare_fsdp", f"{_TRL}:prepare_fsdp",
         "reference models are sharded by fullshard",
     ),
@@ -132,7 +138,8 @@ def untested(library: str) -> str:
 
 def _replace(seam: Seam, module: ModuleType) -> None:
     owner, name = _owner(module, seam.attribute)
-    original = getattr(owner, name)
+    held = vars(owner)[name]
+    original = held.__func__ if isinstance(held, classmethod) else held
 
     @functools.cache
     def replacement() -> Callable[..., Any]:
@@ -144,7 +151,7 @@ def _replace(seam: Seam, module: ModuleType) -> None:
         # Imported at the first call: the library's own import is still under way when a seam is put in place.
         return replacement()(*args, **kwargs)
 
-    setattr(owner, name, replaced)
+    setattr(owner, name, classmethod(replaced) if isinstance(held, classmethod) else replaced)
 
 
 def _announce_untested(library: str, attribute: str, module: ModuleType) -> None:

@@ -30,10 +30,13 @@ def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepared(self: Any, *objects: Any, device_placement: list[bool] | None = None) -> Any:
         if not is_served(self):
             return original(self, *objects, device_placement=device_placement)
-        for model in (one for one in objects if isinstance(one, nn.Module)):
-            self.prepare_model(model)
-        for optimizer in (one for one in objects if isinstance(one, Optimizer)):
-            rebind(getattr(optimizer, "optimizer", optimizer))
+        models = [one for one in objects if isinstance(one, nn.Module)]
+        optimizers = [getattr(one, "optimizer", one) for one in objects if isinstance(one, Optimizer)]
+        with _let_go(optimizers, models):
+            for model in models:
+                self.prepare_model(model)
+        for optimizer in optimizers:
+            rebind(optimizer)
         places = device_placement or [None] * len(objects)  # type: ignore[list-item]
         made = [self._prepare_one(one, first_pass=True, device_placement=at) for one, at in zip(objects, places)]  # noqa: B905
         made = [self._prepare_one(one) if not isinstance(one, nn.Module) else one for one in made]
@@ -44,6 +47,23 @@ def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         return made[0] if len(made) == 1 else tuple(made)
 
     return prepared
+
+
+@contextlib.contextmanager
+def _let_go(optimizers: list[Optimizer], models: list[nn.Module]) -> Iterator[None]:
+    """Optimizers hold no parameters of the models inside, so that each is freed once it is sharded; shards after."""
+    sites: dict[int, tuple[nn.Module, str]] = {}
+    for module in (module for model in models for module in model.modules()):
+        sites |= {id(p): (module, name) for name, p in module._parameters.items() if p is not None}
+    held = []
+    for group in (group for optimizer in optimizers if not optimizer.state for group in optimizer.param_groups):
+        held.append((group, [sites.get(id(p), p) for p in group["params"]]))
+        group["params"] = []
+    try:
+        yield
+    finally:
+        for group, places in held:
+            group["params"] = [at[0]._parameters[at[1]] if isinstance(at, tuple) else at for at in places]
 
 
 def prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +93,12 @@ def shard(accelerator: Any, model: nn.Module) -> Any:
         **plugin.fullshard.wrap_policy(plugin.auto_wrap_policy),
     }
     options["auto_wrap_policy"] = _with_inner_model(options["auto_wrap_policy"], model)
-    wrapped = settings.wrap(model, **options)
+    if "transformers" in sys.modules:
+        from fullshard.integrations import four_bit
+
+        wrapped = four_bit.wrap(settings, model, options)
+    else:
+        wrapped = settings.wrap(model, **options)
     runtime.get_logger().info("%s: %s", type(model).__name__, str(wrapped.plan).splitlines()[0])
     return wrapped
 
