@@ -28,7 +28,7 @@ def fsdp_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
         notes: list[str] = []
         values = read_trainer_flags(words, section, notes)
         for note in notes:
-            runtime.warn_once(note, note)
+            runtime.get_logger().info("TrainingArguments: %s", note)
         self.fsdp, self.fsdp_config = True, {}
         original(self)
         given = section if isinstance(section, dict) else {"config_file": str(Path(section))} if section else {}
