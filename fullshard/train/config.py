@@ -376,6 +376,13 @@ class SFTConfig(AdapterOptions):
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    @classmethod
+    def from_checked(cls, values: dict[str, Any]) -> SFTConfig:
+        """The settings that `to_dict` gave, in a process that receives them: they are not checked again."""
+        made = cls.__new__(cls)
+        vars(made).update(values)
+        return made
+
     def changed(self) -> dict[str, Any]:
         """The settings that are not at their default."""
         return {o.name: getattr(self, o.name) for o in options_of(SFTConfig) if getattr(self, o.name) != o.default}
