@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard import runtime
-from fullshard.data.once import agree
 from fullshard.errors import WeightsError
 from fullshard.fsdp.state_dict import whole_value
 from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
@@ -20,6 +19,7 @@ from fullshard.lora.plain_lora import make_plain
 from fullshard.lora.virtual_tokens import as_file, encoders, is_prompt
 from fullshard.models.chunked_loss import causal
 from fullshard.paths import replaced_files, save_tokenizer
+from fullshard.ranks import agree
 from fullshard.reporting.html_report import write_report
 from fullshard.reporting.model_card import write_card
 from fullshard.reporting.reporter import FILE
@@ -45,7 +45,7 @@ def export(model: Any, parts: Parts, config: SFTConfig, place: Path) -> None:
     if hasattr(model, "peft_config"):
         keep_first(model, parts, config)
         export_adapter(model, place, dtype, parts.tables, parts.first)
-        agree(lambda: save_tokenizer(parts.tokenizer, place) if runtime.is_main() else None)
+        agree(lambda: save_tokenizer(parts.tokenizer, place) if runtime.is_main() else None, "export")
     else:
         dtype = dtype or getattr(model.config, "dtype", None)
         save_pretrained(model, place, dtype=dtype, tokenizer=parts.tokenizer, progress=False)
@@ -99,7 +99,7 @@ def export_adapter(
             for card in part.rglob("README.md"):  # PEFT's; `reporting/model_card.py` writes the run's
                 card.unlink()
 
-    agree(write)
+    agree(write, "export")
 
 
 def _name_base(folder: Path, model: Any) -> None:
