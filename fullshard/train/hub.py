@@ -55,7 +55,7 @@ class Hub:
         if args.hub_strategy == "end":
             return
         idle = runtime.is_main() and (self._busy or _why_not() is not None)
-        if any_of(int(idle), state.global_step, "uploads"):
+        if any_of(int(idle), "uploads"):
             return
         place = self._place
         checkpoints.join()  # the checkpoint to upload is the one that was just saved

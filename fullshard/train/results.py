@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from fullshard import __version__, runtime
-from fullshard.data.once import agree
+from fullshard import runtime
 from fullshard.errors import WeightsError
 from fullshard.fsdp.state_dict import whole_value
 from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
@@ -22,6 +21,7 @@ from fullshard.lora.plain_lora import make_plain
 from fullshard.lora.virtual_tokens import as_file, encoders, is_prompt
 from fullshard.models.chunked_loss import causal
 from fullshard.paths import replaced_files, save_tokenizer
+from fullshard.ranks import agree
 from fullshard.reporting.html_report import write_report
 from fullshard.reporting.model_card import write_card
 from fullshard.reporting.reporter import FILE
@@ -29,6 +29,7 @@ from fullshard.train.config import SFTConfig
 from fullshard.train.loop import Progress
 from fullshard.train.model import local_folder
 from fullshard.train.run_dir import CHECKPOINTS, place_of
+from fullshard.version import __version__
 from fullshard.weights.adapter_base import lasting_name, write_record
 from fullshard.weights.adapter_files import names_in_files
 from fullshard.weights.export import save_pretrained
@@ -111,7 +112,7 @@ def export_adapter(
             for card in part.rglob("README.md"):  # PEFT's; `reporting/model_card.py` writes the run's
                 card.unlink()
 
-    agree(write)
+    agree(write, "export")
 
 
 def _name_base(folder: Path, model: Any) -> None:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.data.find_dataset import source_of
-from fullshard.data.once import agree
 from fullshard.data.sources import Source, hold_back, row_source
 from fullshard.errors import ConfigError
 from fullshard.parallelize.settings import resolved_launch
 from fullshard.paths import refuse_inputs, save_tokenizer
+from fullshard.ranks import agree
 from fullshard.reporting import loggers
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import assemble, results, run_dir
@@ -180,7 +180,7 @@ class SFTTrainer:
             loop = self.loop
             loop.config = self.args
             if not resumes:
-                agree(self._begin_anew)
+                agree(self._begin_anew, "start of the run")
             try:
                 self._train(loop, earlier if resumes else None, resumes)
             finally:
@@ -196,7 +196,7 @@ class SFTTrainer:
             loop.manager = manager
             if resumes or run_dir.named_checkpoint(self.args) is not None:
                 self._resume(manager, earlier)
-                agree(self._write_settings)
+                agree(self._write_settings, "settings of the run")
             self._callbacks("on_train_begin", step=loop.progress.step)
             loop.run()
             self._load_best(manager)
@@ -227,7 +227,7 @@ class SFTTrainer:
             return run_dir.read_settings(run_dir.place_of(self.args)), run_dir.resumes(self.args)
 
         try:
-            yield agree(hold)[0]
+            yield agree(hold, "output directory")[0]
         finally:
             for lock in locks:
                 lock.release()
@@ -256,7 +256,7 @@ class SFTTrainer:
 
     def _forget_lost_best(self, manager: CheckpointManager) -> None:
         """A best checkpoint that is not in this folder (but in that of the run gone on with) cannot be returned to."""
-        progress, there = self.loop.progress, agree(manager.all_steps)[0]
+        progress, there = self.loop.progress, agree(manager.all_steps, "list of checkpoints")[0]
         if not self.args.load_best_model_at_end or progress.best_step is None or progress.best_step in there:
             return
         if runtime.is_main():
@@ -307,7 +307,7 @@ class SFTTrainer:
         Whole values are written whatever the state-dict type is. All ranks must call it.
         """
         place = Path(output_dir or self.args.output_dir).expanduser()
-        agree(lambda: refuse_inputs(place, "save_model", self._inputs))
+        agree(lambda: refuse_inputs(place, "save_model", self._inputs), "save_model")
         loop = self.loop
         self._update_state()
         results.export(loop.model, self.parts, self.args, place)
@@ -327,7 +327,8 @@ def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
     """What `fullshard sft` does: build a trainer from files, train, save, say where everything is."""
     data = check_paths(config)
     assemble.join_ranks(assemble.engine_settings(config, []))
-    agree(lambda: run_dir.check_folder(config, inputs_of(config, data)) if runtime.is_main() else None)
+    inputs = inputs_of(config, data)
+    agree(lambda: run_dir.check_folder(config, inputs) if runtime.is_main() else None, "output directory")
     say = _speaker(config.progress)
     for note in notes:
         say(f"note: {note}")

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-from fullshard import runtime
-from fullshard.errors import UserError, WeightsError
-from fullshard.ranks import attempt
-
-T = TypeVar("T")
+from typing import Any
 
 SHOWN = 8
 """Names of each kind that an error lists; the rest is counted."""
@@ -95,18 +89,3 @@ class LoadReport:
                 shown = names if len(names) <= NAMED else [names[0], "…"]
                 text += f"; {len(names)} {what} ({', '.join(shown)})"
         return text
-
-
-def together(job: Callable[[], T], what: str) -> list[T]:
-    """Do a job on every rank and share the results. If it fails on any, all raise the same error."""
-    values, failures, failure = attempt(job, _told, 0, what, watched=False)
-    if failures:
-        first = next(iter(failures.values()))
-        alike = len(failures) == runtime.world_size() and len(set(failures.values())) == 1
-        text = first if alike else "\n".join(f"rank {rank}: {text}" for rank, text in failures.items())
-        raise WeightsError(text) from failure
-    return values
-
-
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, UserError) else repr(error)
