@@ -31,9 +31,9 @@ def sft(words: Sequence[str]) -> int:
     mine, launchers = split(words)
     arguments = parse(mine)
     if arguments.config.preview:
-        from fullshard.train import preview
+        from fullshard.train.preview import preview_run
 
-        preview.run(check_command(arguments))
+        preview_run(check_command(arguments))
         return 0
     is_rank = bool(os.environ.get("RANK"))
     ranks = [*launchers, "-m", MODULE, *mine]
@@ -43,9 +43,7 @@ def sft(words: Sequence[str]) -> int:
     if launch is None and not is_rank and count_gpus() > 1:  # counted last: that may import torch
         launch = resolve(ranks)
     if launch is not None:
-        return command.start(
-            dataclasses.replace(command.settle_here(launch), variables={RUN_VARIABLE: run.to_json()})
-        )
+        return command.start(dataclasses.replace(command.settle_here(launch), variables={RUN_VARIABLE: run.to_json()}))
     from fullshard.train.trainer import train_run
 
     train_run(run)

@@ -21,6 +21,7 @@ from fullshard.data.sources import Source, row_source
 from fullshard.errors import ConfigError
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
 from fullshard.options import as_list
+from fullshard.parallelize.fsdp_flags import settings_from_trainer_flags
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.paths import Inputs, held, looks_local
 from fullshard.train import run_dir
@@ -110,7 +111,7 @@ def _run_of(
 
 def sharding_settings(config: SFTConfig, launched: EngineSettings | None, notes: list[str]) -> EngineSettings:
     """How the model is sharded: the launcher's settings, overridden by the run's own."""
-    engine = EngineSettings.from_trainer_flags(config.fsdp, config.fsdp_config, notes=notes, base=launched)
+    engine = settings_from_trainer_flags(config.fsdp, config.fsdp_config, notes=notes, base=launched)
     changes: dict[str, Any] = {"mixed_precision": config.precision} if config.precision else {}
     if config.torch_compile and engine.backend.lower() == "no":
         changes["backend"] = "inductor"

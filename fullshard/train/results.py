@@ -19,12 +19,12 @@ from fullshard.fsdp.state_dict import whole_value
 from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
 from fullshard.lora.plain_lora import make_plain
 from fullshard.lora.virtual_tokens import as_file, encoders, is_prompt
-from fullshard.models.chunked_loss import causal
+from fullshard.models.inner_model import causal
 from fullshard.paths import replaced_files, save_tokenizer
 from fullshard.ranks import agree
 from fullshard.reporting.html_report import write_report
 from fullshard.reporting.model_card import write_card
-from fullshard.reporting.reporter import FILE
+from fullshard.reporting.records import METRICS_FILE
 from fullshard.train.config import SFTConfig
 from fullshard.train.loop import Progress
 from fullshard.train.model import local_folder
@@ -59,7 +59,7 @@ class ResultWriter:
         if hasattr(model, "peft_config"):
             self.keep_first()
             export_adapter(model, place, dtype, self.tables, self.first)
-            agree(lambda: save_tokenizer(self.tokenizer, place) if runtime.is_main() else None)
+            agree(lambda: save_tokenizer(self.tokenizer, place) if runtime.is_main() else None, "export")
         else:
             dtype = dtype or getattr(model.config, "dtype", None)
             save_pretrained(model, place, dtype=dtype, tokenizer=self.tokenizer, progress=False)
@@ -202,9 +202,9 @@ def describe(summary: Summary, place: Path) -> None:
         "metrics": metrics,
         "versions": versions(),
     }
-    write_card(place, config, facts)
+    write_card(place, config.run_name, config.changed(), facts)
     shown = {"steps": progress.step, "tokens": progress.tokens, "ranks": runtime.world_size(), **metrics, **versions()}
-    write_report(place / REPORT, config, summary.history, shown, summary.answers)
+    write_report(place / REPORT, config.run_name, config.changed(), summary.history, shown, summary.answers)
 
 
 def _final_rows(summary: Summary) -> dict[str, str]:
@@ -239,7 +239,7 @@ def show(summary: Summary) -> None:
         **_final_rows(summary),
         f"{'adapter' if summary.adapter else 'model'}, tokenizer, card": str(place),
         **({"checkpoints": str(place / CHECKPOINTS)} if (place / CHECKPOINTS).is_dir() else {}),
-        "metrics": str(place / FILE),
+        "metrics": str(place / METRICS_FILE),
         "report": str(place / REPORT),
         "talk to it": f"fullshard chat {place}",
     }

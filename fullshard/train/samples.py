@@ -8,7 +8,7 @@ training.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,12 @@ import numpy as np
 from fullshard import runtime
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
-from fullshard.models.chunked_loss import causal
-from fullshard.models.generate import Ends, answer, chat_tokens, ends_of, lead_in
+from fullshard.models.generate import StopCriteria, answer, chat_tokens, generation_prompt
+from fullshard.models.inner_model import causal
 from fullshard.ranks import agree_locally, exchange
+from fullshard.reporting.records import Sample
 from fullshard.train.config import SFTConfig
 from fullshard.train.prompts import Question, read_prompts
-
-FILE = "samples.jsonl"
 
 
 @dataclass(frozen=True)
@@ -34,29 +33,16 @@ class Prompt:
     reference: str | None
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One answer at one evaluation."""
-
-    step: int
-    prompt: str
-    answer: str
-    reference: str | None
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 class Samples:
     """Answers the prompts after each evaluation; a callback of the trainer's own. All ranks take part."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], ends: Ends, model: Any, record: Callable[[int, list[Sample]], None]
+        self, prompts: Sequence[Prompt], stop: StopCriteria, model: Any, record: Callable[[int, list[Sample]], None]
     ) -> None:
-        self.prompts, self.ends, self.model, self.record = prompts, ends, model, record
+        self.prompts, self.stop, self.model, self.record = prompts, stop, model, record
 
     def on_evaluate(self, args: SFTConfig, state: Any, control: Any, **facts: Any) -> None:
-        answers = _answers(self.model, self.prompts, self.ends, args.sample_max_new_tokens)
+        answers = _answers(self.model, self.prompts, self.stop, args.sample_max_new_tokens)
         step, pairs = state.global_step, zip(self.prompts, answers, strict=True)
         self.record(step, [Sample(step, p.shown, text, p.reference) for p, text in pairs])
 
@@ -67,13 +53,13 @@ def choose_prompts(config: SFTConfig, model: Any, evaluation: TokenTable | None,
     return _that_fit(found, model, config.sample_max_new_tokens)
 
 
-def _answers(model: Any, prompts: Sequence[Prompt], ends: Ends, limit: int) -> list[str]:
+def _answers(model: Any, prompts: Sequence[Prompt], stop: StopCriteria, limit: int) -> list[str]:
     """The answers, in order, on every rank. Ranks take turns; all of them generate equally often."""
     world, mine = runtime.world_size(), []
     for first in range(0, len(prompts), world):
         at = first + runtime.rank()
-        tokens = answer(model, prompts[at if at < len(prompts) else first].tokens, ends, limit)
-        mine.append(ends.text(tokens))
+        tokens = answer(model, prompts[at if at < len(prompts) else first].tokens, stop, limit)
+        mine.append(stop.text(tokens))
     by_rank = exchange(mine, "sample generations")
     return [by_rank[i % world][i // world] for i in range(len(prompts))]
 
@@ -85,7 +71,8 @@ def prompts_of(config: SFTConfig, table: TokenTable | None, tokenizer: Any) -> l
     if table is None:
         return []
     found: list[Prompt] = []
-    before = tokenizer(lead_in(tokenizer), add_special_tokens=False)["input_ids"] if lead_in(tokenizer) else []
+    opening = generation_prompt(tokenizer)
+    before = tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
     for start, end in zip(table.document_starts[:-1], table.document_starts[1:], strict=True):
         if len(found) == config.eval_samples:
             break
