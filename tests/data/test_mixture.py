@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from fullshard.data.row_formats import understand
 from fullshard.data.sources import Source, chain, file_source, hold_back, mix, row_source
 from fullshard.errors import ConfigError, DataError, UserError
-from fullshard.train.cli_args import find
 from fullshard.train.config import SFTConfig
+from fullshard.train.dataset_options import find
 from tests.data.tiny import text_rows, write_rows
 
 QUICK = settings(deadline=None, max_examples=40, derandomize=True)

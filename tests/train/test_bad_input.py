@@ -15,8 +15,9 @@ import pytest
 
 from fullshard.errors import UserError
 from fullshard.launch.sft_command import sft
+from fullshard.train.checked_run import check_command
 from fullshard.train.cli_args import parse
-from fullshard.train.trainer import run
+from fullshard.train.trainer import train_run
 from tests.data.tiny import make_tokenizer, write_rows
 from tests.pool import ranks
 from tests.train.tiny import make_folder, make_model
@@ -189,6 +190,6 @@ def test_found_on_every_rank(case: str, late_place: Path) -> None:
     out = late_place / f"out {case}"
     flags = words(late_place, **{"output_dir": out, "progress": "quiet", **local})
     with pytest.raises(UserError, match=said):
-        run(parse(flags).config)
+        train_run(check_command(parse(flags)))
     left = [p.name for p in out.rglob("*")] if out.exists() else []
     assert not [n for n in left if n.endswith((".safetensors", ".part"))]

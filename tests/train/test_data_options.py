@@ -15,7 +15,8 @@ from fullshard import runtime
 from fullshard.data.sources import hold_back
 from fullshard.errors import ConfigError, DataError
 from fullshard.train.batches import make_table
-from fullshard.train.cli_args import find, parse
+from fullshard.train.cli_args import parse
+from fullshard.train.dataset_options import find
 from fullshard.train.model import prepared_tokenizer
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows, write_rows
