@@ -20,7 +20,7 @@ from fullshard.data.token_table import cache_root
 from fullshard.errors import ConfigError
 from fullshard.lora.adapter_config import FIRST, WEIGHTS
 from fullshard.paths import Inputs, refuse_inputs, replace_text, within
-from fullshard.train.config import HARMLESS, SFTConfig
+from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import configs_of
 from fullshard.train.run_lock import LOCK, FolderLock, refuse_occupied
 
@@ -204,6 +204,16 @@ def written_in(folder: Path) -> list[Path]:
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
+
+
+HARMLESS = frozenset({
+    "output_dir", "overwrite", "resume", "resume_from_checkpoint", "save_strategy", "save_steps", "save_total_limit",
+    "logging_strategy", "logging_steps", "logging_first_step", "log_level", "progress", "report_to", "run_name",
+    "push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "eval_on_start", "per_device_eval_batch_size",
+    "preview", "preview_rows", "eval_samples", "sample_prompts", "sample_max_new_tokens",
+    "cache_dir", "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory", "save_dtype", "async_save",
+})  # fmt: skip
+"""Settings whose change in a resumed run does not change training."""
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:

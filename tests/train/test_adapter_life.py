@@ -202,7 +202,7 @@ def test_groups_of_loraplus_are_peft_s(tmp_path: Path) -> None:
     )
     assert ours == expected and len(ours) > 1
     trainer.args.use_peft_lora, trainer.args.loraplus_lr_ratio = False, 2.0
-    with pytest.raises(ConfigError, match="no LoRA matrix trains"):
+    with pytest.raises(ConfigError, match="no LoRA matrix is trainable"):
         make_optimizer(make_model(), trainer.args)
 
 
@@ -218,7 +218,7 @@ def test_frozen_by_pattern(tmp_path: Path) -> None:
     assert trains and not [name for name in trains if ".layers.1." in name]
     for pattern, message in {
         "embed_token": "'embed_token' names no parameter; did you mean embed_tokens",
-        "lm_head": "'lm_head' names only what does not train anyway",
+        "lm_head": "'lm_head' matches only frozen parameters",
     }.items():
         with pytest.raises(ConfigError, match=message):
             start(tmp_path, "wrong", use_peft_lora=pattern == "lm_head", freeze=pattern)

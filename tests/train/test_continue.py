@@ -167,8 +167,11 @@ def test_bad_adapters_are_named_before_torch(place: Path, tmp_path: Path) -> Non
         ((adapter, str(tmp_path / "absent")), r"adapter_name_or_path: .*absent does not exist"),
         ((adapter, str(place / "model")), r"model has no adapter_config.json; it holds"),
         ((adapter, str(broken)), r"broken has no adapter_model.safetensors; it holds"),
-        ((adapter, str(lost)), r"lost was trained on /nowhere/model, which is not here; name the model's folder"),
-        ((adapter, str(nameless)), r"nameless does not say which model it was trained on"),
+        (
+            (adapter, str(lost)),
+            r"lost was trained on /nowhere/model, which does not exist here; give the model's folder",
+        ),
+        ((adapter, str(nameless)), r"nameless does not name the model it was trained on"),
         (
             (adapter, str(place / "lora"), "--model_name_or_path", str(place / "lora")),
             r"holds an adapter, and adapter_",

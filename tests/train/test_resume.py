@@ -178,7 +178,7 @@ def test_killed_thrice_and_restarted_ends_the_same(tmp_path: Path) -> None:
         time.sleep(0.05)
 
     refused = subprocess.run(command(place, "disturbed"), capture_output=True, text=True, timeout=120)
-    assert refused.returncode == 2 and "holds an earlier run. --resume goes on with it" in refused.stderr
+    assert refused.returncode == 2 and "holds an earlier run. --resume continues it" in refused.stderr
 
     job = start(place, "disturbed", "--resume")
     before = steps_done(place, "disturbed")
