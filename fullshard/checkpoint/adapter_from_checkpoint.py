@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from fullshard.checkpoint.consolidate import find_model, stored_tensors
-from fullshard.checkpoint.manifest import damaged, misplaced, read_manifest
+from fullshard.checkpoint.manifest import find_damage, find_header_mismatches, read_manifest
 from fullshard.errors import CheckpointError
 from fullshard.lora import virtual_tokens
 from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, taken_from_weights
@@ -33,8 +33,8 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
     directory = Path(checkpoint)
     manifest = read_manifest(directory)
     name, entry = find_model(manifest, directory)
-    wrong = damaged(directory, manifest.files) if verify else []
-    if wrong := wrong or misplaced(directory, manifest, range(len(manifest.files))):
+    wrong = find_damage(directory, manifest.files) if verify else []
+    if wrong := wrong or find_header_mismatches(directory, manifest, range(len(manifest.files))):
         raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
     configs, shape = entry.get("adapter_configs") or {}, dict(entry.get("config") or {})
     if len(configs) != 1 or not shape:

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.checkpoint.manifest import Manifest, TensorEntry, damaged, misplaced, read_manifest, unpublished_name
+from fullshard.checkpoint.manifest import (
+    Manifest,
+    TensorEntry,
+    find_damage,
+    find_header_mismatches,
+    read_manifest,
+    unpublished_name,
+)
 from fullshard.errors import CheckpointError
 from fullshard.paths import check_new_folder
 
@@ -24,7 +31,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullTensor:
     """A tensor of the result, to be read when its turn comes."""
 
     dtype: torch.dtype
@@ -61,8 +68,8 @@ def merge_weights(
             f"not whole weights. fullshard export {directory} OUT --merge --base {base} adds it to its base"
         )
     place = check_new_folder(out)
-    wrong = damaged(directory, manifest.files) if verify else []
-    if wrong := wrong or misplaced(directory, manifest, range(len(manifest.files))):
+    wrong = find_damage(directory, manifest.files) if verify else []
+    if wrong := wrong or find_header_mismatches(directory, manifest, range(len(manifest.files))):
         raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
 
     tensors = dict([*stored_tensors(manifest, directory, name), *_from_base(entry)])
@@ -98,12 +105,12 @@ def find_model(manifest: Manifest, directory: Path, wanted: str | None = None) -
 # --- where the values come from -------------------------------------------------------------------------------------
 
 
-def stored_tensors(manifest: Manifest, directory: Path, model: str) -> Iterator[tuple[str, Whole]]:
+def stored_tensors(manifest: Manifest, directory: Path, model: str) -> Iterator[tuple[str, FullTensor]]:
     """The model's tensors in the checkpoint. Of those that differed from rank to rank, the first rank's."""
     from fullshard.checkpoint import json_tree
     from fullshard.weights.safetensors_index import DTYPES as FILE_DTYPES
 
-    extra = {noted["name"] for noted in json_tree.tensors_in(manifest.states[model]["extra"])}
+    extra = {ref["name"] for ref in json_tree.tensor_refs(manifest.states[model]["extra"])}
     for key, tensor in manifest.tensors.items():
         if not key.startswith(f"{model}/") or key in extra:
             continue
@@ -117,7 +124,7 @@ def stored_tensors(manifest: Manifest, directory: Path, model: str) -> Iterator[
         def read(tensor: TensorEntry = tensor) -> torch.Tensor:
             return _assembled(manifest, directory, tensor)
 
-        yield name, Whole(FILE_DTYPES[tensor.dtype], tensor.shape, read)
+        yield name, FullTensor(FILE_DTYPES[tensor.dtype], tensor.shape, read)
 
 
 def _assembled(manifest: Manifest, directory: Path, tensor: TensorEntry) -> torch.Tensor:
@@ -142,7 +149,7 @@ def _assembled(manifest: Manifest, directory: Path, tensor: TensorEntry) -> torc
     return out
 
 
-def _from_base(entry: dict[str, Any]) -> Iterator[tuple[str, Whole]]:
+def _from_base(entry: dict[str, Any]) -> Iterator[tuple[str, FullTensor]]:
     """Frozen tensors that the checkpoint leaves to the files it was trained on."""
     if not entry["left_out"]:
         return
@@ -166,7 +173,7 @@ def _from_base(entry: dict[str, Any]) -> Iterator[tuple[str, Whole]]:
         raise CheckpointError(f"{path} does not hold {', '.join(absent[:5])}, which the checkpoint leaves to it")
     for name in entry["left_out"]:
         if (reader := readers.get(name)) is not None:
-            yield name, Whole(reader.dtype, tuple(reader.shape), lambda reader=reader: reader[()])  # type: ignore[misc]
+            yield name, FullTensor(reader.dtype, tuple(reader.shape), lambda reader=reader: reader[()])  # type: ignore[misc]
 
 
 def _empty_model(entry: dict[str, Any]) -> Any:
@@ -187,7 +194,7 @@ def _empty_model(entry: dict[str, Any]) -> Any:
 
 def _write_weights(
     directory: Path,
-    tensors: dict[str, Whole],
+    tensors: dict[str, FullTensor],
     entry: dict[str, Any],
     dtype: str | None,
     max_shard_size: str | int,
@@ -226,8 +233,8 @@ def _write_weights(
     except ValueError as error:
         raise CheckpointError(f"max_shard_size {max_shard_size!r}: {error}") from error
     writers = {
-        file: FileWriter(directory / file, {name: form[name] for name in held})
-        for file, held in split.filename_to_tensors.items()
+        file: FileWriter(directory / file, {name: form[name] for name in names})
+        for file, names in split.filename_to_tensors.items()
     }
     done = 0
     try:

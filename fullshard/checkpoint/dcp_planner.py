@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fullshard.checkpoint.manifest import BLOCK, Manifest
-from fullshard.checkpoint.shard_index import Held, host_blocks, share
+from fullshard.checkpoint.shard_index import LocalShard, host_blocks, part_to_write
 from fullshard.errors import CheckpointError
 from fullshard.weights.safetensors_index import DTYPE_NAMES, DTYPES
 
@@ -42,11 +42,11 @@ class WritePlanner(SavePlanner):
     """Plans what this rank writes. `told` is what it has to say besides; the first rank finds every rank's word in
     `heard` and the tensors that differ between ranks in `per_rank`."""
 
-    def __init__(self, pieces: Iterable[Held], told: Any):
-        self.told = told
-        self.heard: list[Any] = []
+    def __init__(self, pieces: Iterable[LocalShard], entries: Any):
+        self.entries = entries
+        self.all_entries: list[Any] = []
         self.per_rank: list[str] = []
-        self._pieces = [part for piece in pieces if (part := share(piece)) is not None]
+        self._pieces = [part for piece in pieces if (part := part_to_write(piece)) is not None]
         self._by_key = {(part.name, part.offsets): part.local for part in self._pieces}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
@@ -54,11 +54,11 @@ class WritePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         digests = {part.name: _digest(part.local) for part in self._pieces if part.is_plain}
-        return SavePlan([_write_item(part) for part in self._pieces], planner_data=(self.told, digests))
+        return SavePlan([_write_item(part) for part in self._pieces], planner_data=(self.entries, digests))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         digests = [plan.planner_data[1] for plan in all_plans]
-        self.heard = [plan.planner_data[0] for plan in all_plans]
+        self.all_entries = [plan.planner_data[0] for plan in all_plans]
         known: dict[str, TensorStorageMetadata] = {}
         loads = [0] * len(all_plans)
         kept: list[list[WriteItem]] = [[] for _ in all_plans]
@@ -95,7 +95,7 @@ class WritePlanner(SavePlanner):
         return found if found is not None else self._by_key[write_item.index.fqn.rpartition("@rank-")[0], offsets]
 
 
-def _write_item(part: Held) -> WriteItem:
+def _write_item(part: LocalShard) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(part.offsets), part.local.shape)
     properties = TensorProperties(dtype=part.local.dtype)
     data = TensorWriteData(chunk, properties, torch.Size(part.shape))
@@ -130,7 +130,7 @@ def _note(item: WriteItem, known: dict[str, TensorStorageMetadata]) -> None:
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """A tensor to be filled: this rank's piece of a stored one."""
 
     name: str
@@ -142,7 +142,7 @@ class Target:
 class ReadPlanner(LoadPlanner):
     """Plans what this rank reads: of every target exactly what it holds."""
 
-    def __init__(self, targets: Sequence[Target]):
+    def __init__(self, targets: Sequence[LoadTarget]):
         self._targets = {(t.name, i): t for i, t in enumerate(targets)}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
@@ -182,7 +182,7 @@ class ReadPlanner(LoadPlanner):
         pass
 
 
-def mismatch(target: Target, shape: Sequence[int], manifest: Manifest) -> str:
+def mismatch(target: LoadTarget, shape: Sequence[int], manifest: Manifest) -> str:
     """Why a stored tensor cannot fill a target; empty if it can."""
     stored = manifest.tensors.get(target.name)
     if stored is None:

@@ -39,9 +39,10 @@ from fullshard.checkpoint.manifest import (
     Manifest,
     PieceEntry,
     TensorEntry,
-    incomplete,
-    missing_or_cut,
+    find_missing_or_truncated,
+    incomplete_tensors,
     piece_name,
+    read_manifest,
 )
 from fullshard.checkpoint.shard_index import as_bytes, host_blocks
 from fullshard.errors import CheckpointError
@@ -157,7 +158,7 @@ class CheckpointWriter(StorageWriter):
         files: dict[str, FileEntry] = {}
         for rank, written in enumerate(results):
             own = {result.storage_data.file.name: result.storage_data.file for result in written}
-            if wrong := missing_or_cut(self.directory, own.values()):
+            if wrong := find_missing_or_truncated(self.directory, own.values()):
                 raise CheckpointError(
                     f"what rank {rank} wrote does not appear on rank {runtime.rank()}: {'; '.join(wrong)}. The "
                     f"checkpoint directory must be one that all ranks share"
@@ -172,7 +173,7 @@ class CheckpointWriter(StorageWriter):
             name: TensorEntry(DTYPE_NAMES[known.properties.dtype], tuple(known.size), tuple(pieces[name]))
             for name, known in metadata.state_dict_metadata.items()
         }
-        if gaps := incomplete(tensors):
+        if gaps := incomplete_tensors(tensors):
             raise CheckpointError(f"no rank, or more than one, wrote parts of {', '.join(gaps[:5])}")
         self._conclude(tensors, tuple(files[name] for name in sorted(files)))
 
@@ -223,8 +224,6 @@ class CheckpointReader(StorageReader):
     """Reads a published checkpoint, also for `torch.distributed.checkpoint.load`."""
 
     def __init__(self, directory: str | Path, manifest: Manifest | None = None):
-        from fullshard.checkpoint.manifest import read_manifest
-
         self.directory = Path(directory)
         self.manifest = manifest or read_manifest(directory)
         self._scratch = threading.local()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fullshard import accelerator
-from fullshard.checkpoint.shard_index import Held, as_bytes, share
+from fullshard.checkpoint.shard_index import LocalShard, as_bytes, part_to_write
 
 ALIGNMENT = 64
 
@@ -24,9 +24,9 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, pieces: Iterable[Held]) -> list[Held]:
+    def copy(self, pieces: Iterable[LocalShard]) -> list[LocalShard]:
         """The same pieces with their values copied; returns when the originals may change."""
-        parts = [part for piece in pieces if (part := share(piece)) is not None]
+        parts = [part for piece in pieces if (part := part_to_write(piece)) is not None]
         starts, end = [], 0
         for part in parts:
             starts.append(end)

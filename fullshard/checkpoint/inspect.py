@@ -8,9 +8,9 @@ from typing import Any
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    damaged,
-    misplaced,
-    missing_or_cut,
+    find_damage,
+    find_header_mismatches,
+    find_missing_or_truncated,
     published_steps,
     read_manifest,
     step_name,
@@ -45,8 +45,10 @@ def inspect_checkpoint(path: str | Path, verify: bool = False) -> dict[str, Any]
 
 
 def _facts(directory: Path, manifest: Manifest, verify: bool) -> dict[str, Any]:
-    problems = damaged(directory, manifest.files) if verify else missing_or_cut(directory, manifest.files)
-    problems = problems or misplaced(directory, manifest, range(len(manifest.files)))
+    problems = (
+        find_damage(directory, manifest.files) if verify else find_missing_or_truncated(directory, manifest.files)
+    )
+    problems = problems or find_header_mismatches(directory, manifest, range(len(manifest.files)))
     return {
         "path": str(directory),
         "step": manifest.step,

@@ -111,15 +111,15 @@ def decode(data: Any, take: TakeTensor) -> Any:
     return made[kind](decode(v, take) for v in value)
 
 
-def tensors_in(data: Any) -> list[dict[str, Any]]:
+def tensor_refs(data: Any) -> list[dict[str, Any]]:
     """What was written down for the tensors inside an encoded value."""
     if isinstance(data, list):
-        return [t for v in data for t in tensors_in(v)]
+        return [t for v in data for t in tensor_refs(v)]
     if not isinstance(data, dict):
         return []
     if data.get(TAG) in ("tensor", "array"):
         return [data]
-    return [t for v in data.values() for t in tensors_in(v)]
+    return [t for v in data.values() for t in tensor_refs(v)]
 
 
 def _bytes_of(value: np.ndarray) -> np.ndarray:

@@ -18,14 +18,14 @@ from fullshard.checkpoint import publish, save_restore
 from fullshard.checkpoint.host_snapshot import HostBuffer
 from fullshard.checkpoint.manifest import (
     Manifest,
-    damaged,
+    find_damage,
     published_steps,
     read_manifest,
     step_name,
     unpublished,
 )
 from fullshard.checkpoint.objects import check_state
-from fullshard.checkpoint.preemption import EXIT_PREEMPTED, SIGNALS, SignalNote
+from fullshard.checkpoint.preemption import EXIT_PREEMPTED, SIGNALS, SignalListener
 from fullshard.errors import CheckpointError
 from fullshard.ranks import Lease, agree, any_of, exchange, front_group
 
@@ -66,7 +66,7 @@ class CheckpointManager:
         self.save_interval, self.max_to_keep, self.keep_every = save_interval, max_to_keep, keep_every
         self.save_frozen, self.verify = save_frozen, verify
         self._protect = protect or (lambda step: False)
-        self._signals = SignalNote(signals)
+        self._signals = SignalListener(signals)
         self._asked_to_stop = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -91,9 +91,9 @@ class CheckpointManager:
         if not (force or self.should_save(step)):
             return False
         self.join()
-        order, description = self._begin(step, state)
+        save_job, description = self._begin(step, state)
         superfluous = self._superfluous(step)
-        save_restore.write(order, description.entries, description.pieces, self._lease.group)
+        save_restore.write(save_job, description.entries, description.pieces, self._lease.group)
         self._published(step, superfluous)
         return True
 
@@ -105,14 +105,14 @@ class CheckpointManager:
         if not (force or self.should_save(step)):
             return False
         self.join()
-        order, description = self._begin(step, state)
+        save_job, description = self._begin(step, state)
         # Memory may run out here; then it must on every rank, before any of them goes on alone.
-        pieces = save_restore.agree_locally(lambda: self._buffer.copy(description.pieces), step, order.what)
+        pieces = save_restore.agree_locally(lambda: self._buffer.copy(description.pieces), step, save_job.what)
         superfluous = self._superfluous(step)  # as the state that is saved sees it, not as training goes on
 
         def work() -> None:
             try:
-                save_restore.write(order, description.entries, pieces, self._lease.group)
+                save_restore.write(save_job, description.entries, pieces, self._lease.group)
                 self._published(step, superfluous)
             except BaseException as error:
                 self._failure = error
@@ -122,7 +122,7 @@ class CheckpointManager:
         self._thread.start()
         return True
 
-    def _begin(self, step: int, state: Mapping[str, Any]) -> tuple[save_restore.Order, Any]:
+    def _begin(self, step: int, state: Mapping[str, Any]) -> tuple[save_restore.AgreedSave, Any]:
         self._require_open()
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise CheckpointError(f"step={step!r}: expected a whole number of 0 or more")
@@ -235,7 +235,7 @@ class CheckpointManager:
             for step in reversed([s for s in steps if s < before] if runtime.is_main() else []):
                 directory = self.path / step_name(step)
                 try:
-                    if not damaged(directory, read_manifest(directory).files):
+                    if not find_damage(directory, read_manifest(directory).files):
                         return step
                 except CheckpointError:
                     continue
@@ -317,8 +317,8 @@ def save_state(
     """
     place = Path(directory).absolute()
     publish.probe(place.parent)
-    order, description = save_restore.begin(place, None, _together(state, named), save_frozen)
-    save_restore.write(order, description.entries, description.pieces, front_group())
+    save_job, description = save_restore.begin(place, None, _together(state, named), save_frozen)
+    save_restore.write(save_job, description.entries, description.pieces, front_group())
 
 
 def load_state(

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -169,11 +169,11 @@ def _check_sense(manifest: Manifest, path: Path) -> None:
             )
             if not inside or not 0 <= piece.file < len(manifest.files) or end > manifest.files[piece.file].bytes:
                 raise CheckpointError(f"{path}: a piece of tensor {name} lies outside it or outside its file: {piece}")
-    if gaps := incomplete(manifest.tensors):
+    if gaps := incomplete_tensors(manifest.tensors):
         raise CheckpointError(f"{path}: these tensors are not complete: {', '.join(gaps[:5])}")
 
 
-def incomplete(tensors: dict[str, TensorEntry]) -> list[str]:
+def incomplete_tensors(tensors: dict[str, TensorEntry]) -> list[str]:
     """Tensors whose pieces do not add up to the whole."""
     return [
         name for name, t in tensors.items() if sum(math.prod(p.sizes) for p in t.pieces) != math.prod(t.shape)
@@ -183,7 +183,7 @@ def incomplete(tensors: dict[str, TensorEntry]) -> list[str]:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def missing_or_cut(directory: Path, files: Iterable[FileEntry]) -> list[str]:
+def find_missing_or_truncated(directory: Path, files: Iterable[FileEntry]) -> list[str]:
     """What is wrong with the files at a glance: absent, or of another size."""
     wrong = []
     for file in files:
@@ -200,17 +200,16 @@ def missing_or_cut(directory: Path, files: Iterable[FileEntry]) -> list[str]:
     return wrong
 
 
-def damaged(directory: Path, files: Iterable[FileEntry], seen: Callable[[int], None] = lambda n: None) -> list[str]:
+def find_damage(directory: Path, files: Iterable[FileEntry]) -> list[str]:
     """What is wrong with the files once they are read through. `seen` hears how many bytes were read."""
     files = list(files)
-    wrong = missing_or_cut(directory, files)
+    wrong = find_missing_or_truncated(directory, files)
     for file in files if not wrong else ():
         path, digest, buffer = directory / file.name, hashlib.sha256(), bytearray(BLOCK)
         try:
             with open(path, "rb", buffering=0) as stream:
                 while count := stream.readinto(buffer):
                     digest.update(memoryview(buffer)[:count])
-                    seen(count)
         except OSError as error:
             wrong.append(f"{path} cannot be read: {error.strerror}")
             continue
@@ -226,7 +225,7 @@ def piece_name(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: S
     return f"{name}[{','.join(f'{o}:{o + s}' for o, s in zip(offsets, sizes, strict=True))}]"
 
 
-def misplaced(directory: Path, manifest: Manifest, files: Iterable[int]) -> list[str]:
+def find_header_mismatches(directory: Path, manifest: Manifest, files: Iterable[int]) -> list[str]:
     """Where the manifest and the headers of the files do not say the same of what lies where."""
     said: dict[int, dict[str, Any]] = {i: {} for i in files}
     for name, tensor in manifest.tensors.items():

@@ -14,13 +14,13 @@ from torch import nn
 
 from fullshard import runtime
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.objects import Description, Loading
+from fullshard.checkpoint.objects import RestorePlan, StateDescription
 from fullshard.errors import UserError
 from fullshard.spmd.tensor import is_sharded
 from fullshard.weights.source_files import base_of, fingerprint_of
 
 
-def left_out(model: nn.Module) -> set[str]:
+def provided_by_base(model: nn.Module) -> set[str]:
     """Frozen parameters that the model's base files give again, as far as this rank can tell."""
     base = base_of(model)
     if base is None:
@@ -33,7 +33,7 @@ def left_out(model: nn.Module) -> set[str]:
     }
 
 
-def describe_model(description: Description, name: str, model: nn.Module, omitted: set[str]) -> None:
+def describe_model(description: StateDescription, name: str, model: nn.Module, omitted: set[str]) -> None:
     """Write down a model without the parameters in `omitted`."""
     entry: dict[str, Any] = {"kind": "model", "class": type(model).__qualname__, "tied": {}, "extra": {}}
     seen: dict[int, str] = {}
@@ -90,10 +90,10 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
-def prepare_model(loading: Loading, name: str, entry: dict[str, Any], model: nn.Module) -> None:
+def prepare_model(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.Module) -> None:
     """Have a model's values read into it."""
-    _check_base(loading, name, entry, model)
-    stored, base = _stored_keys(loading, name, entry), base_of(model)
+    _check_base(plan, name, entry, model)
+    stored, base = _stored_keys(plan, name, entry), base_of(model)
     omitted, tied, extra = set(entry["left_out"]), entry["tied"], dict(entry["extra"])
     _give_memory(model, stored)
     values = model.state_dict(keep_vars=True)
@@ -109,49 +109,49 @@ def prepare_model(loading: Loading, name: str, entry: dict[str, Any], model: nn.
         source = key if key in stored else tied.get(key)
         if id(value) in first and id(value) in live:
             if key in stored:
-                loading.problems.append(f"{key} and {first[id(value)]} are tied here and two tensors in the checkpoint")
+                plan.problems.append(f"{key} and {first[id(value)]} are tied here and two tensors in the checkpoint")
             continue
         first[id(value)] = key
         if source is None:
             if key not in omitted:
                 missing.append(key)
             elif _is_meta(value):
-                loading.problems.append(
+                plan.problems.append(
                     f"{key} was left out of the checkpoint because its base provides it, and has no value here: load "
                     f"the base first ({entry['base']['path']})"
                 )
             elif base is not None and not base.provides(key, value):
-                loading.problems.append(
+                plan.problems.append(
                     f"{key} was left out of the checkpoint because its base provides it, and has been changed here "
                     f"since it was loaded: load the base again ({base.path})"
                 )
             continue
         if id(value) not in live:
             value = detour[key] = torch.empty_like(value)
-        loading.fill(f"{name}/{source}", value)
+        plan.fill(f"{name}/{source}", value)
     unexpected = sorted(key for key in (*stored, *extra) if key not in values)
     if missing:
-        loading.problems.append(f"{name}: not in the checkpoint: {_some(missing)}")
+        plan.problems.append(f"{name}: not in the checkpoint: {_some(missing)}")
     if unexpected:
-        loading.problems.append(f"{name}: in the checkpoint and not in the model: {_some(unexpected)}")
-    made = {noted["name"]: loading.make(noted, None, None) for noted in json_tree.tensors_in(extra)}
+        plan.problems.append(f"{name}: in the checkpoint and not in the model: {_some(unexpected)}")
+    tensors = {ref["name"]: plan.make(ref, None, None) for ref in json_tree.tensor_refs(extra)}
 
     def finish() -> None:
-        others = {key: json_tree.decode(data, lambda noted: made[noted["name"]]) for key, data in extra.items()}
+        others = {key: json_tree.decode(data, lambda ref: tensors[ref["name"]]) for key, data in extra.items()}
         if detour or others:
             model.load_state_dict({**detour, **others}, strict=False)
 
-    loading.finish.append(finish)
+    plan.finish.append(finish)
 
 
-def _stored_keys(loading: Loading, name: str, entry: dict[str, Any]) -> set[str]:
+def _stored_keys(plan: RestorePlan, name: str, entry: dict[str, Any]) -> set[str]:
     """The model's own names of the tensors that the checkpoint holds for it."""
-    names = {key for key in loading.manifest.tensors if "@rank-" not in key} | set(loading.manifest.per_rank)
-    names -= {noted["name"] for noted in json_tree.tensors_in(entry["extra"])}
+    names = {key for key in plan.manifest.tensors if "@rank-" not in key} | set(plan.manifest.per_rank)
+    names -= {ref["name"] for ref in json_tree.tensor_refs(entry["extra"])}
     return {key.removeprefix(f"{name}/") for key in names if key.startswith(f"{name}/")}
 
 
-def _check_base(loading: Loading, name: str, entry: dict[str, Any], model: nn.Module) -> None:
+def _check_base(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.Module) -> None:
     """Frozen values that were left out must be those of the base they were left out for."""
     saved = entry["base"]
     if not entry["left_out"]:
@@ -164,7 +164,7 @@ def _check_base(loading: Loading, name: str, entry: dict[str, Any], model: nn.Mo
         try:
             found = fingerprint_of(path)
         except UserError as error:
-            loading.problems.append(f"{name}: the base of the checkpoint cannot be checked: {error}")
+            plan.problems.append(f"{name}: the base of the checkpoint cannot be checked: {error}")
             return
         runtime.warn_once(
             f"base of {name}",
@@ -172,7 +172,7 @@ def _check_base(loading: Loading, name: str, entry: dict[str, Any], model: nn.Mo
             f"with load_pretrained, so it is taken on trust that they are those of {path}",
         )
     if found != saved["fingerprint"]:
-        loading.problems.append(
+        plan.problems.append(
             f"{name}: the checkpoint was made on top of {saved['path']} (fingerprint {saved['fingerprint']}), and the "
             f"model comes from {path} (fingerprint {found}): the files differ. Load the base it was made on"
         )

@@ -19,9 +19,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard import runtime
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.dcp_planner import Target, mismatch
+from fullshard.checkpoint.dcp_planner import LoadTarget, mismatch
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.shard_index import Held, held
+from fullshard.checkpoint.shard_index import LocalShard, local_shard
 from fullshard.errors import CheckpointError, UserError
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
@@ -33,33 +33,33 @@ ABOUT = ("config", "generation_config", "adapter_configs", "plan", "mesh")
 
 
 @dataclass
-class Description:
+class StateDescription:
     """What one rank has to save."""
 
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By name, everything that is not a tensor."""
-    pieces: list[Held] = field(default_factory=list)
+    pieces: list[LocalShard] = field(default_factory=list)
 
     def put(self, name: str, tensor: torch.Tensor) -> dict[str, Any]:
         """Take a tensor in; what to write down for it."""
         tensor = unmarked(tensor)
-        piece = held(name, tensor)
+        piece = local_shard(name, tensor)
         if piece is not None:
             self.pieces.append(piece)
-        noted: dict[str, Any] = {"name": name}
+        ref: dict[str, Any] = {"name": name}
         if is_sharded(tensor):
-            noted["spec"] = layout_of(tensor._spec).spec
+            ref["spec"] = layout_of(tensor._spec).spec
         elif tensor.device.type != "cpu":
-            noted["device"] = "accelerator"
-        return noted
+            ref["device"] = "accelerator"
+        return ref
 
 
 @dataclass
-class Loading:
+class RestorePlan:
     """What one rank has to read, and to do afterwards."""
 
     manifest: Manifest
-    targets: list[Target] = field(default_factory=list)
+    targets: list[LoadTarget] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
     casts: set[str] = field(default_factory=set)
@@ -67,10 +67,10 @@ class Loading:
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Read a stored tensor into `tensor`, each rank its piece."""
         tensor = unmarked(tensor)
-        piece = held(name, tensor)
+        piece = local_shard(name, tensor)
         if piece is None:
             return
-        target = Target(self.manifest.rank_name(name, runtime.rank()), piece.local, piece.offsets)
+        target = LoadTarget(self.manifest.rank_name(name, runtime.rank()), piece.local, piece.offsets)
         if problem := mismatch(target, piece.shape, self.manifest):
             self.problems.append(problem)
             return
@@ -79,38 +79,36 @@ class Loading:
             self.casts.add(f"{str(stored)[6:]} to {str(piece.local.dtype)[6:]}")
         self.targets.append(target)
 
-    def make(
-        self, noted: dict[str, Any], like: torch.Tensor | None, mesh: Mesh | None, now: Any = None
-    ) -> torch.Tensor:
+    def make(self, ref: dict[str, Any], like: torch.Tensor | None, mesh: Mesh | None, now: Any = None) -> torch.Tensor:
         """A tensor for a stored one, to be filled: `now`, if that is such a tensor already, else a new one.
 
         A sharded one is laid out as `like` where their shapes agree, else as written down if this mesh has such axes,
         else copied to all ranks. A plain one goes to the kind of device it was on.
         """
-        name = noted["name"]
+        name = ref["name"]
         stored = self.manifest.tensors.get(self.manifest.rank_name(name, runtime.rank()))
         if stored is None:
             self.problems.append(f"{name} is not in the checkpoint")
             return torch.empty(0)
         shape, dtype = stored.shape, DTYPES[stored.dtype]
         if isinstance(now, torch.Tensor) and tuple(now.shape) == shape and now.dtype == dtype:
-            if is_sharded(now) == ("spec" in noted):
+            if is_sharded(now) == ("spec" in ref):
                 self.fill(name, now)
                 return now
-        device = runtime.device() if noted.get("device") else torch.device("cpu")
-        if "spec" not in noted:
-            made = torch.empty(shape, dtype=dtype, device=device)
+        device = runtime.device() if ref.get("device") else torch.device("cpu")
+        if "spec" not in ref:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
         elif like is not None and is_sharded(like):
             layout = layout_of(like._spec)
             if tuple(like.shape) != shape:
-                layout = _layout(layout.mesh, noted["spec"], len(shape))
-            made = _sharded(layout, shape, dtype, like._local_tensor.device, type(like.detach()))
+                layout = _layout(layout.mesh, ref["spec"], len(shape))
+            tensor = _sharded(layout, shape, dtype, like._local_tensor.device, type(like.detach()))
         elif mesh is not None:
-            made = _sharded(_layout(mesh, noted["spec"], len(shape)), shape, dtype, runtime.device(), ShardedTensor)
+            tensor = _sharded(_layout(mesh, ref["spec"], len(shape)), shape, dtype, runtime.device(), ShardedTensor)
         else:
-            made = torch.empty(shape, dtype=dtype, device=like.device if like is not None else runtime.device())
-        self.fill(name, made)
-        return made
+            tensor = torch.empty(shape, dtype=dtype, device=like.device if like is not None else runtime.device())
+        self.fill(name, tensor)
+        return tensor
 
 
 def _layout(mesh: Mesh, spec: list[Any], rank: int) -> Layout:
@@ -176,7 +174,7 @@ def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
     }
 
 
-def describe_value(description: Description, name: str, value: Any) -> None:
+def describe_value(description: StateDescription, name: str, value: Any) -> None:
     """Write down a plain value, or what an object says of itself."""
     kind = kind_of(value)
     data = value.state_dict() if kind == "state" else value
@@ -186,19 +184,19 @@ def describe_value(description: Description, name: str, value: Any) -> None:
     description.entries[name] = entry
 
 
-def prepare_value(loading: Loading, name: str, entry: dict[str, Any], state: Any, mesh: Mesh | None) -> None:
+def prepare_value(plan: RestorePlan, name: str, entry: dict[str, Any], state: Any, mesh: Mesh | None) -> None:
     """Have a plain value put back into `state`, or an object given its state."""
-    data = entry_value(entry, name, loading.manifest)
-    made = {noted["name"]: loading.make(noted, None, mesh) for noted in json_tree.tensors_in(data)}
+    data = entry_value(entry, name, plan.manifest)
+    tensors = {ref["name"]: plan.make(ref, None, mesh) for ref in json_tree.tensor_refs(data)}
 
     def finish() -> None:
-        value = json_tree.decode(data, lambda noted: made[noted["name"]])
+        value = json_tree.decode(data, lambda ref: tensors[ref["name"]])
         if entry["kind"] == "value":
             state[name] = value
         elif value != {}:  # a GradScaler that is off has no state, and refuses to be given none
             state[name].load_state_dict(value)
 
-    loading.finish.append(finish)
+    plan.finish.append(finish)
 
 
 def entry_value(entry: dict[str, Any], name: str, manifest: Manifest) -> Any:

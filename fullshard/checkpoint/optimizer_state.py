@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.objects import Description, Loading
+from fullshard.checkpoint.objects import RestorePlan, StateDescription
 from fullshard.errors import CheckpointError
 from fullshard.spmd.mesh import Mesh
 
@@ -29,7 +29,7 @@ def _names(optimizer: torch.optim.Optimizer, names: dict[int, str], label: str) 
 
 
 def describe_optimizer(
-    description: Description, label: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
+    description: StateDescription, label: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> None:
     """Write down an optimizer."""
     groups = []
@@ -50,7 +50,7 @@ def describe_optimizer(
 
 
 def prepare_optimizer(
-    loading: Loading,
+    plan: RestorePlan,
     label: str,
     entry: dict[str, Any],
     optimizer: torch.optim.Optimizer,
@@ -61,30 +61,30 @@ def prepare_optimizer(
     members = _names(optimizer, names, label)
     saved = [group["parameters"] for group in entry["groups"]]
     if [sorted(group) for group in saved] != [sorted(group) for group in members]:
-        loading.problems.append(_groups_differ(label, saved, members))
+        plan.problems.append(_groups_differ(label, saved, members))
         return
     if entry["class"] != type(optimizer).__qualname__:
-        loading.problems.append(f"{label} is a {type(optimizer).__qualname__}; the checkpoint has a {entry['class']}")
+        plan.problems.append(f"{label} is a {type(optimizer).__qualname__}; the checkpoint has a {entry['class']}")
         return
     parameters = {
         name: p
         for group, group_names in zip(optimizer.param_groups, members, strict=True)
         for p, name in zip(group["params"], group_names, strict=True)
     }
-    made: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, data in entry["state"].items():
         present = optimizer.state.get(parameters[name], {})
         for key, value in data.items():
-            for noted in json_tree.tensors_in(value):
-                now = present.get(key) if noted is value else None
-                made[noted["name"]] = loading.make(noted, parameters[name], mesh, now)
+            for ref in json_tree.tensor_refs(value):
+                now = present.get(key) if ref is value else None
+                tensors[ref["name"]] = plan.make(ref, parameters[name], mesh, now)
     for group in entry["groups"]:
-        for noted in json_tree.tensors_in(group["options"]):
-            made[noted["name"]] = loading.make(noted, None, mesh)
+        for ref in json_tree.tensor_refs(group["options"]):
+            tensors[ref["name"]] = plan.make(ref, None, mesh)
 
     def finish() -> None:
-        def take(noted: dict[str, Any]) -> torch.Tensor:
-            return made[noted["name"]]
+        def take(ref: dict[str, Any]) -> torch.Tensor:
+            return tensors[ref["name"]]
 
         numbers: dict[str, int] = {}
         for name in (name for group in members for name in group):
@@ -103,7 +103,7 @@ def prepare_optimizer(
                 if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
                     optimizer.state[parameters[name]][key] = value.to(now.device)
 
-    loading.finish.append(finish)
+    plan.finish.append(finish)
 
 
 def _groups_differ(label: str, saved: list[list[str]], members: list[list[str]]) -> str:

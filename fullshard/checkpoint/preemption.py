@@ -29,7 +29,7 @@ def _runtime() -> Any:
     return runtime
 
 
-class SignalNote:
+class SignalListener:
     """Notes the signals of this process while it is installed."""
 
     def __init__(self, signals: Sequence[int]):

@@ -21,8 +21,6 @@ from fullshard.ranks import agree
 stage: Callable[[str], None] = lambda name: None  # noqa: E731
 """Hears the name of each stage of a save as it is reached. Tests end the process there."""
 
-STAGES = ("start", "directory", "inside a file", "file", "files", "manifest", "publish", "published", "removing")
-
 
 def new_token() -> str:
     """Tells one save, or one probe, from all others."""

@@ -15,12 +15,12 @@ import torch
 
 from fullshard import accelerator, runtime
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.objects import Description, Loading
+from fullshard.checkpoint.objects import RestorePlan, StateDescription
 
 NAME = "rng"
 
 
-def describe_rng(description: Description) -> None:
+def describe_rng(description: StateDescription) -> None:
     """Write down this rank's generators."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
@@ -33,14 +33,14 @@ def describe_rng(description: Description) -> None:
     description.entries[NAME] = {"kind": NAME, "value": json_tree.encode(state, description.put, NAME)}
 
 
-def prepare_rng(loading: Loading, entry: dict[str, Any]) -> None:
+def prepare_rng(plan: RestorePlan, entry: dict[str, Any]) -> None:
     """Have the generators set."""
-    saved, world, me = loading.manifest.world_size, runtime.world_size(), runtime.rank()
-    differed = "ranks" in entry or any(name.startswith(f"{NAME}/") for name in loading.manifest.per_rank)
+    saved, world, me = plan.manifest.world_size, runtime.world_size(), runtime.rank()
+    differed = "ranks" in entry or any(name.startswith(f"{NAME}/") for name in plan.manifest.per_rank)
     data = entry["ranks"][me % saved] if "ranks" in entry else entry["value"]
-    made = {}
-    for noted in json_tree.tensors_in(data):
-        made[noted["name"]] = loading.make(noted, None, None)
+    tensors = {}
+    for ref in json_tree.tensor_refs(data):
+        tensors[ref["name"]] = plan.make(ref, None, None)
     derived = differed and me >= saved
     if differed and world != saved:
         runtime.warn_once(
@@ -51,7 +51,7 @@ def prepare_rng(loading: Loading, entry: dict[str, Any]) -> None:
         )
 
     def finish() -> None:
-        state = json_tree.decode(data, lambda noted: made[noted["name"]])
+        state = json_tree.decode(data, lambda ref: tensors[ref["name"]])
         if derived:
             words = hashlib.sha256(state["torch"].numpy().tobytes() + f"/{me}".encode()).digest()
             runtime.seed(int.from_bytes(words[:7], "little"))
@@ -63,4 +63,4 @@ def prepare_rng(loading: Loading, entry: dict[str, Any]) -> None:
         if state["cuda"] is not None:
             accelerator.set_rng_state(runtime.device(), state["cuda"])
 
-    loading.finish.append(finish)
+    plan.finish.append(finish)

@@ -24,7 +24,7 @@ SMALL = 4096
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalShard:
     """A tensor of the state, as this rank holds it."""
 
     name: str
@@ -44,7 +44,7 @@ class Held:
         return self.copies == 0
 
 
-def held(name: str, tensor: torch.Tensor) -> Held | None:
+def local_shard(name: str, tensor: torch.Tensor) -> LocalShard | None:
     """How this rank holds a tensor; None if it holds nothing of it."""
     tensor = unmarked(tensor.detach() if type(tensor) is torch.nn.Parameter else tensor)
     dtype = tensor.dtype
@@ -55,7 +55,7 @@ def held(name: str, tensor: torch.Tensor) -> Held | None:
             raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialise it first")
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise CheckpointError(f"{name} is a {tensor.layout} tensor; checkpoints hold dense tensors")
-        return Held(name, tuple(tensor.shape), tensor.detach(), (0,) * tensor.dim(), copies=0)
+        return LocalShard(name, tuple(tensor.shape), tensor.detach(), (0,) * tensor.dim(), copies=0)
     local: torch.Tensor = tensor._local_tensor
     if local.is_meta:
         raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialise it first")
@@ -75,10 +75,10 @@ def held(name: str, tensor: torch.Tensor) -> Held | None:
     pieces = math.prod(layout.parts(dim) for dim in range(tensor.dim()))
     copies = layout.mesh.size() // pieces
     offsets = tuple(cut.start for cut in cuts)
-    return Held(name, tuple(tensor.shape), local.detach(), offsets, copies, layout.replica_id(me))
+    return LocalShard(name, tuple(tensor.shape), local.detach(), offsets, copies, layout.replica_id(me))
 
 
-def share(piece: Held) -> Held | None:
+def part_to_write(piece: LocalShard) -> LocalShard | None:
     """The part of its piece that this rank writes; None if that is nothing."""
     local = piece.local
     if local.numel() == 0 and math.prod(piece.shape) > 0:

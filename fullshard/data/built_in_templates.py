@@ -115,6 +115,6 @@ BUILT_IN = {
 }
 
 
-def name_of(template: str) -> str | None:
+def built_in_name(template: str) -> str | None:
     """The name of a template that is built in."""
     return next((name for name, built_in in BUILT_IN.items() if built_in.text == template), None)

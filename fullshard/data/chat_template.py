@@ -15,7 +15,6 @@ from typing import Any
 from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.errors import ConfigError
 
-TEMPLATES = {name: built_in.text for name, built_in in BUILT_IN.items()}
 IN_FILES = re.compile("<[|\uff5c][^<>|\uff5c\\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>")
 """What is taken for a mark in a template of the user's own."""
 GIVEN = {

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fullshard.data.raw_row import Raw
-from fullshard.data.render_chat import Conversation, Message, Span
-from fullshard.data.row_formats import AS_USUAL, UNUSED, Document, Reading, count_bad, documents
-from fullshard.data.template_fields import fit, variables
+from fullshard.data.pretokenized import IGNORED
+from fullshard.data.raw_row import RawRow
+from fullshard.data.render_chat import ChatMessage, Conversation, Span
+from fullshard.data.row_formats import DEFAULT_READING, UNUSED, Document, Reading, count_bad, parse_rows
+from fullshard.data.template_fields import adapt_messages, variables
 from fullshard.errors import DataError
 
 BATCH = 512
@@ -44,7 +45,7 @@ class TextSettings:
     template: str | None = None
     overflow: str = "truncate"
     """What becomes of documents longer than `max_length`: truncate, split, drop."""
-    reading: Reading = AS_USUAL
+    reading: Reading = DEFAULT_READING
     """What the rows' columns mean."""
     data_sets: tuple[tuple[Reading, str | None], ...] = ()
     """(reading, template) of each data set, where they have settings of their own; rows know their set's number."""
@@ -56,19 +57,21 @@ class TextSettings:
         return self.template if data_set is None else self.data_sets[data_set][1]
 
 
-Piece = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
+TokensAndMask = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
 """Tokens, and 1 for those that are learnt."""
-Written = tuple[str, list[Span] | None]
+TextAndSpans = tuple[str, list[Span] | None]
 """A text, and the parts of it that are learnt; None is all of it."""
-TRIMS, TRIMS_NOT = b'"trim_offsets":true', b'"trim_offsets":false'
+TRIMMED, NOT_TRIMMED = b'"trim_offsets":true', b'"trim_offsets":false'
 """How a tokenizer's post-processor writes down whether offsets leave blanks out."""
 
 
-def pieces(batch: Sequence[Raw], tokenizer: Any, settings: TextSettings, counts: dict[str, Any]) -> Iterator[Piece]:
+def encode_rows(
+    batch: Sequence[RawRow], tokenizer: Any, settings: TextSettings, counts: dict[str, Any]
+) -> Iterator[TokensAndMask]:
     """Each row's tokens and loss mask, none longer than `max_length`; what is left out is counted in `counts`."""
     understood: list[Document] = []
     for data_set, rows in groupby(batch, key=lambda raw: raw.data_set):
-        understood += documents(list(rows), settings.reading_of(data_set), counts)
+        understood += parse_rows(list(rows), settings.reading_of(data_set), counts)
     for ids, mask in _tokenize(understood, tokenizer, settings, counts):
         if not len(ids):
             counts["empty"] += 1
@@ -85,12 +88,14 @@ def pieces(batch: Sequence[Raw], tokenizer: Any, settings: TextSettings, counts:
             yield ids[piece], mask[piece]
 
 
-def _tokenize(batch: list[Document], tokenizer: Any, settings: TextSettings, counts: dict[str, Any]) -> Iterator[Piece]:
+def _tokenize(
+    batch: list[Document], tokenizer: Any, settings: TextSettings, counts: dict[str, Any]
+) -> Iterator[TokensAndMask]:
     kept: list[Document] = []
-    written: list[Written] = []
+    written: list[TextAndSpans] = []
     for document in batch:
         try:
-            written.append(write(document, tokenizer, settings))
+            written.append(render_document(document, tokenizer, settings))
             kept.append(document)
         except DataError as error:
             if settings.reading_of(document.data_set).on_bad_row != "skip":
@@ -133,10 +138,10 @@ def _tokenize(batch: list[Document], tokenizer: Any, settings: TextSettings, cou
         yield np.asarray(numbers, dtype=np.int32), mask
 
 
-def _as_given(document: Document, settings: TextSettings) -> Piece:
+def _as_given(document: Document, settings: TextSettings) -> TokensAndMask:
     """Tokens that were made elsewhere: nothing is added to them."""
     ids, labels, completion = np.asarray(document.input_ids, dtype=np.int32), document.labels, document.completion_mask
-    mask = np.ones(len(ids), np.uint8) if labels is None else (np.asarray(labels) != -100).astype(np.uint8)
+    mask = np.ones(len(ids), np.uint8) if labels is None else (np.asarray(labels) != IGNORED).astype(np.uint8)
     if completion is not None and settings.completion_only_loss is not False:
         mask &= np.asarray(completion, dtype=np.uint8)
     return ids, mask
@@ -151,12 +156,12 @@ def _ends_with_token(document: Document, tokenizer: Any, settings: TextSettings)
     return settings.append_concat_token
 
 
-def write(document: Document, tokenizer: Any, settings: TextSettings) -> Written:
+def render_document(document: Document, tokenizer: Any, settings: TextSettings) -> TextAndSpans:
     """A document's text, and the spans of it that are learnt; None where that is everything."""
     if document.input_ids is not None:
         return "", None
     whole = settings.completion_only_loss is False
-    prompted = document.prompt is not None or document.learnt_from is not None
+    prompted = document.prompt is not None or document.completion_start is not None
     if settings.completion_only_loss and not prompted:
         raise DataError(
             f"{document.where}: completion_only_loss is on, but the row has no prompt; expected `prompt` and "
@@ -170,14 +175,14 @@ def write(document: Document, tokenizer: Any, settings: TextSettings) -> Written
     return prompt + text, None if whole else [(len(prompt), len(prompt) + len(text))]
 
 
-def _write_conversation(document: Document, tokenizer: Any, settings: TextSettings) -> Written:
+def _write_conversation(document: Document, tokenizer: Any, settings: TextSettings) -> TextAndSpans:
     template = settings.template_of(document.data_set)
-    messages: Sequence[Message] = document.messages or ()
+    messages: Sequence[ChatMessage] = document.messages or ()
     if template is not None:
-        messages = fit(messages, document.tools, template, tokenizer, document.where)
+        messages = adapt_messages(messages, document.tools, template, tokenizer, document.where)
     given = document.template_kwargs or {}
     talk = Conversation(tokenizer, template, messages, document.where, document.tools, given)
-    first = 0 if settings.completion_only_loss is False else document.learnt_from or 0
+    first = 0 if settings.completion_only_loss is False else document.completion_start or 0
     weights = document.weights or (None,) * len(messages)
     off = [i for i, weight in enumerate(weights) if weight == 0]
     if settings.assistant_only_loss or settings.last_turn_only_loss:
@@ -187,10 +192,10 @@ def _write_conversation(document: Document, tokenizer: Any, settings: TextSettin
     if not first and not off:
         return talk.text(), None
     text, span = talk.completion(first)
-    return text, without([span], talk.turns(off)[1] if off else [])
+    return text, subtract_spans([span], talk.turns(off)[1] if off else [])
 
 
-def without(spans: list[Span], holes: Sequence[Span]) -> list[Span]:
+def subtract_spans(spans: list[Span], holes: Sequence[Span]) -> list[Span]:
     """Spans without the parts that lie in holes."""
     for begin, end in holes:
         cut = [part for a, b in spans for part in ((a, min(b, begin)), (max(a, end), b))]
@@ -214,11 +219,11 @@ def _whole_offsets(tokenizer: Any) -> Iterator[None]:
     backend = tokenizer.backend_tokenizer
     old = backend.post_processor
     state = old.__getstate__() if old is not None else b""
-    if TRIMS not in state:
+    if TRIMMED not in state:
         yield
         return
     new = copy.copy(old)
-    new.__setstate__(state.replace(TRIMS, TRIMS_NOT))
+    new.__setstate__(state.replace(TRIMMED, NOT_TRIMMED))
     backend.post_processor = new
     try:
         yield

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fullshard.data.raw_row import BadRow, Place, Raw, names, no_key_twice, parse, short
+from fullshard.data.raw_row import BadRow, RawRow, RowPosition, names, no_key_twice, parse_json, short
 from fullshard.data.text_files import MARK, open_file, read_csv, read_table, read_text
 from fullshard.errors import DataError
 
@@ -27,7 +27,7 @@ BATCH = 256
 """Rows of a table of columns that are held as objects at a time."""
 
 
-Reader = Callable[[Path, Place], Iterator[Raw]]
+FileReader = Callable[[Path, RowPosition], Iterator[RawRow]]
 
 
 def kind_of(path: Path) -> str | None:
@@ -53,7 +53,7 @@ def check_kind(path: Path) -> str:
     return kind
 
 
-def read_file(path: Path, start: Place = None, sample_by: str = "line") -> Iterator[Raw]:
+def read_file(path: Path, start: RowPosition = None, sample_by: str = "line") -> Iterator[RawRow]:
     """The rows of a file from a place on, which an earlier row's `after` gave. `sample_by` says what a row of a .txt
     file is: a line, a paragraph or the document."""
     kind = check_kind(path)
@@ -78,7 +78,7 @@ def _said(error: BaseException) -> str:
 # --- JSON -----------------------------------------------------------------------------------------------------------
 
 
-def _json_lines(path: Path, start: Place) -> Iterator[Raw]:
+def _json_lines(path: Path, start: RowPosition) -> Iterator[RawRow]:
     """An object per line; blank lines are passed over. Rows stay bytes: they are parsed where they are tokenised."""
     offset, number = start or (0, 0)
     with open_file(path) as file:
@@ -87,7 +87,7 @@ def _json_lines(path: Path, start: Place) -> Iterator[Raw]:
             row = line if offset else line.removeprefix(MARK)
             offset, number = offset + len(line), number + 1
             if row.strip():
-                yield Raw(f"{path}, line {number}", row, (offset, number))
+                yield RawRow(f"{path}, line {number}", row, (offset, number))
 
 
 LISTS = ("data", "train", "rows")
@@ -97,7 +97,7 @@ _LENIENT = json.JSONDecoder()
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
-def _json(path: Path, start: Place) -> Iterator[Raw]:
+def _json(path: Path, start: RowPosition) -> Iterator[RawRow]:
     """A list of rows; an object that holds one as `data`, `train` or `rows`; an object of columns, each a list of as
     many values; one row; or, under the wrong name, JSON lines."""
     with open_file(path) as file:
@@ -118,19 +118,19 @@ def _json(path: Path, start: Place) -> Iterator[Raw]:
             f"{path}, line {1 + text.count(chr(10), 0, end)}: not JSON (something follows the first value)."
         )
     for number, row in enumerate(_rows_in(value, path)[start or 0 :], start or 0):
-        yield Raw(f"{path}, row {number}", row, number + 1)
+        yield RawRow(f"{path}, row {number}", row, number + 1)
 
 
 def _are_lines(file: BinaryIO) -> bool:
     """Whether a whole object stands in the first line, and something in the second."""
     first = file.readline().removeprefix(MARK)
     try:
-        return first.lstrip().startswith(b"{") and isinstance(parse(first), dict) and bool(file.readline().strip())
+        return first.lstrip().startswith(b"{") and isinstance(parse_json(first), dict) and bool(file.readline().strip())
     except BadRow:
         return False
 
 
-def _json_list(path: Path, text: str, start: Place) -> Iterator[Raw]:
+def _json_list(path: Path, text: str, start: RowPosition) -> Iterator[RawRow]:
     """Rows of a list one by one, so that each is known by its line. A place is (character, row, line)."""
     at, number, line = start
     while True:
@@ -151,7 +151,7 @@ def _json_list(path: Path, text: str, start: Place) -> Iterator[Raw]:
         elif not text.startswith("]", after):
             raise DataError(f"{path}, line {line}: not JSON (expected , or ] after row {number}).")
         at, number = after, number + 1
-        yield Raw(where, value, (at, number, line))
+        yield RawRow(where, value, (at, number, line))
     if _skip(text, begin + 1) < len(text):
         raise DataError(f"{path}, line {line}: not JSON (something follows the end of the list).")
 
@@ -198,7 +198,7 @@ def _are_columns(value: dict[str, Any]) -> bool:
 # --- columns --------------------------------------------------------------------------------------------------------
 
 
-def _parquet(path: Path, start: Place) -> Iterator[Raw]:
+def _parquet(path: Path, start: RowPosition) -> Iterator[RawRow]:
     """Row group by row group. A place is the number of a row."""
     arrow = _pyarrow(path)
     number = start or 0
@@ -214,7 +214,7 @@ def _parquet(path: Path, start: Place) -> Iterator[Raw]:
         raise DataError(f"{path} cannot be read as parquet: {_said(error)}.") from None
 
 
-def _arrow(path: Path, start: Place) -> Iterator[Raw]:
+def _arrow(path: Path, start: RowPosition) -> Iterator[RawRow]:
     """What `datasets` saves. A place is the number of a row."""
     arrow = _pyarrow(path)
     try:
@@ -231,13 +231,13 @@ def _arrow(path: Path, start: Place) -> Iterator[Raw]:
         raise DataError(f"{path} cannot be read as Arrow data: {_said(error)}.") from None
 
 
-def _objects(path: Path, batches: Iterable[Any], first: int, start: int) -> Iterator[Raw]:
+def _objects(path: Path, batches: Iterable[Any], first: int, start: int) -> Iterator[RawRow]:
     """The rows of batches of columns as objects, from row `start` on; the first batch begins with row `first`."""
     for batch in batches:
         if first + batch.num_rows > start:
             for begin in range(max(0, start - first), batch.num_rows, BATCH):
                 for number, row in enumerate(_listed(batch.slice(begin, BATCH)), first + begin):
-                    yield Raw(f"{path}, row {number}", row, number + 1)
+                    yield RawRow(f"{path}, row {number}", row, number + 1)
         first += batch.num_rows
 
 
@@ -260,7 +260,7 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-TEXTS: dict[str, Reader] = {
+TEXTS: dict[str, FileReader] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json,
@@ -269,4 +269,4 @@ TEXTS: dict[str, Reader] = {
     ".txt": read_text,
 }
 """Kinds that may also be compressed, as `.jsonl.gz`."""
-READERS: dict[str, Reader] = {**TEXTS, ".parquet": _parquet, ".arrow": _arrow}
+READERS: dict[str, FileReader] = {**TEXTS, ".parquet": _parquet, ".arrow": _arrow}

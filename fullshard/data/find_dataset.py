@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.data.file_formats import check_kind, kind_of, stem_of
-from fullshard.data.raw_row import Place, Raw, names, short
-from fullshard.data.row_formats import Reading, understand
-from fullshard.data.sources import Source, file_source, row_source
+from fullshard.data.raw_row import RawRow, RowPosition, names, short
+from fullshard.data.row_formats import Reading, parse_row
+from fullshard.data.sources import DataSource, file_source, row_source
 from fullshard.errors import DataError, first_line
 
-Splits = tuple[Source, Source | None]
+Splits = tuple[DataSource, DataSource | None]
 """The training and the evaluation data of a data set."""
 
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -83,21 +83,21 @@ def find_data(
     return first, second[0] if second else None
 
 
-def look(source: Source, reading: Reading) -> None:
+def check_first_rows(source: DataSource, reading: Reading) -> None:
     """Refuse data without rows, and where bad rows stop the run, data whose files begin with one."""
     some = False
     for part in source.parts or (source,):
         raw = next(part.rows(None), None)
         some = some or raw is not None
         if raw is not None and reading.on_bad_row == "stop":
-            understand(raw, reading)
+            parse_row(raw, reading)
     if not some:
         raise DataError(f"{source.name}: no rows in it; expected at least one.")
 
 
-def source_of(data: Any, name: str, sample_by: str = "line") -> Source:
+def source_of(data: Any, name: str, sample_by: str = "line") -> DataSource:
     """A source from what a user hands over: a path (a file, or a split that `datasets` saved), several, or rows."""
-    if isinstance(data, Source):
+    if isinstance(data, DataSource):
         return data
     if isinstance(data, str | Path):
         path = Path(data).expanduser()
@@ -195,17 +195,17 @@ def _saved_files(folder: Path) -> list[Path]:
 # --- the hub --------------------------------------------------------------------------------------------------------
 
 
-def _hub_source(name: str, config: str | None, split: str, streaming: bool) -> Source:
+def _hub_source(name: str, config: str | None, split: str, streaming: bool) -> DataSource:
     where = f"{name} ({', '.join(filter(None, (config, split)))})"
 
-    def rows(start: Place) -> Iterator[Raw]:
+    def rows(start: RowPosition) -> Iterator[RawRow]:
         return row_source(_load(name, config, split, streaming), where).rows(start)
 
     def fingerprint() -> str:
         content = getattr(_load(name, config, split, streaming), "_fingerprint", None)
         return hashlib.sha256(f"{where} {content}".encode()).hexdigest()
 
-    return Source(where, rows, fingerprint)
+    return DataSource(where, rows, fingerprint)
 
 
 @functools.lru_cache(maxsize=16)

@@ -23,17 +23,17 @@ import torch
 
 from fullshard.data.encode import TextSettings
 from fullshard.data.once import agree, once_per_node
-from fullshard.data.sources import Source
+from fullshard.data.pretokenized import IGNORED
+from fullshard.data.sources import DataSource
 from fullshard.data.tally import Tally
 from fullshard.data.token_table import TokenTable, cache_root, make_table, open_table, table_key
 from fullshard.errors import DataError
 
-IGNORED = -100
 Batch = dict[str, torch.Tensor]
 
 
 def load_table(
-    source: Source, tokenizer: Any, settings: TextSettings, cache: str | None = None, workers: int = 0,
+    source: DataSource, tokenizer: Any, settings: TextSettings, cache: str | None = None, workers: int = 0,
     progress: str = "quiet",
 ) -> TokenTable:  # fmt: skip
     """The token table of this data, made by one rank per node if it is not there. All ranks must call this.
@@ -55,7 +55,7 @@ def load_table(
     return table
 
 
-def _must_open(folder: Path, source: Source) -> None:
+def _must_open(folder: Path, source: DataSource) -> None:
     if open_table(folder) is None:
         raise DataError(
             f"the tokens of {source.name} were written to {folder}, but not every rank of the node sees them."
@@ -65,7 +65,7 @@ def _must_open(folder: Path, source: Source) -> None:
 # --- the order of rows ----------------------------------------------------------------------------------------------
 
 
-class Rows(Protocol):
+class TokenRows(Protocol):
     """Something that has rows."""
 
     def documents(self, row: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]: ...
@@ -77,7 +77,7 @@ class Pick:
 
     number: int
     rows: npt.NDArray[np.int64]
-    source: Rows
+    source: TokenRows
     """Where those rows are."""
     targets: int
     """Learnt tokens in the global batch: what the loss is divided by. Known to every rank without asking."""
@@ -91,7 +91,7 @@ class Pick:
     """Counts of the data gone through so far, where they are not known beforehand."""
 
 
-class Feed(Protocol):
+class BatchSampler(Protocol):
     """Says which rows each step has."""
 
     @property
@@ -103,7 +103,7 @@ class Feed(Protocol):
 
 
 @dataclass(frozen=True)
-class Order:
+class RowOrder:
     """Which rows each optimizer step trains on."""
 
     rows: int
@@ -125,11 +125,11 @@ class Order:
 
 
 @dataclass(frozen=True)
-class TableFeed:
+class TableSampler:
     """The rows of a table in an order."""
 
     table: TokenTable
-    order: Order
+    order: RowOrder
 
     @property
     def batch(self) -> int:
@@ -152,7 +152,7 @@ def _permutation(rows: int, seed: int, epoch: int, shuffle: bool) -> npt.NDArray
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(rows)
 
 
-def share(rows: Sequence[int] | npt.NDArray[np.int64], rank: int, world: int, size: int) -> list[list[int]]:
+def micro_batch_rows(rows: Sequence[int] | npt.NDArray[np.int64], rank: int, world: int, size: int) -> list[list[int]]:
     """This rank's micro-batches of a global batch: as many on every rank, at most `size` rows each, some maybe empty.
 
     Rows are dealt out in blocks, micro-batch by micro-batch, so a short last batch is spread as evenly as it goes.
@@ -179,7 +179,7 @@ class Collator:
     multiple: int = 8
     """Row lengths are padded up to a multiple of this."""
 
-    def __call__(self, table: Rows, rows: Sequence[int]) -> Batch:
+    def __call__(self, table: TokenRows, rows: Sequence[int]) -> Batch:
         """`input_ids`, `labels`, and what attention needs. A batch without rows is one row that teaches nothing."""
         packed = [_row(table, row) for row in rows]
         if self.flatten and packed:
@@ -203,11 +203,11 @@ class Collator:
         return batch
 
 
-def _row(table: Rows, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+def _row(table: TokenRows, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
     """Tokens, labels and positions of a row. A document's first token is never a target."""
     tokens, labels, positions = [], [], []
-    for ids, learnt in table.documents(row):
-        target = np.where(learnt.astype(bool), ids, IGNORED).astype(np.int64)
+    for ids, loss_mask in table.documents(row):
+        target = np.where(loss_mask.astype(bool), ids, IGNORED).astype(np.int64)
         target[0] = IGNORED
         tokens.append(ids)
         labels.append(target)
@@ -232,17 +232,19 @@ class Step:
 class Loader:
     """A rank's steps, from any step on. `workers` threads prepare coming steps."""
 
-    def __init__(self, feed: Feed, collator: Collator, size: int, rank: int, world: int, workers: int = 0) -> None:
-        self.feed, self.collator = feed, collator
+    def __init__(
+        self, sampler: BatchSampler, collator: Collator, size: int, rank: int, world: int, workers: int = 0
+    ) -> None:
+        self.sampler, self.collator = sampler, collator
         self.size, self.rank, self.world, self.workers = size, rank, world, workers
 
     def load(self, pick: Pick) -> Step:
-        mine = share(pick.rows, self.rank, self.world, self.size)
+        mine = micro_batch_rows(pick.rows, self.rank, self.world, self.size)
         return Step(pick, mine, [self.collator(pick.source, part) for part in mine])
 
     def steps(self, start: int, end: int, position: dict[str, Any] | None = None) -> Generator[Step, None, None]:
         """Steps `start` to `end` - 1. Close it if it is left early: a stream has processes and files."""
-        with contextlib.closing(self.feed.picks(start, end, position)) as picks:
+        with contextlib.closing(self.sampler.picks(start, end, position)) as picks:
             yield from self._ahead(picks) if self.workers else map(self.load, picks)
 
     def _ahead(self, picks: Iterator[Pick]) -> Iterator[Step]:
@@ -275,5 +277,5 @@ def _failures_last(picks: Iterator[Pick]) -> Iterator[Pick | Exception]:
 
 def one_pass(table: TokenTable, collator: Collator, size: int, rank: int, world: int) -> Iterator[Step]:
     """Every row once, in order, for evaluation; each rank takes part in every batch."""
-    order = Order(len(table), size * world, seed=0, shuffle=False)
-    return Loader(TableFeed(table, order), collator, size, rank, world).steps(0, order.steps_per_epoch)
+    order = RowOrder(len(table), size * world, seed=0, shuffle=False)
+    return Loader(TableSampler(table, order), collator, size, rank, world).steps(0, order.steps_per_epoch)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fullshard.data.raw_row import BadRow, parse, short
+from fullshard.data.raw_row import BadRow, parse_json, short
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -59,17 +59,17 @@ def _parsed(value: Any, what: str, opens: str) -> Any:
     if not (isinstance(value, str) and value.lstrip().startswith(opens)):
         return value
     try:
-        return parse(value)
+        return parse_json(value)
     except BadRow as bad:
         raise BadRow(f"`{what}`: {bad.why}") from None
 
 
-def told_messages(*values: Any) -> Sequence[Any]:
+def messages_from_json(*values: Any) -> Sequence[Any]:
     """The values; as lists where all of them are JSON text of messages, which is how CSV holds these."""
     lists = []
     for value in values:
         try:
-            lists.append(parse(value) if isinstance(value, str) and value.lstrip().startswith("[") else None)
+            lists.append(parse_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else None)
         except BadRow:
             return values
     told = all(isinstance(part, list) and part and all(_is_message(m) for m in part) for part in lists)

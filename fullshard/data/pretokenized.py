@@ -12,6 +12,8 @@ from typing import Any
 from fullshard.data.messages import list_of
 from fullshard.data.raw_row import BadRow, short
 
+IGNORED = -100
+"""The label of tokens that do not contribute to the loss: the default `ignore_index` of cross-entropy."""
 MASKS = ("assistant_masks", "completion_mask")
 COLUMNS = ("labels", *MASKS, "attention_mask", "position_ids", "seq_lengths")
 """What is read beside `input_ids`."""
@@ -30,7 +32,7 @@ def read_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
     masks = {name: _mask(row[name], name, len(ids))[begin:end] for name in MASKS if name in row}
     if "assistant_masks" in masks:
         pairs = zip(found["input_ids"], masks["assistant_masks"], strict=True)
-        found["labels"] = tuple(token if learnt else -100 for token, learnt in pairs)
+        found["labels"] = tuple(token if trained else IGNORED for token, trained in pairs)
     if "completion_mask" in masks:
         found["completion_mask"] = masks["completion_mask"]
     return found
@@ -41,8 +43,8 @@ def _labels(value: Any, ids: Sequence[int]) -> tuple[int, ...]:
     if len(labels) != len(ids):
         raise BadRow(f"{len(ids)} input_ids but {len(labels)} labels; expected as many.")
     for i, (label, token) in enumerate(zip(labels, ids, strict=True)):
-        if label not in (-100, token):
-            raise BadRow(f"labels[{i}] is {short(label)}; expected -100 or its token, {token}.")
+        if label not in (IGNORED, token):
+            raise BadRow(f"labels[{i}] is {short(label)}; expected {IGNORED} or its token, {token}.")
     return labels
 
 

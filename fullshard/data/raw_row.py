@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-Place = Any
+RowPosition = Any
 """Where in a source a row begins: plain data that JSON can hold. None is the beginning."""
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawRow:
     """A row before it is understood."""
 
     where: str
     """Where it stands, for messages: `train.jsonl, line 7`."""
     value: Any
     """An object with columns, the bytes of one in JSON, or a `BadRow`."""
-    after: Place
+    after: RowPosition
     """Where the next row begins."""
     data_set: int | None = None
     """The number of the data set that it belongs to, where data sets have settings of their own."""
@@ -39,7 +39,7 @@ class BadRow(Exception):
         self.why, self.row = why, row
 
 
-def parse(line: bytes | str) -> Any:
+def parse_json(line: bytes | str) -> Any:
     """The value that a piece of JSON stands for; anything odd is a `BadRow`."""
     try:
         return json.loads(line.decode() if isinstance(line, bytes) else line, object_pairs_hook=no_key_twice)

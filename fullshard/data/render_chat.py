@@ -15,7 +15,7 @@ from typing import Any
 
 from fullshard.errors import DataError
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 Span = tuple[int, int]
 """Where in a text something begins and ends, in characters."""
 
@@ -31,7 +31,7 @@ class Conversation:
 
     tokenizer: Any
     template: str | None
-    messages: Sequence[Message]
+    messages: Sequence[ChatMessage]
     where: str
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Conversation:
             raise self._refused(i, "it changes earlier turns when later ones follow, or leaves this one out")
         return len(before), end
 
-    def _around(self, messages: Sequence[Message], i: int) -> tuple[str, str] | None:
+    def _around(self, messages: Sequence[ChatMessage], i: int) -> tuple[str, str] | None:
         """What the template writes before and after what message `i` says; None where it does not write that once.
 
         That is its content, or where the template leaves it out beside a tool call, the name of the last function.
@@ -141,7 +141,9 @@ class Conversation:
             f"or learn everything (assistant_only_loss and completion_only_loss false)."
         )
 
-    def _render(self, messages: Sequence[Message], cue: bool = False, marks: bool = False) -> tuple[str, list[Span]]:
+    def _render(
+        self, messages: Sequence[ChatMessage], cue: bool = False, marks: bool = False
+    ) -> tuple[str, list[Span]]:
         if self.template is None:
             raise DataError(
                 f"{self.where}: the row is a conversation, but the tokenizer has no chat template. Choose one with "
@@ -157,7 +159,7 @@ class Conversation:
 
 
 def render(
-    template: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, given: Mapping[str, Any],
+    template: str, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, given: Mapping[str, Any],
     cue: bool = False, marks: bool = False,
 ) -> tuple[str, list[Span]]:  # fmt: skip
     """The messages under a template, and with `marks` the spans that it marks as the assistant's; its own errors."""

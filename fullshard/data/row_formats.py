@@ -18,13 +18,13 @@ from fullshard.data import foreign_columns, pretokenized
 from fullshard.data.messages import (
     list_of,
     message_of,
+    messages_from_json,
     messages_of,
     template_kwargs_of,
     text_of,
-    told_messages,
     tools_of,
 )
-from fullshard.data.raw_row import BadRow, Raw, names, parse, short
+from fullshard.data.raw_row import BadRow, RawRow, names, parse_json, short
 from fullshard.errors import ConfigError, DataError
 
 
@@ -38,7 +38,7 @@ class Document:
     prompt: str | None = None
     """What stands before `text` and is not learnt when completion_only_loss is on; the whole is prompt + text."""
     messages: tuple[Mapping[str, Any], ...] | None = None
-    learnt_from: int | None = None
+    completion_start: int | None = None
     """Of `messages`, the first that belongs to the completion: what comes before is not learnt when
     completion_only_loss is on."""
     weights: tuple[int | None, ...] | None = None
@@ -72,7 +72,7 @@ class Reading:
     """How a prompt is written from a row's columns, as text with {column} in it."""
 
 
-AS_USUAL = Reading()
+DEFAULT_READING = Reading()
 
 
 def reading_of(text_field: str, columns: str | None, on_bad_row: str, prompt_format: str | None = None) -> Reading:
@@ -117,12 +117,12 @@ UNUSED = "unused "
 """Begins the names under which rows with columns that are not used are counted."""
 
 
-def documents(batch: Sequence[Raw], reading: Reading, counts: dict[str, Any]) -> list[Document]:
+def parse_rows(batch: Sequence[RawRow], reading: Reading, counts: dict[str, Any]) -> list[Document]:
     """What the rows of a batch mean. Rows that are skipped are counted in `counts` by `count_bad`."""
     found = []
     for raw in batch:
         try:
-            found.append(_understand(raw, reading))
+            found.append(_parse_row(raw, reading))
             for name in found[-1].unused or ():
                 counts[f"{UNUSED}{name}"] = counts.get(f"{UNUSED}{name}", 0) + 1
         except BadRow as bad:
@@ -132,10 +132,10 @@ def documents(batch: Sequence[Raw], reading: Reading, counts: dict[str, Any]) ->
     return found
 
 
-def understand(raw: Raw, reading: Reading = AS_USUAL) -> Document:
+def parse_row(raw: RawRow, reading: Reading = DEFAULT_READING) -> Document:
     """What a row means, or a `DataError` that shows it."""
     try:
-        return _understand(raw, reading)
+        return _parse_row(raw, reading)
     except BadRow as bad:
         raise _error(raw, bad) from None
 
@@ -148,18 +148,18 @@ def count_bad(counts: dict[str, Any], said: str) -> None:
         named.append(said)
 
 
-def _error(raw: Raw, bad: BadRow) -> DataError:
+def _error(raw: RawRow, bad: BadRow) -> DataError:
     row = bad.row if bad.row is not None else raw.value
     shown = "" if isinstance(row, BadRow) else f" The row: {short(row, 160)}"
     return DataError(f"{raw.where}: {bad.why}{shown} (on_bad_row skip leaves such rows out)")
 
 
-def _understand(raw: Raw, reading: Reading) -> Document:
+def _parse_row(raw: RawRow, reading: Reading) -> Document:
     row = raw.value
     if isinstance(row, BadRow):
         raise row
     if isinstance(row, bytes):
-        row = parse(row)
+        row = parse_json(row)
     if not isinstance(row, Mapping):
         raise BadRow(f"{short(row)} is not an object with columns.", row)
     whole = _renamed(row, reading.columns)
@@ -230,7 +230,7 @@ def _conversation(row: Mapping[str, Any], turns: list[dict[str, Any]]) -> dict[s
 
 
 def _read_completion(row: Mapping[str, Any]) -> dict[str, Any]:
-    prompt, completion = told_messages(row["prompt"], row["completion"])
+    prompt, completion = messages_from_json(row["prompt"], row["completion"])
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise BadRow("`completion` is empty; expected text.")
@@ -239,7 +239,7 @@ def _read_completion(row: Mapping[str, Any]) -> dict[str, Any]:
         raise BadRow("one of `prompt` and `completion` is text; expected both as text, or both as lists of messages.")
     before, after = messages_of(prompt, "prompt"), messages_of(completion, "completion")
     fields = _conversation(row, before + after)
-    return {**fields, "learnt_from": len(fields["messages"]) - len(after)}
+    return {**fields, "completion_start": len(fields["messages"]) - len(after)}
 
 
 def _read_instruction(row: Mapping[str, Any]) -> dict[str, Any]:

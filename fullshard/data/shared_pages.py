@@ -23,11 +23,11 @@ from typing import Any
 
 from fullshard import runtime
 from fullshard.data.encode import TextSettings
-from fullshard.data.raw_row import Place
-from fullshard.data.sources import Source
-from fullshard.data.temp_dirs import Scratch, is_alive
+from fullshard.data.raw_row import RowPosition
+from fullshard.data.sources import DataSource
+from fullshard.data.temp_dirs import TempDir, is_alive
 from fullshard.data.token_table import CACHE_VARIABLE, TableWriter, TokenTable, check_some, open_table
-from fullshard.data.tokenize import Call, Tokenizing, cut, error_of, told
+from fullshard.data.tokenize import RowBatch, TokenizerPool, batch_rows, pack_error, unpack_error
 from fullshard.errors import DataError, UserError
 
 AHEAD = 4
@@ -46,7 +46,7 @@ LOOKS_EVERY = 1.0
 class Pages:
     """What a stream is made of."""
 
-    source: Source
+    source: DataSource
     tokenizer: Any
     settings: TextSettings
     size: int
@@ -54,14 +54,14 @@ class Pages:
     workers: int = 0
 
 
-class Maker:
+class PageMaker:
     """Makes pages from a place in the source on, over and over, until it is closed."""
 
-    def __init__(self, pages: Pages, root: Path, epoch: int, page: int, place: Place, readers: int) -> None:
+    def __init__(self, pages: Pages, root: Path, epoch: int, page: int, place: RowPosition, readers: int) -> None:
         self._pages, self._readers = pages, readers
         self._start = (epoch, page, place)
         try:
-            self._scratch = Scratch(root)
+            self._scratch = TempDir(root)
         except OSError as error:
             raise DataError(
                 f"the folder {root}, where a stream's tokens go, cannot be written ({error.strerror or error}); "
@@ -70,7 +70,7 @@ class Maker:
         self.folder = self._scratch.folder
         self._stop = threading.Event()
         self._number = self._removed = 0
-        self._tokenizing: Tokenizing | None = None
+        self._tokenizing: TokenizerPool | None = None
         # Daemon: a program that ends without closing must not wait for it.
         self._thread = threading.Thread(target=self._run, name="fullshard-stream", daemon=True)
         self._thread.start()
@@ -91,7 +91,7 @@ class Maker:
         try:
             # A copy: the program may use its tokenizer meanwhile, and tokenizers are not made for two threads.
             tokenizer = copy.deepcopy(self._pages.tokenizer)
-            with Tokenizing(tokenizer, self._pages.settings, self._pages.workers) as self._tokenizing:
+            with TokenizerPool(tokenizer, self._pages.settings, self._pages.workers) as self._tokenizing:
                 self._make(self._tokenizing)
         except BaseException as error:
             if not self._stop.is_set():
@@ -105,12 +105,12 @@ class Maker:
             runtime.get_logger().error("the thread that reads the data failed", exc_info=error)
         try:
             part = self.folder / "error"
-            part.write_text(json.dumps(told(error)))
+            part.write_text(json.dumps(pack_error(error)))
             part.rename(_error(self.folder, self._number))
         except OSError:
             self._scratch.remove()  # a full disk: readers see that nobody is at work
 
-    def _make(self, tokenizing: Tokenizing) -> None:
+    def _make(self, tokenizing: TokenizerPool) -> None:
         epoch, page, place = self._start
         totals: Counter[str] | None = Counter() if page == 0 else None  # of an epoch that is seen whole
         writer: TableWriter | None = None
@@ -137,10 +137,10 @@ class Maker:
             self._number, writer = self._number + 1, None
             epoch, page, place = (epoch + 1, 0, None) if call.ends_data else (epoch, page + 1, call.rows[-1].after)
 
-    def _calls(self) -> Iterator[Call]:
+    def _calls(self) -> Iterator[RowBatch]:
         place = self._start[2]
         while not self._stop.is_set():
-            yield from cut(self._pages.source.rows(place), self._pages.size)
+            yield from batch_rows(self._pages.source.rows(place), self._pages.size)
             place = None
 
     def _wait(self) -> bool:
@@ -156,7 +156,7 @@ class Maker:
                 return False
 
 
-class Reader:
+class PageReader:
     """The pages that a maker on this node makes, one after the other."""
 
     def __init__(self, folder: Path, reader: int) -> None:
@@ -183,7 +183,7 @@ class Reader:
                 self._mark(self.number)
                 return table
             with contextlib.suppress(FileNotFoundError):
-                failure = error_of(*json.loads(_error(self.folder, self.number).read_text()))
+                failure = unpack_error(*json.loads(_error(self.folder, self.number).read_text()))
                 self.number += 1
                 self._mark(self.number)
                 raise failure

@@ -19,22 +19,22 @@ from typing import Any
 import numpy as np
 
 from fullshard.data.file_formats import check_kind, read_file
-from fullshard.data.raw_row import Place, Raw
-from fullshard.data.row_formats import AS_USUAL, Document, Reading, understand
+from fullshard.data.raw_row import RawRow, RowPosition
+from fullshard.data.row_formats import DEFAULT_READING, Document, Reading, parse_row
 from fullshard.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Rows that can be gone through, from any place on, and a fingerprint of their content."""
 
     name: str
-    rows: Callable[[Place], Iterator[Raw]]
+    rows: Callable[[RowPosition], Iterator[RawRow]]
     """The rows from a place on (None: all); a place is what `Raw.after` gave."""
     fingerprint: Callable[[], str]
-    parts: tuple[Source, ...] = ()
+    parts: tuple[DataSource, ...] = ()
     """The sources that this one is made of."""
-    join: Callable[[Sequence[Source]], Source] | None = None
+    join: Callable[[Sequence[DataSource]], DataSource] | None = None
     """For a mix: the same mix of other parts."""
     own_files: tuple[Path, ...] = ()
     """The files that its rows are read from, but for those of its parts."""
@@ -44,8 +44,8 @@ class Source:
         """The files that rows are read from."""
         return [*self.own_files, *(file for part in self.parts for file in part.files)]
 
-    def documents(self, reading: Reading = AS_USUAL) -> Iterator[Document]:
-        return (understand(row, reading) for row in self.rows(None))
+    def documents(self, reading: Reading = DEFAULT_READING) -> Iterator[Document]:
+        return (parse_row(row, reading) for row in self.rows(None))
 
 
 def _digest(*parts: Any) -> str:
@@ -55,12 +55,12 @@ def _digest(*parts: Any) -> str:
 # --- files and lists ------------------------------------------------------------------------------------------------
 
 
-def file_source(paths: Sequence[Path], sample_by: str = "line") -> Source:
+def file_source(paths: Sequence[Path], sample_by: str = "line") -> DataSource:
     """Rows of files, one after the other; `sample_by` is for files of running text."""
     return chain([_one_file(path, sample_by) for path in paths])
 
 
-def _one_file(path: Path, sample_by: str) -> Source:
+def _one_file(path: Path, sample_by: str) -> DataSource:
     kind = check_kind(path)
 
     def fingerprint() -> str:
@@ -72,17 +72,17 @@ def _one_file(path: Path, sample_by: str) -> Source:
         return _digest(content, sample_by) if kind == ".txt" else content
 
     reads = functools.partial(read_file, path, sample_by=sample_by)
-    return Source(str(path), reads, fingerprint, own_files=(path,))
+    return DataSource(str(path), reads, fingerprint, own_files=(path,))
 
 
-def row_source(rows: Iterable[Any], name: str) -> Source:
+def row_source(rows: Iterable[Any], name: str) -> DataSource:
     """Rows that are in memory: a list of objects, or a data set of `datasets`. A place is the number of a row."""
     kept = rows if hasattr(rows, "__len__") or hasattr(rows, "skip") else list(rows)
 
-    def walk(start: Place) -> Iterator[Raw]:
+    def walk(start: RowPosition) -> Iterator[RawRow]:
         first = start or 0
         left = kept.skip(first) if hasattr(kept, "skip") and first else islice(kept, first, None)
-        return (Raw(f"{name}, row {i}", row, i + 1) for i, row in enumerate(left, first))
+        return (RawRow(f"{name}, row {i}", row, i + 1) for i, row in enumerate(left, first))
 
     def fingerprint() -> str:
         digest = hashlib.sha256()
@@ -96,30 +96,30 @@ def row_source(rows: Iterable[Any], name: str) -> Source:
 
     cached = getattr(rows, "cache_files", None)  # of a data set of `datasets`, which reads them as it goes
     files = tuple(Path(file["filename"]) for file in cached) if isinstance(cached, list) else ()
-    return Source(name, walk, fingerprint, own_files=files)
+    return DataSource(name, walk, fingerprint, own_files=files)
 
 
-def numbered(source: Source, number: int) -> Source:
+def numbered(source: DataSource, number: int) -> DataSource:
     """A source whose rows know that they belong to the data set of this number, which has settings of its own."""
 
-    def rows(start: Place) -> Iterator[Raw]:
+    def rows(start: RowPosition) -> Iterator[RawRow]:
         return (replace(row, data_set=number) for row in source.rows(start))
 
     def fingerprint() -> str:
         return _digest("data set", number, source.fingerprint())
 
-    return Source(source.name, rows, fingerprint, own_files=tuple(source.files))
+    return DataSource(source.name, rows, fingerprint, own_files=tuple(source.files))
 
 
 # --- several sources ------------------------------------------------------------------------------------------------
 
 
-def chain(sources: Sequence[Source]) -> Source:
+def chain(sources: Sequence[DataSource]) -> DataSource:
     """Rows of sources, one after the other. A place is (number of the source, place in it)."""
     if len(sources) == 1:
         return sources[0]
 
-    def rows(start: Place) -> Iterator[Raw]:
+    def rows(start: RowPosition) -> Iterator[RawRow]:
         first, within = start or (0, None)
         for number, source in enumerate(sources[first:], first):
             for row in source.rows(within if number == first else None):
@@ -128,10 +128,10 @@ def chain(sources: Sequence[Source]) -> Source:
     def fingerprint() -> str:
         return _digest([source.fingerprint() for source in sources])
 
-    return Source(", ".join(s.name for s in sources), rows, fingerprint, tuple(sources))
+    return DataSource(", ".join(s.name for s in sources), rows, fingerprint, tuple(sources))
 
 
-def mix(sources: Sequence[Source], weights: Sequence[float], stopping: str = "all_exhausted") -> Source:
+def mix(sources: Sequence[DataSource], weights: Sequence[float], stopping: str = "all_exhausted") -> DataSource:
     """Rows of sources by weights: the next row always comes from the source that is furthest behind its share.
 
     With shares w (weights over their sum), row i (from 0) comes from the source s with the largest
@@ -143,7 +143,7 @@ def mix(sources: Sequence[Source], weights: Sequence[float], stopping: str = "al
     shares = [weight / sum(weights) for weight in weights]
     over = all if stopping == "all_exhausted" else any
 
-    def rows(start: Place) -> Iterator[Raw]:
+    def rows(start: RowPosition) -> Iterator[RawRow]:
         begin = start or {
             "taken": [0] * len(sources),
             "places": [None] * len(sources),
@@ -151,7 +151,7 @@ def mix(sources: Sequence[Source], weights: Sequence[float], stopping: str = "al
         }
         taken, places, ended = list(begin["taken"]), list(begin["places"]), list(begin["ended"])
         walks = [source.rows(place) for source, place in zip(sources, places, strict=True)]
-        coming: list[Raw | None] = [None] * len(sources)
+        coming: list[RawRow | None] = [None] * len(sources)
         while not over(ended):
             count = sum(taken) + 1
             s = max(range(len(sources)), key=lambda s: shares[s] * count - taken[s])
@@ -169,13 +169,13 @@ def mix(sources: Sequence[Source], weights: Sequence[float], stopping: str = "al
         return _digest("mix", list(weights), stopping, [source.fingerprint() for source in sources])
 
     name = " + ".join(f"{share:.0%} {source.name}" for share, source in zip(shares, sources, strict=True))
-    return Source(name, rows, fingerprint, tuple(sources), lambda parts: mix(parts, weights, stopping))
+    return DataSource(name, rows, fingerprint, tuple(sources), lambda parts: mix(parts, weights, stopping))
 
 
 # --- rows held back -------------------------------------------------------------------------------------------------
 
 
-def hold_back(source: Source, size: float, seed: int, streaming: bool = False) -> tuple[Source, Source]:
+def hold_back(source: DataSource, size: float, seed: int, streaming: bool = False) -> tuple[DataSource, DataSource]:
     """The source without some of its rows, and those rows.
 
     `size` is a number of rows, or below 1 a part of them (rounded, at least one). Which rows is a function of the seed
@@ -190,7 +190,7 @@ def hold_back(source: Source, size: float, seed: int, streaming: bool = False) -
     return _hold_back_first(source, int(size)) if streaming else _hold_back_some(source, size, seed)
 
 
-def _hold_back_some(source: Source, size: float, seed: int) -> tuple[Source, Source]:
+def _hold_back_some(source: DataSource, size: float, seed: int) -> tuple[DataSource, DataSource]:
     parts = source.parts if source.join else (source,)
 
     @functools.cache
@@ -206,10 +206,10 @@ def _hold_back_some(source: Source, size: float, seed: int) -> tuple[Source, Sou
             for begin, end in zip([0, *ends[:-1]], ends, strict=True)
         ]
 
-    def select(number: int, inside: bool) -> Source:
+    def select(number: int, inside: bool) -> DataSource:
         part = parts[number]
 
-        def rows(start: Place) -> Iterator[Raw]:
+        def rows(start: RowPosition) -> Iterator[RawRow]:
             first, place = start or (0, None)
             mine = held()[number]
             for i, row in enumerate(part.rows(place), first):
@@ -219,15 +219,15 @@ def _hold_back_some(source: Source, size: float, seed: int) -> tuple[Source, Sou
         def fingerprint() -> str:
             return _digest("held back" if inside else "kept", size, seed, number, [p.fingerprint() for p in parts])
 
-        return Source(part.name, rows, fingerprint)
+        return DataSource(part.name, rows, fingerprint)
 
     kept, back = ([select(number, inside) for number in range(len(parts))] for inside in (False, True))
     return source.join(kept) if source.join else kept[0], chain(back)
 
 
-def _hold_back_first(source: Source, count: int) -> tuple[Source, Source]:
+def _hold_back_first(source: DataSource, count: int) -> tuple[DataSource, DataSource]:
     @functools.cache
-    def place() -> Place:
+    def place() -> RowPosition:
         """Where the first row stands that is not held back."""
         rows = source.rows(None)
         *_, last = [None, *islice(rows, count)]
@@ -237,19 +237,19 @@ def _hold_back_first(source: Source, count: int) -> tuple[Source, Source]:
             )
         return last.after
 
-    def first(start: Place) -> Iterator[Raw]:
+    def first(start: RowPosition) -> Iterator[RawRow]:
         begin, within = start or (0, None)
         for i, row in enumerate(islice(source.rows(within), count - begin), begin + 1):
             yield replace(row, after=(i, row.after))
 
-    def later(part: Source, begin: Callable[[], Place]) -> Source:
-        return Source(
+    def later(part: DataSource, begin: Callable[[], RowPosition]) -> DataSource:
+        return DataSource(
             part.name,
             lambda start: part.rows(begin() if start is None else start),
             lambda: _digest("after", count, source.fingerprint(), part.fingerprint()),
         )
 
-    back = Source(
+    back = DataSource(
         f"the first {count} rows of {source.name}", first, lambda: _digest("first", count, source.fingerprint())
     )
     if source.join is None:

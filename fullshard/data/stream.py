@@ -22,7 +22,7 @@ import numpy.typing as npt
 from fullshard import runtime
 from fullshard.data.loader import Pick
 from fullshard.data.once import agree, once_per_node
-from fullshard.data.shared_pages import Maker, Pages, Reader
+from fullshard.data.shared_pages import PageMaker, PageReader, Pages
 from fullshard.data.token_table import LEFT_OUT, TokenTable, cache_root, unused_columns
 from fullshard.errors import DataError
 
@@ -46,18 +46,18 @@ class Stream:
     """Refuses pages that the model cannot take."""
 
     @contextlib.contextmanager
-    def open(self, at: dict[str, Any]) -> Iterator[Reader]:
+    def open(self, at: dict[str, Any]) -> Iterator[PageReader]:
         """The pages from a position on. All ranks must open it together; the first of each node makes the pages."""
-        makers: list[Maker] = []
+        makers: list[PageMaker] = []
 
         def begin() -> str:
             root, readers = cache_root(self.cache), runtime.local_world_size()
-            makers.append(Maker(self.pages, root, at["epoch"], at["page"], at["place"], readers))
+            makers.append(PageMaker(self.pages, root, at["epoch"], at["page"], at["place"], readers))
             return str(makers[0].folder)
 
-        reader: Reader | None = None
+        reader: PageReader | None = None
         try:
-            reader = Reader(Path(once_per_node(begin)), runtime.local_rank())
+            reader = PageReader(Path(once_per_node(begin)), runtime.local_rank())
             yield reader
         finally:
             if reader is not None:
@@ -80,7 +80,7 @@ class _Open:
 
 
 @dataclass(frozen=True)
-class Picked:
+class StreamRows:
     """Rows of several pages, under numbers that count up from `first`."""
 
     first: int
@@ -92,7 +92,7 @@ class Picked:
 
 
 @dataclass(frozen=True)
-class StreamFeed:
+class StreamSampler:
     """Which rows of a stream each step has. An epoch's last step may have fewer; `drop_last` leaves that out."""
 
     stream: Stream
@@ -117,8 +117,8 @@ class _Walk:
     """Goes through a stream step by step. Pages are opened ahead only as far as it takes to tell whether the epoch
     ends."""
 
-    def __init__(self, feed: StreamFeed, reader: Reader, at: dict[str, Any]) -> None:
-        self.feed, self.reader, self.at = feed, reader, at
+    def __init__(self, sampler: StreamSampler, reader: PageReader, at: dict[str, Any]) -> None:
+        self.sampler, self.reader, self.at = sampler, reader, at
         self.open: deque[_Open] = deque()
         self.counts: Counter[str] = Counter(at["counts"])
         self._meet(at)
@@ -129,7 +129,7 @@ class _Walk:
         if len(set(heard)) > 1:
             others = ", ".join(str(r) for r, check in enumerate(heard) if check != heard[0])
             raise DataError(
-                f"{self.feed.stream.pages.source.name}: ranks {others} read other data than the first rank; every "
+                f"{self.sampler.stream.pages.source.name}: ranks {others} read other data than the first rank; every "
                 f"node needs the same files, tokenizer and settings."
             )
         page = self.open[0]
@@ -145,16 +145,16 @@ class _Walk:
         page.used = at["row"]
 
     def step(self, number: int) -> Pick:
-        feed, at = self.feed, self.at
-        self._fill(feed.batch)
+        sampler, at = self.sampler, self.at
+        self._fill(sampler.batch)
         while not self._waiting():  # an epoch without a row, if the rest of it has changed
             self._next_epoch()
-            self._fill(feed.batch)
+            self._fill(sampler.batch)
         taken: list[tuple[TokenTable, int]] = []
         targets = tokens = 0
-        while self.open and len(taken) < feed.batch:
+        while self.open and len(taken) < sampler.batch:
             page = self.open[0]
-            rows = page.order[page.used : page.used + feed.batch - len(taken)]
+            rows = page.order[page.used : page.used + sampler.batch - len(taken)]
             taken += [(page.table, row) for row in rows.tolist()]
             targets += int(page.table.row_targets[rows].sum())
             tokens += int(page.table.row_sizes[rows].sum())
@@ -165,23 +165,23 @@ class _Walk:
         facts = self._facts()
         first, at["before"] = at["before"], at["before"] + len(taken)
         at["epoch_rows"] += len(taken)
-        least = feed.batch if feed.drop_last else 1
+        least = sampler.batch if sampler.drop_last else 1
         self._fill(least)
         ends = self._waiting() < least
         if ends:
             self._next_epoch()
         numbers = np.arange(first, first + len(taken))
         return Pick(
-            number, numbers, Picked(first, taken), targets, tokens, self._epoch(), ends, self._position(), facts
+            number, numbers, StreamRows(first, taken), targets, tokens, self._epoch(), ends, self._position(), facts
         )  # fmt: skip
 
     # --- pages ------------------------------------------------------------------------------------------------------
 
     def _read(self) -> _Open:
-        table, feed = self.reader.read(), self.feed
+        table, sampler = self.reader.read(), self.sampler
         facts = table.facts
         if len(table):
-            feed.stream.check(table)
+            sampler.stream.check(table)
         if facts["bad"]:
             found = "; ".join(facts["bad_rows"])
             runtime.warn_once(
@@ -190,8 +190,10 @@ class _Walk:
         for name in unused_columns(facts):
             runtime.warn_once(f"unused {name}", f"`{name}` is in the rows of the data and is not used.")
         order = np.arange(len(table))
-        if feed.shuffle:
-            order = np.random.Generator(np.random.PCG64([feed.seed, facts["epoch"], facts["page"]])).permutation(order)
+        if sampler.shuffle:
+            order = np.random.Generator(np.random.PCG64([sampler.seed, facts["epoch"], facts["page"]])).permutation(
+                order
+            )
         self.open.append(_Open(table, order))
         return self.open[-1]
 

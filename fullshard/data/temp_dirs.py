@@ -18,7 +18,7 @@ PREFIX = "scratch-"
 LOCK, GONE = ".lock", ".gone"
 
 
-class Scratch:
+class TempDir:
     """A new folder under `root`, removed by `remove()`. Leftovers of processes that are gone are removed first."""
 
     def __init__(self, root: Path) -> None:
@@ -37,7 +37,7 @@ class Scratch:
             os.close(self._lock)
             self._lock = -1
 
-    def __enter__(self) -> Scratch:
+    def __enter__(self) -> TempDir:
         return self
 
     def __exit__(self, *error: Any) -> None:

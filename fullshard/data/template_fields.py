@@ -11,16 +11,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fullshard.data.built_in_templates import name_of
+from fullshard.data.built_in_templates import built_in_name
 from fullshard.data.messages import REASONING
-from fullshard.data.render_chat import PROBE, Message, render
+from fullshard.data.render_chat import PROBE, ChatMessage, render
 from fullshard.errors import DataError
 
 ARGUMENT, SAID = f"{PROBE}Argument", f"{PROBE}Said"
-USER: Message = {"role": "user", "content": "Hello"}
+USER: ChatMessage = {"role": "user", "content": "Hello"}
 CALL = {"id": "abcDEF123", "type": "function", "function": {"name": PROBE, "arguments": {"word": ARGUMENT}}}
-RESULT: Message = {"role": "tool", "content": "42", "name": PROBE, "tool_call_id": CALL["id"]}
-ANSWER: Message = {"role": "assistant", "content": "Done"}
+RESULT: ChatMessage = {"role": "tool", "content": "42", "name": PROBE, "tool_call_id": CALL["id"]}
+ANSWER: ChatMessage = {"role": "assistant", "content": "Done"}
 TOOL = {
     "type": "function",
     "function": {
@@ -38,7 +38,7 @@ PLAIN, SPOKEN = {"role", "content"}, {"user", "assistant"}
 """Messages with these keys and of these roles need no trial."""
 
 
-def _written(template: str, special: Special, messages: Sequence[Message], tools: Any) -> str | None:
+def _written(template: str, special: Special, messages: Sequence[ChatMessage], tools: Any) -> str | None:
     """The text of a small conversation; None if the template refuses it."""
     try:
         return render(template, messages, tools, dict(special))[0]
@@ -46,7 +46,7 @@ def _written(template: str, special: Special, messages: Sequence[Message], tools
         return None
 
 
-def _writes(template: str, special: Special, messages: Sequence[Message], word: str, tools: Any = None) -> bool:
+def _writes(template: str, special: Special, messages: Sequence[ChatMessage], word: str, tools: Any = None) -> bool:
     """Whether a template writes a word that is in the messages or the tools."""
     return word in (_written(template, special, messages, tools) or "")
 
@@ -67,7 +67,7 @@ class CallForm(NamedTuple):
     text: bool
     """Whether arguments are JSON text rather than an object."""
 
-    def calling(self, message: Message, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def calling(self, message: ChatMessage, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The message with these calls, in this form."""
         content = message.get("content")
         made = [{**call, "function": self._function(call["function"])} for call in calls] if self.text else [*calls]
@@ -81,7 +81,7 @@ class CallForm(NamedTuple):
 def call_form(template: str, special: Special, says: bool = False) -> CallForm | None:
     """The form in which a template writes tool calls, of messages that say something besides or not; None if it leaves
     the calls out, or what is said."""
-    turn: Message = {"role": "assistant", "content": SAID if says else None}
+    turn: ChatMessage = {"role": "assistant", "content": SAID if says else None}
     words = (ARGUMENT, SAID) if says else (ARGUMENT,)
     for form in (CallForm(None, False), CallForm("", False), CallForm(None, True), CallForm("", True)):
         call = form.calling(turn, [CALL])
@@ -120,16 +120,20 @@ def variables(template: str) -> frozenset[str]:
 def writes_role(template: str, special: Special, role: str) -> bool:
     """Whether a template writes what the system or a tool says; also if it refuses such messages with an error."""
     said = {**RESULT, "role": role, "content": SAID}
-    call: Message = {"role": "assistant", "content": "Wait", "tool_calls": [CALL]}
+    call: ChatMessage = {"role": "assistant", "content": "Wait", "tool_calls": [CALL]}
     system = [said, USER, ANSWER]
     trials = [system] if role == "system" else [[USER, call, said, ANSWER], [USER, ANSWER, said, ANSWER]]
     found = [_written(template, special, trial, None) for trial in trials]
     return any(text is None or SAID in text for text in found)
 
 
-def fit(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, template: str, tokenizer: Any, where: str
-) -> Sequence[Message]:
+def adapt_messages(
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: str,
+    tokenizer: Any,
+    where: str,
+) -> Sequence[ChatMessage]:
     """The messages in the words of a template, or a `DataError` if it would leave a part of them out."""
     if not tools and all(message.keys() == PLAIN and message["role"] in SPOKEN for message in messages):
         return messages
@@ -139,10 +143,10 @@ def fit(
     for role in {message["role"] for message in messages} - SPOKEN:
         if not writes_role(template, special, role):
             raise _dropped(where, template, f"a {role} message", "use another template (chat_template_format), or")
-    return [_fit(message, template, special, where) for message in messages]
+    return [_adapt_message(message, template, special, where) for message in messages]
 
 
-def _fit(message: Message, template: str, special: Special, where: str) -> Message:
+def _adapt_message(message: ChatMessage, template: str, special: Special, where: str) -> ChatMessage:
     calls = message.get("tool_calls")
     if calls:
         form = call_form(template, special, message["content"] is not None)
@@ -163,7 +167,7 @@ OWN = "use the model's own template (chat_template_format none) if it knows them
 
 
 def _dropped(where: str, template: str, what: str, instead: str) -> DataError:
-    known = name_of(template)
+    known = built_in_name(template)
     return DataError(
         f"{where}: the row has {what}, which the chat template{f' {known}' if known else ''} does not write: it would "
         f"be left out of what is learnt; {instead} leave such rows out (on_bad_row skip)."

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from fullshard.data.raw_row import BadRow, Place, Raw, names, short
+from fullshard.data.raw_row import BadRow, RawRow, RowPosition, names, short
 from fullshard.errors import DataError
 
 MARK = b"\xef\xbb\xbf"
@@ -50,7 +50,7 @@ class Lines:
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
-def read_text(path: Path, start: Place, sample_by: str = "line") -> Iterator[Raw]:
+def read_text(path: Path, start: RowPosition, sample_by: str = "line") -> Iterator[RawRow]:
     """Running text: a row per line, per paragraph (blank lines part them) or for the whole file. Blank lines are passed
     over. A place is (byte, line)."""
     with open_file(path) as file:
@@ -71,15 +71,15 @@ def read_text(path: Path, start: Place, sample_by: str = "line") -> Iterator[Raw
             yield _row_of_text(path, first, held, lines)
 
 
-def _row_of_text(path: Path, first: int, held: list[str], lines: Lines) -> Raw:
+def _row_of_text(path: Path, first: int, held: list[str], lines: Lines) -> RawRow:
     text = "".join(held).rstrip("\r\n").replace("\r\n", "\n")
-    return Raw(f"{path}, line {first}", {"text": text}, (lines.offset, lines.number))
+    return RawRow(f"{path}, line {first}", {"text": text}, (lines.offset, lines.number))
 
 
 # --- CSV ------------------------------------------------------------------------------------------------------------
 
 
-def read_csv(path: Path, start: Place) -> Iterator[Raw]:
+def read_csv(path: Path, start: RowPosition) -> Iterator[RawRow]:
     """Values with a header, which says by its own delimiter what parts them."""
     found = []
     for delimiter in DELIMITERS:
@@ -109,7 +109,7 @@ def _header(path: Path, lines: Lines, delimiter: str) -> tuple[list[str], Iterat
     return header, records
 
 
-def read_table(path: Path, start: Place, delimiter: str) -> Iterator[Raw]:
+def read_table(path: Path, start: RowPosition, delimiter: str) -> Iterator[RawRow]:
     """Values with a header. Quoted values may hold delimiters, quotes (doubled) and line breaks. A row with more or
     fewer values than the header is bad. A place is (byte, line)."""
     with open_file(path) as file:
@@ -124,12 +124,12 @@ def read_table(path: Path, start: Place, delimiter: str) -> Iterator[Raw]:
         for fields in records:
             where, place, line = f"{path}, line {line}", (lines.offset, lines.number), lines.number + 1
             if isinstance(fields, BadRow):
-                yield Raw(where, fields, place)
+                yield RawRow(where, fields, place)
             elif fields and len(fields) != len(header):
                 why = f"{len(fields)} values, the header has {len(header)} ({names(header)})."
-                yield Raw(where, BadRow(why, fields), place)
+                yield RawRow(where, BadRow(why, fields), place)
             elif fields:
-                yield Raw(where, dict(zip(header, fields, strict=True)), place)
+                yield RawRow(where, dict(zip(header, fields, strict=True)), place)
 
 
 def _records(rows: Iterator[list[str]], lines: Lines, path: Path) -> Iterator[Any]:

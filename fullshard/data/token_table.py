@@ -26,9 +26,9 @@ import numpy.typing as npt
 from fullshard.data.encode import TextSettings
 from fullshard.data.packing import best_fit_decreasing
 from fullshard.data.row_formats import NAMED, UNUSED
-from fullshard.data.sources import Source
-from fullshard.data.temp_dirs import Scratch
-from fullshard.data.tokenize import Chunk, Tokenizing, cut
+from fullshard.data.sources import DataSource
+from fullshard.data.temp_dirs import TempDir
+from fullshard.data.tokenize import Chunk, TokenizerPool, batch_rows
 from fullshard.errors import DataError
 
 FORMAT = 3
@@ -56,7 +56,7 @@ class TokenTable:
     `empty` or `bad` (not understood; `bad_rows` says of the first few why), documents that were too `long`, those of
     them that were `dropped`, tokens `cut`; and `lengths` of documents."""
     tokens: npt.NDArray[np.int32]
-    learnt: npt.NDArray[np.uint8]
+    loss_mask: npt.NDArray[np.uint8]
     """1 where a token is learnt, 0 where it is only read."""
     document_starts: npt.NDArray[np.int64]
     row_starts: npt.NDArray[np.int64]
@@ -74,7 +74,7 @@ class TokenTable:
         found = []
         for document in self.row_documents[self.row_starts[row] : self.row_starts[row + 1]]:
             piece = slice(self.document_starts[document], self.document_starts[document + 1])
-            found.append((self.tokens[piece], self.learnt[piece]))
+            found.append((self.tokens[piece], self.loss_mask[piece]))
         return found
 
 
@@ -101,7 +101,7 @@ def cache_root(given: str | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fullshard" / "tokens"
 
 
-def table_key(source: Source, tokenizer: Any, settings: TextSettings) -> str:
+def table_key(source: DataSource, tokenizer: Any, settings: TextSettings) -> str:
     """The name of the table that this data, tokenizer and settings give."""
     parts = [FORMAT, source.fingerprint(), _tokenizer_fingerprint(tokenizer), sorted(asdict(settings).items())]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -133,19 +133,19 @@ def open_table(folder: Path) -> TokenTable | None:
             arrays[name] = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
     except (OSError, ValueError, KeyError):
         return None
-    return TokenTable(folder, facts, **arrays)
+    return TokenTable(folder, facts, loss_mask=arrays.pop("learnt"), **arrays)
 
 
 def make_table(
-    source: Source, tokenizer: Any, settings: TextSettings, folder: Path, workers: int = 0,
+    source: DataSource, tokenizer: Any, settings: TextSettings, folder: Path, workers: int = 0,
     progress: Callable[[int, int], None] = lambda rows, tokens: None,
 ) -> None:  # fmt: skip
     """Tokenise `source` into `folder`, which appears whole or not at all. `progress` hears of rows and tokens done."""
     try:
-        with Scratch(folder.parent) as scratch:
+        with TempDir(folder.parent) as scratch:
             writer = TableWriter(scratch.folder, settings, source.name)
-            with Tokenizing(tokenizer, settings, workers) as tokenizing:
-                for call, chunk in tokenizing.chunks(cut(source.rows(None))):
+            with TokenizerPool(tokenizer, settings, workers) as tokenizing:
+                for call, chunk in tokenizing.chunks(batch_rows(source.rows(None))):
                     writer.add(chunk)
                     progress(len(call.rows), len(chunk.tokens))
             facts = writer.finish()
@@ -178,7 +178,7 @@ class TableWriter:
 
     def __init__(self, folder: Path, settings: TextSettings, name: str) -> None:
         self.folder, self.settings, self.name = folder, settings, name
-        self._tokens, self._learnt = (folder / "tokens.bin").open("wb"), (folder / "learnt.bin").open("wb")
+        self._tokens, self._loss_mask = (folder / "tokens.bin").open("wb"), (folder / "learnt.bin").open("wb")
         self._lengths: list[npt.NDArray[np.int32]] = []
         self._targets: list[npt.NDArray[np.int32]] = []
         self._counts: Counter[str] = Counter()
@@ -186,7 +186,7 @@ class TableWriter:
         self._check = 0
 
     def add(self, chunk: Chunk) -> None:
-        for array, file in ((chunk.tokens, self._tokens), (chunk.learnt, self._learnt)):
+        for array, file in ((chunk.tokens, self._tokens), (chunk.loss_mask, self._loss_mask)):
             data = array.tobytes()
             file.write(data)
             self._check = zlib.crc32(data, self._check)
@@ -229,7 +229,7 @@ class TableWriter:
 
     def close(self) -> None:
         self._tokens.close()
-        self._learnt.close()
+        self._loss_mask.close()
 
 
 def _per_row(

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fullshard import errors
-from fullshard.data.encode import BATCH, TextSettings, pieces
-from fullshard.data.raw_row import Raw
+from fullshard.data.encode import BATCH, TextSettings, encode_rows
+from fullshard.data.raw_row import RawRow
 from fullshard.errors import DataError, UserError
 
 WEIGHT = 4 << 20
@@ -35,10 +35,10 @@ PATIENCE = 5.0
 
 
 @dataclass(frozen=True)
-class Call:
+class RowBatch:
     """Rows that are tokenised together."""
 
-    rows: list[Raw]
+    rows: list[RawRow]
     ends_page: bool
     ends_data: bool
 
@@ -48,7 +48,7 @@ class Chunk:
     """Documents one after the other, and what was left out on the way."""
 
     tokens: npt.NDArray[np.int32]
-    learnt: npt.NDArray[np.uint8]
+    loss_mask: npt.NDArray[np.uint8]
     lengths: npt.NDArray[np.int32]
     """Tokens in each document: never 0."""
     targets: npt.NDArray[np.int32]
@@ -58,23 +58,23 @@ class Chunk:
     """What is wrong with the first few rows that were not understood."""
 
 
-def cut(rows: Iterable[Raw], page: int = 0) -> Iterator[Call]:
+def batch_rows(rows: Iterable[RawRow], page: int = 0) -> Iterator[RowBatch]:
     """Calls of at most `BATCH` rows. With `page`, none reaches over the end of so many rows.
 
     The last one ends the data; it is the only one that may be without rows.
     """
-    held: list[Raw] = []
+    held: list[RawRow] = []
     weight, on_page = 0, 0
     for row in rows:
         full_page = on_page == page and page > 0
         if held and (full_page or len(held) == BATCH or weight >= WEIGHT):
-            yield Call(held, full_page, False)
+            yield RowBatch(held, full_page, False)
             held, weight = [], 0
             on_page = 0 if full_page else on_page
         held.append(row)
         weight += _weight(row.value)
         on_page += 1
-    yield Call(held, True, True)
+    yield RowBatch(held, True, True)
 
 
 def _weight(value: Any) -> int:
@@ -87,22 +87,22 @@ def _weight(value: Any) -> int:
     return 8
 
 
-def encode(rows: Sequence[Raw], tokenizer: Any, settings: TextSettings) -> Chunk:
+def encode_chunk(rows: Sequence[RawRow], tokenizer: Any, settings: TextSettings) -> Chunk:
     """The documents of some rows."""
     counts: Counter[Any] = Counter()
-    found = list(pieces(rows, tokenizer, settings, counts))
+    found = list(encode_rows(rows, tokenizer, settings, counts))
     bad_rows: Any = counts.pop("bad_rows", [])
     if not found:
         nothing = np.empty(0, np.int32)
         return Chunk(nothing, np.empty(0, np.uint8), nothing, nothing, counts, bad_rows)
     lengths = np.fromiter((len(ids) for ids, _ in found), np.int32, len(found))
-    tokens, learnt = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    tokens, loss_mask = (np.concatenate(parts) for parts in zip(*found, strict=True))
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    targets = np.add.reduceat(learnt, starts, dtype=np.int32) - learnt[starts]
-    return Chunk(tokens.astype(np.int32, copy=False), learnt, lengths, targets, counts, bad_rows)
+    targets = np.add.reduceat(loss_mask, starts, dtype=np.int32) - loss_mask[starts]
+    return Chunk(tokens.astype(np.int32, copy=False), loss_mask, lengths, targets, counts, bad_rows)
 
 
-class Tokenizing:
+class TokenizerPool:
     """Turns calls into chunks; `workers` processes do it, or this one if there are none."""
 
     def __init__(self, tokenizer: Any, settings: TextSettings, workers: int = 0) -> None:
@@ -120,12 +120,12 @@ class Tokenizing:
             ) from None
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="fullshard-tokens")
 
-    def chunks(self, calls: Iterable[Call]) -> Iterator[tuple[Call, Chunk]]:
+    def chunks(self, calls: Iterable[RowBatch]) -> Iterator[tuple[RowBatch, Chunk]]:
         """Each call with its chunk, in order. With processes a few calls are under way at any time."""
         if not self.workers:
-            yield from ((call, encode(call.rows, self.tokenizer, self.settings)) for call in calls)
+            yield from ((call, encode_chunk(call.rows, self.tokenizer, self.settings)) for call in calls)
             return
-        coming: deque[tuple[Call, Future[Chunk]]] = deque()
+        coming: deque[tuple[RowBatch, Future[Chunk]]] = deque()
         for call in calls:
             coming.append((call, self._threads.submit(self._ask, call.rows)))
             if len(coming) > 2 * self.workers:
@@ -134,7 +134,7 @@ class Tokenizing:
         for first, chunk in coming:
             yield first, chunk.result()
 
-    def _ask(self, rows: list[Raw]) -> Chunk:
+    def _ask(self, rows: list[RawRow]) -> Chunk:
         """Have this thread's process tokenise some rows; it is started when it is first needed."""
         if not hasattr(self._mine, "process"):
             self._mine.process = _Process(self._setup)
@@ -142,7 +142,7 @@ class Tokenizing:
         kind, value = self._mine.process.ask(rows)
         if kind is None:
             return value
-        raise error_of(kind, value)
+        raise unpack_error(kind, value)
 
     def close(self) -> None:
         if not self.workers:
@@ -153,21 +153,21 @@ class Tokenizing:
         for process in self._processes:
             process.end()
 
-    def __enter__(self) -> Tokenizing:
+    def __enter__(self) -> TokenizerPool:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.close()
 
 
-def told(error: BaseException) -> tuple[str, str]:
+def pack_error(error: BaseException) -> tuple[str, str]:
     """An error as its kind and words, for another process."""
     if isinstance(error, UserError):
         return type(error).__name__, str(error)
     return DataError.__name__, f"the data cannot be read: {error!r}"
 
 
-def error_of(kind: str, text: str) -> UserError:
+def unpack_error(kind: str, text: str) -> UserError:
     """The error that `told` was given elsewhere."""
     found = getattr(errors, kind, DataError)
     return found(text)
@@ -188,7 +188,7 @@ class _Process:
         there.close()
         self._link.send_bytes(setup)
 
-    def ask(self, rows: list[Raw]) -> tuple[str | None, Any]:
+    def ask(self, rows: list[RawRow]) -> tuple[str | None, Any]:
         try:
             self._link.send_bytes(pickle.dumps(rows))
             return pickle.loads(self._link.recv_bytes())

@@ -11,7 +11,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fullshard.data.tokenize import encode, told
+from fullshard.data.tokenize import encode_chunk, pack_error
 
 LOOKS_EVERY = 1.0
 
@@ -32,9 +32,9 @@ def main(link: Connection, parent: int) -> None:
         while True:
             rows = pickle.loads(link.recv_bytes())
             try:
-                answer = failure or (None, encode(rows, tokenizer, settings))
+                answer = failure or (None, encode_chunk(rows, tokenizer, settings))
             except Exception as error:
-                answer = told(error)
+                answer = pack_error(error)
             link.send_bytes(pickle.dumps(answer))
     except (EOFError, OSError):
         return

@@ -17,7 +17,7 @@ import torch
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.data.once import agree
-from fullshard.data.sources import Source
+from fullshard.data.sources import DataSource
 from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
@@ -100,8 +100,8 @@ def join_ranks(engine: EngineSettings) -> None:
 
 
 def gather_parts(
-    config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, train: Source | None,
-    evaluation: Source | None, peft_config: Any, say: Say,
+    config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, train: DataSource | None,
+    evaluation: DataSource | None, peft_config: Any, say: Say,
 ) -> Parts:  # fmt: skip
     """Ranks, model without values, adapter, tokens."""
     join_ranks(engine)
@@ -146,7 +146,7 @@ def gather_parts(
     return parts
 
 
-def table_of(parts: Parts, name: str, source: Source, say: Say) -> TokenTable:
+def table_of(parts: Parts, name: str, source: DataSource, say: Say) -> TokenTable:
     """The tokens of a data set, checked against the model. All ranks must call this."""
     table = make_table(parts.config, source, parts.tokenizer)
     say(describe_data(name, table.facts, parts.config))

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.row_formats import understand
-from fullshard.data.sources import Source, chain, file_source, hold_back, mix, row_source
+from fullshard.data.row_formats import parse_row
+from fullshard.data.sources import DataSource, chain, file_source, hold_back, mix, row_source
 from fullshard.errors import ConfigError, DataError, UserError
 from fullshard.train.cli_args import find
 from fullshard.train.config import SFTConfig
@@ -25,19 +25,19 @@ from tests.data.tiny import text_rows, write_rows
 QUICK = settings(deadline=None, max_examples=40, derandomize=True)
 
 
-def sources(sizes: Sequence[int]) -> list[Source]:
+def sources(sizes: Sequence[int]) -> list[DataSource]:
     return [row_source([{"text": f"{s}:{i}"} for i in range(size)], f"set {s}") for s, size in enumerate(sizes)]
 
 
-def texts(source: Source, start: Any = None) -> list[str]:
-    return [understand(row).text or "" for row in source.rows(start)]
+def texts(source: DataSource, start: Any = None) -> list[str]:
+    return [parse_row(row).text or "" for row in source.rows(start)]
 
 
 def of(text: str) -> int:
     return int(text.split(":")[0])
 
 
-def check_places(source: Source, every: int = 1) -> None:
+def check_places(source: DataSource, every: int = 1) -> None:
     """From any row on, the rest is the same, with the place written down as JSON in between."""
     rows = list(source.rows(None))
     for i in range(0, len(rows), every):

@@ -16,17 +16,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fullshard.data import chat_template, encode, render_chat
-from fullshard.data.row_formats import Raw
+from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.row_formats import RawRow
 from fullshard.errors import ConfigError, DataError
 from tests.data import chats
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows
 
 BUILT_IN = {
     "chatml": (
-        chat_template.TEMPLATES["chatml"],
+        BUILT_IN["chatml"].text,
         chats.plain(lambda role: f"<|im_start|>{role}\n", "<|im_end|>", "\n"),
     ),
-    "zephyr": (chat_template.TEMPLATES["zephyr"], chats.plain(lambda role: f"<|{role}|>\n", "</s>", "\n")),
+    "zephyr": (BUILT_IN["zephyr"].text, chats.plain(lambda role: f"<|{role}|>\n", "</s>", "\n")),
 }
 ALL = {**BUILT_IN, **chats.TWINS}
 WORDS = (
@@ -169,7 +170,7 @@ def test_built_in_marks_are_what_is_found_without_them(
     name: str, messages: chats.Messages, data: st.DataObject
 ) -> None:
     """A template's marks, and the turns as they are told apart in the same template without marks."""
-    marked = chat_template.TEMPLATES[name]
+    marked = BUILT_IN[name].text
     plain = re.sub(r"\{% (end)?generation %\}", "", marked)
     assert render_chat.MARKED.search(marked) and not render_chat.MARKED.search(plain)
     if name == "qwen":
@@ -209,7 +210,7 @@ def test_conversations_as_prompt_and_completion(name: str, messages: chats.Messa
     if len(messages) < 2 or pieces is None or twin(messages[:1]) is None:
         return
     first = data.draw(st.integers(1, len(messages) - 1))
-    row = {"messages": tuple(messages), "learnt_from": first}
+    row = {"messages": tuple(messages), "completion_start": first}
     whole, prompt, border = (
         tokenizer.apply_chat_template(part, chat_template=template, tokenize=False, add_generation_prompt=cue)
         for part, cue in ((messages, False), (messages[:first], True), (messages[:first], False))
@@ -241,7 +242,7 @@ def test_completion_only_loss_needs_prompts() -> None:
 
 def test_a_text_s_first_and_last_tokens_are_written_once() -> None:
     tokenizer = make_tokenizer()
-    template = "{{ bos_token }}" + chat_template.TEMPLATES["zephyr"]
+    template = "{{ bos_token }}" + BUILT_IN["zephyr"].text
     row = {"messages": tuple(chat_rows(1)[0]["messages"])}
     plain, _ = encoded(tokenizer, row, template=template)
     added, _ = encoded(tokenizer, row, template=template, add_special_tokens=True)
@@ -288,11 +289,11 @@ def test_text_that_repeats_what_was_left_out_is_not_taken_for_it() -> None:
 
 def test_rows_that_a_template_refuses_can_be_skipped() -> None:
     rows = [*chat_rows(3), {"messages": [{"role": "assistant", "content": "x"}]}]
-    raw = [Raw(f"row {i}", row, i + 1) for i, row in enumerate(rows)]
+    raw = [RawRow(f"row {i}", row, i + 1) for i, row in enumerate(rows)]
     counts: dict[str, Any] = {"empty": 0, "long": 0, "cut": 0}
     template = chats.TWINS["mistral"][0]
     settings = encode.TextSettings(template=template, reading=encode.Reading(on_bad_row="skip"))
-    kept = list(encode.pieces(raw, make_tokenizer(), settings, counts))
+    kept = list(encode.encode_rows(raw, make_tokenizer(), settings, counts))
     assert len(kept) + counts["bad"] == 4 and counts["bad"] >= 1
     assert "row 3: the chat template refuses this conversation: roles must alternate" in counts["bad_rows"][-1]
 
@@ -316,7 +317,7 @@ def test_markers_become_tokens() -> None:
     size = len(tokenizer)
     assert chat_template.prepare_tokenizer(tokenizer, "chatml").added == ["<|im_start|>", "<|im_end|>"]
     assert len(tokenizer) == size + 2 and tokenizer.eos_token == "<|im_end|>", "generation is to stop there"
-    assert chat_template.template_of(tokenizer) == chat_template.TEMPLATES["chatml"]
+    assert chat_template.template_of(tokenizer) == BUILT_IN["chatml"].text
     assert chat_template.prepare_tokenizer(tokenizer, "chatml").added == [], "they are there already"
     other = make_tokenizer()
     assert chat_template.prepare_tokenizer(other, "zephyr").added == ["<|system|>", "<|user|>", "<|assistant|>"]
@@ -350,11 +351,11 @@ def test_templates_from_files(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     prepared = chat_template.prepare_tokenizer(tokenizer, "none", str(tmp_path / "tokenizer"))
     assert prepared.added == ["<|im_start|>", "<|im_end|>"] and tokenizer.eos_token == "<|im_end|>"
-    assert tokenizer.chat_template == chat_template.TEMPLATES["chatml"]
+    assert tokenizer.chat_template == BUILT_IN["chatml"].text
     only = tmp_path / "only"
     only.mkdir()
-    (only / "chat_template.jinja").write_text(chat_template.TEMPLATES["zephyr"])
-    assert chat_template.read_template(str(only)).text == chat_template.TEMPLATES["zephyr"]
+    (only / "chat_template.jinja").write_text(BUILT_IN["zephyr"].text)
+    assert chat_template.read_template(str(only)).text == BUILT_IN["zephyr"].text
 
 
 BAD = {

@@ -23,9 +23,9 @@ import pytest
 
 from fullshard.data import find_dataset
 from fullshard.data.file_formats import read_file
-from fullshard.data.raw_row import BadRow, Raw, parse, short
-from fullshard.data.row_formats import Reading, documents, reading_of, understand
-from fullshard.data.sources import Source, file_source, row_source
+from fullshard.data.raw_row import BadRow, RawRow, parse_json, short
+from fullshard.data.row_formats import Reading, parse_row, parse_rows, reading_of
+from fullshard.data.sources import DataSource, file_source, row_source
 from fullshard.errors import ConfigError, DataError, UserError
 from tests.data.tiny import chat_rows, text_rows, write_rows
 
@@ -34,7 +34,7 @@ U, A = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}
 
 def read(row: Any, **reading: Any) -> dict[str, Any]:
     """What a row means: the fields of its document that are set."""
-    document = understand(Raw("here", row, 1), Reading(**reading))
+    document = parse_row(RawRow("here", row, 1), Reading(**reading))
     return {k: v for k, v in vars(document).items() if v is not None and k != "where"}
 
 
@@ -72,9 +72,9 @@ UNDERSTOOD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Alpaca with its own text": ({"instruction": "Q", "output": "R", "text": "### Q"}, TALK),
     "prompt and completion": ({"prompt": "Q", "completion": " R"}, {"prompt": "Q", "text": " R"}),
     "no prompt": ({"prompt": "", "completion": "R"}, {"prompt": "", "text": "R"}),
-    "prompt and completion as messages": ({"prompt": [U], "completion": [A]}, {**TALK, "learnt_from": 1}),
-    "and a system column": ({"prompt": [U], "completion": [A], "system": "S"}, {"messages": ({"role": "system", "content": "S"}, U, A), "learnt_from": 2}),
-    "prompt and completion as messages in JSON text": ({"prompt": json.dumps([U]), "completion": json.dumps([A])}, {**TALK, "learnt_from": 1}),
+    "prompt and completion as messages": ({"prompt": [U], "completion": [A]}, {**TALK, "completion_start": 1}),
+    "and a system column": ({"prompt": [U], "completion": [A], "system": "S"}, {"messages": ({"role": "system", "content": "S"}, U, A), "completion_start": 2}),
+    "prompt and completion as messages in JSON text": ({"prompt": json.dumps([U]), "completion": json.dumps([A])}, {**TALK, "completion_start": 1}),
     "a prompt that is JSON text": ({"prompt": json.dumps([U]), "completion": "[1, 2]"}, {"prompt": json.dumps([U]), "text": "[1, 2]"}),
     "prompt beside messages": ({"prompt": "Q", "messages": [U, A]}, {**TALK, "unused": ("prompt",)}),
     "text": ({"text": "T"}, {"text": "T"}),
@@ -172,14 +172,14 @@ BAD: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_row_is_shown_or_counted(case: str) -> None:
     value, said = BAD[case]
-    good = Raw("file, line 1", {"text": "good"}, 1)
-    bad = Raw("file, line 2", value, 2)
+    good = RawRow("file, line 1", {"text": "good"}, 1)
+    bad = RawRow("file, line 2", value, 2)
     with pytest.raises(DataError, match=f"^file, line 2: .*{said}.*on_bad_row skip leaves such rows out") as error:
-        documents([good, bad], Reading(), {})
+        parse_rows([good, bad], Reading(), {})
     text = str(error.value)
     assert "\n" not in text and len(text) < 700 and text.encode()
     counts: dict[str, Any] = {}
-    found = documents([good, bad, bad, good, *[bad] * 9], Reading(on_bad_row="skip"), counts)
+    found = parse_rows([good, bad, bad, good, *[bad] * 9], Reading(on_bad_row="skip"), counts)
     assert [d.text for d in found] == ["good", "good"] and counts["bad"] == 11
     assert len(counts["bad_rows"]) == 5 and counts["bad_rows"][0].startswith("file, line 2: ")
 
@@ -259,7 +259,7 @@ def test_a_file_gives_its_rows_from_any_place_on(case: str, tmp_path: Path) -> N
     name, writer = WRITERS[case]
     writer(tmp_path / name, rows)
     found = list(read_file(tmp_path / name))
-    values = [parse(raw.value) if isinstance(raw.value, bytes) else raw.value for raw in found]
+    values = [parse_json(raw.value) if isinstance(raw.value, bytes) else raw.value for raw in found]
     assert [{k: v for k, v in value.items() if k != "more"} for value in values] == rows
     assert len({raw.where for raw in found}) == len(rows)
     for i in range(0, len(rows), 4):
@@ -346,7 +346,7 @@ def test_a_bad_row_in_a_file(case: str, tmp_path: Path) -> None:
         list(file_source([path]).documents())
     counts: dict[str, Any] = {}
     rows = pickle.loads(pickle.dumps(list(read_file(path))))  # on their way to another process
-    assert len(documents(rows, Reading(on_bad_row="skip"), counts)) == good and counts["bad"] == 1
+    assert len(parse_rows(rows, Reading(on_bad_row="skip"), counts)) == good and counts["bad"] == 1
 
 
 UNREADABLE: dict[str, tuple[str, Any, str]] = {
@@ -407,7 +407,7 @@ def test_parquet_is_not_read_as_a_whole(tmp_path: Path) -> None:
 # --- data sets ------------------------------------------------------------------------------------------------------
 
 
-def names(source: Source | None) -> list[str]:
+def names(source: DataSource | None) -> list[str]:
     return [] if source is None else [Path(part.name).name for part in source.parts or (source,)]
 
 
@@ -501,7 +501,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         source = find_dataset.find_data(str(tmp_path), ["train"])[0]
         monkeypatch.setattr(Path, name, refuse)
         with pytest.raises(DataError, match=r" cannot be read: Permission denied\.$"):
-            find_dataset.look(
+            find_dataset.check_first_rows(
                 source if name == "open" else find_dataset.find_data(str(tmp_path), ["train"])[0], Reading()
             )
         monkeypatch.undo()
@@ -523,10 +523,10 @@ def test_the_first_row_is_looked_at(tmp_path: Path) -> None:
     third.write_text("\n")
     source = file_source([first, second])
     with pytest.raises(DataError, match=r"train-1.jsonl, line 1: columns body"):
-        find_dataset.look(source, Reading())
-    find_dataset.look(source, Reading(on_bad_row="skip"))
+        find_dataset.check_first_rows(source, Reading())
+    find_dataset.check_first_rows(source, Reading(on_bad_row="skip"))
     with pytest.raises(DataError, match=r"train-2.jsonl: no rows in it"):
-        find_dataset.look(file_source([third]), Reading(on_bad_row="skip"))
+        find_dataset.check_first_rows(file_source([third]), Reading(on_bad_row="skip"))
 
 
 def test_names_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,22 +558,22 @@ def test_names_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *_, **__: text_rows(1) if datasets.config.HF_HUB_OFFLINE else None
     )
-    find_dataset.look(find_dataset.find_data("me/it", ["train"])[0], Reading())  # what was loaded before
+    find_dataset.check_first_rows(find_dataset.find_data("me/it", ["train"])[0], Reading())  # what was loaded before
     assert not datasets.config.HF_HUB_OFFLINE
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(
         DataError,
         match=r"the data 'no/where' is no file or folder here, and the hub does not give its split 'train'.*: it cannot be reached .division by zero.\.$",
     ):
-        find_dataset.look(find_dataset.find_data("no/where", ["train"])[0], Reading())
+        find_dataset.check_first_rows(find_dataset.find_data("no/where", ["train"])[0], Reading())
 
 
 def test_without_a_network_a_name_is_one_line() -> None:
     """`datasets` itself is asked here, with the network switched off."""
     program = (
-        "import sys\nfrom fullshard.data import find\nfrom fullshard.data.row_formats import Reading\n"
+        "import sys\nfrom fullshard.data import find_dataset\nfrom fullshard.data.row_formats import Reading\n"
         "from fullshard.errors import DataError\n"
-        "try: find.look(find.find_data('no-such-owner/no-such-data', ['train'])[0], Reading())\n"
+        "try: find_dataset.check_first_rows(find_dataset.find_data('no-such-owner/no-such-data', ['train'])[0], Reading())\n"
         "except DataError as error: print(error)\n"
         "print('torch' in sys.modules)"
     )
@@ -610,7 +610,7 @@ def test_what_users_hand_over(tmp_path: Path) -> None:
         source = find_dataset.source_of(data, "x")
         assert [d.text for d in source.documents()] == [row["text"] for row in rows]
         places = [row.after for row in source.rows(None)]
-        assert [understand(row).text for row in source.rows(places[1])] == [row["text"] for row in rows[2:]]
+        assert [parse_row(row).text for row in source.rows(places[1])] == [row["text"] for row in rows[2:]]
 
 
 HANDED: dict[str, tuple[Any, str]] = {

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fullshard.data import chat_template, template_fields
-from fullshard.data.encode import TextSettings, pieces
+from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.row_formats import Reading
 from fullshard.data.sources import row_source
 from fullshard.errors import DataError
@@ -33,7 +34,7 @@ def texts(rows: list[dict[str, Any]], template: str, **changes: Any) -> list[tup
     """Each row as text, and what of it is learnt."""
     settings = TextSettings(10**6, template=chat_template.TEMPLATES.get(template, template), **changes)
     raws = list(row_source(rows, "rows").rows(None))
-    found = pieces(raws, TOKENIZER, settings, Counter())
+    found = encode_rows(raws, TOKENIZER, settings, Counter())
     return [(TOKENIZER.decode(ids), TOKENIZER.decode(ids[mask.astype(bool)])) for ids, mask in found]
 
 
@@ -97,7 +98,7 @@ def test_what_a_template_would_drop_is_refused(case: str) -> None:
     assert "\n" not in str(error.value)
     counts: Counter[str] = Counter()
     skip = TextSettings(template=chat_template.TEMPLATES.get(template, template), reading=Reading(on_bad_row="skip"))
-    kept = list(pieces(list(row_source([row, {"messages": [U, A]}], "rows").rows(None)), TOKENIZER, skip, counts))
+    kept = list(encode_rows(list(row_source([row, {"messages": [U, A]}], "rows").rows(None)), TOKENIZER, skip, counts))
     assert len(kept) == 1 and counts["bad"] == 1
 
 
@@ -141,7 +142,7 @@ def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_is_told_to_the_template() -> None:
-    template = "{{ mood }}" + chat_template.TEMPLATES["chatml"]
+    template = "{{ mood }}" + BUILT_IN["chatml"].text
     rows: list[dict[str, Any]] = [
         {"messages": [U, A], "chat_template_kwargs": {"mood": "glad", "none": None}},
         {"messages": [U, A], "chat_template_kwargs": '{"mood": "sad", "size": 3}'},
@@ -149,7 +150,7 @@ def test_more_is_told_to_the_template() -> None:
     ]
     assert [text[:4] for text, _ in texts(rows, template)] == ["glad", "sad<", "calm"]
     counts: Counter[str] = Counter()
-    list(pieces(list(row_source(rows, "rows").rows(None)), TOKENIZER, TextSettings(template=template), counts))
+    list(encode_rows(list(row_source(rows, "rows").rows(None)), TOKENIZER, TextSettings(template=template), counts))
     assert {k: v for k, v in counts.items() if k.startswith("unused")} == {"unused chat_template_kwargs.size": 1}
 
 
