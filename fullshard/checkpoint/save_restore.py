@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fullshard import __version__, runtime
+from fullshard import runtime
 from fullshard.checkpoint import objects, publish
 from fullshard.checkpoint.dcp_planner import ReadPlanner, WritePlanner
 from fullshard.checkpoint.dcp_storage import CheckpointReader, CheckpointWriter
@@ -39,6 +39,7 @@ from fullshard.checkpoint.rng_state import describe_rng, prepare_rng
 from fullshard.checkpoint.shard_index import LocalShard
 from fullshard.errors import CheckpointError
 from fullshard.ranks import agree, from_torch, lost, raise_for
+from fullshard.version import __version__
 from fullshard.watchdog import watch
 
 

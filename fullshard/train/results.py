@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from fullshard import __version__, runtime
+from fullshard import runtime
 from fullshard.data.once import agree
 from fullshard.errors import WeightsError
 from fullshard.fsdp.state_dict import whole_value
@@ -26,6 +26,7 @@ from fullshard.reporting.reporter import FILE
 from fullshard.train.config import SFTConfig
 from fullshard.train.model import local_folder
 from fullshard.train.run_dir import CHECKPOINTS, place_of
+from fullshard.version import __version__
 from fullshard.weights.adapter_base import lasting_name, write_record
 from fullshard.weights.adapter_files import names_in_files
 from fullshard.weights.export import save_pretrained
