@@ -1,7 +1,7 @@
-"""What each rank writes and reads, in the terms of `torch.distributed.checkpoint`.
+"""Planners for `torch.distributed.checkpoint`: what each rank writes and reads.
 
-Pieces come with their place in the whole tensor, so that any cut can be written and read back into any other. Plain
-tensors are compared by digest on the first rank: alike on all ranks they are written once, otherwise once per rank.
+Every shard carries its offsets in the whole tensor, so that a checkpoint of one sharding can be loaded into any other.
+Rank 0 compares plain tensors by digest: those with the same value on all ranks are written once, others once per rank.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from fullshard.weights.safetensors_index import DTYPE_NAMES, DTYPES
 
 
 class WritePlanner(SavePlanner):
-    """Plans what this rank writes. `told` is what it has to say besides; the first rank finds every rank's word in
-    `heard` and the tensors that differ between ranks in `per_rank`."""
+    """Plans what this rank writes. `entries` are its JSON entries. On rank 0, `all_entries` then holds those of every
+    rank, and `per_rank` the tensors that differ between ranks."""
 
     def __init__(self, pieces: Iterable[LocalShard], entries: Any):
         self.entries = entries
@@ -81,7 +81,7 @@ class WritePlanner(SavePlanner):
                 index = MetadataIndex(f"{name}@rank-{rank}", item.index.offset)
                 kept[rank].append(replace(item, index=index))
         for item in (item for items in kept for item in items):
-            _note(item, known)
+            _add_chunk(item, known)
         plans = [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, kept, strict=True)]
         return plans, Metadata(state_dict_metadata=dict(known))
 
@@ -114,7 +114,7 @@ def _digest(t: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def _note(item: WriteItem, known: dict[str, TensorStorageMetadata]) -> None:
+def _add_chunk(item: WriteItem, known: dict[str, TensorStorageMetadata]) -> None:
     data, name = item.tensor_data, item.index.fqn
     assert data is not None
     entry = known.setdefault(name, TensorStorageMetadata(data.properties, data.size, []))
@@ -131,16 +131,16 @@ def _note(item: WriteItem, known: dict[str, TensorStorageMetadata]) -> None:
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """A tensor to be filled: this rank's piece of a stored one."""
+    """A tensor to read into: this rank's shard of a stored tensor."""
 
     name: str
-    """Of the stored tensor."""
+    """Name of the stored tensor."""
     local: torch.Tensor
     offsets: tuple[int, ...]
 
 
 class ReadPlanner(LoadPlanner):
-    """Plans what this rank reads: of every target exactly what it holds."""
+    """Plans what this rank reads: for every target exactly the stored values of its shard."""
 
     def __init__(self, targets: Sequence[LoadTarget]):
         self._targets = {(t.name, i): t for i, t in enumerate(targets)}
@@ -173,17 +173,17 @@ class ReadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         assert read_item.dest_index.index is not None
-        place = self._targets[read_item.dest_index.fqn, read_item.dest_index.index].local
+        target = self._targets[read_item.dest_index.fqn, read_item.dest_index.index].local
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            place = place.narrow(dim, start, length)
-        return place
+            target = target.narrow(dim, start, length)
+        return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass
 
 
 def mismatch(target: LoadTarget, shape: Sequence[int], manifest: Manifest) -> str:
-    """Why a stored tensor cannot fill a target; empty if it can."""
+    """Why a stored tensor cannot be read into a target; empty if it can."""
     stored = manifest.tensors.get(target.name)
     if stored is None:
         return f"{target.name} is not in the checkpoint"

@@ -1,7 +1,7 @@
-"""A model in a checkpoint: its tensors by name, where they came from, and what of them need not be written.
+"""A model in a checkpoint: its tensors by name, its tied tensors, and its base model.
 
-Tied tensors are written once and stay tied. Frozen parameters that the base files give again are left out. A model is
-filled in place, piece by piece, so that resuming needs no more memory than training.
+Tied tensors are written once and stay tied. Frozen parameters that the base model's files provide are left out. Values
+are read directly into the model's shards, so that resuming needs no more memory than training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fullshard.weights.source_files import base_of, fingerprint_of
 
 
 def provided_by_base(model: nn.Module) -> set[str]:
-    """Frozen parameters that the model's base files give again, as far as this rank can tell."""
+    """The frozen parameters whose values on this rank are still those of the base model's files."""
     base = base_of(model)
     if base is None:
         return set()
@@ -34,7 +34,7 @@ def provided_by_base(model: nn.Module) -> set[str]:
 
 
 def describe_model(description: StateDescription, name: str, model: nn.Module, omitted: set[str]) -> None:
-    """Write down a model without the parameters in `omitted`."""
+    """Describe a model without the parameters in `omitted`."""
     entry: dict[str, Any] = {"kind": "model", "class": type(model).__qualname__, "tied": {}, "extra": {}}
     seen: dict[int, str] = {}
     for key, value in model.state_dict(keep_vars=True).items():
@@ -58,7 +58,7 @@ def describe_model(description: StateDescription, name: str, model: nn.Module, o
 
 
 def _about(model: nn.Module) -> dict[str, Any]:
-    """What helps to make sense of the tensors (`states.ABOUT`); the first rank's word is taken for it."""
+    """Configuration, plan and mesh of the model (the keys in `objects.ABOUT`); only rank 0 writes them."""
     about = {"config": _config(model), "generation_config": _json(model, "generation_config")}
     if isinstance(adapters := getattr(model, "peft_config", None), dict):
         about["adapter_configs"] = {str(name): _plain(config.to_dict()) for name, config in adapters.items()}
@@ -70,7 +70,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
 
 
 def _config(model: nn.Module) -> dict[str, Any] | None:
-    """What transformers would write into config.json."""
+    """The content of config.json, as transformers writes it."""
     config = _json(model, "config")
     if config is not None and not config.get("architectures"):
         config["architectures"] = [type(model).__name__]
@@ -83,7 +83,7 @@ def _json(model: nn.Module, attribute: str) -> dict[str, Any] | None:
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """As PEFT writes it into adapter_config.json."""
+    """A PEFT config as plain JSON data, as in adapter_config.json."""
     return json.loads(json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
 
 
@@ -91,7 +91,7 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare_model(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.Module) -> None:
-    """Have a model's values read into it."""
+    """Plan to read the stored values into a model."""
     _check_base(plan, name, entry, model)
     stored, base = _stored_keys(plan, name, entry), base_of(model)
     omitted, tied, extra = set(entry["left_out"]), entry["tied"], dict(entry["extra"])
@@ -99,7 +99,7 @@ def prepare_model(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn
     values = model.state_dict(keep_vars=True)
     live = {id(t) for t in (*model.parameters(), *model.buffers())}
     first: dict[int, str] = {}
-    detour: dict[str, Any] = {}  # values that the module makes or takes in its own way
+    detour: dict[str, Any] = {}  # values that the module builds in `state_dict` and takes in `load_state_dict`
     missing = []
     for key, value in values.items():
         if not isinstance(value, torch.Tensor):
@@ -109,7 +109,7 @@ def prepare_model(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn
         source = key if key in stored else tied.get(key)
         if id(value) in first and id(value) in live:
             if key in stored:
-                plan.problems.append(f"{key} and {first[id(value)]} are tied here and two tensors in the checkpoint")
+                plan.problems.append(f"{key} and {first[id(value)]} are tied here, but not in the checkpoint")
             continue
         first[id(value)] = key
         if source is None:
@@ -145,14 +145,14 @@ def prepare_model(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn
 
 
 def _stored_keys(plan: RestorePlan, name: str, entry: dict[str, Any]) -> set[str]:
-    """The model's own names of the tensors that the checkpoint holds for it."""
+    """The `state_dict` names of the tensors that the checkpoint holds for this model."""
     names = {key for key in plan.manifest.tensors if "@rank-" not in key} | set(plan.manifest.per_rank)
     names -= {ref["name"] for ref in json_tree.tensor_refs(entry["extra"])}
     return {key.removeprefix(f"{name}/") for key in names if key.startswith(f"{name}/")}
 
 
 def _check_base(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.Module) -> None:
-    """Frozen values that were left out must be those of the base they were left out for."""
+    """Check that frozen values that were left out come from the same base model files."""
     saved = entry["base"]
     if not entry["left_out"]:
         return
@@ -169,17 +169,17 @@ def _check_base(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.M
         runtime.warn_once(
             f"base of {name}",
             f"the checkpoint leaves out {len(entry['left_out'])} frozen parameters of {name}; the model was not loaded "
-            f"with load_pretrained, so it is taken on trust that they are those of {path}",
+            f"with load_pretrained, so fullshard assumes that they have the values of {path}",
         )
     if found != saved["fingerprint"]:
         plan.problems.append(
-            f"{name}: the checkpoint was made on top of {saved['path']} (fingerprint {saved['fingerprint']}), and the "
-            f"model comes from {path} (fingerprint {found}): the files differ. Load the base it was made on"
+            f"{name}: the checkpoint was trained from the base {saved['path']} (fingerprint {saved['fingerprint']}), "
+            f"but the model comes from {path} (fingerprint {found}): the files differ. Load the base of the checkpoint"
         )
 
 
 def _give_memory(model: nn.Module, stored: set[str]) -> None:
-    """Planned parameters without memory get theirs if the checkpoint has values for them."""
+    """Allocate planned parameters that have no memory yet, if the checkpoint has values for them."""
     engine = getattr(model, "_fullshard_engine", None)
     for unit in engine.units if engine is not None else ():
         for parameter in unit.parameters:

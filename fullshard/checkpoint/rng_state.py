@@ -1,7 +1,8 @@
-"""The random generators of every rank: Python's, numpy's, torch's on the host and on the GPU.
+"""The random number generators of every rank: Python's, numpy's, torch's on the CPU and on the GPU.
 
-Resumed on as many ranks as were saved, each rank gets its own back. On another number, generators that all ranks shared
-stay shared; where they differed, ranks beyond those saved get states derived from them, the same at every resume.
+With the same number of ranks, each rank gets its own state back. With another number, generators that were the same on
+all ranks stay the same; where they differed, additional ranks get states derived from the saved ones, the same at every
+resume.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NAME = "rng"
 
 
 def describe_rng(description: StateDescription) -> None:
-    """Write down this rank's generators."""
+    """Describe this rank's generators."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state = {
@@ -34,7 +35,7 @@ def describe_rng(description: StateDescription) -> None:
 
 
 def prepare_rng(plan: RestorePlan, entry: dict[str, Any]) -> None:
-    """Have the generators set."""
+    """Plan to restore the generators."""
     saved, world, me = plan.manifest.world_size, runtime.world_size(), runtime.rank()
     differed = "ranks" in entry or any(name.startswith(f"{NAME}/") for name in plan.manifest.per_rank)
     data = entry["ranks"][me % saved] if "ranks" in entry else entry["value"]
@@ -45,9 +46,9 @@ def prepare_rng(plan: RestorePlan, entry: dict[str, Any]) -> None:
     if differed and world != saved:
         runtime.warn_once(
             "rng on another number of ranks",
-            f"the checkpoint was saved on {saved} ranks with random generators that differed; on {world} ranks the "
-            f"first {min(saved, world)} get theirs back"
-            + (", the others get states derived from them" if world > saved else ", the others are dropped"),
+            f"the checkpoint was saved on {saved} ranks with different random states; on {world} ranks the first "
+            f"{min(saved, world)} are restored"
+            + (", additional ranks get states derived from them" if world > saved else ", the others are dropped"),
         )
 
     def finish() -> None:

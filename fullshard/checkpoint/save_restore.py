@@ -1,12 +1,11 @@
-"""One save and one restore, from the state to a published directory and back.
+"""One save and one restore: from a state to a published directory, and back.
 
-The order of things that every rank goes through is here: agree, describe, write, publish; and agree, check, prepare,
-read, finish. When to save, and in which thread, is the manager's business (`manager.py`).
+Every rank goes through the same stages. Save: agree, describe, write, publish. Restore: agree, check, plan, read,
+finish. `manager.py` decides when to save and in which thread.
 """
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,6 +27,7 @@ from fullshard.checkpoint.manifest import (
     find_damage,
     find_header_mismatches,
     find_missing_or_truncated,
+    library_versions,
     read_manifest,
     unpublished_name,
 )
@@ -39,7 +39,6 @@ from fullshard.checkpoint.rng_state import describe_rng, prepare_rng
 from fullshard.checkpoint.shard_index import LocalShard
 from fullshard.errors import CheckpointError
 from fullshard.ranks import agree, from_torch, lost, raise_for
-from fullshard.version import __version__
 from fullshard.watchdog import watch
 
 
@@ -63,7 +62,7 @@ class AgreedSave:
 def begin(
     place: Path, step: int | None, state: Mapping[str, Any], save_frozen: bool
 ) -> tuple[AgreedSave, StateDescription]:
-    """Agree on a save on all ranks and find out what each has to write. Nothing is copied or written."""
+    """Agree on a save on all ranks and describe what each rank will write. Nothing is copied or written yet."""
     what = f"save of checkpoint step {step}" if step is not None else f"save of {place}"
 
     def offer() -> tuple[Any, str, dict[str, set[str]]]:
@@ -73,33 +72,33 @@ def begin(
         omitted = {name: provided_by_base(model) for name, model in objects.models_in(state).items() if not save_frozen}
         return (str(place), step, list(state)), publish.new_token(), omitted
 
-    all_entries = agree(offer, step or 0, what)
-    asked = [offered for offered, _, _ in all_entries]
+    requests = agree(offer, step or 0, what)
+    asked = [request for request, _, _ in requests]
     if odd := [rank for rank, theirs in enumerate(asked) if theirs != asked[0]]:
         raise CheckpointError(
-            f"ranks do not save the same: rank 0 saves {_describe_request(asked[0])}, "
+            f"ranks save different states: rank 0 saves {_describe_request(asked[0])}, "
             f"rank(s) {', '.join(map(str, odd))} {_describe_request(asked[odd[0]])}"
         )
-    # A frozen parameter that changed on one rank only is written by all.
-    omitted = {name: set.intersection(*(theirs[name] for _, _, theirs in all_entries)) for name in all_entries[0][2]}
+    # A frozen parameter that changed on one rank only is written by all ranks.
+    omitted = {name: set.intersection(*(theirs[name] for _, _, theirs in requests)) for name in requests[0][2]}
     description = agree_locally(lambda: describe(state, omitted), step or 0, what)
-    return AgreedSave(place, step, all_entries[0][1]), description
+    return AgreedSave(place, step, requests[0][1]), description
 
 
-def _describe_request(asked: tuple[str, int | None, list[str]]) -> str:
-    place, step, names = asked
+def _describe_request(request: tuple[str, int | None, list[str]]) -> str:
+    place, step, names = request
     return f"{', '.join(names)} of step {step} to {place}"
 
 
 def agree_locally(job: Callable[[], Any], step: int, what: str) -> Any:
-    """A job whose result stays on its rank, and whose error does not."""
+    """Run `job` on every rank and return this rank's result. If it fails on any rank, all raise the same error."""
     mine: list[Any] = []
     agree(lambda: mine.append(job()), step, what)
     return mine[0]
 
 
 def describe(state: Mapping[str, Any], omitted: Mapping[str, set[str]]) -> StateDescription:
-    """Everything in the state, as entries and pieces."""
+    """Split the state into JSON entries and tensor shards."""
     description = StateDescription()
     names = objects.parameter_names(state)
     for name, value in state.items():
@@ -115,15 +114,15 @@ def describe(state: Mapping[str, Any], omitted: Mapping[str, set[str]]) -> State
 
 
 def write(save_job: AgreedSave, entries: dict[str, Any], pieces: list[LocalShard], group: Any) -> None:
-    """Write what was described and publish it. All ranks raise the same error, and then nothing is left behind."""
+    """Write and publish a described state. On failure all ranks raise the same error and nothing is left on disk."""
     planner = WritePlanner(pieces, entries)
 
-    def conclude(tensors: dict[str, TensorEntry], files: tuple[FileEntry, ...]) -> None:
+    def publish_checkpoint(tensors: dict[str, TensorEntry], files: tuple[FileEntry, ...]) -> None:
         publish.stage("manifest")
         manifest = Manifest(
             step=save_job.step,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=_versions(),
+            versions=library_versions(),
             world_size=runtime.world_size(),
             states=objects.merged(planner.all_entries),
             tensors=tensors,
@@ -137,43 +136,37 @@ def write(save_job: AgreedSave, entries: dict[str, Any], pieces: list[LocalShard
         publish.stage("published")
 
     try:
-        dcp.save({}, storage_writer=CheckpointWriter(save_job.hidden, conclude), planner=planner, process_group=group)
+        dcp.save(
+            {},
+            storage_writer=CheckpointWriter(save_job.hidden, publish_checkpoint),
+            planner=planner,
+            process_group=group,
+        )
     except CheckpointException as error:
         if runtime.is_main():
             publish.discard(save_job.hidden)
         cause = next((found for rank, (found, _) in error.failures.items()), None)
         raise CheckpointError(f"{save_job.what} failed, and nothing was published: {from_torch(error)}") from cause
-    except RuntimeError as error:  # the connection to another rank is gone
+    except RuntimeError as error:  # the connection to another rank was lost
         raise lost(save_job.what, error) from error
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"fullshard": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("transformers", "peft", "safetensors"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 # --- restoring ------------------------------------------------------------------------------------------------------
 
 
 def check(directory: Path, verify: bool, step: int, what: str) -> Manifest:
-    """Read the manifest and, if asked, every byte, each file on one rank; all ranks raise the same error."""
+    """Check a checkpoint: its manifest and, with `verify`, the checksum of every file. The ranks share the files; all
+    ranks raise the same error."""
     manifest: Manifest = agree_locally(lambda: read_manifest(directory), step, what)
     mine = range(runtime.rank(), len(manifest.files), runtime.world_size())
 
-    def look() -> list[str]:
+    def find_problems() -> list[str]:
         files = [manifest.files[i] for i in mine]
         return (find_damage if verify else find_missing_or_truncated)(directory, files) or find_header_mismatches(
             directory, manifest, mine
         )
 
-    found = agree(look, step, what, watched=False)
+    found = agree(find_problems, step, what, watched=False)
     wrong = [line for lines in found for line in lines]
     if wrong:
         raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
@@ -183,22 +176,22 @@ def check(directory: Path, verify: bool, step: int, what: str) -> Manifest:
 def load(
     directory: Path, manifest: Manifest, state: MutableMapping[str, Any], rng: bool, step: int, what: str, group: Any
 ) -> None:
-    """Read a checked checkpoint into the state. Nothing in the state changes before every rank knows that it fits."""
+    """Read a checked checkpoint into the state. Nothing in the state changes until all ranks know that it fits."""
     plan: RestorePlan = agree_locally(lambda: _prepare(manifest, state, rng), step, what)
-    report = "\n  ".join([f"{directory} does not fit what it is loaded into:", *plan.problems])
+    report = "\n  ".join([f"{directory} does not match the state it is loaded into:", *plan.problems])
     found = agree(lambda: report if plan.problems else "", step, what)
-    raise_for({rank: entries for rank, entries in enumerate(found) if entries})
+    raise_for({rank: problems for rank, problems in enumerate(found) if problems})
     own = [name for name in manifest.per_rank if not name.startswith(f"{RNG}/")]
     if own and manifest.world_size != runtime.world_size():
         runtime.warn_once(
             f"per rank {own}",
-            f"{len(own)} tensors differed from rank to rank on the {manifest.world_size} ranks they were saved on "
-            f"({', '.join(own[:3])}); on {runtime.world_size()} ranks, those beyond get the first rank's",
+            f"{len(own)} tensors had different values on each of the {manifest.world_size} ranks they were saved on "
+            f"({', '.join(own[:3])}); on {runtime.world_size()} ranks, additional ranks get the values of rank 0",
         )
     if plan.casts:
         runtime.warn_once(
             f"cast {sorted(plan.casts)}",
-            f"values are converted while they are read: {', '.join(sorted(plan.casts))}",
+            f"values are cast while they are read: {', '.join(sorted(plan.casts))}",
         )
     try:
         with torch.no_grad():
@@ -209,9 +202,7 @@ def load(
                 process_group=group,
             )
     except CheckpointException as error:
-        raise CheckpointError(
-            f"{what} failed half-way, and the state is not usable now: {from_torch(error)}"
-        ) from error
+        raise CheckpointError(f"{what} failed midway, and the state is not usable now: {from_torch(error)}") from error
     except RuntimeError as error:
         raise lost(what, error) from error
 
