@@ -1,8 +1,8 @@
-"""Rows that can be gone through: files and lists as a `Source`, and sources made of others (one after another, mixed
-by weights, with rows held back).
+"""Data sources: rows of files or lists, and combinations of sources (concatenated, mixed by weights, split).
 
-A source gives its rows in one order, from any place on, and names its content; places are plain data, so that a
-checkpoint can hold one. Nothing is random here but which rows are held back, and that follows from the seed.
+A source yields its rows in a fixed order from any position on, and has a fingerprint of its content. Positions are
+plain data, so that a checkpoint can store them. Only the choice of validation rows is random, and it depends on the
+seed.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from fullshard.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class DataSource:
-    """Rows that can be gone through, from any place on, and a fingerprint of their content."""
+    """Rows that can be read from any position on, and a fingerprint of their content."""
 
     name: str
     rows: Callable[[RowPosition], Iterator[RawRow]]
-    """The rows from a place on (None: all); a place is what `Raw.after` gave."""
+    """The rows from a position on (None: all rows); positions come from `RawRow.after`."""
     fingerprint: Callable[[], str]
     parts: tuple[DataSource, ...] = ()
-    """The sources that this one is made of."""
+    """The sources that this one combines."""
     join: Callable[[Sequence[DataSource]], DataSource] | None = None
-    """For a mix: the same mix of other parts."""
+    """For a mix: makes the same mix of other parts."""
     own_files: tuple[Path, ...] = ()
-    """The files that its rows are read from, but for those of its parts."""
+    """The files that its rows are read from, without those of its parts."""
 
     @property
     def files(self) -> list[Path]:
-        """The files that rows are read from."""
+        """All files that rows are read from."""
         return [*self.own_files, *(file for part in self.parts for file in part.files)]
 
     def documents(self, reading: Reading = DEFAULT_READING) -> Iterator[Document]:
@@ -56,7 +56,7 @@ def _digest(*parts: Any) -> str:
 
 
 def file_source(paths: Sequence[Path], sample_by: str = "line") -> DataSource:
-    """Rows of files, one after the other; `sample_by` is for files of running text."""
+    """The rows of files, one file after the other; `sample_by` applies to .txt files."""
     return chain([_one_file(path, sample_by) for path in paths])
 
 
@@ -76,7 +76,7 @@ def _one_file(path: Path, sample_by: str) -> DataSource:
 
 
 def row_source(rows: Iterable[Any], name: str) -> DataSource:
-    """Rows that are in memory: a list of objects, or a data set of `datasets`. A place is the number of a row."""
+    """Rows in memory: a list of objects, or a `datasets.Dataset`. A position is a row number."""
     kept = rows if hasattr(rows, "__len__") or hasattr(rows, "skip") else list(rows)
 
     def walk(start: RowPosition) -> Iterator[RawRow]:
@@ -90,17 +90,17 @@ def row_source(rows: Iterable[Any], name: str) -> DataSource:
             try:
                 digest.update(json.dumps(row.value, default=str, skipkeys=True).encode())
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{row.where}: the row is no plain data ({error}).") from None
+                raise DataError(f"{row.where}: the row is not JSON-compatible ({error}).") from None
             digest.update(b"\n")
         return digest.hexdigest()
 
-    cached = getattr(rows, "cache_files", None)  # of a data set of `datasets`, which reads them as it goes
+    cached = getattr(rows, "cache_files", None)  # of a `datasets.Dataset`, which reads them lazily
     files = tuple(Path(file["filename"]) for file in cached) if isinstance(cached, list) else ()
     return DataSource(name, walk, fingerprint, own_files=files)
 
 
 def numbered(source: DataSource, number: int) -> DataSource:
-    """A source whose rows know that they belong to the data set of this number, which has settings of its own."""
+    """A source whose rows carry the index of their dataset, which has its own settings."""
 
     def rows(start: RowPosition) -> Iterator[RawRow]:
         return (replace(row, data_set=number) for row in source.rows(start))
@@ -115,7 +115,7 @@ def numbered(source: DataSource, number: int) -> DataSource:
 
 
 def chain(sources: Sequence[DataSource]) -> DataSource:
-    """Rows of sources, one after the other. A place is (number of the source, place in it)."""
+    """Concatenate sources. A position is (index of the source, position in it)."""
     if len(sources) == 1:
         return sources[0]
 
@@ -132,13 +132,13 @@ def chain(sources: Sequence[DataSource]) -> DataSource:
 
 
 def mix(sources: Sequence[DataSource], weights: Sequence[float], stopping: str = "all_exhausted") -> DataSource:
-    """Rows of sources by weights: the next row always comes from the source that is furthest behind its share.
+    """Mix sources by weights: the next row always comes from the source that is furthest behind its share.
 
-    With shares w (weights over their sum), row i (from 0) comes from the source s with the largest
-    w[s] * (i + 1) - taken[s], the first of equals; so after any number of rows each source is within one row (with
-    two sources; within a few with many) of its share. `all_exhausted` ends with the row by which every source has been
-    gone through once; a source that ends earlier begins again. `first_exhausted` ends with the first source's last row.
-    A place is {"taken", "places", "ended"}, each with a value per source.
+    With shares w (weights divided by their sum), row i (from 0) comes from the source s with the largest
+    w[s] * (i + 1) - taken[s], the first one in a tie. So after any number of rows each source is within one row of its
+    share (with two sources; within a few rows with many). `all_exhausted` ends once every source was read completely; a
+    source that ends earlier starts again. `first_exhausted` ends with the last row of the source that ends first. A
+    position is {"taken", "places", "ended"}, each with a value per source.
     """
     shares = [weight / sum(weights) for weight in weights]
     over = all if stopping == "all_exhausted" else any
@@ -157,7 +157,7 @@ def mix(sources: Sequence[DataSource], weights: Sequence[float], stopping: str =
             s = max(range(len(sources)), key=lambda s: shares[s] * count - taken[s])
             row = coming[s] or next(walks[s], None)
             if row is None:
-                raise DataError(f"{sources[s].name}: no rows in it; expected at least one.")
+                raise DataError(f"{sources[s].name}: no rows; expected at least one.")
             taken[s] += 1
             coming[s] = next(walks[s], None)
             places[s] = row.after
@@ -172,25 +172,25 @@ def mix(sources: Sequence[DataSource], weights: Sequence[float], stopping: str =
     return DataSource(name, rows, fingerprint, tuple(sources), lambda parts: mix(parts, weights, stopping))
 
 
-# --- rows held back -------------------------------------------------------------------------------------------------
+# --- validation split -----------------------------------------------------------------------------------------------
 
 
 def hold_back(source: DataSource, size: float, seed: int, streaming: bool = False) -> tuple[DataSource, DataSource]:
-    """The source without some of its rows, and those rows.
+    """Split a source into training and validation rows.
 
-    `size` is a number of rows, or below 1 a part of them (rounded, at least one). Which rows is a function of the seed
-    and the number of rows alone. When streaming, it is the first rows, and `size` must be a number. Of a mix, rows are
-    held back from the sources that it mixes, so that none that comes again is on both sides.
+    `size` is the number of validation rows or, below 1, their fraction (rounded, at least one row). The choice depends
+    only on the seed and the number of rows. When streaming, the first rows are held out, and `size` must be a number. A
+    mix is split per source, so that a row that repeats is never on both sides.
     """
     if streaming and size < 1:
         raise ConfigError(
-            f"val_size is {size:g}: the part of a stream is not known beforehand; give a number of rows, which are "
-            f"then the first."
+            f"val_size is {size:g}: the length of a stream is not known in advance; give a number of rows. The first "
+            f"rows are then held out."
         )
-    return _hold_back_first(source, int(size)) if streaming else _hold_back_some(source, size, seed)
+    return _hold_back_first(source, int(size)) if streaming else _hold_back_random(source, size, seed)
 
 
-def _hold_back_some(source: DataSource, size: float, seed: int) -> tuple[DataSource, DataSource]:
+def _hold_back_random(source: DataSource, size: float, seed: int) -> tuple[DataSource, DataSource]:
     parts = source.parts if source.join else (source,)
 
     @functools.cache
@@ -199,7 +199,7 @@ def _hold_back_some(source: DataSource, size: float, seed: int) -> tuple[DataSou
         rows = int(ends[-1])
         count = int(size) if size >= 1 else max(1, round(size * rows))
         if count >= rows:
-            raise DataError(f"val_size {size:g} holds back {count} rows, but {source.name} has {rows}.")
+            raise DataError(f"val_size {size:g} holds out {count} rows, but {source.name} has only {rows}.")
         chosen = np.sort(np.random.Generator(np.random.PCG64([seed, 1])).choice(rows, count, replace=False))
         return [
             frozenset((chosen[(chosen >= begin) & (chosen < end)] - begin).tolist())
@@ -228,12 +228,12 @@ def _hold_back_some(source: DataSource, size: float, seed: int) -> tuple[DataSou
 def _hold_back_first(source: DataSource, count: int) -> tuple[DataSource, DataSource]:
     @functools.cache
     def place() -> RowPosition:
-        """Where the first row stands that is not held back."""
+        """The position of the first row that is not held out."""
         rows = source.rows(None)
         *_, last = [None, *islice(rows, count)]
         if next(rows, None) is None or last is None or (source.join and any(last.after["ended"])):
             raise DataError(
-                f"val_size holds back {count} rows, which is all there is of {source.name}, or of a part of it."
+                f"val_size holds out {count} rows, which are all rows of {source.name}, or of one of its parts."
             )
         return last.after
 

@@ -89,7 +89,7 @@ class Loop:
         self.config, self.model, self.head, self.optimizer, self.schedule = config, model, head, optimizer, schedule
         self.loader, self.reporter, self.total, self.manager = loader, reporter, total, manager
         self.evaluation, self.notify, self.packed = evaluation, notify, packed
-        self.progress = Progress(batch=loader.feed.batch)
+        self.progress = Progress(batch=loader.sampler.batch)
         head.enabled = False  # outside the loop the model is the user's
         self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
         self.rate = 0.0

@@ -91,7 +91,7 @@ def test_frozen_values_come_from_the_base(tmp_path):
     with open(tmp_path / "base/model.safetensors", "r+b") as file:
         file.seek(-5, os.SEEK_END)
         file.write(b"x")
-    with pytest.raises(CheckpointError, match="its files have changed since"):
+    with pytest.raises(CheckpointError, match="whose files have changed since"):
         merge_weights(tmp_path / "step-5", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 

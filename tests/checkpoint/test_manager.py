@@ -271,9 +271,7 @@ def test_state_that_differs_per_rank_needs_as_many_ranks(tmp_path):
     if runtime.is_main():
         _rewrite(tmp_path / "one", world_size=3)
     torch.distributed.barrier()
-    with pytest.raises(
-        CheckpointError, match="the state 'cursor' was saved with a different value on each of 3 ranks"
-    ):
+    with pytest.raises(CheckpointError, match="the state 'cursor' was saved with a different value on each of 3 ranks"):
         load_state(tmp_path / "one", cursor=Cursor())
 
 

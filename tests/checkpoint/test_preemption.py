@@ -68,8 +68,8 @@ def test_off_the_main_thread_it_says_so_and_does_nothing():
 SIGNALLED = """
     import signal, sys, time
     sys.path.insert(0, {root!r})
-    from fullshard.checkpoint.preemption import SignalNote
-    note = SignalNote([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+    from fullshard.checkpoint.preemption import SignalListener
+    note = SignalListener([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
     assert note.install()
     print("ready", flush=True)
     while note.seen is None:

@@ -22,14 +22,14 @@ from fullshard.errors import ConfigError, DataError
 from tests.data import chats
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows
 
-BUILT_IN = {
+PLAIN_TEMPLATES = {
     "chatml": (
         BUILT_IN["chatml"].text,
         chats.plain(lambda role: f"<|im_start|>{role}\n", "<|im_end|>", "\n"),
     ),
     "zephyr": (BUILT_IN["zephyr"].text, chats.plain(lambda role: f"<|{role}|>\n", "</s>", "\n")),
 }
-ALL = {**BUILT_IN, **chats.TWINS}
+ALL = {**PLAIN_TEMPLATES, **chats.TWINS}
 WORDS = (
     "the bird", " ", "\n", "\t ", "", "a", "é", "日本", "🙂", "e\u0301", "<|im_end|>", "<|im_start|>assistant\n", "</s>", "<s>",
     "[/INST]", "<|eot_id|>", "<end_of_turn>", "</think>", "<think>", "Assistant:", render_chat.PROBE, "assistant\n", "the bird sings",

@@ -346,13 +346,13 @@ ORPHANS = """
 import sys
 from pathlib import Path
 from fullshard.data.encode import TextSettings
-from fullshard.data.raw_row import Raw
-from fullshard.data.temp_dirs import Scratch
-from fullshard.data.tokenize import Tokenizing, cut
+from fullshard.data.raw_row import RawRow
+from fullshard.data.temp_dirs import TempDir
+from fullshard.data.tokenize import TokenizerPool, batch_rows
 from tests.data.tiny import make_tokenizer
-scratch = Scratch(Path(sys.argv[1]))
-pool = Tokenizing(make_tokenizer(), TextSettings(), 1)
-chunks = pool.chunks(cut(Raw("", {"text": "one"}, i) for i in range(10**9)))
+scratch = TempDir(Path(sys.argv[1]))
+pool = TokenizerPool(make_tokenizer(), TextSettings(), 1)
+chunks = pool.chunks(batch_rows(RawRow("", {"text": "one"}, i) for i in range(10**9)))
 next(chunks)
 print(pool._processes[0]._process.pid, scratch.folder, flush=True)
 for _ in chunks:

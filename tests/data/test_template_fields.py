@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.data import chat_template, template_fields
+from fullshard.data import template_fields
 from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.row_formats import Reading
@@ -30,9 +30,14 @@ OTHERS = {
 }
 
 
+def template_text(template: str) -> str:
+    """The text of a built-in template by its name; other templates as they are."""
+    return BUILT_IN[template].text if template in BUILT_IN else template
+
+
 def texts(rows: list[dict[str, Any]], template: str, **changes: Any) -> list[tuple[str, str]]:
     """Each row as text, and what of it is learnt."""
-    settings = TextSettings(10**6, template=chat_template.TEMPLATES.get(template, template), **changes)
+    settings = TextSettings(10**6, template=template_text(template), **changes)
     raws = list(row_source(rows, "rows").rows(None))
     found = encode_rows(raws, TOKENIZER, settings, Counter())
     return [(TOKENIZER.decode(ids), TOKENIZER.decode(ids[mask.astype(bool)])) for ids, mask in found]
@@ -97,7 +102,7 @@ def test_what_a_template_would_drop_is_refused(case: str) -> None:
         texts([row], template)
     assert "\n" not in str(error.value)
     counts: Counter[str] = Counter()
-    skip = TextSettings(template=chat_template.TEMPLATES.get(template, template), reading=Reading(on_bad_row="skip"))
+    skip = TextSettings(template=template_text(template), reading=Reading(on_bad_row="skip"))
     kept = list(encode_rows(list(row_source([row, {"messages": [U, A]}], "rows").rows(None)), TOKENIZER, skip, counts))
     assert len(kept) == 1 and counts["bad"] == 1
 
