@@ -92,7 +92,7 @@ def check_first_rows(source: DataSource, reading: Reading) -> None:
         if raw is not None and reading.on_bad_row == "stop":
             parse_row(raw, reading)
     if not some:
-        raise DataError(f"{source.name}: no rows in it; expected at least one.")
+        raise DataError(f"{source.name}: no rows; expected at least one.")
 
 
 def source_of(data: Any, name: str, sample_by: str = "line") -> DataSource:
