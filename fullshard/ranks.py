@@ -164,9 +164,17 @@ def agree_locally(job: Callable[[], T], what: str, *, error: type[UserError] | N
 
 def once_per_node(job: Callable[[], T], what: str) -> T:
     """The result (a small value) of `job` on the first rank of this node; the other ranks of the node wait for it."""
-    local = runtime.local_rank()
-    results = agree(lambda: job() if local == 0 else None, what)
-    return results[runtime.rank() - local]  # type: ignore[return-value]
+    return _result_of(runtime.rank() - runtime.local_rank(), job, what)
+
+
+def on_rank_0(job: Callable[[], T], what: str) -> T:
+    """The result (a small value) of `job` on rank 0; the other ranks wait for it."""
+    return _result_of(0, job, what)
+
+
+def _result_of(worker: int, job: Callable[[], T], what: str) -> T:
+    results = agree(lambda: job() if runtime.rank() == worker else None, what)
+    return results[worker]  # type: ignore[return-value]
 
 
 def _described(error: Exception | None) -> tuple[type[UserError], str] | None:

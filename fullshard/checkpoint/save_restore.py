@@ -6,7 +6,6 @@ read, finish. When to save, and in which thread, is the manager's business (`man
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fullshard import __version__, runtime
+from fullshard import runtime
 from fullshard.checkpoint import objects as all_states
 from fullshard.checkpoint import publish
 from fullshard.checkpoint.dcp_planner import ReadPlanner, WritePlanner
@@ -40,6 +39,7 @@ from fullshard.checkpoint.rng_state import describe_rng, prepare_rng
 from fullshard.checkpoint.shard_index import Held
 from fullshard.errors import CheckpointError
 from fullshard.ranks import agree, agree_locally, by_rank, connection_lost, describe_error
+from fullshard.versions import library_versions
 from fullshard.watchdog import watch
 
 
@@ -114,7 +114,7 @@ def write(order: Order, entries: dict[str, Any], pieces: list[Held], group: Any)
         manifest = Manifest(
             step=order.step,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=_versions(),
+            versions=library_versions(),
             world_size=runtime.world_size(),
             states=all_states.merged(planner.heard),
             tensors=tensors,
@@ -141,18 +141,6 @@ def write(order: Order, entries: dict[str, Any], pieces: list[Held], group: Any)
 def _from_torch(error: CheckpointException) -> str:
     """The message of torch.distributed.checkpoint's error, which names every rank that failed."""
     return by_rank({rank: describe_error(found) for rank, (found, _) in error.failures.items()}) or str(error)
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"fullshard": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("transformers", "peft", "safetensors"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 # --- restoring ------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from fullshard.models.packing_check import Verdict, try_packing
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant.quantize_model import quantize_model
-from fullshard.ranks import agree, agree_locally
+from fullshard.ranks import agree, agree_locally, on_rank_0
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import memory_check, run_dir
 from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes, settle_projections
@@ -120,7 +120,7 @@ def gather_parts(
         model = agree_locally(lambda: empty_model(config, base, say), "model without weights")
 
     def has_tables() -> bool:
-        return brought_tables(earlier) if earlier is not None else base is None and resized(model)
+        return bool(brought_tables(earlier)) if earlier is not None else base is None and resized(model)
 
     tables = any(agree(has_tables, "embeddings of the adapter"))
     settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
@@ -161,7 +161,7 @@ def table_of(parts: Parts, name: str, source: Source, say: Say) -> TokenTable:
 def way_to_pack(config: SFTConfig, model: Any, say: Say) -> Way:
     """How this model is given packed rows, as the first rank finds by trying. All ranks must call this."""
     work = functools.partial(try_packing, model, runtime.device(), uses_flash(model))
-    verdict: Verdict = agree(work if runtime.is_main() else lambda: None, "packing check")[0]
+    verdict: Verdict = on_rank_0(work, "packing check")
     name = type(causal(model)).__name__
     if verdict.way is not None:
         if verdict.way != Way():

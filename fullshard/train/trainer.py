@@ -20,7 +20,7 @@ from fullshard.data.sources import Source, hold_back, row_source
 from fullshard.errors import ConfigError
 from fullshard.parallelize.settings import resolved_launch
 from fullshard.paths import refuse_inputs, save_tokenizer
-from fullshard.ranks import agree
+from fullshard.ranks import agree, on_rank_0
 from fullshard.reporting import loggers
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import assemble, results, run_dir
@@ -36,6 +36,7 @@ from fullshard.train.loop import Loop
 from fullshard.train.run_lock import FolderLock
 from fullshard.train.samples import Samples
 from fullshard.train.start import starting_point
+from fullshard.versions import library_versions
 
 
 class TrainOutput(NamedTuple):
@@ -219,15 +220,13 @@ class SFTTrainer:
         whether this one goes on with it."""
         locks: list[FolderLock] = []
 
-        def hold() -> tuple[dict[str, Any] | None, bool] | None:
-            if not runtime.is_main():
-                return None
+        def hold() -> tuple[dict[str, Any] | None, bool]:
             run_dir.check_folder(self.args, self._inputs)
             locks.append(run_dir.open_folder(self.args))
             return run_dir.read_settings(run_dir.place_of(self.args)), run_dir.resumes(self.args)
 
         try:
-            yield agree(hold, "output directory")[0]
+            yield on_rank_0(hold, "output directory")
         finally:
             for lock in locks:
                 lock.release()
@@ -271,7 +270,7 @@ class SFTTrainer:
         if runtime.is_main():
             engine = self.parts.engine
             facts = {"engine": engine.describe(), "launch": resolved_launch(), "ranks": runtime.world_size()}
-            run_dir.write_settings(self.args, {**facts, "versions": results.versions()})
+            run_dir.write_settings(self.args, {**facts, "versions": library_versions()})
             # Beside the checkpoints from the start, so that they can be used before the run has ended.
             save_tokenizer(self.parts.tokenizer, run_dir.place_of(self.args))
 
@@ -328,7 +327,7 @@ def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
     data = check_paths(config)
     assemble.join_ranks(assemble.engine_settings(config, []))
     inputs = inputs_of(config, data)
-    agree(lambda: run_dir.check_folder(config, inputs) if runtime.is_main() else None, "output directory")
+    on_rank_0(lambda: run_dir.check_folder(config, inputs), "output directory")
     say = _speaker(config.progress)
     for note in notes:
         say(f"note: {note}")

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fullshard import runtime
+from fullshard.byte_size import file_size
 from fullshard.errors import WeightsError
 from fullshard.fsdp import state_dict
 from fullshard.fsdp.engine import Engine
@@ -148,7 +149,7 @@ def _groups(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[Gr
 def _described(form: dict[str, torch.Tensor], wanted: torch.dtype | None) -> str:
     names = sorted({dtype_name(t.dtype) for t in form.values()})
     how = "as asked" if wanted is not None else "as stored; dtype= writes another"
-    return f"{total_bytes(form) / 1e9:.2f} GB of {', '.join(names)} ({how})"
+    return f"{file_size(total_bytes(form))} of {', '.join(names)} ({how})"
 
 
 def _stream(

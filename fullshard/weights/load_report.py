@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fullshard.byte_size import file_size
+
 SHOWN = 8
 """Names of each kind that an error lists; the rest is counted."""
 
@@ -81,9 +83,9 @@ class LoadReport:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        rate = self.bytes / 1e9 / max(self.seconds, 1e-9)
+        rate = file_size(self.bytes / max(self.seconds, 1e-9))
         text = f"loaded {len(self.read)} tensors from {self.path}"
-        text += f": {self.bytes / 1e9:.2f} GB on this rank in {self.seconds:.1f} s, {rate:.1f} GB/s"
+        text += f": {file_size(self.bytes)} on this rank in {self.seconds:.1f} s, {rate}/s"
         for names, what in ((self.initialised, "initialised"), (self.grown, "grown"), (self.left_out, "left out")):
             if names:
                 shown = names if len(names) <= NAMED else [names[0], "…"]
