@@ -39,7 +39,7 @@ from fullshard.checkpoint.rng_state import describe_rng, prepare_rng
 from fullshard.checkpoint.shard_index import Held
 from fullshard.errors import CheckpointError
 from fullshard.ranks import agree, agree_locally, by_rank, connection_lost, describe_error
-from fullshard.versions import library_versions
+from fullshard.version import library_versions
 from fullshard.watchdog import watch
 
 

@@ -24,7 +24,7 @@ from fullshard.reporting.reporter import FILE
 from fullshard.train.config import SFTConfig
 from fullshard.train.model import local_folder
 from fullshard.train.run_dir import CHECKPOINTS, place_of
-from fullshard.versions import library_versions
+from fullshard.version import library_versions
 from fullshard.weights.adapter_base import lasting_name, write_record
 from fullshard.weights.adapter_files import names_in_files
 from fullshard.weights.export import save_pretrained

@@ -36,7 +36,7 @@ from fullshard.train.loop import Loop
 from fullshard.train.run_lock import FolderLock
 from fullshard.train.samples import Samples
 from fullshard.train.start import starting_point
-from fullshard.versions import library_versions
+from fullshard.version import library_versions
 
 
 class TrainOutput(NamedTuple):
