@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fullshard.byte_size import file_size
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -94,7 +95,7 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """The description as rows of a table."""
     if "checkpoints" in facts:
         rows = [("directory", facts["path"]), ("steps", ", ".join(map(str, facts["steps"])))]
-        rows += [("latest", str(facts["latest"])), ("size", size(facts["bytes"]))]
+        rows += [("latest", str(facts["latest"])), ("size", file_size(facts["bytes"]))]
         if facts["unfinished"]:
             rows.append(("unfinished saves", ", ".join(facts["unfinished"])))
         for one in facts["checkpoints"]:
@@ -108,7 +109,7 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("step", "–" if facts["step"] is None else str(facts["step"])),
         ("created", facts["created"]),
         ("saved on", f"{facts['world_size']} rank(s)"),
-        ("size", f"{size(facts['bytes'])} in {facts['files']} file(s)"),
+        ("size", f"{file_size(facts['bytes'])} in {facts['files']} file(s)"),
         ("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())),
     ]
     return rows + [(name, _describe_state(state)) for name, state in facts["states"].items()]
@@ -117,7 +118,7 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _describe_state(state: dict[str, Any]) -> str:
     parts = [state.get("class") or state["kind"]]
     if state["tensors"]:
-        parts.append(f"{state['tensors']} tensor(s), {size(state['bytes'])}")
+        parts.append(f"{state['tensors']} tensor(s), {file_size(state['bytes'])}")
     if state.get("mesh"):
         parts.append("mesh " + ", ".join(f"{axis}={count}" for axis, count in state["mesh"].items()))
     if "strategy" in state:
@@ -137,12 +138,3 @@ def _describe_state(state: dict[str, Any]) -> str:
         shown = str(state["value"])
         parts.append(shown if len(shown) <= 60 else shown[:57] + "...")
     return "; ".join(parts)
-
-
-def size(count: float) -> str:
-    """A number of bytes with its unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

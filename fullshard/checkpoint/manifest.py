@@ -6,21 +6,17 @@ the directory names, and reads and checks both. It needs neither torch nor other
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-import platform
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import CheckpointError
-from fullshard.version import __version__
 
 FORMAT = "fullshard checkpoint"
 VERSION = 1
@@ -105,15 +101,6 @@ class Manifest:
         return f"{name}@rank-{rank if rank < self.world_size else 0}" if name in self.per_rank else name
 
 
-def library_versions() -> dict[str, str]:
-    """The versions of Python, fullshard and the installed libraries that training depends on."""
-    found = {"fullshard": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "peft", "safetensors", "tokenizers"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -142,10 +129,10 @@ def read_manifest(directory: str | Path) -> Manifest:
         data = json.loads(body)
         if data.pop("format") != FORMAT:
             raise CheckpointError(f"{path} is not a manifest of a {FORMAT}")
-        found_version = data.pop("format_version")
-        if found_version != VERSION:
+        version = data.pop("format_version")
+        if version != VERSION:
             raise CheckpointError(
-                f"{path} has format version {found_version}; this fullshard reads version {VERSION}. Read it with the "
+                f"{path} has format version {version}; this fullshard reads version {VERSION}. Read it with the "
                 f"version that wrote it ({data.get('versions', {}).get('fullshard', 'unknown')}) or a newer one"
             )
         data["files"] = tuple(FileEntry(**file) for file in data["files"])

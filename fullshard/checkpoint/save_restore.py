@@ -6,7 +6,7 @@ finish. `manager.py` decides when to save and in which thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,6 @@ from fullshard.checkpoint.manifest import (
     find_damage,
     find_header_mismatches,
     find_missing_or_truncated,
-    library_versions,
     read_manifest,
     unpublished_name,
 )
@@ -38,7 +37,8 @@ from fullshard.checkpoint.rng_state import NAME as RNG
 from fullshard.checkpoint.rng_state import describe_rng, prepare_rng
 from fullshard.checkpoint.shard_index import LocalShard
 from fullshard.errors import CheckpointError
-from fullshard.ranks import agree, from_torch, lost, raise_for
+from fullshard.ranks import agree, agree_locally, by_rank, connection_lost, describe_error
+from fullshard.version import library_versions
 from fullshard.watchdog import watch
 
 
@@ -72,7 +72,7 @@ def begin(
         omitted = {name: provided_by_base(model) for name, model in objects.models_in(state).items() if not save_frozen}
         return (str(place), step, list(state)), publish.new_token(), omitted
 
-    requests = agree(offer, step or 0, what)
+    requests = agree(offer, what, error=CheckpointError, watched=True)
     asked = [request for request, _, _ in requests]
     if odd := [rank for rank, theirs in enumerate(asked) if theirs != asked[0]]:
         raise CheckpointError(
@@ -81,20 +81,13 @@ def begin(
         )
     # A frozen parameter that changed on one rank only is written by all ranks.
     omitted = {name: set.intersection(*(theirs[name] for _, _, theirs in requests)) for name in requests[0][2]}
-    description = agree_locally(lambda: describe(state, omitted), step or 0, what)
+    description = agree_locally(lambda: describe(state, omitted), what, error=CheckpointError, watched=True)
     return AgreedSave(place, step, requests[0][1]), description
 
 
 def _describe_request(request: tuple[str, int | None, list[str]]) -> str:
     place, step, names = request
     return f"{', '.join(names)} of step {step} to {place}"
-
-
-def agree_locally(job: Callable[[], Any], step: int, what: str) -> Any:
-    """Run `job` on every rank and return this rank's result. If it fails on any rank, all raise the same error."""
-    mine: list[Any] = []
-    agree(lambda: mine.append(job()), step, what)
-    return mine[0]
 
 
 def describe(state: Mapping[str, Any], omitted: Mapping[str, set[str]]) -> StateDescription:
@@ -146,18 +139,23 @@ def write(save_job: AgreedSave, entries: dict[str, Any], pieces: list[LocalShard
         if runtime.is_main():
             publish.discard(save_job.hidden)
         cause = next((found for rank, (found, _) in error.failures.items()), None)
-        raise CheckpointError(f"{save_job.what} failed, and nothing was published: {from_torch(error)}") from cause
+        raise CheckpointError(f"{save_job.what} failed, and nothing was published: {_from_torch(error)}") from cause
     except RuntimeError as error:  # the connection to another rank was lost
-        raise lost(save_job.what, error) from error
+        raise connection_lost(save_job.what, error) from error
+
+
+def _from_torch(error: CheckpointException) -> str:
+    """The message of torch.distributed.checkpoint's error, with every rank that failed."""
+    return by_rank({rank: describe_error(found) for rank, (found, _) in error.failures.items()}) or str(error)
 
 
 # --- restoring ------------------------------------------------------------------------------------------------------
 
 
-def check(directory: Path, verify: bool, step: int, what: str) -> Manifest:
+def check(directory: Path, verify: bool, what: str) -> Manifest:
     """Check a checkpoint: its manifest and, with `verify`, the checksum of every file. The ranks share the files; all
     ranks raise the same error."""
-    manifest: Manifest = agree_locally(lambda: read_manifest(directory), step, what)
+    manifest = agree_locally(lambda: read_manifest(directory), what, error=CheckpointError, watched=True)
     mine = range(runtime.rank(), len(manifest.files), runtime.world_size())
 
     def find_problems() -> list[str]:
@@ -166,7 +164,7 @@ def check(directory: Path, verify: bool, step: int, what: str) -> Manifest:
             directory, manifest, mine
         )
 
-    found = agree(find_problems, step, what, watched=False)
+    found = agree(find_problems, what, error=CheckpointError)
     wrong = [line for lines in found for line in lines]
     if wrong:
         raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
@@ -174,13 +172,18 @@ def check(directory: Path, verify: bool, step: int, what: str) -> Manifest:
 
 
 def load(
-    directory: Path, manifest: Manifest, state: MutableMapping[str, Any], rng: bool, step: int, what: str, group: Any
+    directory: Path, manifest: Manifest, state: MutableMapping[str, Any], rng: bool, what: str, group: Any
 ) -> None:
     """Read a checked checkpoint into the state. Nothing in the state changes until all ranks know that it fits."""
-    plan: RestorePlan = agree_locally(lambda: _prepare(manifest, state, rng), step, what)
-    report = "\n  ".join([f"{directory} does not match the state it is loaded into:", *plan.problems])
-    found = agree(lambda: report if plan.problems else "", step, what)
-    raise_for({rank: problems for rank, problems in enumerate(found) if problems})
+
+    def prepare() -> RestorePlan:
+        plan = _prepare(manifest, state, rng)
+        if plan.problems:
+            problems = "\n  ".join([f"{directory} does not match the state it is loaded into:", *plan.problems])
+            raise CheckpointError(problems)
+        return plan
+
+    plan = agree_locally(prepare, what, error=CheckpointError, watched=True)
     own = [name for name in manifest.per_rank if not name.startswith(f"{RNG}/")]
     if own and manifest.world_size != runtime.world_size():
         runtime.warn_once(
@@ -202,15 +205,15 @@ def load(
                 process_group=group,
             )
     except CheckpointException as error:
-        raise CheckpointError(f"{what} failed midway, and the state is not usable now: {from_torch(error)}") from error
+        raise CheckpointError(f"{what} failed midway, and the state is not usable now: {_from_torch(error)}") from error
     except RuntimeError as error:
-        raise lost(what, error) from error
+        raise connection_lost(what, error) from error
 
     def finish() -> None:
         for job in plan.finish:
             job()
 
-    agree_locally(finish, step, what)
+    agree_locally(finish, what, error=CheckpointError, watched=True)
 
 
 def _prepare(manifest: Manifest, state: MutableMapping[str, Any], rng: bool) -> RestorePlan:

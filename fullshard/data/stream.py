@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from fullshard import runtime
 from fullshard.data.loader import Pick
-from fullshard.data.once import agree, once_per_node
 from fullshard.data.shared_pages import PageMaker, PageReader, Pages
 from fullshard.data.token_table import LEFT_OUT, TokenTable, cache_root, unused_columns
 from fullshard.errors import DataError
+from fullshard.ranks import agree, once_per_node
 
 COUNTED = ("documents", "rows", "tokens", "targets", *LEFT_OUT)
 START: dict[str, Any] = {
@@ -56,7 +56,7 @@ class Stream:
 
         reader: PageReader | None = None
         try:
-            reader = PageReader(Path(once_per_node(begin)), runtime.local_rank())
+            reader = PageReader(Path(once_per_node(begin, "start of the stream")), runtime.local_rank())
             yield reader
         finally:
             if reader is not None:
@@ -123,7 +123,7 @@ class _StreamCursor:
 
     def _open_first_page(self, at: dict[str, Any]) -> None:
         """Open the first page, and check that all nodes have made the same one."""
-        checks = agree(lambda: self._read().table.facts["check"])
+        checks = agree(lambda: self._read().table.facts["check"], "first page of the stream")
         if len(set(checks)) > 1:
             others = ", ".join(str(r) for r, check in enumerate(checks) if check != checks[0])
             raise DataError(
