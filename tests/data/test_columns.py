@@ -81,9 +81,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a verdict": ({"prompt": "Q", "completion": "R", "label": False}, "`label` is False: an unpaired preference .KTO."),
     "a verdict in words": ({"prompt": "Q", "completion": "R", "label": "True"}, "`label` is 'True': an unpaired preference"),
     "a tag": ({**TALK, "kto_tag": True}, "`kto_tag` is True: an unpaired preference"),
-    "pictures": ({**TALK, "images": ["x.png"]}, "`images`: pictures and sound cannot be trained on"),
+    "pictures": ({**TALK, "images": ["x.png"]}, "`images`: images, video and audio are not supported"),
     "functions": ({**TALK, "functions": [TOOL]}, "dataset_columns tools=functions"),
-    "a prompt": ({"prompt": "Q"}, "A prompt alone is for trainers that generate the answer"),
+    "a prompt": ({"prompt": "Q"}, "Rows with only a prompt are for trainers that generate"),
     "half a weight": ({"messages": [U, {**A, "weight": 0.5}]}, r"messages\[1\] has the weight 0.5; expected 0 or 1"),
     "a weight in words": ({"messages": [U, {**A, "train": "yes"}]}, r"messages\[1\] has the train 'yes'; expected 0 or 1"),
     "two weights": ({"messages": [U, {**A, "weight": 0, "train": True}]}, r"messages\[1\] has weight 0 and train True; expected one of them"),
@@ -156,7 +156,7 @@ def test_prompts_by_a_format() -> None:
         "text": "R",
     }
     with pytest.raises(
-        DataError, match=r"here: columns text; prompt_format names question, context, and the answer is expected"
+        DataError, match=r"here: columns text; prompt_format needs question, context, and the completion must be"
     ):
         read({"text": "T"}, prompt_format=QUESTION)
     with pytest.raises(DataError, match=r"here: `output` is empty"):

@@ -130,7 +130,9 @@ def check(name: str, messages: chats.Messages, kind: str) -> None:
     template, twin = ALL[name]
     tokenizer, pieces = KINDS[kind], twin(messages)
     if pieces is None:
-        with pytest.raises(DataError, match=r"here: .*(refuses this conversation|cannot begin with the assistant)"):
+        with pytest.raises(
+            DataError, match=r"here: .*(rejects this conversation|does not allow the assistant to begin)"
+        ):
             encoded(tokenizer, {"messages": tuple(messages)}, template=template, assistant_only_loss=True)
         return
     roles = [m["role"] for m in messages]
@@ -187,7 +189,7 @@ def test_built_in_marks_are_what_is_found_without_them(
             try:
                 found.append(encoded(KINDS["marks"], row, template=template, **changes))
             except DataError as error:
-                found.append(([], []) if "refuses this conversation" in str(error) else "told apart")
+                found.append(([], []) if "rejects this conversation" in str(error) else "loss mask")
         assert found[0] == found[1] or (messages[0]["role"] == "assistant" and "told apart" in found)
 
 
@@ -216,7 +218,7 @@ def test_conversations_as_prompt_and_completion(name: str, messages: chats.Messa
         for part, cue in ((messages, False), (messages[:first], True), (messages[:first], False))
     )
     if not whole.startswith(prompt) and not whole.startswith(border):
-        with pytest.raises(DataError, match="it writes the prompt differently once the completion follows"):
+        with pytest.raises(DataError, match="it renders the prompt differently when the completion follows"):
             encoded(tokenizer, row, template=template)
         return
     size = max(i for i in range(len(prompt) + 1) if whole.startswith(prompt[:i]))
@@ -273,7 +275,7 @@ REFUSED = {
 def test_what_cannot_be_told_exactly_is_refused(why: str) -> None:
     row = next(row for row in chat_rows(30) if len(row["messages"]) > 3)
     said = {"messages": tuple(m for m in row["messages"] if m["role"] != "system")}
-    with pytest.raises(DataError, match=r"here: what is said in turn \d cannot be told apart .*generation"):
+    with pytest.raises(DataError, match=r"here: the loss mask of turn \d cannot be determined .*generation"):
         encoded(make_tokenizer(), said, template=REFUSED[why], assistant_only_loss=True)
     assert encoded(make_tokenizer(), said, template=REFUSED[why])[0], "without a mask it does not matter"
 
@@ -281,7 +283,7 @@ def test_what_cannot_be_told_exactly_is_refused(why: str) -> None:
 def test_text_that_repeats_what_was_left_out_is_not_taken_for_it() -> None:
     said = [("user", "one"), ("assistant", "two"), ("user", "two three"), ("assistant", "four")]
     messages = tuple({"role": role, "content": content} for role, content in said)
-    with pytest.raises(DataError, match="turn 1 cannot be told apart"):
+    with pytest.raises(DataError, match="turn 1 cannot be determined"):
         encoded(
             make_tokenizer(), {"messages": messages}, template=REFUSED["later turns drop it"], assistant_only_loss=True
         )
@@ -295,7 +297,7 @@ def test_rows_that_a_template_refuses_can_be_skipped() -> None:
     settings = encode.TextSettings(template=template, reading=encode.Reading(on_bad_row="skip"))
     kept = list(encode.encode_rows(raw, make_tokenizer(), settings, counts))
     assert len(kept) + counts["bad"] == 4 and counts["bad"] >= 1
-    assert "row 3: the chat template refuses this conversation: roles must alternate" in counts["bad_rows"][-1]
+    assert "row 3: the chat template rejects this conversation: roles must alternate" in counts["bad_rows"][-1]
 
 
 def test_a_conversation_needs_a_template() -> None:
@@ -305,7 +307,7 @@ def test_a_conversation_needs_a_template() -> None:
 
 def test_an_error_inside_a_template_is_a_line_about_the_row() -> None:
     row = {"messages": tuple(chat_rows(1)[0]["messages"])}
-    with pytest.raises(DataError, match="here: the chat template refuses this conversation: TypeError: "):
+    with pytest.raises(DataError, match="here: the chat template rejects this conversation: TypeError: "):
         encoded(make_tokenizer(), row, template="{{ messages + 1 }}")
 
 
@@ -341,9 +343,7 @@ def test_templates_from_files(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     prepared = chat_template.prepare_tokenizer(tokenizer, "chatml", str(file))
     assert prepared.added == ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    assert (
-        "chat_template_format chatml is not used" in prepared.notes[0] and tokenizer.chat_template == file.read_text()
-    )
+    assert "chat_template_format chatml is ignored" in prepared.notes[0] and tokenizer.chat_template == file.read_text()
     other = make_tokenizer()
     chat_template.prepare_tokenizer(other, "chatml")
     other.add_special_tokens({"additional_special_tokens": ["<|unused|>"]}, replace_extra_special_tokens=False)
@@ -361,7 +361,7 @@ def test_templates_from_files(tmp_path: Path) -> None:
 BAD = {
     "syntax": ("{% for m in messages %}\n{{ m.content }\n{% endfor %}", r"bad.jinja is not valid Jinja: line 2: "),
     "unknown tag": ("{{ messages }}{% wrong %}", r"line 1: Encountered unknown tag 'wrong'"),
-    "variable": ("{{ messages }}{{ persona }}", r"bad.jinja needs persona, which conversations do not give"),
+    "variable": ("{{ messages }}{{ persona }}", r"bad.jinja uses persona, which conversations do not have"),
     "empty": (" \n", r"bad.jinja is empty"),
     "constant": ("hello", r"does not use `messages`"),
 }
@@ -377,7 +377,9 @@ def test_bad_templates_are_one_clear_error(what: str, tmp_path: Path) -> None:
 
 def test_a_path_without_a_template(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"chat_template_path: .*empty' is no file, and no tokenizer could be read"):
+    with pytest.raises(
+        ConfigError, match=r"chat_template_path: .*empty' is not a file, and no tokenizer could be loaded"
+    ):
         chat_template.read_template(str(tmp_path / "empty"))
     make_tokenizer().save_pretrained(tmp_path / "without")
     with pytest.raises(ConfigError, match=r"without holds a tokenizer without a chat template"):

@@ -316,7 +316,7 @@ def test_a_worker_that_is_killed_is_one_error(tmp_path: Path) -> None:
         next(chunks)
         (process,) = pool._processes
         os.kill(process._process.pid, signal.SIGKILL)
-        with pytest.raises(DataError, match=r"tokenises \(dataloader_num_workers\) was ended by SIGKILL"):
+        with pytest.raises(DataError, match=r"a tokenization worker \(dataloader_num_workers\) was killed by SIGKILL"):
             list(chunks)
     assert not Path(f"/proc/{process._process.pid}").exists()
 

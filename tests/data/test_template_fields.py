@@ -69,7 +69,8 @@ def test_templates_of_other_styles(name: str) -> None:
     row = {"messages": [U, call, result, A]}
     if name == "results follow":
         with pytest.raises(
-            DataError, match=r"turn 1 cannot be told apart exactly .*: it refuses to end with this turn"
+            DataError,
+            match=r"turn 1 cannot be determined exactly .*: it does not allow a conversation to end with this turn",
         ):
             texts([row], OTHERS[name], assistant_only_loss=True)
         assert '<find{"word": "red bird", "n": 2}call00001>' in texts([row], OTHERS[name])[0][0]
@@ -81,17 +82,17 @@ def test_templates_of_other_styles(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "tools": ({"messages": [U, A], "tools": [TOOL]}, "chatml", "the row has `tools`, which the chat template chatml does not write"),
-    "tool calls": ({"messages": CALLS}, "chatml", "the row has tool calls, which the chat template chatml does not write"),
+    "tools": ({"messages": [U, A], "tools": [TOOL]}, "chatml", "the row has `tools`, which the chat template chatml does not render"),
+    "tool calls": ({"messages": CALLS}, "chatml", "the row has tool calls, which the chat template chatml does not render"),
     "a call in ShareGPT's words": ({"conversations": [U, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}]}, "zephyr", "the row has tool calls"),
     "reasoning": ({"messages": [U, {**A, "reasoning_content": "hm"}]}, "chatml", "the row has `reasoning_content`, .* put it into the content"),
-    "thinking": ({"messages": [U, {**A, "thinking": "hm"}]}, chats.TWINS["llama-3"][0], "the row has `thinking`, which the chat template does not write"),
+    "thinking": ({"messages": [U, {**A, "thinking": "hm"}]}, chats.TWINS["llama-3"][0], "the row has `thinking`, which the chat template does not render"),
     "a system message": ({"messages": [{"role": "system", "content": "S"}, U, A]}, "{% for m in messages %}{% if m.role != 'system' %}[{{ m.content }}]{% endif %}{% endfor %}", "the row has a system message, which"),
     "a tool's result": ({"messages": [U, A, {"role": "tool", "content": "x"}, A]}, "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.content }}]{% endif %}{% endfor %}", "the row has a tool message, which"),
     "the result of a call": ({"messages": CALLS}, "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}]{% endif %}{% endfor %}", "the row has a tool message, which"),
     "text beside a call": ({"messages": [U, {**A, "tool_calls": [CALL]}]}, OTHERS["no text"], "the row has a tool call beside text, which"),
     "a call beside text": ({"messages": [U, {**A, "tool_calls": [CALL]}]}, OTHERS["null"], "the row has a tool call beside text, which"),
-    "what a template refuses": ({"messages": [U, {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}]}, OTHERS["no text"], "refuses this conversation: one call at a time"),
+    "what a template refuses": ({"messages": [U, {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}]}, OTHERS["no text"], "rejects this conversation: one call at a time"),
 }  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def test_which_turns_are_learnt(template: str) -> None:
     assert learnt({}) == whole
     assert learnt({2: 0}) == whole.replace(first, "", 1)
     if template == "phi":  # which ends every text with a mark of its own
-        with pytest.raises(DataError, match="turn 3 cannot be told apart exactly"):
+        with pytest.raises(DataError, match="turn 3 cannot be determined exactly"):
             learnt({3: 1}, assistant_only_loss=True)
     elif template != "mistral":  # where the word is one token with the blank before it
         asked = learnt({3: 1, 2: 0, 4: 0}, "training", assistant_only_loss=True)

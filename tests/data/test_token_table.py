@@ -82,7 +82,7 @@ def test_nothing_to_learn_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no documents with tokens"):
         table([], tmp_path)
     users_only = [{"messages": [{"role": "user", "content": "hello"}]}]
-    with pytest.raises(DataError, match=r"no token in them is learnt \(assistant_only_loss"):
+    with pytest.raises(DataError, match=r"none of their tokens contributes to the loss \(assistant_only_loss"):
         table(users_only, tmp_path, tokenizer, template=BUILT_IN["chatml"].text, assistant_only_loss=True)
     assert not [*(tmp_path / "tokens").iterdir()], "nothing half-written"
 
