@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fullshard import runtime
 from fullshard.processes import Process, state_of
+from fullshard.torch_private import default_store
 from fullshard.watchdog import abort, heartbeat, investigate, rank_state
 from fullshard.watchdog.diagnosis import Failure
 from fullshard.watchdog.heartbeat import HeartbeatRing, Liveness, beat_every
@@ -49,7 +50,7 @@ class WatchThreads:
     @classmethod
     def start(cls) -> WatchThreads | None:
         """Start the threads of this process; None where there are no other ranks."""
-        store, world = dist.distributed_c10d._get_default_store(), dist.group.WORLD
+        store, world = default_store(), dist.group.WORLD
         if runtime.world_size() == 1 or "fake" in str(dist.get_backend_config(world)).lower():
             return None
         with contextlib.suppress(Exception):

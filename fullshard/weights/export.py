@@ -25,6 +25,8 @@ from fullshard.fsdp.strategy import dtype_name, dtype_of
 from fullshard.paths import refuse_inputs
 from fullshard.progress import Bar
 from fullshard.ranks import agree, any_of, host_group
+from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import local_of
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.model_dir_writer import Outgoing
 from fullshard.weights.reverse import Group, Reverse
@@ -114,7 +116,7 @@ def _check(model: nn.Module) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
         tied = name in ties and id(value) in seen or id(value) in {id(t) for t in tensors.values()}
         if not tied and name not in (model._keys_to_ignore_on_save or ()):
             tensors[name] = value
-    empty = [name for name, value in tensors.items() if getattr(value, "_local_tensor", value).is_meta]
+    empty = [name for name, value in tensors.items() if (local_of(value) if is_sharded(value) else value).is_meta]
     if empty or not tensors:
         raise WeightsError(
             f"{len(empty)} parameters have no values yet ({', '.join(empty[:3])}); load them before saving"

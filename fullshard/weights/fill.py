@@ -25,6 +25,7 @@ from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.progress import Bar
 from fullshard.ranks import agree, agree_locally
+from fullshard.torch_private import buffers_of
 from fullshard.weights import adapter_init, init
 from fullshard.weights import resize_vocab as grow
 from fullshard.weights.adapter_files import adapter_readers, open_adapter
@@ -142,7 +143,7 @@ def _carry_out(
         for p, reader in [*work.reads, *grown, *work.adapts, *rows]:
             jobs += reader.jobs(p.local.detach(), p.layout.slices(p.plan.shape, runtime.rank()))
         for _, module, key, reader in work.buffers:
-            buffer = module._buffers[key]
+            buffer = buffers_of(module)[key]
             assert buffer is not None
             jobs += reader.jobs(buffer, tuple(slice(0, n) for n in buffer.shape))
         total = sum(p.local.numel() * reader.dtype.itemsize for p, reader in work.reads)
@@ -204,6 +205,6 @@ def _transform(work: Work, transform: Transform) -> None:
 
 def _place_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and dtype is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+                buffers_of(module)[name] = buffer.to(dtype)

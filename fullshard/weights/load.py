@@ -31,6 +31,7 @@ from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.quant.quantize_model import Quantization, quantize_model
 from fullshard.ranks import agree, agree_locally
 from fullshard.spmd.mesh import Mesh, get_global_mesh
+from fullshard.torch_private import parameters_of
 from fullshard.weights import export as export  # a loaded model's own save_pretrained streams
 from fullshard.weights import key_mapping as keys
 from fullshard.weights.adapter_base import check_base, lasting_name
@@ -195,7 +196,7 @@ def on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trus
             model = model_class._from_config(config, dtype=dtype)
     for name, kept in dtypes_kept(model, dtype, dict(model.named_parameters())).items():
         module, _, key = name.rpartition(".")
-        held = model.get_submodule(module)._parameters
+        held = parameters_of(model.get_submodule(module))
         held[key] = nn.Parameter(held[key].to(kept), requires_grad=held[key].requires_grad)
     if model.can_generate():
         with contextlib.suppress(OSError):
@@ -248,8 +249,8 @@ def untie_what_differs(model: PreTrainedModel, source: Source, key_mapping: Any)
             ties[name],
         )
         module, _, key = name.rpartition(".")
-        old: Any = model.get_submodule(module)._parameters[key]
-        model.get_submodule(module)._parameters[key] = nn.Parameter(torch.empty_like(old), old.requires_grad)
+        old: Any = parameters_of(model.get_submodule(module))[key]
+        parameters_of(model.get_submodule(module))[key] = nn.Parameter(torch.empty_like(old), old.requires_grad)
         model.all_tied_weights_keys.pop(name)
 
 
