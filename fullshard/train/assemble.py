@@ -194,7 +194,9 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     dtypes = settle_dtypes(config, model, engine.mixed_precision, reporter.say)
     collectives.meet("start of sharding")  # making groups waits for all ranks unwatched
     sharded = engine.wrap(model, timeout=config.ddp_timeout, mixed_precision=dtypes)
-    collectives.limit(sharded._fullshard_mesh, config.ddp_timeout)
+    mesh = sharded._fullshard_mesh
+    along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
+    collectives.set_timeout(along_axes, config.ddp_timeout)
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
     need = agree(lambda: memory_check.check_fit(sharded.plan, config.optim, engine.offload_params), "memory check")[0]
