@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fullshard import UserError, __version__, log_filter
-from fullshard.errors import ConfigError
+from fullshard import log_filter
+from fullshard.errors import ConfigError, UserError
+from fullshard.version import __version__
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as in shells."""

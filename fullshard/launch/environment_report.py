@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fullshard import __version__
 from fullshard.errors import first_line
+from fullshard.version import __version__
 
 PACKAGES = ("transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "bitsandbytes", "triton")
 VARIABLES = re.compile(r"(FULLSHARD|NCCL|GLOO|TORCH)_\w+|HF_HUB_OFFLINE|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS")

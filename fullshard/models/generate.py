@@ -120,7 +120,7 @@ class _Stop(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         _, complete = self.stop.cut(input_ids[0, self.start :].tolist())
-        unfinished = any_of(int(not (complete or self.stopped())), 0, "an answer")
+        unfinished = any_of(int(not (complete or self.stopped())), "generation")
         return torch.full((input_ids.shape[0],), not unfinished, dtype=torch.bool, device=input_ids.device)
 
 

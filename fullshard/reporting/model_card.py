@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard import __version__
 from fullshard.paths import replace_text
+from fullshard.version import __version__
 
 
 def write_card(folder: Path, run_name: str | None, settings: dict[str, Any], facts: dict[str, Any]) -> None:

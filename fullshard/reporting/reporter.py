@@ -18,7 +18,7 @@ from typing import Any
 
 from fullshard import accelerator, runtime
 from fullshard.paths import replace_text
-from fullshard.progress import shown_as
+from fullshard.progress import resolve_progress
 from fullshard.reporting.loggers import MetricLogger, OpenLoggers, attempt, no_loggers
 from fullshard.reporting.records import METRICS_FILE, SAMPLES_FILE, Sample
 from fullshard.reporting.terminal import Clock, LiveBar, step_line, width_of_stdout
@@ -86,7 +86,7 @@ class Reporter:
     def __init__(self, folder: Path, total: int, progress: str, open_loggers: OpenLoggers = no_loggers) -> None:
         self.folder, self.total = folder, total
         self.is_main = runtime.is_main()
-        self.mode = shown_as(progress)
+        self.mode = resolve_progress(progress)
         self.history: list[dict[str, Any]] = []
         self.answers: list[dict[str, Any]] = []
         """The records of samples.jsonl so far; on the first rank only."""

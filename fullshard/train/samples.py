@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fullshard import runtime
-from fullshard.data.once import agree
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
 from fullshard.models.generate import StopCriteria, answer, chat_tokens, generation_prompt, stop_criteria
 from fullshard.models.inner_model import causal
-from fullshard.ranks import exchange
+from fullshard.ranks import agree_locally, exchange
 from fullshard.reporting.records import Sample
 from fullshard.train.config import SFTConfig
 from fullshard.train.prompts import Question, read_prompts
@@ -42,7 +41,7 @@ class Samples:
     def __init__(self, trainer: SFTTrainer) -> None:
         self.trainer = trainer
         config, parts = trainer.args, trainer.parts
-        found = agree(lambda: prompts_of(config, parts.evaluation, parts.tokenizer), own=True)
+        found = agree_locally(lambda: prompts_of(config, parts.evaluation, parts.tokenizer), "sample prompts")
         self.prompts = _that_fit(found, parts.model, config.sample_max_new_tokens)
         self.ends = stop_criteria(parts.model, parts.tokenizer)
 
@@ -60,7 +59,7 @@ def _answers(model: Any, prompts: Sequence[Prompt], ends: StopCriteria, limit: i
         at = first + runtime.rank()
         tokens = answer(model, prompts[at if at < len(prompts) else first].tokens, ends, limit)
         mine.append(ends.text(tokens))
-    by_rank = exchange(mine, 0, "sample generations")
+    by_rank = exchange(mine, "sample generations")
     return [by_rank[i % world][i // world] for i in range(len(prompts))]
 
 
