@@ -17,7 +17,6 @@ import contextlib
 import functools
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from fullshard import runtime
 from fullshard.errors import FSDPError, RankLostError, first_line
 from fullshard.groups import short_name
 from fullshard.watchdog import device_work as works_of
-from fullshard.watchdog.diagnosis import Note, Verdict, Wait, kind_of
+from fullshard.watchdog.diagnosis import Note, Verdict, Wait
 from fullshard.watchdog.torch_collectives import Outside, raised_in
 
 REPORT_AFTER = 5.0
@@ -76,15 +75,6 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.key = f"{self.purpose}/{short_name(self.ranks)}"
-
-    def next_tag(self) -> int:
-        """A number for the messages of the operation about to be issued.
-
-        Its upper part tells operations apart: ranks that enter different ones never take each other's messages for
-        their own.
-        """
-        kind = zlib.crc32(kind_of(_here.text()).encode()) & 0x3FFF
-        return kind << 16 | ((self.number + 1) % (1 << 15)) << 1
 
     def issue(self) -> Label:
         """Number the operation that the current position describes."""
