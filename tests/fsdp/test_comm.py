@@ -14,7 +14,7 @@ from tests.pool import ranks
 
 
 def test_operations_have_different_tags():
-    operations = list(itertools.product(range(64), range(0, 2048, 97), comm.Exchange, range(0, 4096, 451)))
+    operations = list(itertools.product(range(0, 64, 7), range(0, 2048, 97), comm.Exchange, range(0, 4096, 451)))
     tags = {comm.message_tag(*operation) for operation in operations}
     assert len(tags) == len(operations)
     assert min(tags) >= 0 and max(tags) < 2**31
