@@ -25,6 +25,13 @@ from fullshard.errors import FSDPError
 from fullshard.fsdp import shard, uneven_batches
 from fullshard.fsdp.compile import never_compile
 from fullshard.fsdp.unit import Unit
+from fullshard.torch_private import (
+    current_graph_task_id,
+    engine_run_backward,
+    next_sequence_nr,
+    replace_engine_run_backward,
+    sequence_nr,
+)
 
 KEPT = 16
 """How many outermost calls are remembered after their outputs are gone: a tensor from inside may still be in use."""
@@ -39,7 +46,7 @@ class UnitCall:
         self.end = ticket
         """A ticket above those of all calls made inside this one."""
         self.casts = unit.casts
-        self.first = torch.autograd._get_sequence_nr()
+        self.first = next_sequence_nr()
         """Autograd's number of the first operation during the call."""
         self.last = sys.maxsize
         """A number above that of the last operation."""
@@ -102,7 +109,7 @@ def begin(call: UnitCall, on_entry: weakref.WeakMethod[Callable[[UnitCall], None
 
 def end(call: UnitCall) -> None:
     """Record the end of a call."""
-    call.last = torch.autograd._get_sequence_nr()
+    call.last = next_sequence_nr()
     _calls.open.remove(call)
     if _calls.open:
         _calls.open[-1].inner_outputs |= call.outputs
@@ -148,7 +155,7 @@ def hook_entries(tensors: Sequence[Any]) -> list[float]:
     open_calls = list(_calls.open)
     nodes = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in tensors]
     factors = [1.0 if node is None else _hook_entry(node, open_calls) for node in nodes]
-    todo = [(node, node._sequence_nr()) for node in nodes if node is not None]
+    todo = [(node, sequence_nr(node)) for node in nodes if node is not None]
     while todo:
         node, number = todo.pop()
         if number < _calls.outermost[0].first or number in _calls.searched:
@@ -162,7 +169,7 @@ def hook_entries(tensors: Sequence[Any]) -> list[float]:
                 factor = _hook_entry(source, around)
                 if factor != 1.0:
                     node.register_hook(partial(_multiply, index, factor))
-                todo.append((source, source._sequence_nr()))
+                todo.append((source, sequence_nr(source)))
     return factors
 
 
@@ -171,7 +178,7 @@ def hook_inputs(inputs: Sequence[torch.Tensor]) -> dict[int, float]:
     computed = [t for t in inputs if t.grad_fn is not None]
     if len(_calls.open) > 1:  # most inputs are the output of another unit
         known = _calls.open[-2].inner_outputs
-        computed = [t for t in computed if t.grad_fn is not None and t.grad_fn._sequence_nr() not in known]
+        computed = [t for t in computed if t.grad_fn is not None and sequence_nr(t.grad_fn) not in known]
     if not computed:
         return {}
     return {id(t): factor for t, factor in zip(computed, hook_entries(computed), strict=True) if factor != 1.0}
@@ -179,7 +186,7 @@ def hook_inputs(inputs: Sequence[torch.Tensor]) -> dict[int, float]:
 
 def _hook_entry(node: Any, come_from: list[UnitCall]) -> float:
     """Hook an operation if backward enters calls there; returns the factor for gradients on the way to it."""
-    number = node._sequence_nr()
+    number = sequence_nr(node)
     around = _calls_around(number)
     entered = [call for call in around if call not in come_from and number not in call.outputs]
     if entered:
@@ -208,7 +215,7 @@ engines: weakref.WeakSet[Any] = weakref.WeakSet()
 @functools.cache
 def intercept_backward() -> None:
     """From now on, look at the graph before each backward pass. Once per process."""
-    plain = torch.autograd._engine_run_backward
+    plain = engine_run_backward()
 
     @functools.wraps(plain)
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,11 +231,11 @@ def intercept_backward() -> None:
         return plain(outputs, grads, keep, create, inputs, *rest, **kwargs)
 
     never_compile(run)
-    torch.autograd._engine_run_backward = run
+    replace_engine_run_backward(run)
 
 
 def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def _with_gathered_values(inputs: Sequence[Any], accumulate: bool) -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ from fullshard.fsdp.unit import Means, Unit
 from fullshard.spmd import rules
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import submodules_of
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,9 @@ def _wrap_children(
         wrapped = wrapper(child, mesh, **options)
         if wrapped is not child:
             for parent in root.modules():
-                for name, module in parent._modules.items():
+                for name, module in submodules_of(parent).items():
                     if module is child:
-                        parent._modules[name] = wrapped
+                        submodules_of(parent)[name] = wrapped
 
 
 def _inner_engines(root: nn.Module, options: Options) -> list[Engine]:

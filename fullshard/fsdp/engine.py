@@ -29,6 +29,7 @@ from fullshard.fsdp.reduction import Reduction
 from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Unit, UnitState
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import at_end_of_backward, current_graph_task_id, sequence_nr
 from fullshard.watchdog import watch
 
 
@@ -189,7 +190,7 @@ class Engine:
         call.end = next(self._tickets)
         unchanged = {id(t) for t, made_by in inputs if t.grad_fn is made_by}
         outputs = {id(t): t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in unchanged}
-        call.outputs = frozenset(t.grad_fn._sequence_nr() for t in outputs.values() if t.grad_fn is not None)
+        call.outputs = frozenset(sequence_nr(t.grad_fn) for t in outputs.values() if t.grad_fn is not None)
         graph = CallGraph(call)
         for t in outputs.values():
             t.register_hook(partial(self.compiler.uncompiled, self._at_output, graph))
@@ -214,7 +215,7 @@ class Engine:
         self.compiler.uncompiled(self._begin_backward, call)
 
     def _at_input(self, graph: CallGraph, grad: torch.Tensor) -> None:
-        call, backward = graph.call, self._backwards.get(torch._C._current_graph_task_id())
+        call, backward = graph.call, self._backwards.get(current_graph_task_id())
         if backward is not None and call.unit in backward.reached:
             self._end_backward_above(backward, call.ticket - 1)
 
@@ -250,11 +251,10 @@ class Engine:
         self._prefetcher.backward_begins(call.unit)
 
     def _current_backward(self) -> _Backward:
-        run = torch._C._current_graph_task_id()
+        run = current_graph_task_id()
         if run not in self._backwards:
             self._backwards[run] = _Backward()
-            at_end = partial(self.compiler.uncompiled, self._end_backward, run)
-            torch.autograd.Variable._execution_engine.queue_callback(at_end)
+            at_end_of_backward(partial(self.compiler.uncompiled, self._end_backward, run))
         return self._backwards[run]
 
     def _refuse_create_graph(self, unit: Unit) -> None:

@@ -18,8 +18,7 @@ from fullshard.fsdp.parameter import Copy, ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import origin
 from fullshard.spmd.tensor import is_sharded, relaid, torch_layout
-
-POST_HOOKS = "_post_accumulate_grad_hooks"
+from fullshard.torch_private import backward_hooks, local_of, post_accumulate_hooks, spec_of
 
 # --- from autograd ----------------------------------------------------------------------------------------------------
 
@@ -63,7 +62,7 @@ def _data_parallel_term(p: ShardedParameter, grad: DTensor) -> torch.Tensor:
         target.append(grad.placements[i] if partial else Replicate() if along_data else placement)
         if along_data and not partial:
             summed.append(i)
-    local = relaid(grad, mesh, target)._local_tensor
+    local = local_of(relaid(grad, mesh, target))
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     # Along axes where every rank already has the sum, only the first rank contributes it.
@@ -121,10 +120,10 @@ def accumulate(p: ShardedParameter, grad: torch.Tensor, host: HostTraffic) -> No
     current = p.shard.grad
     if current is None:
         assert is_sharded(p.shard)
-        p.shard.grad = type(p.shard)(grad, p.shard._spec, requires_grad=False)
+        p.shard.grad = type(p.shard)(grad, spec_of(p.shard), requires_grad=False)
     else:
         assert is_sharded(current)
-        host.add(current._local_tensor, grad)
+        host.add(local_of(current), grad)
 
 
 # --- hooks of the user ------------------------------------------------------------------------------------------------
@@ -132,19 +131,19 @@ def accumulate(p: ShardedParameter, grad: torch.Tensor, host: HostTraffic) -> No
 
 def hooks_on(p: ShardedParameter) -> list[Any]:
     """The user's hooks on the parameter: `register_hook` and `register_post_accumulate_grad_hook`."""
-    both = (p.shard._backward_hooks, getattr(p.shard, POST_HOOKS))
+    both = (backward_hooks(p.shard), post_accumulate_hooks(p.shard))
     return [hook for hooks in both for hook in (hooks or {}).values()]
 
 
 def _run_hooks(p: ShardedParameter, grad: torch.Tensor, host: HostTraffic) -> torch.Tensor:
     """The reduced piece after the hooks of `register_hook` have seen or replaced it."""
-    hooks = p.shard._backward_hooks
+    hooks = backward_hooks(p.shard)
     if not hooks:
         return grad
     if p.offloaded:
         host.arrived()
     assert is_sharded(p.shard)
-    value: Any = type(p.shard)(grad, p.shard._spec, requires_grad=False)
+    value: Any = type(p.shard)(grad, spec_of(p.shard), requires_grad=False)
     for hook in list(hooks.values()):
         with torch.no_grad():
             result = hook(value)
@@ -157,12 +156,12 @@ def _run_hooks(p: ShardedParameter, grad: torch.Tensor, host: HostTraffic) -> to
                 f"shape {p.plan.shape}, and must return one like it or None"
             )
         value = relaid(result.detach(), p.shard.device_mesh, p.shard.placements)
-    local: torch.Tensor = value._local_tensor
+    local = local_of(value)
     return local.to(p.local.dtype)
 
 
 def run_post_hooks(p: ShardedParameter) -> None:
     """Run the hooks of `register_post_accumulate_grad_hook`, once the shard has its gradient."""
     with torch.no_grad():
-        for hook in list((getattr(p.shard, POST_HOOKS) or {}).values()):
+        for hook in list((post_accumulate_hooks(p.shard) or {}).values()):
             hook(p.shard)

@@ -16,6 +16,7 @@ from fullshard.fsdp.write_count import piece_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import disable_manual_sharding, mark_sharding, sharding_of
 from fullshard.spmd.tensor import ShardedTensor
+from fullshard.torch_private import storage_id
 
 
 def without_gathered_memory(unit: Unit, output: Any) -> Any:
@@ -24,11 +25,11 @@ def without_gathered_memory(unit: Unit, output: Any) -> Any:
     A module may return its parameters, or views of them. That memory is released with the unit, so the caller gets a
     copy, through which gradients flow.
     """
-    gathered = {p.full.untyped_storage()._cdata for p in unit.parameters if p.full is not None}
+    gathered = {storage_id(p.full) for p in unit.parameters if p.full is not None}
 
     def is_shared(t: torch.Tensor) -> bool:
         t = piece_of(t)
-        return t.layout is torch.strided and t.untyped_storage()._cdata in gathered
+        return t.layout is torch.strided and storage_id(t) in gathered
 
     if not any(is_shared(t) for t in tensors_in(output)):
         return output

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard import accelerator, runtime
 from fullshard.errors import FSDPError
@@ -25,6 +24,7 @@ from fullshard.fsdp.write_count import writes_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, torch_layout
+from fullshard.torch_private import DTensorSpec, TensorMeta, foreach_copy_, local_of, parameters_of, set_local, spec_of
 
 Site = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
@@ -39,7 +39,7 @@ def copy_together(copies: Sequence[Copy]) -> None:
         kind = (target.dtype, source.dtype, target.is_contiguous() and source.is_contiguous())
         by_kind.setdefault(kind, []).append((target, source))
     for same in by_kind.values():
-        torch._foreach_copy_([target for target, _ in same], [source for _, source in same])
+        foreach_copy_([target for target, _ in same], [source for _, source in same])
 
 
 class ShardedParameter:
@@ -87,7 +87,7 @@ class ShardedParameter:
     @property
     def local(self) -> torch.Tensor:
         assert is_sharded(self.shard)
-        return self.shard._local_tensor
+        return local_of(self.shard)
 
     def follow(self, plan: ParameterPlan) -> None:
         """Apply a new plan. Another compute dtype means a new gathered value, so it must not be gathered now."""
@@ -104,7 +104,7 @@ class ShardedParameter:
         """Pick up changes made to the shard from outside (`to_empty`, `load_state_dict`, freezing, casts); returns
         whether it now differs from the plan."""
         module, name = self.sites[0]
-        current = module._parameters.get(name)
+        current = parameters_of(module).get(name)
         if current is None:
             raise FSDPError(
                 f"parameter {self.plan.name} was removed after the module was wrapped (set to None, pruned, or "
@@ -126,7 +126,7 @@ class ShardedParameter:
                 )
             self.shard = current
             for other, other_name in self.sites[1:]:
-                other._parameters[other_name] = current
+                parameters_of(other)[other_name] = current
         self._refuse_plain_tensors()
         return self.shard.requires_grad != self.plan.trainable or self.shard.dtype != dtype_of(self.plan.dtype)
 
@@ -143,7 +143,9 @@ class ShardedParameter:
                 local = accelerator.host_memory(self.local.shape, self.local.dtype)
             else:
                 local = torch.empty_like(self.local, device=runtime.device())
-            new = nn.Parameter(type(self.shard)(local, self.shard._spec, requires_grad=False), self.shard.requires_grad)
+            new = nn.Parameter(
+                type(self.shard)(local, spec_of(self.shard), requires_grad=False), self.shard.requires_grad
+            )
             torch.utils.swap_tensors(self.shard, new)  # the same object: an optimizer may hold it already
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -257,13 +259,13 @@ class ShardedParameter:
     def show_gathered(self, as_global: bool) -> None:
         value = self._global() if as_global else self.full
         for module, name in self.sites:
-            module._parameters[name] = value
+            parameters_of(module)[name] = value
             if self.view is not None:
                 module.__dict__[name] = self.view  # Python finds this before it looks for parameters
 
     def show_shard(self) -> None:
         for module, name in self.sites:
-            module._parameters[name] = self.shard
+            parameters_of(module)[name] = self.shard
             if self.view is not None:
                 module.__dict__.pop(name, None)
 
@@ -279,6 +281,6 @@ class ShardedParameter:
                 value = ShardedTensor(self.full.data, spec, requires_grad=False)
                 self.full_global = self._leaf(value)
         assert is_sharded(self.full_global)
-        if self.full_global._local_tensor.data_ptr() != self.full.data_ptr():
-            self.full_global._local_tensor = self.full.data
+        if local_of(self.full_global).data_ptr() != self.full.data_ptr():
+            set_local(self.full_global, self.full.data)
         return self.full_global

@@ -12,12 +12,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.quant import sharded_groups
 from fullshard.quant.linear import ReadOnlyWeight, refusal
 from fullshard.quant.ops import exactly
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import (
+    NoTorchFunction,
+    make_wrapper_subclass,
+    parameters_of,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 
 if TYPE_CHECKING:
     from fullshard.quant.experts import NF4Experts
@@ -55,10 +62,10 @@ class FusedWeight(ReadOnlyWeight):
     def __new__(cls, experts: NF4Experts, name: str, index: int | None = None, swapped: bool = False) -> FusedWeight:
         count, rows, columns = experts.fused[name]
         matrix = (columns, rows) if swapped else (rows, columns)
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        made: Any = make_wrapper_subclass(
             cls, matrix if index is not None else (count, *matrix), requires_grad=False,
             dtype=experts.running_dtype or experts.compute_dtype or experts.dtype,
-            device=experts._parameters[name].device,
+            device=parameters_of(experts)[name].device,
         )  # fmt: skip
         made.experts, made.key, made.index, made.swapped = experts, name, index, swapped
         return made
@@ -100,7 +107,7 @@ class FusedWeight(ReadOnlyWeight):
         found = _known(func, args, kwargs)
         if found is not NotImplemented:
             return found
-        with torch._C.DisableTorchFunctionSubclass():
+        with NoTorchFunction():
             if func not in FACTS and any(
                 isinstance(t, cls) and t.experts.adapters.get(t.key) for t in tree_leaves((args, kwargs))
             ):
@@ -112,7 +119,7 @@ class FusedWeight(ReadOnlyWeight):
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0].other(args[0].index, args[0].swapped)
-        named = zip(func._schema.arguments, args, strict=False)
+        named = zip(schema_of(func).arguments, args, strict=False)
         if any(a.alias_info is not None and a.alias_info.is_write and isinstance(v, cls) for a, v in named):
             raise refusal()
         dense = tree_map(lambda t: t.dense() if isinstance(t, cls) else t, (args, kwargs))

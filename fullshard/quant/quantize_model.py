@@ -23,6 +23,7 @@ from fullshard.quant.linear import NF4Linear
 from fullshard.quant.quantizable import Form, form_of, fused_experts
 from fullshard.quant.sharded_groups import Scheme
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import parameters_of
 
 _KNOWN = {
     "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "llm_int8_skip_modules", "bnb_4bit_compute_dtype",
@@ -167,7 +168,7 @@ def quantized_experts(model: nn.Module) -> dict[str, NF4Experts]:
 def packed_parameters(model: nn.Module) -> set[int]:
     """The ids of the parameters that hold 4-bit weights."""
     modules: list[Any] = [*quantized_layers(model).values(), *quantized_experts(model).values()]
-    return {id(module._parameters[name]) for module in modules for name in module.made_parameters()}
+    return {id(parameters_of(module)[name]) for module in modules for name in module.made_parameters()}
 
 
 def packed_weights(model: nn.Module) -> int:
@@ -210,7 +211,7 @@ def _always_dense(model: nn.Module) -> list[str]:
     names = [name for name, module in model.named_modules() if head is not None and module is head]
     first: dict[int, str] = {}
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
+        for parameter in parameters_of(module).values():
             if parameter is not None and first.setdefault(id(parameter), name) != name:
                 names += [first[id(parameter)], name]
     return [*names, *(getattr(model, "_keep_in_fp32_modules", None) or [])]

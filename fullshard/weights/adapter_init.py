@@ -24,9 +24,8 @@ from fullshard.lora.adapter_config import taken_from_weights
 from fullshard.progress import Bar
 from fullshard.quant import load_groups, sharded_groups
 from fullshard.quant.linear import NF4Linear
-from fullshard.ranks import front_group
+from fullshard.ranks import agree, host_group
 from fullshard.weights import init
-from fullshard.weights.load_report import together
 from fullshard.weights.slice_reader import Reader
 
 Values = dict[str, torch.Tensor]
@@ -141,7 +140,7 @@ def derive(
                 mine[i] = {kind: value.cpu() for kind, value in _values(model, layers[i], seed).items()}
                 bar.at(sum(sizes[j] for j in mine))
 
-    together(compute, "adapters from weights")
+    agree(compute, "adapters from weights", error=WeightsError)
     for i, one in enumerate(layers):
         _place(one, _sent(one, mine.pop(i, None), i % runtime.world_size()))
     for config in getattr(model, "peft_config", {}).values():
@@ -154,7 +153,7 @@ def _sent(one: Derived, values: Values | None, source: int) -> Values:
     found = values or {kind: torch.empty(shape) for kind, shape in one.sends.items()}
     if runtime.world_size() > 1:
         for kind in sorted(one.sends):
-            dist.broadcast(found[kind], source, group=front_group())
+            dist.broadcast(found[kind], source, group=host_group())
     return found
 
 

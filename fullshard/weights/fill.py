@@ -7,6 +7,7 @@ computed (`init.py`), what a module wants to read itself it reads (`transforms.p
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,10 +24,12 @@ from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.progress import Bar
+from fullshard.ranks import agree, agree_locally
+from fullshard.torch_private import buffers_of
 from fullshard.weights import adapter_init, init
 from fullshard.weights import resize_vocab as grow
 from fullshard.weights.adapter_files import adapter_readers, open_adapter
-from fullshard.weights.load_report import LoadReport, together
+from fullshard.weights.load_report import LoadReport
 from fullshard.weights.locate import open_source
 from fullshard.weights.match import Work, match
 from fullshard.weights.safetensors_index import Source
@@ -84,7 +87,7 @@ def fill(
         return fingerprint_of(files.path) if runtime.is_main() else None
 
     try:
-        fingerprints = together(prepare, "load")
+        fingerprints = agree(prepare, "load", error=WeightsError)
         work = laid_out[0]
         report = _carry_out(model, engine, work, transform, seed, threads, progress)
     finally:
@@ -140,7 +143,7 @@ def _carry_out(
         for p, reader in [*work.reads, *grown, *work.adapts, *rows]:
             jobs += reader.jobs(p.local.detach(), p.layout.slices(p.plan.shape, runtime.rank()))
         for _, module, key, reader in work.buffers:
-            buffer = module._buffers[key]
+            buffer = buffers_of(module)[key]
             assert buffer is not None
             jobs += reader.jobs(buffer, tuple(slice(0, n) for n in buffer.shape))
         total = sum(p.local.numel() * reader.dtype.itemsize for p, reader in work.reads)
@@ -148,15 +151,14 @@ def _carry_out(
         init.initialise(model, work.parameters, work.initialise, seed)
         _place_buffers(model, engine.units[0].precision.buffer_dtype)
 
-    together(read, "load")
+    agree(read, "load", error=WeightsError)
     for module, readers, parameters in work.own:
         pieces = {name: piece_of(p) for name, p in parameters.items()}
-        held: list[Any] = []
-        together(lambda: held.append(module.read_files(readers, pieces)), "load")  # noqa: B023
-        module.finish_reading(held[0], pieces)
+        held = agree_locally(functools.partial(module.read_files, readers, pieces), "load", error=WeightsError)
+        module.finish_reading(held, pieces)
     adapter_init.derive(model, work.parameters, work.derived, seed, progress)
     if transform is not None:
-        together(lambda: _transform(work, transform), "transform")
+        agree(lambda: _transform(work, transform), "transform", error=WeightsError)
     if work.plain is not None and work.conversions is not None:
         work.plain._weight_conversions = work.conversions
     report.read = [p.plan.name for p, _ in [*work.reads, *work.adapts, *rows]]
@@ -203,6 +205,6 @@ def _transform(work: Work, transform: Transform) -> None:
 
 def _place_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and dtype is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+                buffers_of(module)[name] = buffer.to(dtype)

@@ -17,6 +17,7 @@ from fullshard.errors import QuantizationError, WeightsError, first_line
 from fullshard.paths import check_new_folder
 from fullshard.progress import Bar
 from fullshard.quant.quantize_model import Quantization
+from fullshard.torch_private import buffers_of, parameters_of
 from fullshard.weights import key_mapping, resize_vocab
 from fullshard.weights.adapter_base import check_base, find_base
 from fullshard.weights.adapter_files import adapter_readers, open_adapter, stored_rows
@@ -137,10 +138,10 @@ def _read_adapter(model: Any, folder: Path) -> dict[str, torch.Tensor]:
         for name, reader in adapter_readers(model, source).items():
             place, _, own = name.rpartition(".")
             module = model.get_submodule(place)
-            if own in module._buffers:
-                brought[name] = module._buffers[own] = reader[()]
+            if own in buffers_of(module):
+                brought[name] = buffers_of(module)[own] = reader[()]
             else:
-                brought[name] = module._parameters[own] = nn.Parameter(reader[()], requires_grad=False)
+                brought[name] = parameters_of(module)[own] = nn.Parameter(reader[()], requires_grad=False)
     return brought
 
 
