@@ -242,7 +242,7 @@ def test_misuse_is_explained():
         FSDPv2(Stack(), 2)
     with pytest.raises(MeshError, match=r"extra_data_axis='data'"):
         FSDPv2(Stack(), mesh, extra_data_axis="data")
-    with pytest.raises(MeshError, match=r"HYBRID_SHARD keeps copies.*'replica', 'fsdp'"):
+    with pytest.raises(MeshError, match=r"HYBRID_SHARD replicates parameters.*'replica', 'fsdp'"):
         FSDPv2(Stack(), mesh, strategy="HYBRID_SHARD")
     with pytest.raises(FSDPError, match=r"unknown sharding strategy 'ZERO'"):
         FSDPv2(Stack(), mesh, strategy="ZERO")
