@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fullshard import runtime
 from fullshard.checkpoint import manifest as manifests
+from fullshard.durable import sync as sync
 from fullshard.errors import CheckpointError
 from fullshard.ranks import agree
 
@@ -70,15 +71,6 @@ def make_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
         sync(made.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_manifest(directory: Path, manifest: manifests.Manifest) -> None:

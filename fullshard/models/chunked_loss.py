@@ -20,7 +20,7 @@ from torch import nn
 
 from fullshard.data.loader import IGNORED
 from fullshard.lora import trainable_tokens
-from fullshard.lora.trainable_tokens import Rows, put_over
+from fullshard.lora.trainable_tokens import TrainedRows, put_over
 
 CHUNK_BYTES = 64 * 2**20
 """How large the fp32 logits of a chunk may be, unless the user says otherwise."""
@@ -43,13 +43,13 @@ class DeferredLogits(torch.Tensor):
 
     hidden: torch.Tensor
     head: nn.Linear
-    rows: Rows | None
+    rows: TrainedRows | None
     """Rows that are trained in place of the head's own."""
     steps: tuple[Step, ...]
 
     @staticmethod
     def of(
-        hidden: torch.Tensor, head: nn.Linear, rows: Rows | None = None, steps: tuple[Step, ...] = (),
+        hidden: torch.Tensor, head: nn.Linear, rows: TrainedRows | None = None, steps: tuple[Step, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> Any:  # fmt: skip
         shape = (*hidden.shape[:-1], head.out_features)

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 from fullshard import runtime
 from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.errors import ConfigError, first_line
-from fullshard.lora import targets
 from fullshard.models.chunked_loss import causal
 from fullshard.models.generate import Ends, ends_of
+from fullshard.quant.config import dense_dtype, quantization_from_options
 from fullshard.results.find_result import Place
 from fullshard.train.model import embedding_rows
 from fullshard.weights.load import load_pretrained
@@ -94,8 +94,8 @@ def trained_quantization(settings: dict[str, Any]) -> tuple[Any, torch.dtype | N
         "use_4bit_quantization", "use_nested_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage_dtype",
         "bnb_4bit_quant_type",
     )  # fmt: skip
-    how = targets.quantization(**{name: settings[name] for name in names if name in settings})
+    how = quantization_from_options(**{name: settings[name] for name in names if name in settings})
     asked = settings.get("torch_dtype", "auto")
     if how is None or asked != "auto":
         return how, getattr(torch, asked, None)
-    return how, targets.dtype_beside(how.scheme.storage)
+    return how, dense_dtype(how.scheme.storage)

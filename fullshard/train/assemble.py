@@ -23,9 +23,9 @@ from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
 from fullshard.fsdp import checkpoint_module
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.lora import targets
 from fullshard.lora.adapter_config import taken_from_weights
-from fullshard.lora.inventory import dense_line
+from fullshard.lora.model_size import dense_line, summary
+from fullshard.lora.peft_model import check_trains
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.lora.virtual_tokens import begin_with, prompt_kinds
 from fullshard.models.chunked_loss import LeanHead, causal
@@ -34,7 +34,7 @@ from fullshard.models.packed_inputs import Packed, Way, takes_positions
 from fullshard.models.packing_check import Verdict, try_packing
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
-from fullshard.quant.quantize_model import quantize_model
+from fullshard.quant.quantize import quantize_model
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import memory_check, run_dir
 from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes, settle_projections
@@ -132,7 +132,7 @@ def gather_parts(
         check_prompt(kind, config.packing, config.gradient_checkpointing or engine.activation_checkpointing)
     if config.freeze and train is not None:
         agree(functools.partial(freeze, model, config.freeze, say))
-    targets.check_trains(model)
+    check_trains(model)
     adds = peft_config is not None and earlier is None
     parts = Parts(
         config, engine, model, base, tokenizer, earlier=earlier, adds_adapter=adds, grown=grown, tables=tables, way=way
@@ -194,7 +194,7 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
     need = agree(lambda: memory_check.check_fit(sharded.plan, config.optim, engine.offload_params))[0]
-    for line in (*memory_check.describe(sharded.plan, need), dense_line(sharded), targets.summary(sharded)):
+    for line in (*memory_check.describe(sharded.plan, need), dense_line(sharded), summary(sharded)):
         if line is not None:
             reporter.say(line)
     if parts.base is not None:

@@ -17,11 +17,12 @@ from fullshard import accelerator, runtime
 from fullshard.data.chat_template import Prepared, prepare_tokenizer
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError, first_line
-from fullshard.lora import targets, virtual_tokens
+from fullshard.lora import virtual_tokens
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.models.chunked_loss import causal
 from fullshard.models.rope_scaling import longest_document, scale_rope
-from fullshard.quant.quantize_model import Quantization, quantize_model
+from fullshard.quant.config import Quantization, dense_dtype
+from fullshard.quant.quantize import quantize_model
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
@@ -67,7 +68,7 @@ def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
         with contextlib.closing(open_source(folder)) as source:
             dtype = loading.choose_dtype(config.torch_dtype, shape, source)
             if four_bits is not None and config.torch_dtype == "auto":
-                dtype = targets.dtype_beside(four_bits.scheme.storage) or dtype
+                dtype = dense_dtype(four_bits.scheme.storage) or dtype
             model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, False)
             loading.untie_what_differs(model, source, None)
             if four_bits is not None:

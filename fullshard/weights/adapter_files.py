@@ -15,14 +15,14 @@ from fullshard.lora import virtual_tokens
 from fullshard.lora.adapter_config import WEIGHTS, read_config
 from fullshard.paths import held
 from fullshard.weights.locate import open_source
-from fullshard.weights.safetensors_index import Source
-from fullshard.weights.slice_reader import Reader, Stored
+from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.slice_reader import Stored, TensorReader
 
 TABLES = {"embed_tokens", "lm_head"}
 """The layers that PEFT writes into an adapter's files when they were resized."""
 
 
-def open_adapter(folder: str | Path) -> Source:
+def open_adapter(folder: str | Path) -> SafetensorsFiles:
     place = Path(folder)
     if not (place / WEIGHTS).is_file():
         there = held(place) if place.is_dir() else "nothing"
@@ -53,7 +53,7 @@ def names_in_files(model: Any, adapter: str = "default") -> tuple[dict[str, str]
     return must, {key: name for key, name in may.items() if key not in must}
 
 
-def adapter_readers(model: Any, source: Source) -> dict[str, Reader]:
+def adapter_readers(model: Any, source: SafetensorsFiles) -> dict[str, TensorReader]:
     """Readers of an adapter's values by the names that they have in the model."""
     if not hasattr(model, "peft_config"):
         raise WeightsError(f"an adapter's values need a PeftModel; got {type(model).__name__}")

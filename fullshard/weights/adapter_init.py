@@ -22,19 +22,19 @@ from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora.adapter_config import taken_from_weights
 from fullshard.progress import Bar
-from fullshard.quant import load_groups, sharded_groups
+from fullshard.quant import sharded_groups
 from fullshard.quant.linear import NF4Linear
 from fullshard.ranks import front_group
 from fullshard.weights import init
 from fullshard.weights.load_report import together
-from fullshard.weights.slice_reader import Reader
+from fullshard.weights.slice_reader import TensorReader
 
 Values = dict[str, torch.Tensor]
 """Of one layer: `A`, `B`, `magnitude`, whole, as far as they are derived."""
 
 
 @dataclass
-class Derived:
+class DerivedAdapter:
     """One adapter layer with values that are computed."""
 
     name: str
@@ -47,9 +47,9 @@ class Derived:
     """`A`, `B` and `magnitude`, those that the files do not bring."""
     weight: ShardedParameter | None
     """The dense weight; None for a 4-bit one."""
-    readers: Mapping[str, Reader]
+    readers: Mapping[str, TensorReader]
     """Of the tensors that make up the weight in files."""
-    first: dict[str, Reader] = field(default_factory=dict)
+    first: dict[str, TensorReader] = field(default_factory=dict)
     """`A` and `B` as the run began with them, where they were written down."""
 
     @property
@@ -73,9 +73,10 @@ class Derived:
 
 
 def find(
-    model: nn.Module, by_site: Mapping[Any, ShardedParameter], brought: Mapping[str, Reader],
-    dense: Mapping[int, Reader], packed: Mapping[nn.Module, Mapping[str, Reader]], first: Mapping[str, Reader],
-) -> list[Derived]:  # fmt: skip
+    model: nn.Module, by_site: Mapping[Any, ShardedParameter], brought: Mapping[str, TensorReader],
+    dense: Mapping[int, TensorReader], packed: Mapping[nn.Module, Mapping[str, TensorReader]],
+    first: Mapping[str, TensorReader],
+) -> list[DerivedAdapter]:  # fmt: skip
     """The layers of the model whose adapters are not simply drawn. `brought` has the values that files give."""
     configs: dict[str, Any] = getattr(model, "peft_config", {})
     found = []
@@ -94,7 +95,7 @@ def find(
                 if by_site[site].local.is_meta and not brought.keys() & set(by_site[site].plan.names)
             }
             weight = by_site.get((base, "weight"))
-            one = Derived(name, layer, adapter, start, parameters, weight, packed.get(base, {}))
+            one = DerivedAdapter(name, layer, adapter, start, parameters, weight, packed.get(base, {}))
             if not one.sends or (not parameters and not (one.subtracts and weight and weight.local.is_meta)):
                 continue
             if weight is not None and id(weight) in dense:
@@ -105,7 +106,7 @@ def find(
     return found
 
 
-def _check(one: Derived, base: nn.Module) -> None:
+def _check(one: DerivedAdapter, base: nn.Module) -> None:
     what = f"init_lora_weights={one.start!r}" if one.joint else "use_dora"
     if not isinstance(base, nn.Linear) and not getattr(one.layer, "fan_in_fan_out", False):
         raise WeightsError(f"{what}: {one.name} is a {type(base).__name__}; expected a linear layer. Leave it out")
@@ -127,7 +128,11 @@ def _check(one: Derived, base: nn.Module) -> None:
 
 
 def derive(
-    model: nn.Module, parameters: list[ShardedParameter], layers: list[Derived], seed: int, progress: bool = False
+    model: nn.Module,
+    parameters: list[ShardedParameter],
+    layers: list[DerivedAdapter],
+    seed: int,
+    progress: bool = False,
 ) -> None:
     """Give the layers their values. All ranks must call it, once the weights have been read."""
     mine: dict[int, Values] = {}
@@ -149,7 +154,7 @@ def derive(
             config.init_lora_weights = True  # done; whoever loads the adapter is not to do it again
 
 
-def _sent(one: Derived, values: Values | None, source: int) -> Values:
+def _sent(one: DerivedAdapter, values: Values | None, source: int) -> Values:
     """The values on every rank."""
     found = values or {kind: torch.empty(shape) for kind, shape in one.sends.items()}
     if runtime.world_size() > 1:
@@ -159,7 +164,7 @@ def _sent(one: Derived, values: Values | None, source: int) -> Values:
 
 
 @torch.no_grad()
-def _place(one: Derived, values: Values) -> None:
+def _place(one: DerivedAdapter, values: Values) -> None:
     """Write this rank's slices."""
     for kind, p in one.parameters.items():
         if kind in values:
@@ -179,7 +184,7 @@ def _place(one: Derived, values: Values) -> None:
 # --- one layer --------------------------------------------------------------------------------------------------------
 
 
-def _values(model: nn.Module, one: Derived, seed: int) -> Values:
+def _values(model: nn.Module, one: DerivedAdapter, seed: int) -> Values:
     """What is derived of a layer, whole, in fp32."""
     layer, adapter = one.layer, one.adapter
     original, held = _weight(one)
@@ -201,13 +206,14 @@ def _values(model: nn.Module, one: Derived, seed: int) -> Values:
     return {kind: found[kind].float().contiguous() for kind in one.sends}
 
 
-def _weight(one: Derived) -> tuple[torch.Tensor, torch.Tensor]:
+def _weight(one: DerivedAdapter) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole weight as the files have it, and as the layer holds it."""
     device, base = runtime.device(), one.layer.get_base_layer()
     if one.weight is not None:
         value = one.readers["weight"][()].to(device, dtype_of(one.weight.plan.dtype))
         return value, value
-    parts = load_groups.finish(base, load_groups.read(base, one.readers, slice(0, base.packed.shape[0])), None)
+    loader = base.group_loader()
+    parts = loader.finish(loader.read(one.readers, slice(0, base.packed.shape[0])), None)
     held = sharded_groups.dense(
         {name: part.to(device) for name, part in parts.items()}, base.shape, base.scheme, base.dtype
     )
@@ -217,7 +223,7 @@ def _weight(one: Derived) -> tuple[torch.Tensor, torch.Tensor]:
     return original.T if base.transposed else original, held
 
 
-def _by_peft(one: Derived, weight: torch.Tensor, seed: int) -> Values:
+def _by_peft(one: DerivedAdapter, weight: torch.Tensor, seed: int) -> Values:
     """PEFT's own initialisation, on a layer that holds the whole weight for as long."""
     layer, adapter, device = one.layer, one.adapter, weight.device
     pairs = {"A": layer.lora_A[adapter], "B": layer.lora_B[adapter]}

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from fullshard.quant import bnb_format, sharded_groups
-from fullshard.quant.quantize_model import Quantization, expert_modules, linears
+from fullshard.quant.config import Quantization
+from fullshard.quant.quantize import expert_modules, linears
 from fullshard.quant.sharded_groups import Scheme
-from fullshard.weights.safetensors_index import Source
-from fullshard.weights.slice_reader import Cuts, Job, Reader, Stored
+from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.slice_reader import Cuts, Job, Stored, TensorReader
 
 
-class _Whole(Reader):
+class _Whole(TensorReader):
     """A weight that is made as a whole, in the dtype it is wanted in; `transposed` if it is one of a `Conv1D`."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool):
@@ -42,7 +43,7 @@ class _Whole(Reader):
 class Rounded(_Whole):
     """A dense weight, quantised as a run does it that holds weights in dtype `held`, and unpacked."""
 
-    def __init__(self, reader: Reader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype, transposed: bool):
+    def __init__(self, reader: TensorReader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype, transposed: bool):
         super().__init__(reader.shape, dtype, transposed)
         self.reader, self.scheme, self.held = reader, scheme, held
 
@@ -53,10 +54,10 @@ class Rounded(_Whole):
         return sharded_groups.dense(parts, self.form, self.scheme, self.dtype)
 
 
-class RoundedStack(Reader):
+class RoundedStack(TensorReader):
     """A weight of fused experts, quantised and unpacked one expert at a time."""
 
-    def __init__(self, reader: Reader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype):
+    def __init__(self, reader: TensorReader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype):
         self.shape, self.dtype = reader.shape, dtype
         self.reader, self.scheme, self.held = reader, scheme, held
 
@@ -74,7 +75,9 @@ class RoundedStack(Reader):
 class Unpacked(_Whole):
     """A weight that lies in the files in 4 bits, under bitsandbytes' keys."""
 
-    def __init__(self, source: Source, name: str, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool):
+    def __init__(
+        self, source: SafetensorsFiles, name: str, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool
+    ):
         super().__init__(shape, dtype, transposed)
         self.parts = {key: entry for key, entry in source.entries.items() if key == name or key.startswith(f"{name}.")}
         self.source, self.name = source, name
@@ -86,10 +89,15 @@ class Unpacked(_Whole):
 
 
 def rounded_readers(
-    model: nn.Module, source: Source, readers: Mapping[str, Reader], how: Quantization, held: torch.dtype, dtype: Any
-) -> dict[str, Reader]:
+    model: nn.Module,
+    source: SafetensorsFiles,
+    readers: Mapping[str, TensorReader],
+    how: Quantization,
+    held: torch.dtype,
+    dtype: Any,
+) -> dict[str, TensorReader]:
     """Readers of the weights that are quantised, in `dtype`, by their names in the (plain, empty) model."""
-    found: dict[str, Reader] = {}
+    found: dict[str, TensorReader] = {}
     for name, linear, form in linears(model, how.skip):
         key = f"{name}.weight"
         if bnb_format.is_quantized(source.entries, key):

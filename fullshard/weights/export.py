@@ -25,9 +25,9 @@ from fullshard.paths import refuse_inputs
 from fullshard.progress import Bar
 from fullshard.ranks import any_of, front_group
 from fullshard.weights.dtypes import dtypes_kept
+from fullshard.weights.key_mapping import ReverseMapping, TensorGroup
 from fullshard.weights.load_report import together
-from fullshard.weights.model_dir_writer import Outgoing
-from fullshard.weights.reverse import Group, Reverse
+from fullshard.weights.model_dir_writer import ModelDirWriter
 from fullshard.weights.safetensors_writer import total_bytes
 from fullshard.weights.slice_reader import lengths
 from fullshard.weights.source_files import base_of
@@ -68,14 +68,14 @@ def save_pretrained(
     form = {name: torch.empty_like(t) for converted in made for name, t in converted.items()}  # no shared storage
     runtime.get_logger().info("writing %s to %s", _described(form, wanted), directory)
     target = Path(directory)
-    writing: list[Outgoing] = []
+    writing: list[ModelDirWriter] = []
 
     def begin() -> None:
         if runtime.is_main():
             if (base := base_of(plain)) is not None:
                 refuse_inputs(target, "save_pretrained", {"the model's base": [Path(base.path)]})
             packed = {n for g, converted in zip(groups, made, strict=True) if isinstance(g, _Packed) for n in converted}
-            writing.append(Outgoing(target, form, max_shard_size, packed))
+            writing.append(ModelDirWriter(target, form, max_shard_size, packed))
 
     try:
         together(begin, "export")
@@ -124,10 +124,10 @@ def _check(model: nn.Module) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     return model, tensors
 
 
-class _Packed(Group):
+class _Packed(TensorGroup):
     """The parameters of a module that files hold in another form."""
 
-    def __init__(self, reverse: Reverse, name: str, module: WritesFiles):
+    def __init__(self, reverse: ReverseMapping, name: str, module: WritesFiles):
         super().__init__(reverse, name)
         self.module = module
         self.members = {f"{name}.{part}": None for part in module.made_parameters()}
@@ -137,9 +137,9 @@ class _Packed(Group):
         return {self.reverse.renamed(f"{self.first}.{name}"): t for name, t in self.module.as_files(parts).items()}
 
 
-def _groups(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[Group]:
+def _groups(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[TensorGroup]:
     """What is converted together: packed modules each for itself, the rest as loading converted it."""
-    reverse = Reverse(model)
+    reverse = ReverseMapping(model)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, WritesFiles)}
     packed = [_Packed(reverse, name, module) for name, module in modules.items()]
     taken = {member for group in packed for member in group.members}
@@ -154,10 +154,10 @@ def _described(form: dict[str, torch.Tensor], wanted: torch.dtype | None) -> str
 
 def _stream(
     model: nn.Module,
-    groups: list[Group],
+    groups: list[TensorGroup],
     tensors: dict[str, torch.Tensor],
     dtype_in_file: Callable[[str], torch.dtype],
-    writing: list[Outgoing],
+    writing: list[ModelDirWriter],
     bar: Bar,
 ) -> None:
     """One group after another goes to the first rank, which writes it."""

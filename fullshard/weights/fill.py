@@ -24,20 +24,20 @@ from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.progress import Bar
 from fullshard.weights import adapter_init, init
-from fullshard.weights import resize_vocab as grow
 from fullshard.weights.adapter_files import adapter_readers, open_adapter
 from fullshard.weights.load_report import LoadReport, together
 from fullshard.weights.locate import open_source
-from fullshard.weights.match import Work, match
-from fullshard.weights.safetensors_index import Source
-from fullshard.weights.slice_reader import Job, Reader
-from fullshard.weights.source_files import ATTRIBUTE, Base, fingerprint_of
+from fullshard.weights.match import LoadPlan, match
+from fullshard.weights.resize_vocab import PickedRows, grown_reader
+from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.slice_reader import Job, TensorReader
+from fullshard.weights.source_files import ATTRIBUTE, SourceFiles, fingerprint_of
 from fullshard.weights.transforms import Transform, piece_of
 
 
 def fill(
     model: nn.Module,
-    source: Source | str | Path,
+    source: SafetensorsFiles | str | Path,
     *,
     transform: Transform | None = None,
     strict: bool = True,
@@ -52,7 +52,7 @@ def fill(
 ) -> LoadReport:
     """Give every parameter and buffer of a wrapped model its value. All ranks must call it.
 
-    - `source`: a directory with safetensors files, one such file, or an open `Source`.
+    - `source`: a directory with safetensors files, one such file, or an open `SafetensorsFiles`.
     - `transform(name, value, piece)`: see `hooks.Transform`.
     - `strict`: whether names that only one side has are an error. If not, what is missing is initialised.
     - `resize_vocab`: embeddings may have more rows than the files; new ones start at the mean of the old.
@@ -69,11 +69,11 @@ def fill(
             f"Build the module under torch.device('meta'), wrap it, then fill it; load_pretrained does all three"
         )
     started = time.perf_counter()
-    opened: list[Source] = []
-    laid_out: list[Work] = []
+    opened: list[SafetensorsFiles] = []
+    laid_out: list[LoadPlan] = []
 
     def prepare() -> str | None:
-        files = source if isinstance(source, Source) else open_source(source)
+        files = source if isinstance(source, SafetensorsFiles) else open_source(source)
         opened.append(files)
         brought, began = (_adapter_values(model, folder, opened) for folder in (adapter, first))
         work = match(model, engine, files, key_mapping, set(new), resize_vocab, brought, began)
@@ -91,7 +91,7 @@ def fill(
         for files in opened:
             if files is not source:
                 files.close()
-    base = Base(os.path.abspath(work.source.path), next(filter(None, fingerprints)))
+    base = SourceFiles(os.path.abspath(work.source.path), next(filter(None, fingerprints)))
     names: dict[int, list[str]] = {}  # a module may stand in two places, such as the embedding beside a prompt
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)
@@ -103,7 +103,9 @@ def fill(
     return report
 
 
-def _adapter_values(model: nn.Module, folder: str | Path | None, opened: list[Source]) -> dict[str, Reader]:
+def _adapter_values(
+    model: nn.Module, folder: str | Path | None, opened: list[SafetensorsFiles]
+) -> dict[str, TensorReader]:
     if folder is None:
         return {}
     opened.append(open_adapter(folder))
@@ -113,7 +115,7 @@ def _adapter_values(model: nn.Module, folder: str | Path | None, opened: list[So
 def _carry_out(
     model: nn.Module,
     engine: Engine,
-    work: Work,
+    work: LoadPlan,
     transform: Transform | None,
     seed: int,
     threads: int | None,
@@ -121,7 +123,7 @@ def _carry_out(
 ) -> LoadReport:
     report = LoadReport(str(work.source.path), left_out=work.problems.unexpected)
     before = work.source.bytes_read
-    grown = [(p, grow.grown(reader, p.plan.shape[0])) for p, reader in work.grows]
+    grown = [(p, grown_reader(reader, p.plan.shape[0])) for p, reader in work.grows]
     tables = {id(p): (reader, dtype_of(p.plan.dtype)) for p, reader in [*work.reads, *grown, *work.adapts]}
     rows = [(p, _picked(tables, table, indices)) for p, table, indices in work.rows]
     for name, module, key, table, indices in work.originals:
@@ -169,12 +171,12 @@ def _carry_out(
     return report
 
 
-def _picked(tables: dict[int, tuple[Reader, Any]], table: ShardedParameter, indices: list[int]) -> Reader:
+def _picked(tables: dict[int, tuple[TensorReader, Any]], table: ShardedParameter, indices: list[int]) -> TensorReader:
     reader, dtype = tables[id(table)]
-    return grow.Picked(reader, indices, dtype)
+    return PickedRows(reader, indices, dtype)
 
 
-def _run(jobs: Sequence[Callable[[], None]], source: Source, threads: int | None, bar: Bar) -> None:
+def _run(jobs: Sequence[Callable[[], None]], source: SafetensorsFiles, threads: int | None, bar: Bar) -> None:
     """Run the reads in several threads; the first that fails ends them all."""
     count = threads or max(2, min(8, (os.cpu_count() or 2) // runtime.local_world_size()))
     before = source.bytes_read
@@ -191,7 +193,7 @@ def _run(jobs: Sequence[Callable[[], None]], source: Source, threads: int | None
             raise
 
 
-def _transform(work: Work, transform: Transform) -> None:
+def _transform(work: LoadPlan, transform: Transform) -> None:
     with torch.no_grad():
         for p, _ in [*work.reads, *work.grows]:
             piece = piece_of(p)

@@ -2,7 +2,7 @@
 
 transformers knows how the checkpoints of each architecture differ from its modules: prefixes, renamed layers, experts
 that are stored one by one and computed together. Its own mapping is asked here, name by name, and what it would do to
-whole tensors is turned into `Reader`s of slices. Adapters' changes to names are undone first.
+whole tensors is turned into `TensorReader`s of slices. Adapters' changes to names are undone first.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    PrefixChange,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -28,8 +29,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from fullshard.weights.safetensors_index import Source
-from fullshard.weights.slice_reader import Computed, Joined, Reader, Stacked, Stored, Transposed
+from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.slice_reader import Computed, Joined, Stacked, Stored, TensorReader, Transposed
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -41,7 +42,7 @@ _BASE_LAYER = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+|
 class Found:
     """What files offer a model."""
 
-    readers: dict[str, Reader] = field(default_factory=dict)
+    readers: dict[str, TensorReader] = field(default_factory=dict)
     """By the plain model's names."""
     unexpected: list[str] = field(default_factory=list)
     """Tensors in the files, under the names they would have in the model, that the model has no place for."""
@@ -64,10 +65,12 @@ def plain_name(name: str, prefix: str) -> str:
     return _BASE_LAYER.sub("", name.removeprefix(prefix))
 
 
-def find(model: PreTrainedModel | None, wanted: Shapes, source: Source, key_mapping: Any = None) -> Found:
+def find_readers(
+    model: PreTrainedModel | None, wanted: Shapes, source: SafetensorsFiles, key_mapping: Any = None
+) -> Found:
     """A reader for every wanted tensor that the files hold, whatever they call it."""
     if model is None:
-        readers: dict[str, Reader] = {
+        readers: dict[str, TensorReader] = {
             name: Stored(source, source.entries[name]) for name in wanted if name in source.entries
         }
         return Found(readers, [name for name in source.entries if name not in wanted])
@@ -77,11 +80,11 @@ def find(model: PreTrainedModel | None, wanted: Shapes, source: Source, key_mapp
     for name, entry_name in direct.items():
         found.readers[name] = Stored(source, source.entries[entry_name])
     for name, (converter, parts) in fused.items():
-        stored: dict[str, list[Reader]] = {
+        stored: dict[str, list[TensorReader]] = {
             pattern: [Stored(source, source.entries[e]) for e in entries] for pattern, entries in parts.items()
         }
         try:
-            made = _convert(converter, name, stored, _Shown(model, wanted))
+            made = _convert(converter, name, stored, _PlainShapes(model, wanted))
         except (ValueError, RuntimeError, IndexError) as error:
             found.unconvertible.append((name, str(error)))
             continue
@@ -115,7 +118,7 @@ Fused = dict[str, tuple[WeightConverter, dict[str, list[str]]]]
 
 
 def _assign(
-    model: PreTrainedModel, wanted: Shapes, source: Source, conversions: list[Any]
+    model: PreTrainedModel, wanted: Shapes, source: SafetensorsFiles, conversions: list[Any]
 ) -> tuple[dict[str, str], Fused, list[str]]:
     """Each file tensor to the parameter it is, or to the conversion it takes part in, or to neither."""
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
@@ -139,7 +142,7 @@ def _assign(
     return direct, fused, lost
 
 
-class _Shown:
+class _PlainShapes:
     """The model as conversions look at it: whole shapes under plain names, whatever wraps its layers now."""
 
     def __init__(self, model: PreTrainedModel, wanted: Shapes):
@@ -152,7 +155,9 @@ class _Shown:
         return getattr(self.model, name)
 
 
-def _convert(converter: WeightConverter, name: str, parts: dict[str, list[Reader]], model: _Shown) -> dict[str, Reader]:
+def _convert(
+    converter: WeightConverter, name: str, parts: dict[str, list[TensorReader]], model: _PlainShapes
+) -> dict[str, TensorReader]:
     """What a conversion makes of its tensors, by full name."""
     made: Any = parts
     for operation in converter.operations:
@@ -165,7 +170,7 @@ def _convert(converter: WeightConverter, name: str, parts: dict[str, list[Reader
     return {start + pattern + end: _one(readers) for pattern, readers in made.items()}
 
 
-def _apply(operation: Any, parts: Any, converter: WeightConverter, name: str, model: _Shown) -> Any:
+def _apply(operation: Any, parts: Any, converter: WeightConverter, name: str, model: _PlainShapes) -> Any:
     """One operation on readers; None where it is not known how it acts on a slice."""
     sources, targets = converter.source_patterns, converter.target_patterns
     if type(operation) is MergeModulelist:
@@ -185,7 +190,9 @@ def _apply(operation: Any, parts: Any, converter: WeightConverter, name: str, mo
     return None
 
 
-def _compute(converter: WeightConverter, name: str, parts: dict[str, list[Reader]], model: _Shown) -> dict[str, Reader]:
+def _compute(
+    converter: WeightConverter, name: str, parts: dict[str, list[TensorReader]], model: _PlainShapes
+) -> dict[str, TensorReader]:
     """Readers that let transformers convert whole tensors, one conversion at a time."""
 
     def run(value_of: Any) -> dict[str, Any]:
@@ -204,3 +211,54 @@ def _compute(converter: WeightConverter, name: str, parts: dict[str, list[Reader
 
 def _one(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
+
+
+# --- back to the files' names -----------------------------------------------------------------------------------------
+
+
+class ReverseMapping:
+    """The way back for one model."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        used = getattr(model, "_weight_conversions", None)
+        if used is None:  # never loaded: the usual form of its files, without prefixes that only some files have
+            used = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
+        # Conversions of inner models were noted last and are undone first.
+        back = [conversion.reverse_transform() for conversion in reversed(used)]
+        self.renamings = [c for c in back if isinstance(c, WeightRenaming)]
+        self.converters = [c for c in back if isinstance(c, WeightConverter)]
+        self.by_pattern = {pattern: c for c in self.converters for pattern in c.source_patterns}
+
+    def groups(self, names: Iterable[str]) -> list[TensorGroup]:
+        """The names in the groups that are converted together, in the order of the files."""
+        found: dict[str, TensorGroup] = {}
+        for name in sorted(names, key=dot_natural_key):
+            renamed, pattern = rename_source_key(name, [], self.converters)
+            group = found.setdefault(renamed if pattern else name, TensorGroup(self, renamed))
+            group.members[name] = pattern
+        return list(found.values())
+
+    def renamed(self, name: str) -> str:
+        return rename_source_key(name, self.renamings, [])[0]
+
+
+class TensorGroup:
+    """Parameters that are converted together."""
+
+    def __init__(self, reverse: ReverseMapping, first: str):
+        self.reverse, self.first = reverse, first
+        self.members: dict[str, str | None] = {}
+        """Each parameter, with the pattern by which a conversion knows it; None if none does."""
+
+    def convert(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of the files, by name."""
+        ((name, pattern), *_) = self.members.items()
+        if pattern is None:
+            return {self.reverse.renamed(name): values[name]}
+        converter = copy.deepcopy(self.reverse.by_pattern[pattern])
+        for member, known_by in self.members.items():
+            converter.add_tensor(self.first, member, known_by, values[member])
+        model: Any = self.reverse.model
+        made = converter.convert(self.first, model=model, config=model.config)
+        return {self.reverse.renamed(n): v[0] if isinstance(v, list) else v for n, v in made.items()}

@@ -25,20 +25,21 @@ from fullshard.errors import WeightsError
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.fsdp.shard import broadcast
 from fullshard.fsdp.strategy import ShardingStrategy, dtype_of
-from fullshard.lora.inventory import dense_line
-from fullshard.lora.targets import lay_out
+from fullshard.lora.model_size import dense_line
+from fullshard.lora.peft_model import get_peft_model_on_meta
 from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.quant.quantize_model import Quantization, quantize_model
+from fullshard.quant.config import Quantization
+from fullshard.quant.quantize import quantize_model
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.weights import export as export  # a loaded model's own save_pretrained streams
-from fullshard.weights import key_mapping as keys
 from fullshard.weights.adapter_base import check_base, lasting_name
 from fullshard.weights.adapter_files import stored_rows
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.fill import fill
+from fullshard.weights.key_mapping import find_readers, plain_model, plain_name
 from fullshard.weights.load_report import together
 from fullshard.weights.locate import open_source, resolve
-from fullshard.weights.safetensors_index import Source
+from fullshard.weights.safetensors_index import SafetensorsFiles
 from fullshard.weights.transforms import Transform
 
 UNSET: Any = object()
@@ -87,7 +88,7 @@ def load_pretrained(
     runtime.use_spmd()
     mesh = mesh or get_global_mesh() or _mesh_for(options.get("strategy", ShardingStrategy.FULL_SHARD))
     where = resolve(path, revision=revision, cache_dir=cache_dir, token=token)
-    opened: list[Source] = []
+    opened: list[SafetensorsFiles] = []
     if adapter is not None:
         adapt = adapt or functools.partial(_with_adapter, folder=adapter)
 
@@ -118,10 +119,10 @@ def load_pretrained(
         prefix = ""
         if adapt is not None:
             model = _adapted(model, adapt)
-            prefix, _ = keys.plain_model(model)
+            prefix, _ = plain_model(model)
         if annotate is not None:
             annotate(model, mesh)
-        new = {n for n, _ in model.named_parameters() if keys.plain_name(n, prefix) not in before}
+        new = {n for n, _ in model.named_parameters() if plain_name(n, prefix) not in before}
         _share_values(model, mesh)
         policy = transformer_auto_wrap_policy if auto_wrap_policy is UNSET else auto_wrap_policy
         wrap: Any = FSDPv2
@@ -172,7 +173,7 @@ def class_of(given: Any, config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def choose_dtype(given: Any, config: Any, source: Source) -> torch.dtype:
+def choose_dtype(given: Any, config: Any, source: SafetensorsFiles) -> torch.dtype:
     if given not in (None, "auto"):
         found = dtype_of(given)
         assert found is not None
@@ -213,7 +214,7 @@ def _with_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
 
     config = PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = getattr(model, "name_or_path", None)  # where it lies now
-    made = lay_out(model, config)
+    made = get_peft_model_on_meta(model, config)
     keep_tables_whole(made)
     return made
 
@@ -230,7 +231,7 @@ def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None]) -
             ) from lost
 
 
-def untie_what_differs(model: PreTrainedModel, source: Source, key_mapping: Any) -> None:
+def untie_what_differs(model: PreTrainedModel, source: SafetensorsFiles, key_mapping: Any) -> None:
     """Parameters that the config ties and the files store with different values are not tied, as in transformers."""
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     if not ties:
@@ -238,7 +239,7 @@ def untie_what_differs(model: PreTrainedModel, source: Source, key_mapping: Any)
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
 
     def differing() -> list[str]:
-        readers = keys.find(model, shapes, source, key_mapping).readers
+        readers = find_readers(model, shapes, source, key_mapping).readers
         both = [(a, b) for a, b in ties.items() if a in readers and b in readers and readers[a] is not readers[b]]
         return [a for a, b in both if not _equal(readers[a], readers[b])]
 

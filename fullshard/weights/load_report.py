@@ -18,7 +18,7 @@ SHOWN = 8
 
 
 @dataclass
-class Problems:
+class LoadProblems:
     """Where files and model differ; found from names and shapes alone."""
 
     missing: list[str] = field(default_factory=list)

@@ -13,7 +13,7 @@ from fullshard import runtime
 from fullshard.errors import WeightsError
 from fullshard.lora.adapter_config import CONFIG
 from fullshard.weights.load_report import together
-from fullshard.weights.safetensors_index import Source
+from fullshard.weights.safetensors_index import SafetensorsFiles
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -22,9 +22,9 @@ HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """What is fetched from the Hub: weights without pickles, configuration, tokenizer."""
 
 
-def open_source(path: str | Path) -> Source:
+def open_source(path: str | Path) -> SafetensorsFiles:
     """The safetensors files at a path: a directory, one file, or an index."""
-    return Source(path, weight_files(Path(path)))
+    return SafetensorsFiles(path, weight_files(Path(path)))
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -18,38 +18,38 @@ from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.lora.virtual_tokens import begins_as, encoders
 from fullshard.weights import adapter_init
-from fullshard.weights import key_mapping as keys
-from fullshard.weights import resize_vocab as grow
-from fullshard.weights.load_report import Problems
-from fullshard.weights.safetensors_index import Source
-from fullshard.weights.slice_reader import Reader
+from fullshard.weights.key_mapping import find_readers, may_be_missing, plain_model, plain_name
+from fullshard.weights.load_report import LoadProblems
+from fullshard.weights.resize_vocab import may_grow
+from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.slice_reader import TensorReader
 from fullshard.weights.transforms import own_readers
 
 
 @dataclass
-class Work:
+class LoadPlan:
     """What has to be read, computed and noted."""
 
-    source: Source
+    source: SafetensorsFiles
     parameters: list[ShardedParameter]
     plain: PreTrainedModel | None
     adapted: bool
     """Whether the model has an adapter."""
-    reads: list[tuple[ShardedParameter, Reader]] = field(default_factory=list)
-    grows: list[tuple[ShardedParameter, Reader]] = field(default_factory=list)
-    adapts: list[tuple[ShardedParameter, Reader]] = field(default_factory=list)
+    reads: list[tuple[ShardedParameter, TensorReader]] = field(default_factory=list)
+    grows: list[tuple[ShardedParameter, TensorReader]] = field(default_factory=list)
+    adapts: list[tuple[ShardedParameter, TensorReader]] = field(default_factory=list)
     """Parameters that an adapter's files give their values."""
     rows: list[tuple[ShardedParameter, ShardedParameter, list[int]]] = field(default_factory=list)
     """Trained rows of a layer, the layer's own table, and which rows of it they begin as."""
     originals: list[tuple[str, nn.Module, str, ShardedParameter, list[int]]] = field(default_factory=list)
     """Buffers that keep those rows as they were."""
-    own: list[tuple[Any, dict[str, Reader], dict[str, ShardedParameter]]] = field(default_factory=list)
+    own: list[tuple[Any, dict[str, TensorReader], dict[str, ShardedParameter]]] = field(default_factory=list)
     """Modules that read files themselves, their readers, their parameters."""
-    buffers: list[tuple[str, nn.Module, str, Reader]] = field(default_factory=list)
+    buffers: list[tuple[str, nn.Module, str, TensorReader]] = field(default_factory=list)
     initialise: list[ShardedParameter] = field(default_factory=list)
-    derived: list[adapter_init.Derived] = field(default_factory=list)
+    derived: list[adapter_init.DerivedAdapter] = field(default_factory=list)
     """Adapter layers whose values follow from the weights they adapt."""
-    problems: Problems = field(default_factory=Problems)
+    problems: LoadProblems = field(default_factory=LoadProblems)
     conversions: list[Any] | None = None
 
     changed: list[ShardedParameter] = field(default_factory=list)
@@ -65,13 +65,13 @@ class Work:
 
 
 def match(
-    model: nn.Module, engine: Engine, source: Source, key_mapping: Any, new: set[str], resize_vocab: bool,
-    adapter: Mapping[str, Reader] | None = None, first: Mapping[str, Reader] | None = None,
-) -> Work:  # fmt: skip
+    model: nn.Module, engine: Engine, source: SafetensorsFiles, key_mapping: Any, new: set[str], resize_vocab: bool,
+    adapter: Mapping[str, TensorReader] | None = None, first: Mapping[str, TensorReader] | None = None,
+) -> LoadPlan:  # fmt: skip
     """Compare names and shapes, and lay out the work."""
-    prefix, plain = keys.plain_model(model)
+    prefix, plain = plain_model(model)
     parameters = [p for unit in engine.units for p in unit.parameters]
-    work = Work(source, parameters, plain, hasattr(model, "peft_config"))
+    work = LoadPlan(source, parameters, plain, hasattr(model, "peft_config"))
     by_site = {(module, name): p for p in parameters for module, name in p.sites}
     readers_own = own_readers(model)
     made = {id(by_site[module, name]) for module in readers_own.values() for name in module.made_parameters()}
@@ -79,20 +79,20 @@ def match(
     wanted: dict[str, tuple[int, ...]] = {}
     for p in parameters:
         if id(p) not in made:
-            wanted.update({keys.plain_name(name, prefix): p.plan.shape for name in p.plan.names})
+            wanted.update({plain_name(name, prefix): p.plan.shape for name in p.plan.names})
     buffers = _persistent_buffers(model)
-    wanted.update({keys.plain_name(name, prefix): tuple(b.shape) for name, (_, _, b) in buffers.items()})
+    wanted.update({plain_name(name, prefix): tuple(b.shape) for name, (_, _, b) in buffers.items()})
     for name, module in readers_own.items():
         for tensor, shape in module.file_tensors().items():
-            wanted[keys.plain_name(f"{name}.{tensor}", prefix)] = tuple(shape)
+            wanted[plain_name(f"{name}.{tensor}", prefix)] = tuple(shape)
 
-    found = keys.find(plain, wanted, source, key_mapping)
+    found = find_readers(plain, wanted, source, key_mapping)
     work.conversions, work.problems.unexpected = found.conversions, found.unexpected
     work.problems.unconvertible = found.unconvertible
-    excused = keys.may_be_missing(plain, wanted)
-    grows = grow.may_grow(plain, {id(p.shard): list(p.plan.names) for p in parameters}) if resize_vocab else set()
+    excused = may_be_missing(plain, wanted)
+    grows = may_grow(plain, {id(p.shard): list(p.plan.names) for p in parameters}) if resize_vocab else set()
 
-    def fits(name: str, reader: Reader | None, shape: tuple[int, ...]) -> bool:
+    def fits(name: str, reader: TensorReader | None, shape: tuple[int, ...]) -> bool:
         if reader is not None and reader.shape != shape:
             work.problems.misshaped.append((name, reader.shape, shape))
         return reader is not None and reader.shape == shape
@@ -102,7 +102,7 @@ def match(
     for p in parameters:
         if id(p) in made:
             continue
-        plain_names = [keys.plain_name(name, prefix) for name in p.plan.names]
+        plain_names = [plain_name(name, prefix) for name in p.plan.names]
         reader = next((found.readers[n] for n in plain_names if n in found.readers), None)
         if brought := next((given[n] for n in p.plan.names if n in given), None):
             work.adapts.append((p, brought))
@@ -119,7 +119,7 @@ def match(
         elif fits(plain_names[0], reader, p.plan.shape):
             work.reads.append((p, reader))
     for name, (module, key, buffer) in buffers.items():
-        reader = found.readers.get(keys.plain_name(name, prefix))
+        reader = found.readers.get(plain_name(name, prefix))
         if reader is not None and fits(name, reader, tuple(buffer.shape)):
             work.buffers.append((name, module, key, reader))
     for name, reader in given.items():  # an adapter's own, such as VeRA's shared projections
@@ -127,7 +127,7 @@ def match(
         if key in model.get_submodule(path)._buffers:
             work.buffers.append((name, model.get_submodule(path), key, reader))
     for name, module in readers_own.items():
-        tensors = {t: keys.plain_name(f"{name}.{t}", prefix) for t in module.file_tensors()}
+        tensors = {t: plain_name(f"{name}.{t}", prefix) for t in module.file_tensors()}
         held = {t: found.readers.get(n) for t, n in tensors.items()}
         lacking = [tensors[t] for t, reader in held.items() if reader is None]
         # Nothing else could give these layers their values, so this is an error even if not strict.
@@ -143,7 +143,7 @@ def match(
 
 
 def _token_rows(
-    model: nn.Module, by_site: dict[Any, ShardedParameter], work: Work
+    model: nn.Module, by_site: dict[Any, ShardedParameter], work: LoadPlan
 ) -> dict[int, tuple[ShardedParameter, list[int]]]:
     """Rows that an adapter trains in place of a layer's own (PEFT's trainable tokens), or before all others (a prompt
     that begins as a text): of which table, and which."""

@@ -16,17 +16,17 @@ from torch import nn
 from fullshard.errors import QuantizationError, WeightsError, first_line
 from fullshard.paths import check_new_folder
 from fullshard.progress import Bar
-from fullshard.quant.quantize_model import Quantization
-from fullshard.weights import key_mapping, resize_vocab
+from fullshard.quant.config import Quantization
 from fullshard.weights.adapter_base import check_base, find_base
 from fullshard.weights.adapter_files import adapter_readers, open_adapter, stored_rows
 from fullshard.weights.dequantized import rounded_readers
 from fullshard.weights.dtypes import dtypes_kept
+from fullshard.weights.key_mapping import ReverseMapping, find_readers
 from fullshard.weights.load import choose_dtype, class_of, on_meta, read_config
 from fullshard.weights.locate import open_source
 from fullshard.weights.merge_layers import CHANGE_BASE, MergedLayers, check_kind, kind_of
-from fullshard.weights.model_dir_writer import Outgoing
-from fullshard.weights.reverse import Reverse
+from fullshard.weights.model_dir_writer import ModelDirWriter
+from fullshard.weights.resize_vocab import grown_reader, may_grow
 from fullshard.weights.safetensors_writer import total_bytes
 
 
@@ -82,27 +82,25 @@ def merge_adapter(
         plain = on_meta(class_of(None, config), config, choose_dtype(dtype, config, source), where, False)
         if rows > plain.get_input_embeddings().weight.shape[0]:
             plain.resize_token_embeddings(rows, mean_resizing=False)
-        found = key_mapping.find(plain, {name: tuple(t.shape) for name, t in plain.state_dict().items()}, source)
+        found = find_readers(plain, {name: tuple(t.shape) for name, t in plain.state_dict().items()}, source)
         plain._weight_conversions = found.conversions
         form = _form(plain)
         if dequantized:
             how = Quantization.of(packed if packed is not None else dequantized)
             found.readers |= rounded_readers(plain, source, found.readers, how, held, plain.dtype)
-        for name in (
-            resize_vocab.may_grow(plain, {id(p): [n] for n, p in plain.named_parameters()}) & found.readers.keys()
-        ):
+        for name in may_grow(plain, {id(p): [n] for n, p in plain.named_parameters()}) & found.readers.keys():
             if found.readers[name].shape[0] < form[name].shape[0]:
-                found.readers[name] = resize_vocab.grown(found.readers[name], form[name].shape[0], alone=True)
+                found.readers[name] = grown_reader(found.readers[name], form[name].shape[0], alone=True)
         start = getattr(given, "init_lora_weights", None)
         model = _laid_out(plain, given)
         merged = MergedLayers(model, _read_adapter(model, folder), form, start)
         missing = [name for name in form if name not in found.readers and name not in merged.replaced]
         if missing:
             raise WeightsError(f"{where} does not hold {len(missing)} of the model's weights: {', '.join(missing[:5])}")
-        groups = Reverse(plain).groups(form)
+        groups = ReverseMapping(plain).groups(form)
         written = {n: t for g in groups for n, t in g.convert({m: form[m] for m in g.members}).items()}
         written = {name: torch.empty_like(t) for name, t in written.items()}
-        outgoing = Outgoing(target, written, max_shard_size)
+        outgoing = ModelDirWriter(target, written, max_shard_size)
         stack.callback(outgoing.clean_up)
         with Bar("merging", total_bytes(written), progress) as bar:
             done = 0

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fullshard.errors import WeightsError
-from fullshard.weights import key_mapping
-from fullshard.weights.slice_reader import Reader
+from fullshard.weights.key_mapping import plain_model, plain_name
+from fullshard.weights.slice_reader import TensorReader
 
 KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin a LoRA (`init_lora_weights`) that leave the base as it is."""
@@ -58,7 +58,7 @@ class MergedLayers:
         self.ready: dict[str, torch.Tensor] = {}
         self._find(model, brought)
 
-    def value(self, name: str, readers: Mapping[str, Reader]) -> torch.Tensor:
+    def value(self, name: str, readers: Mapping[str, TensorReader]) -> torch.Tensor:
         """A tensor of the result."""
         dtype = self.form[name].dtype
         if name in self.layers:
@@ -68,7 +68,7 @@ class MergedLayers:
         return (self.replaced[name] if name in self.replaced else readers[name][()]).to(dtype)
 
     def _merge(
-        self, base: nn.Module, around: list[Any], names: dict[str, str], readers: Mapping[str, Reader]
+        self, base: nn.Module, around: list[Any], names: dict[str, str], readers: Mapping[str, TensorReader]
     ) -> dict[str, torch.Tensor]:
         values = {
             own: (self.replaced[full].clone() if full in self.replaced else readers[full][()]).to(self.form[full].dtype)
@@ -108,14 +108,14 @@ class MergedLayers:
         from peft.tuners.lora.layer import ParamWrapper
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        prefix, plain = key_mapping.plain_model(model)
+        prefix, plain = plain_model(model)
         tied = getattr(plain, "all_tied_weights_keys", None) or {}
         taking_part: set[int] = set()
         for name, layer in model.named_modules():
             if not isinstance(layer, BaseTunerLayer):
                 continue
             base = layer.get_base_layer()
-            own = {n: key_mapping.plain_name(f"{name}.{n}", prefix) for n, _ in base.named_parameters(recurse=False)}
+            own = {n: plain_name(f"{name}.{n}", prefix) for n, _ in base.named_parameters(recurse=False)}
             if isinstance(layer, ParamWrapper):
                 own = {layer.parameter_name: own[layer.parameter_name]}
             elif len(list(base.parameters())) > len(own):
@@ -130,7 +130,7 @@ class MergedLayers:
                 self.layers.setdefault(full, (base, [], own))[1].append(layer)
         left = []
         for name, value in brought.items():
-            full = key_mapping.plain_name(name, prefix)
+            full = plain_name(name, prefix)
             if ".modules_to_save." in name:
                 _check_ties([full], tied)
             if full in self.form:
@@ -157,7 +157,7 @@ def _repeats(
     full: str, value: torch.Tensor, tied: Mapping[str, str], brought: Mapping[str, torch.Tensor], prefix: str
 ) -> bool:
     """Whether a tensor is another name's, which the adapter brings as well: a resized embedding and its head."""
-    first = next((v for n, v in brought.items() if key_mapping.plain_name(n, prefix) == tied.get(full)), None)
+    first = next((v for n, v in brought.items() if plain_name(n, prefix) == tied.get(full)), None)
     return first is not None and torch.equal(first, value)
 
 

@@ -20,7 +20,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import PreTrainedModel
 
-from fullshard.checkpoint.publish import sync
+from fullshard.durable import sync
 from fullshard.errors import WeightsError
 from fullshard.fsdp.strategy import dtype_name
 from fullshard.weights.locate import INDEX, SINGLE
@@ -37,7 +37,7 @@ OWN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Files of weights that `save_pretrained` writes, here and in transformers: those of an earlier one are removed."""
 
 
-class Outgoing:
+class ModelDirWriter:
     """The files on their way, on the first rank."""
 
     def __init__(

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from fullshard import runtime
 from fullshard.ranks import front_group
 from fullshard.weights.load_report import together
-from fullshard.weights.slice_reader import Cuts, Job, Joined, Reader
+from fullshard.weights.slice_reader import Cuts, Job, Joined, TensorReader
 
 ROWS = 256
 """Rows that are added up in one go."""
 
 
-class Repeated(Reader):
+class Repeated(TensorReader):
     """The same row again and again."""
 
     def __init__(self, row: torch.Tensor, count: int, dtype: torch.dtype):
@@ -32,10 +32,10 @@ class Repeated(Reader):
             yield lambda: out.copy_(self.row[cuts[1:]].expand(out.shape))
 
 
-class Picked(Reader):
+class PickedRows(TensorReader):
     """Some rows of a tensor, rounded as the layer rounds them that they belong to."""
 
-    def __init__(self, reader: Reader, rows: Sequence[int], dtype: torch.dtype):
+    def __init__(self, reader: TensorReader, rows: Sequence[int], dtype: torch.dtype):
         self.reader, self.rows, self.dtype = reader, list(rows), dtype
         self.shape = (len(self.rows), *reader.shape[1:])
 
@@ -50,13 +50,13 @@ class Picked(Reader):
             yield pick
 
 
-def grown(reader: Reader, rows: int, alone: bool = False) -> Reader:
+def grown_reader(reader: TensorReader, rows: int, alone: bool = False) -> TensorReader:
     """The tensor with so many rows. All ranks must ask, unless one asks `alone`."""
     row = _mean(_block_sums(reader, 0, 1), reader.shape[0]) if alone else mean_row(reader)
     return Joined([reader, Repeated(row, rows - reader.shape[0], reader.dtype)], 0)
 
 
-def mean_row(reader: Reader) -> torch.Tensor:
+def mean_row(reader: TensorReader) -> torch.Tensor:
     """The mean over dim 0, in fp64."""
     sums: list[torch.Tensor] = []
     together(lambda: sums.append(_block_sums(reader, runtime.rank(), runtime.world_size())), "mean of token rows")
@@ -65,7 +65,7 @@ def mean_row(reader: Reader) -> torch.Tensor:
     return _mean(sums[0], reader.shape[0])
 
 
-def _block_sums(table: Reader | torch.Tensor, first: int, step: int) -> torch.Tensor:
+def _block_sums(table: TensorReader | torch.Tensor, first: int, step: int) -> torch.Tensor:
     """Sums over blocks of rows, of every so-manieth block; zero for the others."""
     rows = table.shape[0]
     blocks = range(0, rows, ROWS)

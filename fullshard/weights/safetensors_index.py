@@ -1,8 +1,8 @@
-"""Safetensors files as a source of slices: what lies in them, found and checked before anything is read.
+"""Safetensors files: the dtype, shape and position of every tensor, and reading of byte ranges.
 
-`Source` knows every tensor's dtype, shape and place. Bytes are read with `pread` straight into the memory they are
-meant for, never through a memory map: no rank holds more than it asked for, and a disk that fails is an error on that
-rank rather than the end of its process. What a slice of a tensor is made of is the business of `slice_reader.py`.
+Bytes are read with `pread` directly into their destination, never through a memory map: a rank holds only what it
+requested, and a failing disk raises an error on that rank instead of killing its process. Slices of tensors are read by
+`slice_reader.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Entry:
     """Its first byte, counted from the start of the file."""
 
 
-class Source:
+class SafetensorsFiles:
     """Every tensor of a set of safetensors files, by name."""
 
     def __init__(self, path: str | Path, files: Iterable[Path]):
@@ -90,7 +90,7 @@ class Source:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> SafetensorsFiles:
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -1,6 +1,6 @@
 """Tensors that are read slice by slice.
 
-A `Reader` stands for a tensor that lies in files, as it is (`Stored`) or put together from several (`Joined`,
+A `TensorReader` stands for a tensor that lies in files, as it is (`Stored`) or put together from several (`Joined`,
 `Stacked`, `Transposed`; `Computed` where nothing better is known). Asking for a slice reads that slice and no more.
 Which readers make up a model's parameters is decided in `key_mapping.py`.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fullshard import accelerator
-from fullshard.weights.safetensors_index import Entry, Source
+from fullshard.weights.safetensors_index import Entry, SafetensorsFiles
 
 Cuts = tuple[slice, ...]
 """A slice of a tensor: for each dim where it begins and ends."""
@@ -32,7 +32,7 @@ LONG_ROW = 2**20
 """Rows of more bytes than this are not read for the sake of a short run."""
 
 
-class Reader(ABC):
+class TensorReader(ABC):
     """A tensor in files."""
 
     shape: tuple[int, ...]
@@ -63,10 +63,10 @@ class Reader(ABC):
         return rows.reshape(-1)[start - first * width : stop - first * width]
 
 
-class Stored(Reader):
+class Stored(TensorReader):
     """A tensor as it lies in a file."""
 
-    def __init__(self, source: Source, entry: Entry):
+    def __init__(self, source: SafetensorsFiles, entry: Entry):
         self.source, self.entry = source, entry
         self.shape, self.dtype = entry.shape, entry.dtype
 
@@ -137,10 +137,10 @@ class Stored(Reader):
             self.source.read(self.entry.file, self.entry.start + start * item, into)
 
 
-class Joined(Reader):
+class Joined(TensorReader):
     """Tensors one after another along a dim."""
 
-    def __init__(self, parts: Sequence[Reader], dim: int):
+    def __init__(self, parts: Sequence[TensorReader], dim: int):
         self.parts, self.dim = list(parts), dim % len(parts[0].shape)
         self.shape = joined_shape([part.shape for part in parts], self.dim)
         self.dtype = parts[0].dtype
@@ -156,10 +156,10 @@ class Joined(Reader):
             begin = end
 
 
-class Stacked(Reader):
+class Stacked(TensorReader):
     """Tensors of one shape side by side along a new dim."""
 
-    def __init__(self, parts: Sequence[Reader], dim: int):
+    def __init__(self, parts: Sequence[TensorReader], dim: int):
         self.parts, self.dim = list(parts), dim
         inner = parts[0].shape
         if any(part.shape != inner for part in parts):
@@ -174,10 +174,10 @@ class Stacked(Reader):
             yield from self.parts[i].jobs(out.select(self.dim, i - wanted.start), cut)
 
 
-class Transposed(Reader):
+class Transposed(TensorReader):
     """A tensor with two dims exchanged."""
 
-    def __init__(self, inner: Reader, dim0: int, dim1: int):
+    def __init__(self, inner: TensorReader, dim0: int, dim1: int):
         self.inner = inner
         self.order = list(range(len(inner.shape)))
         self.order[dim0], self.order[dim1] = self.order[dim1], self.order[dim0]
@@ -188,16 +188,16 @@ class Transposed(Reader):
         yield from self.inner.jobs(out.permute(self.order), tuple(cuts[dim] for dim in self.order))
 
 
-class Computed(Reader):
+class Computed(TensorReader):
     """A tensor that is worked out whole from whole tensors, and cut afterwards."""
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[Callable[[Reader], torch.Tensor]], Any]
+        self, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[Callable[[TensorReader], torch.Tensor]], Any]
     ):
         self.shape, self.dtype, self.compute = tuple(shape), dtype, compute
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
-        def whole(reader: Reader) -> torch.Tensor:
+        def whole(reader: TensorReader) -> torch.Tensor:
             value = reader[()]
             return value.to(out.dtype) if value.is_floating_point() else value
 

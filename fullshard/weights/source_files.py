@@ -32,7 +32,7 @@ Loaded = tuple["weakref.ref[torch.Tensor]", tuple[int, int, int]]
 
 
 @dataclass
-class Base:
+class SourceFiles:
     """The origin of a model's values."""
 
     path: str
@@ -58,7 +58,7 @@ class Base:
         return known() is piece_of(shard) and writes_of(shard) == writes
 
 
-def base_of(model: nn.Module) -> Base | None:
+def base_of(model: nn.Module) -> SourceFiles | None:
     """The base of a loaded model; None if its values came from elsewhere."""
     return getattr(model, ATTRIBUTE, None)
 

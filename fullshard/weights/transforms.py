@@ -2,7 +2,7 @@
 
 Two ways, both slice by slice. A `transform` sees each ordinary parameter's slice and may return another one. A module
 that stores something else than its files hold (packed, quantised weights) reads the files itself: it says which file
-tensors it takes, is handed a `Reader` for each, asks for the ranges that concern this rank, and writes to its own
+tensors it takes, is handed a `TensorReader` for each, asks for the ranges that concern this rank, and writes to its own
 shards. `docs/weights.md` has the protocol and an example.
 """
 
@@ -19,7 +19,7 @@ from fullshard import runtime
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import Mesh
-from fullshard.weights.slice_reader import Cuts, Reader
+from fullshard.weights.slice_reader import Cuts, TensorReader
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ReadsFiles(Protocol):
     def made_parameters(self) -> tuple[str, ...]:
         """Its parameters that are made from them. Those it does not name are loaded as usual."""
 
-    def read_files(self, readers: Mapping[str, Reader], pieces: Mapping[str, Piece]) -> Any:
+    def read_files(self, readers: Mapping[str, TensorReader], pieces: Mapping[str, Piece]) -> Any:
         """Read what this rank needs; no communication here. Called for one module at a time."""
 
     def finish_reading(self, read: Any, pieces: Mapping[str, Piece]) -> None:

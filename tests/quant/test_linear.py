@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.errors import QuantizationError
 from fullshard.quant.linear import NF4Linear, QuantizedWeight
-from fullshard.quant.quantize_model import dequantize_model, quantize_model
+from fullshard.quant.quantize import dequantize_model, quantize_model
 from fullshard.quant.sharded_groups import Scheme
 from tests.quant.programs import llama, rounded, with_lora
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fullshard.data.chat_template import TEMPLATES
 from fullshard.quant.linear import NF4Linear
-from fullshard.quant.quantize_model import quantize_model
+from fullshard.quant.quantize import quantize_model
 from fullshard.results.chat import Chat
 from fullshard.results.chat_model import FOUR_BITS, open_speaker
 from fullshard.results.find_result import find

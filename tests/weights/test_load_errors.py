@@ -52,7 +52,7 @@ def test_everything_that_does_not_fit_in_one_report(llama, tmp_path):
     directory = _copy(llama, tmp_path / "m", change)
     reads = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_files.Source, "read", lambda *args: reads.append(args))
+        patch.setattr(weight_files.SafetensorsFiles, "read", lambda *args: reads.append(args))
         with pytest.raises(WeightsError) as caught:
             load_pretrained(directory)
     text = str(caught.value)

@@ -11,11 +11,32 @@ from torch import nn
 
 from fullshard.fsdp.plan import bytes_in_words
 from fullshard.lora.trainable_tokens import plain_layer
-from fullshard.quant.quantize_model import packed_parameters, packed_weights
+from fullshard.quant.quantize import packed_parameters, packed_weights
 
 SHOWN = 4
 """Kinds of dense weights that are named besides the usual ones."""
 _IN_BETWEEN = re.compile(r"\.(base_layer|original_module|token_adapter|\d+)(?=\.)")
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """The number of trainable and of all parameters, over all ranks.
+
+    Tied parameters count once; 4-bit weights count as the weights they store.
+    """
+    trainable = total = 0
+    packed = packed_parameters(model)
+    for parameter in model.parameters():
+        if id(parameter) not in packed:
+            total += parameter.numel()
+            trainable += parameter.numel() if parameter.requires_grad else 0
+    return trainable, total + packed_weights(model)
+
+
+def summary(model: nn.Module) -> str:
+    """The counts in the format of PEFT's `print_trainable_parameters`."""
+    trainable, total = count_parameters(model)
+    share = 100 * trainable / total if total else 0.0
+    return f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {share:.4f}"
 
 
 def bytes_by_kind(model: nn.Module) -> tuple[int, Counter[str]]:
