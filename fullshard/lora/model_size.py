@@ -1,4 +1,4 @@
-"""What a quantised model holds in 4 bits, what of it stays dense, and how many bytes either is."""
+"""Model size: how many parameters train, and how many bytes are in 4 bits or dense."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fullshard.fsdp.plan import bytes_in_words
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.quant.quantize import packed_parameters, packed_weights
 
-SHOWN = 4
-"""Kinds of dense weights that are named besides the usual ones."""
-_IN_BETWEEN = re.compile(r"\.(base_layer|original_module|token_adapter|\d+)(?=\.)")
+LISTED = 4
+"""How many kinds of dense weights are listed besides embedding, head, norms and biases."""
+_WRAPPER_OR_INDEX = re.compile(r"\.(base_layer|original_module|token_adapter|\d+)(?=\.)")
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -40,7 +40,7 @@ def summary(model: nn.Module) -> str:
 
 
 def bytes_by_kind(model: nn.Module) -> tuple[int, Counter[str]]:
-    """Bytes of the whole model in 4 bits, and those of dense parameters by kind; without what an adapter trains."""
+    """Bytes of 4-bit weights, and bytes of dense parameters by kind, over all ranks; without trained adapters."""
     packed, four_bits, dense = packed_parameters(model), 0, Counter[str]()
     adapted = hasattr(model, "peft_config")
     tables = {id(weight): kind for kind, weight in _tables(model)}
@@ -54,7 +54,7 @@ def bytes_by_kind(model: nn.Module) -> tuple[int, Counter[str]]:
 
 
 def _tables(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The output head and the embedding; one that is both is the embedding."""
+    """The weights of output head and embedding; a tied weight counts as the embedding."""
     found = []
     for kind, get in (("head", "get_output_embeddings"), ("embedding", "get_input_embeddings")):
         layer: Any = getattr(model, get)() if hasattr(model, get) else None
@@ -66,21 +66,21 @@ def _tables(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _kind(name: str, p: torch.Tensor) -> str:
     if p.ndim < 2:
         return "norms and biases"
-    return ".".join(_IN_BETWEEN.sub("", name).split(".")[-3:])
+    return ".".join(_WRAPPER_OR_INDEX.sub("", name).split(".")[-3:])
 
 
 def dense_line(model: nn.Module) -> str | None:
-    """What is in 4 bits and what stays dense, in one line; None of a model without 4-bit weights."""
+    """One line on which weights are in 4 bits and which stay dense; None for a model without 4-bit weights."""
     weights = packed_weights(model)
     if not weights:
         return None
     four_bits, dense = bytes_by_kind(model)
     usual = [kind for kind in ("embedding", "head", "norms and biases") if kind in dense]
     others = [kind for kind, _ in dense.most_common() if kind not in usual]
-    told = [f"{kind} {bytes_in_words(dense[kind])}" for kind in (*usual, *others[:SHOWN])]
-    if rest := others[SHOWN:]:
-        told.append(f"{len(rest)} other kinds {bytes_in_words(sum(dense[kind] for kind in rest))}")
+    listed = [f"{kind} {bytes_in_words(dense[kind])}" for kind in (*usual, *others[:LISTED])]
+    if rest := others[LISTED:]:
+        listed.append(f"{len(rest)} other kinds {bytes_in_words(sum(dense[kind] for kind in rest))}")
     return (
         f"4 bits: {weights:,} weights in {bytes_in_words(four_bits)}; dense: {bytes_in_words(dense.total())}"
-        f"{' (' + ', '.join(told) + ')' if told else ''}"
+        f"{' (' + ', '.join(listed) + ')' if listed else ''}"
     )

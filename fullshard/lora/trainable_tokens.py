@@ -41,15 +41,12 @@ def active_rows(layer: Any, adapters: list[str] | None = None) -> TrainedRows | 
         return None
     layer._check_overlapping_tokens(names)
     values = [layer.trainable_tokens_delta[name] for name in names]
-    known = layer.__dict__.setdefault(
-        "_fullshard_index", {}
-    )  # cached: a new tensor would be a host-to-device copy in each forward
-    if (key := (*names, values[0].device)) not in known:
-        numbers = [number for name in names for number in layer.token_indices[name]]
-        known[key] = torch.tensor(numbers, device=values[0].device)
-    return TrainedRows(
-        known[key], (values[0] if len(values) == 1 else torch.cat(values)).to(layer.base_layer.weight.dtype)
-    )
+    cache = layer.__dict__.setdefault("_fullshard_index", {})  # avoids a host-to-device copy in each forward
+    if (key := (*names, values[0].device)) not in cache:
+        indices = [index for name in names for index in layer.token_indices[name]]
+        cache[key] = torch.tensor(indices, device=values[0].device)
+    rows = values[0] if len(values) == 1 else torch.cat(values)
+    return TrainedRows(cache[key], rows.to(layer.base_layer.weight.dtype))
 
 
 def keep_tables_whole(model: nn.Module) -> None:

@@ -36,7 +36,7 @@ def count(model: Any) -> int:
     return sum(config.num_virtual_tokens for config in model.peft_config.values()) if is_prompt(model) else 0
 
 
-def begin_with(model: Any, tokens: Sequence[int]) -> None:
+def init_from_tokens(model: Any, tokens: Sequence[int]) -> None:
     """Initialize the virtual tokens from these tokens, repeated or truncated as in PEFT.
 
     If the model is on the meta device, the values are set when the embedding is loaded.
@@ -44,15 +44,15 @@ def begin_with(model: Any, tokens: Sequence[int]) -> None:
     for encoder in encoders(model).values():
         needed = encoder.embedding.num_embeddings
         rows = (list(tokens) * -(-needed // len(tokens)))[:needed]
-        encoder._fullshard_begins_as = rows
+        encoder._fullshard_init_rows = rows
         table = model.word_embeddings.weight
         if not table.is_meta:
             encoder.embedding.weight.data = table.detach()[rows].to(encoder.embedding.weight.dtype).clone()
 
 
-def begins_as(encoder: Any) -> list[int] | None:
+def init_rows(encoder: Any) -> list[int] | None:
     """The embedding rows that initialize the virtual tokens; None for random initialization."""
-    return getattr(encoder, "_fullshard_begins_as", None)
+    return getattr(encoder, "_fullshard_init_rows", None)
 
 
 def as_file(encoder: Any, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

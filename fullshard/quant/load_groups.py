@@ -104,7 +104,7 @@ class GroupLoader:
         )  # fmt: skip
         if found != (self.shape, scheme.quant_type, scheme.blocksize, scheme.double):
             raise QuantizationError(
-                f"the files hold a 4-bit weight of shape {found[0]}, {found[1]}, blocks of {found[2]}, "
+                f"the files contain a 4-bit weight of shape {found[0]}, {found[1]}, blocks of {found[2]}, "
                 f"{'double' if found[3] else 'single'} quantization; the layer expects {self.shape}, {scheme}. Load it "
                 f"with the configuration it was quantized with"
             )

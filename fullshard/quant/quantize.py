@@ -92,7 +92,7 @@ def quantized_experts(model: nn.Module) -> dict[str, NF4Experts]:
 
 
 def packed_parameters(model: nn.Module) -> set[int]:
-    """The ids of the parameters that hold 4-bit weights."""
+    """The ids of the parameters with 4-bit weights."""
     modules: list[Any] = [*quantized_layers(model).values(), *quantized_experts(model).values()]
     return {id(module._parameters[name]) for module in modules for name in module.made_parameters()}
 

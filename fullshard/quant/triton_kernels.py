@@ -39,7 +39,7 @@ def dequantize(
 ) -> torch.Tensor:
     """Dequantize the first `n` weights.
 
-    `absmax` is fp32 [blocks]. With `nested` it is uint8 [blocks], and `nested` [groups, 2] fp32 holds the second-level
+    `absmax` is fp32 [blocks]. With `nested` it is uint8 [blocks], and `nested` [groups, 2] fp32 has the second-level
     scale and the offset of every 256 of them.
     """
     held = packed.reshape(-1)

@@ -31,8 +31,8 @@ from fullshard.quant import bnb_format
 from fullshard.results.chat_model import trained_quantization
 from fullshard.results.find_result import TOKENIZER, Place
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name
-from fullshard.weights.dtypes import dtypes_kept
-from fullshard.weights.load import choose_dtype, class_of, on_meta, read_config
+from fullshard.weights.dtypes import choose_dtype, dtypes_kept
+from fullshard.weights.load import class_of, on_meta, read_config
 from fullshard.weights.locate import open_source, resolve
 from fullshard.weights.merge_adapter import merge_adapter
 from fullshard.weights.model_dir_writer import ModelDirWriter, copy_tokenizer_files

@@ -27,7 +27,7 @@ from fullshard.lora.adapter_config import taken_from_weights
 from fullshard.lora.model_size import dense_line, summary
 from fullshard.lora.peft_model import check_trains
 from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.lora.virtual_tokens import begin_with, prompt_kinds
+from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
 from fullshard.models.chunked_loss import LeanHead, causal
 from fullshard.models.neftune import add_noise
 from fullshard.models.packed_inputs import Packed, Way, takes_positions
@@ -48,7 +48,7 @@ from fullshard.train.optimizer import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
 from fullshard.watchdog import collectives
 from fullshard.weights.adapter_base import check_base
-from fullshard.weights.adapter_files import brought_tables
+from fullshard.weights.adapter_files import embedding_rows
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import resolve
 
@@ -118,7 +118,7 @@ def gather_parts(
         tokenizer = agree(lambda: read_tokenizer(config, named_base, earlier), own=True)
     if base is not None:
         model = agree(lambda: empty_model(config, base, say), own=True)
-    tables = any(agree(lambda: brought_tables(earlier) if earlier is not None else base is None and resized(model)))
+    tables = any(agree(lambda: embedding_rows(earlier) if earlier is not None else base is None and resized(model)))
     settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
     peft_config, grown = agree(settle, own=True)
     way = way_to_pack(config, model, say) if config.packing else None
@@ -127,7 +127,7 @@ def gather_parts(
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
         if config.prompt_tuning_init_text:
-            begin_with(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
+            init_from_tokens(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
     for kind in prompt_kinds(model):
         check_prompt(kind, config.packing, config.gradient_checkpointing or engine.activation_checkpointing)
     if config.freeze and train is not None:

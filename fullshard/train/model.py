@@ -30,6 +30,7 @@ from fullshard.train.dataset_options import needed, templates_of
 from fullshard.weights import load as loading
 from fullshard.weights.adapter_base import lasting_name
 from fullshard.weights.adapter_files import other_rows, stored_rows
+from fullshard.weights.dtypes import choose_dtype
 from fullshard.weights.locate import open_source
 from fullshard.weights.resize_vocab import grow_in_memory
 
@@ -66,7 +67,7 @@ def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
     shape._attn_implementation = attention(config, say)
     try:
         with contextlib.closing(open_source(folder)) as source:
-            dtype = loading.choose_dtype(config.torch_dtype, shape, source)
+            dtype = choose_dtype(config.torch_dtype, shape, source)
             if four_bits is not None and config.torch_dtype == "auto":
                 dtype = dense_dtype(four_bits.scheme.storage) or dtype
             model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, False)

@@ -130,7 +130,7 @@ def test_the_models_own_method_streams_and_adapters_keep_theirs(files, tmp_path)
     full = adapted.full_state_dict()
     for name, value in again.state_dict().items():
         assert torch.equal(value, full[name]), name
-    with pytest.raises(WeightsError, match="adapter is written by its own"):
+    with pytest.raises(WeightsError, match="Save an adapter with its own"):
         save_pretrained(adapted, tmp_path / "whole")
 
 
@@ -213,7 +213,7 @@ def test_refusals(files, tmp_path):
         empty = FAMILIES["llama"]()
     with pytest.raises(WeightsError, match="no values yet"):
         save_pretrained(FSDPv2(empty, mesh_for("FULL_SHARD")), tmp_path / "out")
-    message = r"needs 0.00 GB and its disk has 0.00 GB left"
+    message = r"needs 0.00 GB and its disk has 0.00 GB free"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
         with pytest.raises(WeightsError, match=message):
