@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fullshard import UserError, __version__, log_filter
-from fullshard.errors import ConfigError
+from fullshard import log_filter
+from fullshard.errors import ConfigError, UserError
+from fullshard.version import __version__
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it: 128 + SIGINT."""

@@ -83,6 +83,10 @@ class RankLostError(FSDPError, CheckpointError):
         """Where in the program a rank was that waited for it."""
 
 
+class RanksDivergedError(FSDPError, CheckpointError):
+    """Ranks entered different collectives: the program takes different branches on them."""
+
+
 class QuantizationError(UserError, ValueError):
     """A quantisation that does not exist, or weights it cannot be applied to."""
 

@@ -17,18 +17,19 @@ import torch
 import torch.distributed as dist
 
 from fullshard import accelerator
+from fullshard.torch_private import backend_for, device_types, group_name, set_group_timeout
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that carries the device's tensors in a group ("nccl", "gloo", "fake"); "" if none does."""
     if not carries(group, device.type):
         return ""
-    return str(group._get_backend(torch.device(device.type)).name()).lower()
+    return str(backend_for(group, device.type).name()).lower()
 
 
 def carries(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether tensors of this device type can travel in the group."""
-    return device_type in {d.type for d in group._device_types}
+    return device_type in device_types(group)
 
 
 def has_own(device_type: str) -> bool:
@@ -62,7 +63,7 @@ def leave_time_outs_to_us(backend: str) -> None:
 def limit(group: dist.ProcessGroup, seconds: float) -> None:
     """Set how long an operation of a group may take."""
     with contextlib.suppress(ValueError, RuntimeError):  # a backend without time-outs
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        set_group_timeout(group, timedelta(seconds=seconds))
 
 
 _made: dict[tuple[int, ...], int] = {}
@@ -80,9 +81,5 @@ def new_group(ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
     name = f"fullshard/{short_name(ranks)}/{number}"
     if list(ranks) != sorted(ranks):
         options["sort_ranks"] = False  # `Mesh` has refused such orders where torch lacks this
-    torch_names = dist.distributed_c10d._process_group_name
-    dist.distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
-    try:
+    with group_name(name):
         return dist.new_group(list(ranks), use_local_synchronization=True, **options)
-    finally:
-        dist.distributed_c10d._process_group_name = torch_names

@@ -40,6 +40,7 @@ from fullshard.rank_env import (
     read_local_place,
 )
 from fullshard.rendezvous import Meeting, meet
+from fullshard.torch_private import default_store
 from fullshard.transport import Transport, transport_of
 
 SHUTDOWN_PATIENCE = 5.0
@@ -118,7 +119,7 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
         backend = choose_backend(device.type, own=_met.own)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
         # So that a rank which is stopped or killed before its first heartbeat is known (see `watchdog/heartbeat.py`).
-        dist.distributed_c10d._get_default_store().set(f"watch/process/{launch.rank}", this_process().text())
+        default_store().set(f"watch/process/{launch.rank}", this_process().text())
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, RuntimeSetupError):
             raise

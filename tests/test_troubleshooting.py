@@ -37,7 +37,6 @@ PASSED_ON = {
     "checkpoint/manager.py": "what failed in the background",
     "ranks.py": "what another rank raised",
     "checkpoint/optimizer_state.py": "every difference between two lists of groups, as `_groups_differ` lists them",
-    "weights/load_report.py": "what another rank raised",
     "checkpoint/objects.py": "what dcp_planner.py says of one tensor",
     "checkpoint/save_restore.py": "what torch.distributed.checkpoint raised",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fullshard.byte_size import file_size
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -92,7 +93,7 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """The facts as rows of a table."""
     if "checkpoints" in facts:
         rows = [("directory", facts["path"]), ("steps", ", ".join(map(str, facts["steps"])))]
-        rows += [("latest", str(facts["latest"])), ("size", size(facts["bytes"]))]
+        rows += [("latest", str(facts["latest"])), ("size", file_size(facts["bytes"]))]
         if facts["unfinished"]:
             rows.append(("unfinished saves", ", ".join(facts["unfinished"])))
         for one in facts["checkpoints"]:
@@ -106,7 +107,7 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("step", "–" if facts["step"] is None else str(facts["step"])),
         ("created", facts["created"]),
         ("saved on", f"{facts['world_size']} rank(s)"),
-        ("size", f"{size(facts['bytes'])} in {facts['files']} file(s)"),
+        ("size", f"{file_size(facts['bytes'])} in {facts['files']} file(s)"),
         ("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())),
     ]
     return rows + [(name, _in_words(state)) for name, state in facts["states"].items()]
@@ -115,7 +116,7 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _in_words(state: dict[str, Any]) -> str:
     words = [state.get("class") or state["kind"]]
     if state["tensors"]:
-        words.append(f"{state['tensors']} tensor(s), {size(state['bytes'])}")
+        words.append(f"{state['tensors']} tensor(s), {file_size(state['bytes'])}")
     if state.get("mesh"):
         words.append("mesh " + ", ".join(f"{axis}={count}" for axis, count in state["mesh"].items()))
     if "strategy" in state:
@@ -135,12 +136,3 @@ def _in_words(state: dict[str, Any]) -> str:
         shown = str(state["value"])
         words.append(shown if len(shown) <= 60 else shown[:57] + "...")
     return "; ".join(words)
-
-
-def size(count: float) -> str:
-    """Bytes as a person reads them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -6,6 +6,7 @@ and read a single named directory. What a checkpoint consists of is in `save_res
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -27,7 +28,7 @@ from fullshard.checkpoint.manifest import (
 from fullshard.checkpoint.objects import check_state
 from fullshard.checkpoint.preemption import EXIT_PREEMPTED, SIGNALS, SignalNote
 from fullshard.errors import CheckpointError
-from fullshard.ranks import Lease, agree, any_of, exchange, front_group
+from fullshard.ranks import BorrowedGroup, agree, agree_locally, any_of, exchange, host_group
 
 PREEMPTED, FAILED = 1, 2
 
@@ -73,8 +74,8 @@ class CheckpointManager:
         self._buffer = HostBuffer()
         runtime.use_spmd()
         publish.probe(self.path)
-        self._lease = Lease()  # for saves in the background: they never mix with training's communication
-        found = exchange((published_steps(self.path), unpublished(self.path)), 0, "start of checkpoints")[0]
+        self._background = BorrowedGroup()  # for saves in the background: they never mix with training's communication
+        found = exchange((published_steps(self.path), unpublished(self.path)), "start of checkpoints")[0]
         self._known, self._stale = set(found[0]), found[1]
 
     # --- saving -----------------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ class CheckpointManager:
         self.join()
         order, description = self._begin(step, state)
         superfluous = self._superfluous(step)
-        save_restore.write(order, description.entries, description.pieces, self._lease.group)
+        save_restore.write(order, description.entries, description.pieces, self._background.group)
         self._published(step, superfluous)
         return True
 
@@ -107,12 +108,13 @@ class CheckpointManager:
         self.join()
         order, description = self._begin(step, state)
         # Memory may run out here; then it must on every rank, before any of them goes on alone.
-        pieces = save_restore.agree_locally(lambda: self._buffer.copy(description.pieces), step, order.what)
+        copy = functools.partial(self._buffer.copy, description.pieces)
+        pieces = agree_locally(copy, order.what, error=CheckpointError, watched=True)
         superfluous = self._superfluous(step)  # as the state that is saved sees it, not as training goes on
 
         def work() -> None:
             try:
-                save_restore.write(order, description.entries, pieces, self._lease.group)
+                save_restore.write(order, description.entries, pieces, self._background.group)
                 self._published(step, superfluous)
             except BaseException as error:
                 self._failure = error
@@ -134,7 +136,7 @@ class CheckpointManager:
             return []
         known = sorted(self._known | {step})
         kept = {step, *known[-self.max_to_keep :]}
-        return exchange([s for s in known if s not in kept and not self._is_protected(s)], step, "old checkpoints")[0]
+        return exchange([s for s in known if s not in kept and not self._is_protected(s)], "old checkpoints")[0]
 
     def _published(self, step: int, superfluous: list[int]) -> None:
         """Take note of a published checkpoint, and remove what it makes superfluous."""
@@ -196,7 +198,7 @@ class CheckpointManager:
         """
         self._require_open()
         self.join()
-        asked = exchange((step, published_steps(self.path), unpublished(self.path)), step or 0, "restore")
+        asked = exchange((step, published_steps(self.path), unpublished(self.path)), "restore")
         steps, hidden = asked[0][1], asked[0][2]
         if len({wanted for wanted, _, _ in asked}) > 1:
             raise CheckpointError(f"ranks restore different steps: {[wanted for wanted, _, _ in asked]}")
@@ -221,12 +223,12 @@ class CheckpointManager:
             runtime.warn_once(f"fallback {chosen}", f"{error}\nTaking the checkpoint of step {sound} instead")
             chosen, manifest = sound, self._check(sound)
         what = f"restore of checkpoint step {chosen}"
-        save_restore.load(self.path / step_name(chosen), manifest, state, rng, chosen, what, self._lease.group)
+        save_restore.load(self.path / step_name(chosen), manifest, state, rng, what, self._background.group)
         runtime.get_logger().info("resumed from %s", self.path / step_name(chosen))
         return chosen
 
     def _check(self, step: int) -> Manifest:
-        return save_restore.check(self.path / step_name(step), self.verify, step, f"restore of checkpoint step {step}")
+        return save_restore.check(self.path / step_name(step), self.verify, f"restore of checkpoint step {step}")
 
     def _newest_sound(self, before: int, steps: list[int]) -> int | None:
         """The newest older checkpoint that is whole, as the first rank sees it."""
@@ -241,7 +243,7 @@ class CheckpointManager:
                     continue
             return None
 
-        return agree(look, before, f"restore of checkpoint step {before}", watched=False)[0]
+        return agree(look, f"restore of checkpoint step {before}", error=CheckpointError)[0]
 
     # --- being stopped ----------------------------------------------------------------------------------------------
 
@@ -258,7 +260,7 @@ class CheckpointManager:
         at the same step. A save that failed in the background is raised here too."""
         self.listen()
         stop = self._asked_to_stop or self._signals.seen is not None
-        flags = any_of(PREEMPTED * stop + FAILED * (self._failure is not None), step, "preemption check")
+        flags = any_of(PREEMPTED * stop + FAILED * (self._failure is not None), "preemption check")
         if flags & FAILED:
             self.join()
         self._asked_to_stop |= bool(flags & PREEMPTED)
@@ -282,7 +284,7 @@ class CheckpointManager:
         sys.exit(EXIT_PREEMPTED)
 
     def _require_open(self) -> None:
-        if self._lease.group is None:
+        if self._background.group is None:
             raise CheckpointError(f"this manager of {self.path} is closed; make another one")
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -294,7 +296,7 @@ class CheckpointManager:
         finally:
             self._signals.remove()
             self._buffer.release()
-            self._lease.end()
+            self._background.end()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -318,7 +320,7 @@ def save_state(
     place = Path(directory).absolute()
     publish.probe(place.parent)
     order, description = save_restore.begin(place, None, _together(state, named), save_frozen)
-    save_restore.write(order, description.entries, description.pieces, front_group())
+    save_restore.write(order, description.entries, description.pieces, host_group())
 
 
 def load_state(
@@ -336,8 +338,8 @@ def load_state(
     place = Path(directory).absolute()
     given = _together(state, named)
     what = f"restore of {place}"
-    manifest = save_restore.check(place, verify, 0, what)
-    save_restore.load(place, manifest, given, rng, 0, what, front_group())
+    manifest = save_restore.check(place, verify, what)
+    save_restore.load(place, manifest, given, rng, what, host_group())
     if state is not None:
         state.update({name: given[name] for name in state})
     return given

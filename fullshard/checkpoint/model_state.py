@@ -17,6 +17,7 @@ from fullshard.checkpoint import json_tree
 from fullshard.checkpoint.objects import Description, Loading
 from fullshard.errors import UserError
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import local_of
 from fullshard.weights.source_files import base_of, fingerprint_of
 
 
@@ -188,7 +189,7 @@ def _give_memory(model: nn.Module, stored: set[str]) -> None:
 
 
 def _is_meta(value: torch.Tensor) -> bool:
-    return (value._local_tensor if is_sharded(value) else value).is_meta
+    return (local_of(value) if is_sharded(value) else value).is_meta
 
 
 def _some(names: list[str]) -> str:

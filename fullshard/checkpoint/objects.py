@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard import runtime
 from fullshard.checkpoint import json_tree
@@ -26,6 +25,7 @@ from fullshard.errors import CheckpointError, UserError
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, layout_of, torch_layout, unmarked
+from fullshard.torch_private import DTensorSpec, TensorMeta, local_of, spec_of
 from fullshard.weights.safetensors_index import DTYPES
 
 ABOUT = ("config", "generation_config", "adapter_configs", "plan", "mesh")
@@ -48,7 +48,7 @@ class Description:
             self.pieces.append(piece)
         noted: dict[str, Any] = {"name": name}
         if is_sharded(tensor):
-            noted["spec"] = layout_of(tensor._spec).spec
+            noted["spec"] = layout_of(spec_of(tensor)).spec
         elif tensor.device.type != "cpu":
             noted["device"] = "accelerator"
         return noted
@@ -101,10 +101,10 @@ class Loading:
         if "spec" not in noted:
             made = torch.empty(shape, dtype=dtype, device=device)
         elif like is not None and is_sharded(like):
-            layout = layout_of(like._spec)
+            layout = layout_of(spec_of(like))
             if tuple(like.shape) != shape:
                 layout = _layout(layout.mesh, noted["spec"], len(shape))
-            made = _sharded(layout, shape, dtype, like._local_tensor.device, type(like.detach()))
+            made = _sharded(layout, shape, dtype, local_of(like).device, type(like.detach()))
         elif mesh is not None:
             made = _sharded(_layout(mesh, noted["spec"], len(shape)), shape, dtype, runtime.device(), ShardedTensor)
         else:

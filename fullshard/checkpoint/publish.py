@@ -32,7 +32,8 @@ def new_token() -> str:
 
 def probe(path: Path) -> None:
     """Make sure that every rank can write to the directory and that all of them see the same one."""
-    token = agree(new_token, 0, f"start of checkpoints in {path}")[0]
+    what = f"start of checkpoints in {path}"
+    token = agree(new_token, what, error=CheckpointError, watched=True)[0]
 
     def write() -> None:
         make_directory(path)
@@ -56,8 +57,8 @@ def probe(path: Path) -> None:
             )
 
     try:
-        agree(write, 0, f"start of checkpoints in {path}", watched=False)
-        agree(see, 0, f"start of checkpoints in {path}", watched=False)
+        agree(write, what, error=CheckpointError)
+        agree(see, what, error=CheckpointError)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoints cannot be kept in {path}: {error}") from error
     finally:

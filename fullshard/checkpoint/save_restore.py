@@ -6,8 +6,7 @@ read, finish. When to save, and in which thread, is the manager's business (`man
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fullshard import __version__, runtime
+from fullshard import runtime
 from fullshard.checkpoint import objects as all_states
 from fullshard.checkpoint import publish
 from fullshard.checkpoint.dcp_planner import ReadPlanner, WritePlanner
@@ -39,7 +38,8 @@ from fullshard.checkpoint.rng_state import NAME as RNG
 from fullshard.checkpoint.rng_state import describe_rng, prepare_rng
 from fullshard.checkpoint.shard_index import Held
 from fullshard.errors import CheckpointError
-from fullshard.ranks import agree, from_torch, lost, raise_for
+from fullshard.ranks import agree, agree_locally, by_rank, connection_lost, describe_error
+from fullshard.version import library_versions
 from fullshard.watchdog import watch
 
 
@@ -71,7 +71,7 @@ def begin(place: Path, step: int | None, state: Mapping[str, Any], save_frozen: 
         omitted = {name: left_out(model) for name, model in all_states.models_in(state).items() if not save_frozen}
         return (str(place), step, list(state)), publish.new_token(), omitted
 
-    heard = agree(offer, step or 0, what)
+    heard = agree(offer, what, error=CheckpointError, watched=True)
     asked = [offered for offered, _, _ in heard]
     if odd := [rank for rank, theirs in enumerate(asked) if theirs != asked[0]]:
         raise CheckpointError(
@@ -80,20 +80,13 @@ def begin(place: Path, step: int | None, state: Mapping[str, Any], save_frozen: 
         )
     # A frozen parameter that changed on one rank only is written by all.
     omitted = {name: set.intersection(*(theirs[name] for _, _, theirs in heard)) for name in heard[0][2]}
-    description = agree_locally(lambda: describe(state, omitted), step or 0, what)
+    description = agree_locally(lambda: describe(state, omitted), what, error=CheckpointError, watched=True)
     return Order(place, step, heard[0][1]), description
 
 
 def _in_words(asked: tuple[str, int | None, list[str]]) -> str:
     place, step, names = asked
     return f"{', '.join(names)} of step {step} to {place}"
-
-
-def agree_locally(job: Callable[[], Any], step: int, what: str) -> Any:
-    """A job whose result stays on its rank, and whose error does not."""
-    mine: list[Any] = []
-    agree(lambda: mine.append(job()), step, what)
-    return mine[0]
 
 
 def describe(state: Mapping[str, Any], omitted: Mapping[str, set[str]]) -> Description:
@@ -121,7 +114,7 @@ def write(order: Order, entries: dict[str, Any], pieces: list[Held], group: Any)
         manifest = Manifest(
             step=order.step,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=_versions(),
+            versions=library_versions(),
             world_size=runtime.world_size(),
             states=all_states.merged(planner.heard),
             tensors=tensors,
@@ -140,36 +133,29 @@ def write(order: Order, entries: dict[str, Any], pieces: list[Held], group: Any)
         if runtime.is_main():
             publish.discard(order.hidden)
         cause = next((found for rank, (found, _) in error.failures.items()), None)
-        raise CheckpointError(f"{order.what} failed, and nothing was published: {from_torch(error)}") from cause
+        raise CheckpointError(f"{order.what} failed, and nothing was published: {_from_torch(error)}") from cause
     except RuntimeError as error:  # the connection to another rank is gone
-        raise lost(order.what, error) from error
+        raise connection_lost(order.what, error) from error
 
 
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"fullshard": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("transformers", "peft", "safetensors"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+def _from_torch(error: CheckpointException) -> str:
+    """The message of torch.distributed.checkpoint's error, which names every rank that failed."""
+    return by_rank({rank: describe_error(found) for rank, (found, _) in error.failures.items()}) or str(error)
 
 
 # --- restoring ------------------------------------------------------------------------------------------------------
 
 
-def check(directory: Path, verify: bool, step: int, what: str) -> Manifest:
+def check(directory: Path, verify: bool, what: str) -> Manifest:
     """Read the manifest and, if asked, every byte, each file on one rank; all ranks raise the same error."""
-    manifest: Manifest = agree_locally(lambda: read_manifest(directory), step, what)
+    manifest = agree_locally(lambda: read_manifest(directory), what, error=CheckpointError, watched=True)
     mine = range(runtime.rank(), len(manifest.files), runtime.world_size())
 
     def look() -> list[str]:
         files = [manifest.files[i] for i in mine]
         return (damaged if verify else missing_or_cut)(directory, files) or misplaced(directory, manifest, mine)
 
-    found = agree(look, step, what, watched=False)
+    found = agree(look, what, error=CheckpointError)
     wrong = [line for lines in found for line in lines]
     if wrong:
         raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
@@ -177,13 +163,18 @@ def check(directory: Path, verify: bool, step: int, what: str) -> Manifest:
 
 
 def load(
-    directory: Path, manifest: Manifest, state: MutableMapping[str, Any], rng: bool, step: int, what: str, group: Any
+    directory: Path, manifest: Manifest, state: MutableMapping[str, Any], rng: bool, what: str, group: Any
 ) -> None:
     """Read a checked checkpoint into the state. Nothing in the state changes before every rank knows that it fits."""
-    loading: Loading = agree_locally(lambda: _prepare(manifest, state, rng), step, what)
-    report = "\n  ".join([f"{directory} does not fit what it is loaded into:", *loading.problems])
-    found = agree(lambda: report if loading.problems else "", step, what)
-    raise_for({rank: told for rank, told in enumerate(found) if told})
+
+    def prepare() -> Loading:
+        loading = _prepare(manifest, state, rng)
+        if loading.problems:
+            problems = "\n  ".join([f"{directory} does not fit what it is loaded into:", *loading.problems])
+            raise CheckpointError(problems)
+        return loading
+
+    loading = agree_locally(prepare, what, error=CheckpointError, watched=True)
     own = [name for name in manifest.per_rank if not name.startswith(f"{RNG}/")]
     if own and manifest.world_size != runtime.world_size():
         runtime.warn_once(
@@ -206,16 +197,16 @@ def load(
             )
     except CheckpointException as error:
         raise CheckpointError(
-            f"{what} failed half-way, and the state is not usable now: {from_torch(error)}"
+            f"{what} failed half-way, and the state is not usable now: {_from_torch(error)}"
         ) from error
     except RuntimeError as error:
-        raise lost(what, error) from error
+        raise connection_lost(what, error) from error
 
     def finish() -> None:
         for job in loading.finish:
             job()
 
-    agree_locally(finish, step, what)
+    agree_locally(finish, what, error=CheckpointError, watched=True)
 
 
 def _prepare(manifest: Manifest, state: MutableMapping[str, Any], rng: bool) -> Loading:

@@ -17,6 +17,7 @@ import torch
 from fullshard import runtime
 from fullshard.errors import CheckpointError
 from fullshard.spmd.tensor import is_sharded, layout_of, unmarked
+from fullshard.torch_private import local_of, spec_of
 from fullshard.weights.safetensors_index import DTYPE_NAMES
 
 SMALL = 4096
@@ -56,14 +57,14 @@ def held(name: str, tensor: torch.Tensor) -> Held | None:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise CheckpointError(f"{name} is a {tensor.layout} tensor; checkpoints hold dense tensors")
         return Held(name, tuple(tensor.shape), tensor.detach(), (0,) * tensor.dim(), copies=0)
-    local: torch.Tensor = tensor._local_tensor
+    local: torch.Tensor = local_of(tensor)
     if local.is_meta:
         raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialise it first")
     if any(p.is_partial() for p in tensor.placements):
         raise CheckpointError(f"{name} is a pending sum over ranks ({tensor.placements}); mark_sharding it first")
     if any(type(p).__name__ == "_StridedShard" for p in tensor.placements):
         raise CheckpointError(f"{name} is laid out in stripes ({tensor.placements}), which fullshard does not write")
-    layout, me = layout_of(tensor._spec), runtime.rank()
+    layout, me = layout_of(spec_of(tensor)), runtime.rank()
     if layout.mesh.coordinate(me) is None:
         return None
     cuts = layout.slices(tensor.shape, me)

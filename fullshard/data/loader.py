@@ -22,11 +22,11 @@ import numpy.typing as npt
 import torch
 
 from fullshard.data.encode import TextSettings
-from fullshard.data.once import agree, once_per_node
 from fullshard.data.sources import Source
-from fullshard.data.tally import Tally
 from fullshard.data.token_table import TokenTable, cache_root, make_table, open_table, table_key
 from fullshard.errors import DataError
+from fullshard.progress import TokenizingProgress
+from fullshard.ranks import agree, once_per_node
 
 IGNORED = -100
 Batch = dict[str, torch.Tensor]
@@ -44,12 +44,12 @@ def load_table(
     def make() -> str:
         folder = cache_root(cache) / table_key(source, tokenizer, settings)
         if open_table(folder) is None:
-            with Tally(source.name, progress) as tally:
-                make_table(source, tokenizer, settings, folder, workers, tally)
+            with TokenizingProgress(source.name, progress) as shown:
+                make_table(source, tokenizer, settings, folder, workers, shown)
         return str(folder)
 
-    folder = Path(once_per_node(make))
-    agree(lambda: _must_open(folder, source))
+    folder = Path(once_per_node(make, "tokenizing"))
+    agree(lambda: _must_open(folder, source), "token table")
     table = open_table(folder)
     assert table is not None
     return table

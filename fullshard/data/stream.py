@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from fullshard import runtime
 from fullshard.data.loader import Pick
-from fullshard.data.once import agree, once_per_node
 from fullshard.data.shared_pages import Maker, Pages, Reader
 from fullshard.data.token_table import LEFT_OUT, TokenTable, cache_root, unused_columns
 from fullshard.errors import DataError
+from fullshard.ranks import agree, once_per_node
 
 COUNTED = ("documents", "rows", "tokens", "targets", *LEFT_OUT)
 START: dict[str, Any] = {
@@ -57,7 +57,7 @@ class Stream:
 
         reader: Reader | None = None
         try:
-            reader = Reader(Path(once_per_node(begin)), runtime.local_rank())
+            reader = Reader(Path(once_per_node(begin, "start of the stream")), runtime.local_rank())
             yield reader
         finally:
             if reader is not None:
@@ -125,7 +125,7 @@ class _Walk:
 
     def _meet(self, at: dict[str, Any]) -> None:
         """Open the first page; ranks of different nodes must have made the same one."""
-        heard = agree(lambda: self._read().table.facts["check"])
+        heard = agree(lambda: self._read().table.facts["check"], "first page of the stream")
         if len(set(heard)) > 1:
             others = ", ".join(str(r) for r, check in enumerate(heard) if check != heard[0])
             raise DataError(

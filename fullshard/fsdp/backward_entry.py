@@ -25,6 +25,13 @@ from fullshard.errors import FSDPError
 from fullshard.fsdp import shard, uneven_batches
 from fullshard.fsdp.compile import keep_out
 from fullshard.fsdp.unit import Unit
+from fullshard.torch_private import (
+    current_graph_task_id,
+    engine_run_backward,
+    next_sequence_nr,
+    replace_engine_run_backward,
+    sequence_nr,
+)
 
 KEPT = 16
 """Outermost calls that are remembered after their outputs are gone; a tensor taken from inside may live on."""
@@ -39,7 +46,7 @@ class Call:
         self.end = ticket
         """A number above those of all calls made inside this one."""
         self.casts = unit.casts
-        self.first = torch.autograd._get_sequence_nr()
+        self.first = next_sequence_nr()
         """The number of the first operation that autograd recorded during the call."""
         self.last = sys.maxsize
         """A number above that of the last one."""
@@ -102,7 +109,7 @@ def begin(call: Call, begins: weakref.WeakMethod[Callable[[Call], None]]) -> Non
 
 def end(call: Call) -> None:
     """A call is over."""
-    call.last = torch.autograd._get_sequence_nr()
+    call.last = next_sequence_nr()
     _calls.open.remove(call)
     if _calls.open:
         _calls.open[-1].passed_on |= call.outputs
@@ -148,7 +155,7 @@ def look(tensors: Sequence[Any]) -> list[float]:
     here = list(_calls.open)
     found = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in tensors]
     factors = [1.0 if node is None else _enter(node, here) for node in found]
-    todo = [(node, node._sequence_nr()) for node in found if node is not None]
+    todo = [(node, sequence_nr(node)) for node in found if node is not None]
     while todo:
         node, number = todo.pop()
         if number < _calls.outermost[0].first or number in _calls.followed:
@@ -162,7 +169,7 @@ def look(tensors: Sequence[Any]) -> list[float]:
                 factor = _enter(into, around)
                 if factor != 1.0:
                     node.register_hook(partial(_multiply, place, factor))
-                todo.append((into, into._sequence_nr()))
+                todo.append((into, sequence_nr(into)))
     return factors
 
 
@@ -171,13 +178,13 @@ def look_at_inputs(inputs: Sequence[torch.Tensor]) -> dict[int, float]:
     made = [t for t in inputs if t.grad_fn is not None]
     if len(_calls.open) > 1:  # most are what another unit returned
         passed_on = _calls.open[-2].passed_on
-        made = [t for t in made if t.grad_fn is not None and t.grad_fn._sequence_nr() not in passed_on]
+        made = [t for t in made if t.grad_fn is not None and sequence_nr(t.grad_fn) not in passed_on]
     return {id(t): factor for t, factor in zip(made, look(made), strict=True) if factor != 1.0} if made else {}
 
 
 def _enter(node: Any, come_from: list[Call]) -> float:
     """Put a hook on an operation where backward enters calls; what gradients are multiplied with on the way there."""
-    number = node._sequence_nr()
+    number = sequence_nr(node)
     around = _around(number)
     strange = [call for call in around if call not in come_from and number not in call.outputs]
     if strange:
@@ -206,7 +213,7 @@ engines: weakref.WeakSet[Any] = weakref.WeakSet()
 @functools.cache
 def watch_backward() -> None:
     """From now on every backward pass begins here."""
-    plain = torch.autograd._engine_run_backward
+    plain = engine_run_backward()
 
     @functools.wraps(plain)
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,11 +229,11 @@ def watch_backward() -> None:
         return plain(outputs, grads, keep, create, inputs, *rest, **kwargs)
 
     keep_out(run)
-    torch.autograd._engine_run_backward = run
+    replace_engine_run_backward(run)
 
 
 def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def _gathered(inputs: Sequence[Any], accumulate: bool) -> tuple[Any, ...]:

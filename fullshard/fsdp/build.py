@@ -32,6 +32,7 @@ from fullshard.fsdp.unit import Means, Unit
 from fullshard.spmd import rules
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import parameters_of, submodules_of
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,9 @@ def _wrap_children(
         wrapped = wrapper(child, mesh, **given)
         if wrapped is not child:
             for parent in root.modules():
-                for name, module in parent._modules.items():
+                for name, module in submodules_of(parent).items():
                     if module is child:
-                        parent._modules[name] = wrapped
+                        submodules_of(parent)[name] = wrapped
 
 
 def _inner_engines(root: nn.Module, options: Options) -> list[Engine]:
@@ -236,7 +237,7 @@ def _name_units(root: nn.Module, engine: Engine, options: Options) -> None:
     """Write every unit's plan in the names of the outermost module."""
     where: dict[tuple[int, str], str] = {}
     for prefix, module in root.named_modules(remove_duplicate=True):
-        for name in module._parameters:
+        for name in parameters_of(module):
             where[(id(module), name)] = f"{prefix}.{name}" if prefix else name
     names = {module: name for name, module in root.named_modules()}
     for unit in engine.units:

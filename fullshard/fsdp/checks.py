@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -19,6 +18,7 @@ from fullshard.fsdp.plan import plan_unit, replan
 from fullshard.fsdp.strategy import ShardingStrategy
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.spmd.tensor import ShardedTensor, is_sharded
+from fullshard.torch_private import in_functorch, saved_tensors_are_mutable
 from fullshard.watchdog import watch
 
 
@@ -86,13 +86,13 @@ class Readiness:
         self.first = True
 
     def __call__(self) -> None:
-        if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
+        if saved_tensors_are_mutable():
             raise FSDPError(
                 "torch.autograd.graph.allow_mutation_on_saved_tensors() around a wrapped model: it copies what "
                 "autograd saved before every write, and gathered values are written each time they are gathered. "
                 "Leave it out"
             )
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if in_functorch():
             raise FSDPError(
                 "a transform of torch.func (vmap, grad, jacrev, jvp) around a wrapped model: it would run through "
                 "gathered values that come and go. Use it inside the forward of one unit: a module whose forward calls "

@@ -25,6 +25,7 @@ from fullshard.errors import MeshError
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.streams import Beside
 from fullshard.spmd.mesh import Mesh
+from fullshard.torch_private import coalescing_manager
 from fullshard.watchdog import watch as watching
 from fullshard.watchdog.watch import Watch, watch_for
 
@@ -272,7 +273,7 @@ class Collectives(Link):
         """Collectives issued inside are one launch. A communicator that lost a rank may refuse them."""
         with watching.issuing():
             try:
-                with dist._coalescing_manager(group=self.group, device=self.device, async_ops=True) as issued:
+                with coalescing_manager(group=self.group, device=self.device, async_ops=True) as issued:
                     yield issued
                 return
             except dist.DistError as error:

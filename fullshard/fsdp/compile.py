@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import set_eval_frame
+
+from fullshard.torch_private import set_eval_frame
 
 
 def keep_out(*entries: Callable[..., Any]) -> None:

@@ -29,6 +29,7 @@ from fullshard.fsdp.strategy import BackwardPrefetch
 from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Reduction, State, Unit
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import at_end_of_backward, current_graph_task_id, sequence_nr
 from fullshard.watchdog import watch
 
 
@@ -208,7 +209,7 @@ class Engine:
         call.end = next(self._tickets)
         passed = {id(t) for t, made_by in inputs if t.grad_fn is made_by}
         outputs = {id(t): t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in passed}
-        call.outputs = frozenset(t.grad_fn._sequence_nr() for t in outputs.values() if t.grad_fn is not None)
+        call.outputs = frozenset(sequence_nr(t.grad_fn) for t in outputs.values() if t.grad_fn is not None)
         graph = Graph(call)
         for t in outputs.values():
             t.register_hook(partial(self.compiler.aside, self._at_output, graph))
@@ -250,11 +251,11 @@ class Engine:
             self._prefetch(self._before(call.unit))
 
     def _this_backward(self) -> _Backward:
-        run = torch._C._current_graph_task_id()
+        run = current_graph_task_id()
         if run not in self._backwards:
             self._backwards[run] = _Backward()
             ends = partial(self.compiler.aside, self._end_backward, run)
-            torch.autograd.Variable._execution_engine.queue_callback(ends)
+            at_end_of_backward(ends)
         return self._backwards[run]
 
     def _gradient_arrives(self, unit: Unit) -> None:
@@ -272,7 +273,7 @@ class Engine:
         self._this_backward().reached[unit] = min(self._live(unit), default=0)
 
     def _at_input(self, graph: Graph, grad: torch.Tensor) -> None:
-        call, backward = graph.call, self._backwards.get(torch._C._current_graph_task_id())
+        call, backward = graph.call, self._backwards.get(current_graph_task_id())
         if backward is not None and call.unit in backward.reached:
             self._flush(backward, above=call.ticket - 1)
 

@@ -15,6 +15,7 @@ from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import local_of
 from fullshard.watchdog import collectives, watch
 
 PLAIN = (-1,)
@@ -64,7 +65,7 @@ def _pieces(grad: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
         return PLAIN, grad
     groups = origin(grad.device_mesh)[1]
     axes = [axis for group, at in zip(groups, grad.placements, strict=True) if isinstance(at, Shard) for axis in group]
-    return tuple(sorted(axes)), grad._local_tensor
+    return tuple(sorted(axes)), local_of(grad)
 
 
 def _power(locals_: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import FSDPError
+from fullshard.torch_private import make_wrapper_subclass, no_torch_function
 
 aten = torch.ops.aten
 _LINEAR = {
@@ -38,9 +39,7 @@ class HeldGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shard: torch.Tensor, term: torch.Tensor, base: torch.Tensor | None) -> HeldGradient:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device
-        )
+        made = make_wrapper_subclass(cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device)
         made.term, made.base = term, base
         return made
 
@@ -50,7 +49,7 @@ class HeldGradient(torch.Tensor):
     def __repr__(self) -> str:
         return f"HeldGradient({tuple(self.shape)}, held back by no_sync)"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,6 +16,7 @@ from fullshard.fsdp.write_count import piece_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import disable_manual_sharding, mark_sharding, sharding_of
 from fullshard.spmd.tensor import ShardedTensor
+from fullshard.torch_private import storage_id
 
 
 def outliving(unit: Unit, output: Any) -> Any:
@@ -25,11 +26,11 @@ def outliving(unit: Unit, output: Any) -> Any:
     the same in every step, so what leaves is a copy, through which gradients flow.
     """
 
-    gathered = {p.full.untyped_storage()._cdata for p in unit.parameters if p.full is not None}
+    gathered = {storage_id(p.full) for p in unit.parameters if p.full is not None}
 
     def borrowed(t: torch.Tensor) -> bool:
         t = piece_of(t)
-        return t.layout is torch.strided and t.untyped_storage()._cdata in gathered
+        return t.layout is torch.strided and storage_id(t) in gathered
 
     if not any(borrowed(t) for t in tensors_in(output)):
         return output

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard import accelerator, runtime
 from fullshard.errors import FSDPError
@@ -29,8 +28,18 @@ from fullshard.fsdp.write_count import writes_of
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, relaid, torch_layout
+from fullshard.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    backward_hooks,
+    foreach_copy_,
+    local_of,
+    parameters_of,
+    post_accumulate_hooks,
+    set_local,
+    spec_of,
+)
 
-POST_HOOKS = "_post_accumulate_grad_hooks"
 Site = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
 Copy = tuple[torch.Tensor, torch.Tensor]
@@ -44,7 +53,7 @@ def carry_out(copies: Sequence[Copy]) -> None:
         kind = (target.dtype, value.dtype, target.is_contiguous() and value.is_contiguous())
         alike.setdefault(kind, []).append((target, value))
     for some in alike.values():
-        torch._foreach_copy_([target for target, _ in some], [value for _, value in some])
+        foreach_copy_([target for target, _ in some], [value for _, value in some])
 
 
 class ShardedParameter:
@@ -92,7 +101,7 @@ class ShardedParameter:
     @property
     def local(self) -> torch.Tensor:
         assert is_sharded(self.shard)
-        return self.shard._local_tensor
+        return local_of(self.shard)
 
     def follow(self, plan: ParameterPlan) -> None:
         """Follow a plan; the gathered value of another dtype is another one. Not while it is gathered."""
@@ -109,7 +118,7 @@ class ShardedParameter:
         """Take note of what was done to the shard from outside (`to_empty`, `load_state_dict`, freezing, casts);
         whether it differs from the plan now."""
         module, name = self.sites[0]
-        current = module._parameters.get(name)
+        current = parameters_of(module).get(name)
         if current is None:
             raise FSDPError(
                 f"parameter {self.plan.name} was removed after the module was wrapped (set to None, pruned, or "
@@ -132,7 +141,7 @@ class ShardedParameter:
                 )
             self.shard = current
             for other, other_name in self.sites[1:]:
-                other._parameters[other_name] = current
+                parameters_of(other)[other_name] = current
         self._keep_alone()
         return self.shard.requires_grad != self.plan.trainable or self.shard.dtype != dtype_of(self.plan.dtype)
 
@@ -149,7 +158,9 @@ class ShardedParameter:
                 local = accelerator.host_memory(self.local.shape, self.local.dtype)
             else:
                 local = torch.empty_like(self.local, device=runtime.device())
-            new = nn.Parameter(type(self.shard)(local, self.shard._spec, requires_grad=False), self.shard.requires_grad)
+            new = nn.Parameter(
+                type(self.shard)(local, spec_of(self.shard), requires_grad=False), self.shard.requires_grad
+            )
             torch.utils.swap_tensors(self.shard, new)  # the same object: an optimizer may hold it already
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -263,13 +274,13 @@ class ShardedParameter:
     def show_gathered(self, as_global: bool) -> None:
         seen = self._global() if as_global else self.full
         for module, name in self.sites:
-            module._parameters[name] = seen
+            parameters_of(module)[name] = seen
             if self.view is not None:
                 module.__dict__[name] = self.view  # found before parameters are
 
     def show_shard(self) -> None:
         for module, name in self.sites:
-            module._parameters[name] = self.shard
+            parameters_of(module)[name] = self.shard
             if self.view is not None:
                 module.__dict__.pop(name, None)
 
@@ -285,8 +296,8 @@ class ShardedParameter:
                 value = ShardedTensor(self.full.data, spec, requires_grad=False)
                 self.full_global = self._leaf(value)
         assert is_sharded(self.full_global)
-        if self.full_global._local_tensor.data_ptr() != self.full.data_ptr():
-            self.full_global._local_tensor = self.full.data
+        if local_of(self.full_global).data_ptr() != self.full.data_ptr():
+            set_local(self.full_global, self.full.data)
         return self.full_global
 
     # --- gradients ----------------------------------------------------------------------------------------------------
@@ -345,7 +356,7 @@ class ShardedParameter:
             target.append(grad.placements[i] if pending else Replicate() if along_data else placement)
             if along_data and not pending:
                 settled.append(i)
-        local = relaid(grad, mesh, target)._local_tensor
+        local = local_of(relaid(grad, mesh, target))
         where = mesh.get_coordinate()
         assert where is not None
         # Where every rank has the finished sum already, one of them contributes it.
@@ -376,26 +387,26 @@ class ShardedParameter:
         current = self.shard.grad
         if current is None:
             assert is_sharded(self.shard)
-            self.shard.grad = type(self.shard)(grad, self.shard._spec, requires_grad=False)
+            self.shard.grad = type(self.shard)(grad, spec_of(self.shard), requires_grad=False)
         else:
             assert is_sharded(current)
-            host.add(current._local_tensor, grad)
+            host.add(local_of(current), grad)
 
     @property
     def hooks(self) -> list[Any]:
         """What the user registered on the parameter: `register_hook`, `register_post_accumulate_grad_hook`."""
-        both = (self.shard._backward_hooks, getattr(self.shard, POST_HOOKS))
+        both = (backward_hooks(self.shard), post_accumulate_hooks(self.shard))
         return [hook for hooks in both for hook in (hooks or {}).values()]
 
     def _hooked(self, grad: torch.Tensor, host: HostTraffic) -> torch.Tensor:
         """A reduced piece as the parameter's hooks leave it."""
-        hooks = self.shard._backward_hooks
+        hooks = backward_hooks(self.shard)
         if not hooks:
             return grad
         if self.offloaded:
             host.arrived()
         assert is_sharded(self.shard)
-        value: Any = type(self.shard)(grad, self.shard._spec, requires_grad=False)
+        value: Any = type(self.shard)(grad, spec_of(self.shard), requires_grad=False)
         for hook in list(hooks.values()):
             with torch.no_grad():
                 result = hook(value)
@@ -408,11 +419,11 @@ class ShardedParameter:
                     f"of shape {self.plan.shape}, and returns one like it or None"
                 )
             value = relaid(result.detach(), self.shard.device_mesh, self.shard.placements)
-        local: torch.Tensor = value._local_tensor
+        local: torch.Tensor = local_of(value)
         return local.to(self.local.dtype)
 
     def landed(self) -> None:
         """The gradient is there: what the user registered for that moment runs."""
         with torch.no_grad():
-            for hook in list((getattr(self.shard, POST_HOOKS) or {}).values()):
+            for hook in list((post_accumulate_hooks(self.shard) or {}).values()):
                 hook(self.shard)

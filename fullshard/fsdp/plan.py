@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fullshard.byte_size import memory_size
 from fullshard.fsdp.split_dim import choose_dim
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy, dtype_name, dtype_of
 from fullshard.spmd.mesh import Mesh
@@ -218,12 +219,12 @@ class ShardingPlan:
         total = sum(len(unit.parameters) for unit in self.units)
         lines = [
             f"{self.strategy} on Mesh({axes}): {len(self.units)} unit(s), {total} parameters, "
-            f"{bytes_in_words(self.shard_bytes)} per rank at rest"
+            f"{memory_size(self.shard_bytes)} per rank at rest"
         ]
         for unit in self.units:
             lines.append(
-                f"{unit.name or '(root)'} [{unit.module}]  {bytes_in_words(unit.shard_bytes)} per rank, "
-                f"{bytes_in_words(unit.gathered_bytes)} gathered"
+                f"{unit.name or '(root)'} [{unit.module}]  {memory_size(unit.shard_bytes)} per rank, "
+                f"{memory_size(unit.gathered_bytes)} gathered"
             )
             lines += [f"  {_line(p)}" for p in unit.parameters]
         return "\n".join(lines)
@@ -239,15 +240,6 @@ def _line(p: ParameterPlan) -> str:
     if len(p.names) > 1:
         notes.append("tied: " + ", ".join(p.names[1:]))
     return f"{p.name}  {tuple(p.shape)} {dtype}  {p.spec}  {', '.join(notes)}"
-
-
-def bytes_in_words(n: float) -> str:
-    """A number of bytes as people read it."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
 
 
 def _tuples(data: dict[str, Any]) -> dict[str, Any]:

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp.offload import host_copy
-from fullshard.fsdp.parameter import POST_HOOKS, ShardedParameter, Site
+from fullshard.fsdp.parameter import ShardedParameter, Site
 from fullshard.fsdp.plan import ParameterPlan, Terms, plan_parameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import sharding_of
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, meta_of, relaid, torch_layout
+from fullshard.torch_private import DTensorSpec, buffers_of, local_of, parameters_of, share_hooks
 
 replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters that a shard has taken the place of. An optimizer that still holds one was built too early."""
@@ -36,7 +36,7 @@ def find_sites(root: nn.Module, ignored: set[nn.Module]) -> dict[int, tuple[nn.P
     for prefix, module in root.named_modules():
         if module in ignored:
             continue
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is not None:
                 full_name = f"{prefix}.{name}" if prefix else name
                 found.setdefault(id(parameter), (parameter, []))[1].append((full_name, (module, name)))
@@ -71,7 +71,7 @@ def make_shard(
     dtype = dtype_of(plan.dtype)
     value = parameter.detach()
     if is_sharded(value):
-        local = relaid(value, device_mesh, placements)._local_tensor.to(dtype)
+        local = local_of(relaid(value, device_mesh, placements)).to(dtype)
     else:
         if value.is_meta and sync:
             value = torch.empty(value.shape, dtype=value.dtype, device=runtime.device())
@@ -87,9 +87,7 @@ def make_shard(
     meta = meta_of(torch.empty(plan.shape, dtype=dtype, device="meta"))
     tensor = kind(local, DTensorSpec(device_mesh, placements, tensor_meta=meta), requires_grad=False)
     shard = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-    for hooks in ("_backward_hooks", POST_HOOKS):
-        if registered := getattr(parameter, hooks):
-            setattr(shard, hooks, registered)  # the same dict: handles still remove what they registered
+    share_hooks(parameter, shard)
     for name, extra in vars(parameter).items():
         if name != "_fullshard_layout" and not hasattr(shard, name):
             setattr(shard, name, extra)
@@ -119,20 +117,20 @@ def materialize(modules: Iterable[nn.Module], init: Callable[[nn.Module], Any]) 
     touched = []
     for module in modules:
         if isinstance(module, nn.Module) and any(
-            t is not None and t.is_meta for t in [*module._parameters.values(), *module._buffers.values()]
+            t is not None and t.is_meta for t in [*parameters_of(module).values(), *buffers_of(module).values()]
         ):
             touched.append(module)
-        for name, old in module._parameters.items():
+        for name, old in parameters_of(module).items():
             if old is not None and old.is_meta:
                 if id(old) not in made:
                     new = nn.Parameter(torch.empty_like(old, device=runtime.device()), requires_grad=old.requires_grad)
                     if (layout := sharding_of(old)) is not None:
                         new._fullshard_layout = layout
                     made[id(old)] = new
-                module._parameters[name] = made[id(old)]
-        for name, buffer in module._buffers.items():
+                parameters_of(module)[name] = made[id(old)]
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=runtime.device())
+                buffers_of(module)[name] = torch.empty_like(buffer, device=runtime.device())
     for module in touched:
         init(module)
 
@@ -142,7 +140,7 @@ def place_buffers(root: nn.Module, mesh: Mesh, ignored: set[nn.Module], dtype: t
     for module in root.modules():
         if module in ignored:
             continue
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is None or buffer.is_meta or is_sharded(buffer):
                 continue
             value = buffer.to(runtime.device())
@@ -150,4 +148,4 @@ def place_buffers(root: nn.Module, mesh: Mesh, ignored: set[nn.Module], dtype: t
                 value = value.to(dtype)
             if sync and value.numel() and mesh.size() > 1:
                 value = broadcast(value.contiguous(), mesh)
-            module._buffers[name] = value
+            buffers_of(module)[name] = value

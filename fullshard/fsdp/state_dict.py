@@ -15,6 +15,7 @@ from fullshard.errors import FSDPError
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.spmd.tensor import is_sharded, relaid, replicated
+from fullshard.torch_private import local_of, parameters_of, spec_of
 
 streamed_save: Callable[[nn.Module, Any, dict[str, Any]], Any] | None = None
 """What writes a model's files without gathering all of it first. The room that can (`weights/`) puts itself here when
@@ -26,9 +27,9 @@ def whole_value(sharded: ShardedParameter) -> torch.Tensor:
     shard = sharded.shard
     assert is_sharded(shard)
     value = shard.detach()
-    if value._local_tensor.device != runtime.device():
-        value = DTensor(value._local_tensor.to(runtime.device()), value._spec, requires_grad=False)
-    return relaid(value, value.device_mesh, replicated(value.device_mesh))._local_tensor
+    if local_of(value).device != runtime.device():
+        value = DTensor(local_of(value).to(runtime.device()), spec_of(value), requires_grad=False)
+    return local_of(relaid(value, value.device_mesh, replicated(value.device_mesh)))
 
 
 @contextlib.contextmanager
@@ -49,7 +50,7 @@ def summon_full_params(engine: Engine, writeback: bool, offload_to_cpu: bool) ->
             value = value.clone() if value.data_ptr() == p.local.data_ptr() else value
             parameter = nn.Parameter(value, requires_grad=p.shard.requires_grad)
             for module, name in p.sites:
-                module._parameters[name] = parameter
+                parameters_of(module)[name] = parameter
             whole.append((p, parameter))
     engine.summoned = True
     try:
@@ -59,7 +60,7 @@ def summon_full_params(engine: Engine, writeback: bool, offload_to_cpu: bool) ->
                 for p, parameter in whole:
                     # Whatever stands in the module now counts: an initializer may have put a new parameter there.
                     module, name = p.sites[0]
-                    current = module._parameters[name]
+                    current = parameters_of(module)[name]
                     source = parameter if current is None else current
                     piece = source.detach()[p.layout.slices(p.plan.shape, runtime.rank())].to(p.local)
                     if not torch.equal(piece, p.local):  # a write ends what autograd saved of the value
@@ -118,10 +119,10 @@ def _cut(name: str, value: torch.Tensor, p: ShardedParameter) -> torch.Tensor:
     if tuple(value.shape) != p.plan.shape:
         return value  # torch reports it with all other mistakes
     if is_sharded(value):
-        local = relaid(value.detach(), shard.device_mesh, shard.placements)._local_tensor
-        return type(shard)(local, shard._spec, requires_grad=False)
+        local = local_of(relaid(value.detach(), shard.device_mesh, shard.placements))
+        return type(shard)(local, spec_of(shard), requires_grad=False)
     piece = value.detach()[p.layout.slices(p.plan.shape, runtime.rank())].to(p.local.device)
-    return type(shard)(piece, shard._spec, requires_grad=False)
+    return type(shard)(piece, spec_of(shard), requires_grad=False)
 
 
 def save_pretrained(model: nn.Module, plain: Any, directory: Any, options: dict[str, Any]) -> Any:

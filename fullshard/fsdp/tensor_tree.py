@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+
+from fullshard.torch_private import tree_map
 
 DEPTH = 6
 """How deep objects are searched; key-value caches hold tensors three levels down."""

@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import local_of, version_of
 
 _STEPS = "_fullshard_steps"
 
@@ -21,11 +22,11 @@ def writes_of(shard: torch.Tensor) -> tuple[int, int, int]:
     """A value that differs after a write, from its first call in the process on."""
     _count_steps()
     # Operators on a sharded tensor count on it and not on its piece; those on the piece count there alone.
-    return shard._version, piece_of(shard)._version, getattr(shard, _STEPS, 0)
+    return version_of(shard), version_of(piece_of(shard)), getattr(shard, _STEPS, 0)
 
 
 def piece_of(shard: torch.Tensor) -> torch.Tensor:
-    return shard._local_tensor if is_sharded(shard) else shard
+    return local_of(shard) if is_sharded(shard) else shard
 
 
 @functools.cache

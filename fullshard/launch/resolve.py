@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard import __version__
 from fullshard.configfile import Given, read_file, sort_keys
 from fullshard.errors import ConfigError
 from fullshard.launch.config import (
@@ -31,6 +30,7 @@ from fullshard.launch.slurm import SlurmPlace, read_slurm
 from fullshard.options import options_of, parse_flags
 from fullshard.parallelize.fsdp_flags import read_section, read_words
 from fullshard.parallelize.settings import RESOLVED_VARIABLE, EngineSettings, overlay, values_in
+from fullshard.version import __version__
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Runs first in every process that `fullshard launch` starts: readies the process and becomes the user's script.
 
-Only the standard library, `fullshard/__init__.py` and `log_filter.py` are imported here; the script decides what else is.
+Only the standard library, `fullshard/__init__.py` and `log_filter.py` are imported here; the script imports the rest.
 An error that the user can put right is handed to the launcher, which says it once for all ranks.
 """
 

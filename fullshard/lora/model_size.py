@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.fsdp.plan import bytes_in_words
+from fullshard.byte_size import memory_size
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.quant.quantize import packed_parameters, packed_weights
 
@@ -77,10 +77,10 @@ def dense_line(model: nn.Module) -> str | None:
     four_bits, dense = bytes_by_kind(model)
     usual = [kind for kind in ("embedding", "head", "norms and biases") if kind in dense]
     others = [kind for kind, _ in dense.most_common() if kind not in usual]
-    listed = [f"{kind} {bytes_in_words(dense[kind])}" for kind in (*usual, *others[:LISTED])]
+    listed = [f"{kind} {memory_size(dense[kind])}" for kind in (*usual, *others[:LISTED])]
     if rest := others[LISTED:]:
-        listed.append(f"{len(rest)} other kinds {bytes_in_words(sum(dense[kind] for kind in rest))}")
+        listed.append(f"{len(rest)} other kinds {memory_size(sum(dense[kind] for kind in rest))}")
     return (
-        f"4 bits: {weights:,} weights in {bytes_in_words(four_bits)}; dense: {bytes_in_words(dense.total())}"
+        f"4 bits: {weights:,} weights in {memory_size(four_bits)}; dense: {memory_size(dense.total())}"
         f"{' (' + ', '.join(listed) + ')' if listed else ''}"
     )

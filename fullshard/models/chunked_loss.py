@@ -21,6 +21,7 @@ from torch import nn
 from fullshard.data.loader import IGNORED
 from fullshard.lora import trainable_tokens
 from fullshard.lora.trainable_tokens import TrainedRows, put_over
+from fullshard.torch_private import NoTorchFunction, make_wrapper_subclass
 
 CHUNK_BYTES = 64 * 2**20
 """How large the fp32 logits of a chunk may be, unless the user says otherwise."""
@@ -53,7 +54,7 @@ class DeferredLogits(torch.Tensor):
         dtype: torch.dtype | None = None,
     ) -> Any:  # fmt: skip
         shape = (*hidden.shape[:-1], head.out_features)
-        made = torch.Tensor._make_wrapper_subclass(
+        made = make_wrapper_subclass(
             DeferredLogits, shape, dtype=dtype or hidden.dtype, device=hidden.device, requires_grad=False
         )
         made.hidden, made.head, made.rows, made.steps = hidden, head, rows, steps
@@ -63,7 +64,7 @@ class DeferredLogits(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in QUESTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with NoTorchFunction():
                 return func(*args, **kwargs)
         places = [i for i, value in enumerate(args) if isinstance(value, DeferredLogits)]
         others = [v for i, v in enumerate(args) if i not in places] + list(kwargs.values())
@@ -84,7 +85,7 @@ class DeferredLogits(torch.Tensor):
 
     def materialize(self) -> torch.Tensor:
         """The logits themselves."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with NoTorchFunction():
             hidden, head, rows, steps = self.hidden, self.head, self.rows, self.steps
         logits = F.linear(hidden, head.weight, head.bias)
         return _apply(steps, logits if rows is None else put_over(logits, hidden, rows))
@@ -215,7 +216,7 @@ def chunked_cross_entropy(
     logits: DeferredLogits, labels: torch.Tensor, chunk_tokens: int = 0, scale: float = 1.0
 ) -> HeadStatistics:
     """Summed cross-entropy of next tokens over positions whose label is not -100."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with NoTorchFunction():
         hidden, head, own, steps = logits.hidden, logits.head, logits.rows, logits.steps
     hidden, labels = hidden[:, :-1].reshape(-1, hidden.shape[-1]), labels[:, 1:].reshape(-1)
     rows = chunk_tokens or max(1, CHUNK_BYTES // (4 * head.out_features))

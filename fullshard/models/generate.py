@@ -121,7 +121,7 @@ class _Stop(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         _, over = self.ends.cut(input_ids[0, self.start :].tolist())
-        goes_on = any_of(int(not (over or self.stopped())), 0, "an answer")
+        goes_on = any_of(int(not (over or self.stopped())), "generation")
         return torch.full((input_ids.shape[0],), not goes_on, dtype=torch.bool, device=input_ids.device)
 
 

@@ -12,13 +12,20 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.quant import sharded_groups
 from fullshard.quant.linear import ReadOnlyWeight, read_only_error
 from fullshard.quant.ops import without_autocast
 from fullshard.quant.sharded_groups import Parts, Scheme
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import (
+    NoTorchFunction,
+    make_wrapper_subclass,
+    parameters_of,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 
 METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad",
@@ -73,9 +80,9 @@ class FusedWeight(ReadOnlyWeight):
     ) -> FusedWeight:
         count, rows, columns = experts.fused[name]
         matrix = (columns, rows) if swapped else (rows, columns)
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        made: Any = make_wrapper_subclass(
             cls, matrix if index is not None else (count, *matrix), requires_grad=False,
-            dtype=experts.product_dtype, device=experts._parameters[name].device,
+            dtype=experts.product_dtype, device=parameters_of(experts)[name].device,
         )  # fmt: skip
         made.experts, made.key, made.index, made.swapped = experts, name, index, swapped
         return made
@@ -118,7 +125,7 @@ class FusedWeight(ReadOnlyWeight):
         found = _without_dense(func, args, kwargs)
         if found is not NotImplemented:
             return found
-        with torch._C.DisableTorchFunctionSubclass():
+        with NoTorchFunction():
             if func not in METADATA and any(
                 isinstance(t, cls) and t.experts.adapters.get(t.key) for t in tree_leaves((args, kwargs))
             ):
@@ -130,7 +137,7 @@ class FusedWeight(ReadOnlyWeight):
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0].variant(args[0].index, args[0].swapped)
-        named = zip(func._schema.arguments, args, strict=False)
+        named = zip(schema_of(func).arguments, args, strict=False)
         if any(a.alias_info is not None and a.alias_info.is_write and isinstance(v, cls) for a, v in named):
             raise read_only_error()
         dense = tree_map(lambda t: t.dense() if isinstance(t, cls) else t, (args, kwargs))

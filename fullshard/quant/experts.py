@@ -22,6 +22,7 @@ from fullshard.quant import blocks, sharded_groups
 from fullshard.quant.expert_weights import FusedWeight, LoraFactors
 from fullshard.quant.sharded_groups import GroupRun, Parts, Scheme
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import local_of, parameters_of
 
 PARTS = ("packed", "absmax", "nested")
 
@@ -54,11 +55,11 @@ class NF4Experts(nn.Module):
         _patch_peft()
         made: Any = module
         made.scheme, made.compute_dtype, made.plain = scheme, compute_dtype, type(module)
-        made.fused = {name: tuple(module._parameters[name].shape) for name in names}
-        made.dtype = module._parameters[names[0]].dtype
+        made.fused = {name: tuple(parameters_of(module)[name].shape) for name in names}
+        made.dtype = parameters_of(module)[names[0]].dtype
         made.running_dtype, made.adapters = None, {}
         for name in names:
-            weight: Any = module._parameters[name]
+            weight: Any = parameters_of(module)[name]
             count, numel = weight.shape[0], weight[0].numel()
             parts = {
                 part: torch.zeros(shape, dtype=torch.uint8, device=weight.device)
@@ -71,7 +72,7 @@ class NF4Experts(nn.Module):
                 ]
                 parts = sharded_groups.finish_runs(runs, count, numel, scheme)
             for part, value in parts.items():
-                module._parameters[parameter_name(name, part)] = nn.Parameter(value, requires_grad=False)
+                parameters_of(module)[parameter_name(name, part)] = nn.Parameter(value, requires_grad=False)
         module.__class__ = _class_of(made.plain, tuple(names))
         return made
 
@@ -79,12 +80,12 @@ class NF4Experts(nn.Module):
 
     def parts(self, name: str) -> Parts:
         """The current parts of a weight: gathered while the module's unit runs, otherwise sharded."""
-        held = {part: self._parameters.get(parameter_name(name, part)) for part in PARTS}
+        held = {part: parameters_of(self).get(parameter_name(name, part)) for part in PARTS}
         return {part: value for part, value in held.items() if value is not None}
 
     def whole_parts(self, name: str) -> Parts:
         """The parts of a whole weight as plain tensors; raises if this rank has only its shard."""
-        found = {part: p._local_tensor if is_sharded(p) else p.data for part, p in self.parts(name).items()}
+        found = {part: local_of(p) if is_sharded(p) else p.data for part, p in self.parts(name).items()}
         count, *matrix = self.fused[name]
         for part, shape in self.scheme.shapes(math.prod(matrix), count).items():
             if tuple(found[part].shape) != shape:
@@ -107,10 +108,10 @@ class NF4Experts(nn.Module):
         """Convert the module back to its original class, in place, with dense (rounded) weights."""
         dense = {name: self.dequantize(name, dtype) for name in self.fused}
         for name in self.made_parameters():
-            del self._parameters[name]
+            del parameters_of(self)[name]
         self.__class__ = self.plain
         for name, weight in dense.items():
-            self._parameters[name] = nn.Parameter(weight, requires_grad=False)
+            parameters_of(self)[name] = nn.Parameter(weight, requires_grad=False)
         return self
 
     # --- loading: the protocol of `weights/transforms.py` -------------------------------------------------------------
@@ -140,7 +141,7 @@ class NF4Experts(nn.Module):
         """Do the steps that need all ranks, and store this rank's rows."""
         for name, (count, *matrix) in self.fused.items():
             mesh = pieces[name].mesh
-            split = any(p.is_shard() for p in self._parameters[name].placements)
+            split = any(p.is_shard() for p in parameters_of(self)[name].placements)
             group = mesh.get_group(mesh.get_axis_name_idx("fsdp")) if split else None
             parts = sharded_groups.finish_runs(read[name], count, math.prod(matrix), self.scheme, group)
             for part, value in parts.items():

@@ -13,6 +13,7 @@ from fullshard.quant import bnb_format, sharded_groups
 from fullshard.quant.experts import NF4Experts
 from fullshard.quant.linear import NF4Linear
 from fullshard.spmd.tensor import is_sharded, relaid, replicated
+from fullshard.torch_private import local_of, spec_of
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
@@ -40,6 +41,6 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     value = value.detach()
     if not is_sharded(value):
         return value
-    if value._local_tensor.device != runtime.device():
-        value = DTensor(value._local_tensor.to(runtime.device()), value._spec, requires_grad=False)
-    return relaid(value, value.device_mesh, replicated(value.device_mesh))._local_tensor
+    if local_of(value).device != runtime.device():
+        value = DTensor(local_of(value).to(runtime.device()), spec_of(value), requires_grad=False)
+    return local_of(relaid(value, value.device_mesh, replicated(value.device_mesh)))

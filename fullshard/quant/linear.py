@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from fullshard.errors import QuantizationError
 from fullshard.quant import bnb_format, ops, sharded_groups
@@ -21,6 +20,7 @@ from fullshard.quant.nf4 import QuantState
 from fullshard.quant.quantizable import LinearForm, form_of
 from fullshard.quant.sharded_groups import Parts, Scheme
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import local_of, make_wrapper_subclass, schema_of, tree_map
 
 
 class NF4Linear(nn.Linear):
@@ -97,7 +97,7 @@ class NF4Linear(nn.Linear):
 
     def whole_parts(self) -> Parts:
         """The parts of the whole weight as plain tensors; raises if this rank has only its shard."""
-        parts = {name: part._local_tensor if is_sharded(part) else part.data for name, part in self.parts.items()}
+        parts = {name: local_of(part) if is_sharded(part) else part.data for name, part in self.parts.items()}
         for name, shape in self.scheme.shapes(self.in_features * self.out_features).items():
             if tuple(parts[name].shape) != shape:
                 raise QuantizationError(
@@ -219,7 +219,7 @@ class QuantizedWeight(ReadOnlyWeight):
 
     @staticmethod
     def __new__(cls, layer: NF4Linear) -> QuantizedWeight:
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        made: Any = make_wrapper_subclass(
             cls, layer.shape, dtype=layer.compute_dtype or layer.dtype, device=layer.packed.device, requires_grad=False
         )
         made._layer = layer
@@ -236,7 +236,7 @@ class QuantizedWeight(ReadOnlyWeight):
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls(args[0]._layer)
-        named = zip(func._schema.arguments, args, strict=False)
+        named = zip(schema_of(func).arguments, args, strict=False)
         if any(a.alias_info is not None and a.alias_info.is_write and isinstance(v, cls) for a, v in named):
             raise read_only_error()
         dense = tree_map(lambda t: t._layer.dequantize(t.dtype) if isinstance(t, cls) else t, (args, kwargs))

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from fullshard.torch_private import buffers_of, parameters_of, replace_parameters, submodules_of
+
 ROUNDING = 1e-9
 """Tolerance (fp64) between two ways to compute the same product."""
 
@@ -40,7 +42,7 @@ def form_of(module: nn.Module) -> LinearForm | None:
 
 def _computes_a_product(module: nn.Linear | Conv1D, transposed: bool) -> bool:
     """Whether a subclass computes the same as its base class on a small fp64 weight."""
-    if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
+    if set(parameters_of(module)) != {"weight", "bias"} or buffers_of(module) or submodules_of(module):
         return False
     if type(module).__module__.startswith("torch."):
         return False  # used inside torch's own layers, which access its weight directly
@@ -51,10 +53,13 @@ def _computes_a_product(module: nn.Linear | Conv1D, transposed: bool) -> bool:
     )
     probe: Any = copy.copy(module)
     held = bias if module.bias is not None else None
-    probe._parameters = {
-        "weight": nn.Parameter(weight.T.contiguous() if transposed else weight),
-        "bias": nn.Parameter(held) if held is not None else None,
-    }
+    replace_parameters(
+        probe,
+        {
+            "weight": nn.Parameter(weight.T.contiguous() if transposed else weight),
+            "bias": nn.Parameter(held) if held is not None else None,
+        },
+    )
     probe.in_features, probe.out_features, probe.nx, probe.nf = 3, 4, 3, 4
     expected = nn.functional.linear(x, weight, held)
     for probe.training in (True, False):

@@ -21,6 +21,7 @@ from fullshard.quant.experts import NF4Experts
 from fullshard.quant.linear import NF4Linear
 from fullshard.quant.quantizable import LinearForm, form_of, fused_experts
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import parameters_of
 
 
 def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int, ...]] | None = None) -> nn.Module:
@@ -94,7 +95,7 @@ def quantized_experts(model: nn.Module) -> dict[str, NF4Experts]:
 def packed_parameters(model: nn.Module) -> set[int]:
     """The ids of the parameters with 4-bit weights."""
     modules: list[Any] = [*quantized_layers(model).values(), *quantized_experts(model).values()]
-    return {id(module._parameters[name]) for module in modules for name in module.made_parameters()}
+    return {id(parameters_of(module)[name]) for module in modules for name in module.made_parameters()}
 
 
 def packed_weights(model: nn.Module) -> int:
@@ -137,7 +138,7 @@ def _always_dense(model: nn.Module) -> list[str]:
     names = [name for name, module in model.named_modules() if head is not None and module is head]
     first: dict[int, str] = {}
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
+        for parameter in parameters_of(module).values():
             if parameter is not None and first.setdefault(id(parameter), name) != name:
                 names += [first[id(parameter)], name]
     return [*names, *(getattr(model, "_keep_in_fp32_modules", None) or [])]

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard import __version__
 from fullshard.paths import replace_text
 from fullshard.train.config import SFTConfig
+from fullshard.version import __version__
 
 
 def write_card(folder: Path, config: SFTConfig, facts: dict[str, Any]) -> None:

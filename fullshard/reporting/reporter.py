@@ -19,7 +19,7 @@ from typing import Any
 
 from fullshard import accelerator, runtime
 from fullshard.paths import replace_text
-from fullshard.progress import shown_as
+from fullshard.progress import resolve_progress
 from fullshard.reporting.loggers import Board, Opens, attempt, none
 from fullshard.reporting.terminal import Clock, LiveBar, step_line, width_of_stdout
 from fullshard.train.samples import FILE as SAMPLES
@@ -89,7 +89,7 @@ class Reporter:
     def __init__(self, folder: Path, total: int, progress: str, boards: Opens = none) -> None:
         self.folder, self.total = folder, total
         self.speaks = runtime.is_main()
-        self.mode = shown_as(progress)
+        self.mode = resolve_progress(progress)
         self.history: list[dict[str, Any]] = []
         self.answers: list[dict[str, Any]] = []
         """The samples so far, as in their file; on the first rank."""

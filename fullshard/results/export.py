@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from fullshard.byte_size import file_size
 from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.checkpoint.consolidate import merge_weights
 from fullshard.durable import sync
@@ -181,14 +182,7 @@ def _convert(place: Place, target: Path, choices: Choices) -> None:
 def summary(found: dict[str, Any]) -> list[str]:
     """What was written, in lines."""
     width = max(map(len, found["files"]))
-    lines = [f"{name:<{width}}  {_size(size)}" for name, size in found["files"].items()]
+    lines = [f"{name:<{width}}  {file_size(size)}" for name, size in found["files"].items()]
     lines += ["", f"{found['folder']}: {'an' if found['kind'] == 'adapter' else 'a'} {found['kind']}, "
-              f"{_size(found['bytes'])}, {', '.join(found['dtypes'])}"]  # fmt: skip
+              f"{file_size(found['bytes'])}, {', '.join(found['dtypes'])}"]  # fmt: skip
     return [*lines, f"load it with  {found['load']}", f"talk to it    {found['chat']}"]
-
-
-def _size(count: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:,.2f} {unit}"
-    return f"{count} bytes"

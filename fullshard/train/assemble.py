@@ -16,7 +16,6 @@ import torch
 
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
-from fullshard.data.once import agree
 from fullshard.data.sources import Source
 from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
@@ -35,6 +34,7 @@ from fullshard.models.packing_check import Verdict, try_packing
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant.quantize import quantize_model
+from fullshard.ranks import agree, agree_locally, on_rank_0
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import memory_check, run_dir
 from fullshard.train.adapter import Say, add_adapter, quantization, settle_dtypes, settle_projections
@@ -113,14 +113,18 @@ def gather_parts(
     base = resolve(model) if isinstance(model, str | Path) else None
     named_base = base or _origin(model)
     if earlier is not None and named_base is not None:
-        agree(lambda: check_base(earlier, named_base))
+        agree(lambda: check_base(earlier, named_base), "base of the adapter")
     if tokenizer is None:
-        tokenizer = agree(lambda: read_tokenizer(config, named_base, earlier), own=True)
+        tokenizer = agree_locally(lambda: read_tokenizer(config, named_base, earlier), "tokenizer")
     if base is not None:
-        model = agree(lambda: empty_model(config, base, say), own=True)
-    tables = any(agree(lambda: embedding_rows(earlier) if earlier is not None else base is None and resized(model)))
+        model = agree_locally(lambda: empty_model(config, base, say), "model without weights")
+
+    def has_tables() -> bool:
+        return bool(embedding_rows(earlier)) if earlier is not None else base is None and resized(model)
+
+    tables = any(agree(has_tables, "embeddings of the adapter"))
     settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
-    peft_config, grown = agree(settle, own=True)
+    peft_config, grown = agree_locally(settle, "vocabulary")
     way = way_to_pack(config, model, say) if config.packing else None
     if base is None and (four_bits := quantization(config)) is not None:
         model = quantize_model(model, four_bits)
@@ -131,7 +135,7 @@ def gather_parts(
     for kind in prompt_kinds(model):
         check_prompt(kind, config.packing, config.gradient_checkpointing or engine.activation_checkpointing)
     if config.freeze and train is not None:
-        agree(functools.partial(freeze, model, config.freeze, say))
+        agree(functools.partial(freeze, model, config.freeze, say), "freezing")
     check_trains(model)
     adds = peft_config is not None and earlier is None
     parts = Parts(
@@ -150,14 +154,14 @@ def table_of(parts: Parts, name: str, source: Source, say: Say) -> TokenTable:
     """The tokens of a data set, checked against the model. All ranks must call this."""
     table = make_table(parts.config, source, parts.tokenizer)
     say(describe_data(name, table.facts, parts.config))
-    agree(functools.partial(check_rows, parts.model, table))
+    agree(functools.partial(check_rows, parts.model, table), f"check of the {name} data")
     return table
 
 
 def way_to_pack(config: SFTConfig, model: Any, say: Say) -> Way:
     """How this model is given packed rows, as the first rank finds by trying. All ranks must call this."""
     work = functools.partial(try_packing, model, runtime.device(), uses_flash(model))
-    verdict: Verdict = agree(work if runtime.is_main() else lambda: None)[0]
+    verdict: Verdict = on_rank_0(work, "packing check")
     name = type(causal(model)).__name__
     if verdict.way is not None:
         if verdict.way != Way():
@@ -193,7 +197,7 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     collectives.limit(sharded._fullshard_mesh, config.ddp_timeout)
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
-    need = agree(lambda: memory_check.check_fit(sharded.plan, config.optim, engine.offload_params))[0]
+    need = agree(lambda: memory_check.check_fit(sharded.plan, config.optim, engine.offload_params), "memory check")[0]
     for line in (*memory_check.describe(sharded.plan, need), dense_line(sharded), summary(sharded)):
         if line is not None:
             reporter.say(line)

@@ -46,4 +46,4 @@ class Callbacks:
                 method(self.args, self.state, self.control, **facts)
         if not self.callbacks or event != "on_step_end":
             return False
-        return bool(any_of(int(self.control.should_training_stop), step, "callbacks"))
+        return bool(any_of(int(self.control.should_training_stop), "callbacks"))

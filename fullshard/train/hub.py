@@ -58,7 +58,7 @@ class Hub:
         if args.hub_strategy == "end":
             return
         idle = runtime.is_main() and (self._busy or _why_not() is not None)
-        if any_of(int(idle), state.global_step, "uploads"):
+        if any_of(int(idle), "uploads"):
             return
         loop, place = self.trainer.loop, self._place
         if loop.manager is not None:

@@ -233,7 +233,7 @@ class Loop:
         mine = [
             r for rows, value in zip(step.mine, losses, strict=True) if not math.isfinite(float(value)) for r in rows
         ]
-        rows = sorted(row for rank in exchange(mine, step.number, "rows without a finite loss") for row in rank)
+        rows = sorted(row for rank in exchange(mine, "rows without a finite loss") for row in rank)
         shown = ", ".join(map(str, rows[:ROWS_NAMED])) + (", …" if len(rows) > ROWS_NAMED else "")
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         where = f"; it came from rows {shown} of the training data" if rows else ""
@@ -323,7 +323,7 @@ class Loop:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. All ranks must call it."""
         scaler = {"scaler": self.scaler} if self.scaler.is_enabled() else {}
-        elapsed = exchange(self._window.elapsed, self.progress.step, "time spent")[0]
+        elapsed = exchange(self._window.elapsed, "time spent")[0]
         progress = {**asdict(self.progress), "window": self._window.state(elapsed)}
         return {"model": self.model, "optimizer": self.optimizer, "progress": progress, **scaler}
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard import accelerator, runtime
+from fullshard.byte_size import memory_size
 from fullshard.errors import ConfigError
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.strategy import dtype_of
@@ -63,9 +64,10 @@ def check_fit(plan: ShardingPlan, optim: str, on_host: bool) -> Need:
     need, (there, where) = need_of(plan, optim), available(on_host)
     if need.total > there:
         raise ConfigError(
-            f"the model does not fit: each rank needs at least {size(need.total)} of {where} at rest (shards "
-            f"{size(need.shards)}, gradients {size(need.gradients)}, optimizer {size(need.optimizer)}), but has "
-            f"{size(there)}. Use more ranks, use_peft_lora, a sharded strategy, or fsdp_offload_params."
+            f"the model does not fit: each rank needs at least {memory_size(need.total)} of {where} at rest (shards "
+            f"{memory_size(need.shards)}, gradients {memory_size(need.gradients)}, optimizer "
+            f"{memory_size(need.optimizer)}), but has {memory_size(there)}. "
+            f"Use more ranks, use_peft_lora, a sharded strategy, or fsdp_offload_params."
         )
     return need
 
@@ -79,15 +81,6 @@ def describe(plan: ShardingPlan, need: Need) -> list[str]:
     units = ", ".join(f"{count} {name}" for name, count in layers.items()) or "none but the whole model"
     return [
         f"plan: {plan.strategy} on {axes}; units: {units}",
-        f"      at rest on each rank: shards {size(need.shards)}, gradients {size(need.gradients)},",
-        f"      optimizer {size(need.optimizer)}; gathered at once at most {size(need.gathered)}",
+        f"      at rest on each rank: shards {memory_size(need.shards)}, gradients {memory_size(need.gradients)},",
+        f"      optimizer {memory_size(need.optimizer)}; gathered at once at most {memory_size(need.gathered)}",
     ]
-
-
-def size(count: float) -> str:
-    """Bytes in words."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}".replace(".0 B", " B")
-        count /= 1024
-    return f"{count:.2f} GiB"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
-import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from fullshard import __version__, runtime
-from fullshard.data.once import agree
+from fullshard import runtime
 from fullshard.errors import WeightsError
 from fullshard.fsdp.state_dict import whole_value
 from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
@@ -20,12 +17,14 @@ from fullshard.lora.plain_lora import make_plain
 from fullshard.lora.virtual_tokens import as_file, encoders, is_prompt
 from fullshard.models.chunked_loss import causal
 from fullshard.paths import replaced_files, save_tokenizer
+from fullshard.ranks import on_rank_0
 from fullshard.reporting.html_report import write_report
 from fullshard.reporting.model_card import write_card
 from fullshard.reporting.reporter import FILE
 from fullshard.train.config import SFTConfig
 from fullshard.train.model import local_folder
 from fullshard.train.run_dir import CHECKPOINTS, place_of
+from fullshard.version import library_versions
 from fullshard.weights.adapter_base import lasting_name, write_record
 from fullshard.weights.adapter_files import names_in_files
 from fullshard.weights.export import save_pretrained
@@ -44,7 +43,7 @@ def export(model: Any, parts: Parts, config: SFTConfig, place: Path) -> None:
     if hasattr(model, "peft_config"):
         keep_first(model, parts, config)
         export_adapter(model, place, dtype, parts.tables, parts.first)
-        agree(lambda: save_tokenizer(parts.tokenizer, place) if runtime.is_main() else None)
+        on_rank_0(lambda: save_tokenizer(parts.tokenizer, place), "export")
     else:
         dtype = dtype or getattr(model.config, "dtype", None)
         save_pretrained(model, place, dtype=dtype, tokenizer=parts.tokenizer, progress=False)
@@ -81,8 +80,6 @@ def export_adapter(
         values[name] = shared[name].cpu().to(dtype or shared[name].dtype).clone()
 
     def write() -> None:
-        if not runtime.is_main():
-            return
         with replaced_files(place) as part:
             if is_prompt(model):
                 _write_prompt(model, part, values)
@@ -98,7 +95,7 @@ def export_adapter(
             for card in part.rglob("README.md"):  # PEFT's; `reporting/model_card.py` writes the run's
                 card.unlink()
 
-    agree(write)
+    on_rank_0(write, "export")
 
 
 def _name_base(folder: Path, model: Any) -> None:
@@ -133,16 +130,6 @@ def _check_adapter(files: list[Path], values: dict[str, torch.Tensor]) -> None:
             raise WeightsError(f"the adapter's files do not hold {name} as it was gathered; nothing was kept.")
 
 
-def versions() -> dict[str, str]:
-    found = {"fullshard": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "peft", "safetensors", "tokenizers"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def describe(trainer: SFTTrainer, place: Path) -> None:
     """Write card and report, and upload if asked to; the first rank alone."""
     if not runtime.is_main():
@@ -157,10 +144,16 @@ def describe(trainer: SFTTrainer, place: Path) -> None:
         "steps": progress.step,
         "ranks": runtime.world_size(),
         "metrics": metrics,
-        "versions": versions(),
+        "versions": library_versions(),
     }
     write_card(place, config, facts)
-    shown = {"steps": progress.step, "tokens": progress.tokens, "ranks": runtime.world_size(), **metrics, **versions()}
+    shown = {
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "ranks": runtime.world_size(),
+        **metrics,
+        **library_versions(),
+    }
     write_report(place / REPORT, config, trainer.state.log_history, shown, trainer.loop.reporter.answers)
     if trainer.hub is not None:
         trainer.hub.push(place)

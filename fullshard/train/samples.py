@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fullshard import runtime
-from fullshard.data.once import agree
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
 from fullshard.models.chunked_loss import causal
 from fullshard.models.generate import Ends, answer, chat_tokens, ends_of, lead_in
-from fullshard.ranks import exchange
+from fullshard.ranks import agree_locally, exchange
 from fullshard.train.config import SFTConfig
 from fullshard.train.prompts import Question, read_prompts
 
@@ -56,7 +55,7 @@ class Samples:
     def __init__(self, trainer: SFTTrainer) -> None:
         self.trainer = trainer
         config, parts = trainer.args, trainer.parts
-        found = agree(lambda: prompts_of(config, parts.evaluation, parts.tokenizer), own=True)
+        found = agree_locally(lambda: prompts_of(config, parts.evaluation, parts.tokenizer), "sample prompts")
         self.prompts = _that_fit(found, parts.model, config.sample_max_new_tokens)
         self.ends = ends_of(parts.model, parts.tokenizer)
 
@@ -74,7 +73,7 @@ def _answers(model: Any, prompts: Sequence[Prompt], ends: Ends, limit: int) -> l
         at = first + runtime.rank()
         tokens = answer(model, prompts[at if at < len(prompts) else first].tokens, ends, limit)
         mine.append(ends.text(tokens))
-    by_rank = exchange(mine, 0, "sample generations")
+    by_rank = exchange(mine, "sample generations")
     return [by_rank[i % world][i // world] for i in range(len(prompts))]
 
 

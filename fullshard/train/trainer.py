@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.data.find_dataset import source_of
-from fullshard.data.once import agree
 from fullshard.data.sources import Source, hold_back, row_source
 from fullshard.errors import ConfigError
 from fullshard.parallelize.settings import resolved_launch
 from fullshard.paths import refuse_inputs, save_tokenizer
+from fullshard.ranks import agree, on_rank_0
 from fullshard.reporting import loggers
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import assemble, results, run_dir
@@ -36,6 +36,7 @@ from fullshard.train.loop import Loop
 from fullshard.train.run_lock import FolderLock
 from fullshard.train.samples import Samples
 from fullshard.train.start import starting_point
+from fullshard.version import library_versions
 
 
 class TrainOutput(NamedTuple):
@@ -180,7 +181,7 @@ class SFTTrainer:
             loop = self.loop
             loop.config = self.args
             if not resumes:
-                agree(self._begin_anew)
+                agree(self._begin_anew, "start of the run")
             try:
                 self._train(loop, earlier if resumes else None, resumes)
             finally:
@@ -196,7 +197,7 @@ class SFTTrainer:
             loop.manager = manager
             if resumes or run_dir.named_checkpoint(self.args) is not None:
                 self._resume(manager, earlier)
-                agree(self._write_settings)
+                agree(self._write_settings, "settings of the run")
             self._callbacks("on_train_begin", step=loop.progress.step)
             loop.run()
             self._load_best(manager)
@@ -219,15 +220,13 @@ class SFTTrainer:
         whether this one goes on with it."""
         locks: list[FolderLock] = []
 
-        def hold() -> tuple[dict[str, Any] | None, bool] | None:
-            if not runtime.is_main():
-                return None
+        def hold() -> tuple[dict[str, Any] | None, bool]:
             run_dir.check_folder(self.args, self._inputs)
             locks.append(run_dir.open_folder(self.args))
             return run_dir.read_settings(run_dir.place_of(self.args)), run_dir.resumes(self.args)
 
         try:
-            yield agree(hold)[0]
+            yield on_rank_0(hold, "output directory")
         finally:
             for lock in locks:
                 lock.release()
@@ -256,7 +255,7 @@ class SFTTrainer:
 
     def _forget_lost_best(self, manager: CheckpointManager) -> None:
         """A best checkpoint that is not in this folder (but in that of the run gone on with) cannot be returned to."""
-        progress, there = self.loop.progress, agree(manager.all_steps)[0]
+        progress, there = self.loop.progress, agree(manager.all_steps, "list of checkpoints")[0]
         if not self.args.load_best_model_at_end or progress.best_step is None or progress.best_step in there:
             return
         if runtime.is_main():
@@ -271,7 +270,7 @@ class SFTTrainer:
         if runtime.is_main():
             engine = self.parts.engine
             facts = {"engine": engine.describe(), "launch": resolved_launch(), "ranks": runtime.world_size()}
-            run_dir.write_settings(self.args, {**facts, "versions": results.versions()})
+            run_dir.write_settings(self.args, {**facts, "versions": library_versions()})
             # Beside the checkpoints from the start, so that they can be used before the run has ended.
             save_tokenizer(self.parts.tokenizer, run_dir.place_of(self.args))
 
@@ -307,7 +306,7 @@ class SFTTrainer:
         Whole values are written whatever the state-dict type is. All ranks must call it.
         """
         place = Path(output_dir or self.args.output_dir).expanduser()
-        agree(lambda: refuse_inputs(place, "save_model", self._inputs))
+        agree(lambda: refuse_inputs(place, "save_model", self._inputs), "save_model")
         loop = self.loop
         self._update_state()
         results.export(loop.model, self.parts, self.args, place)
@@ -327,7 +326,8 @@ def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
     """What `fullshard sft` does: build a trainer from files, train, save, say where everything is."""
     data = check_paths(config)
     assemble.join_ranks(assemble.engine_settings(config, []))
-    agree(lambda: run_dir.check_folder(config, inputs_of(config, data)) if runtime.is_main() else None)
+    inputs = inputs_of(config, data)
+    on_rank_0(lambda: run_dir.check_folder(config, inputs), "output directory")
     say = _speaker(config.progress)
     for note in notes:
         say(f"note: {note}")

@@ -10,11 +10,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fullshard import runtime
 from fullshard.errors import RankLostError
 from fullshard.groups import backend_of, carries
+from fullshard.torch_private import all_groups, backend_for, backend_timeout
 
 GIVE_UP = 8.0
 """Seconds the program gets to come back from its wait once communication was ended."""
@@ -25,7 +25,7 @@ def all_communicators(waits_in: Any = None) -> None:
     device = runtime.device()
     # All at once: taking one communicator apart frees device memory, which waits for kernels of others.
     for group in _on_nccl():
-        backend = group._get_backend(torch.device(device.type))
+        backend = backend_for(group, device.type)
         threading.Thread(target=_quietly, args=(backend.abort,), daemon=True).start()
     if waits_in is not None and waits_in.group is not None and backend_of(waits_in.group, device) != "nccl":
         _close_gloo(waits_in.group)
@@ -33,7 +33,7 @@ def all_communicators(waits_in: Any = None) -> None:
 
 def all_on_gloo() -> None:
     """End all communication of this rank on Gloo: a wait that the watch did not begin may be in any of its groups."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in all_groups():
         if group.size() > 1 and carries(group, "cpu"):
             threading.Thread(target=_quietly, args=(lambda group=group: _close_gloo(group),), daemon=True).start()
 
@@ -55,7 +55,7 @@ def take_over() -> None:
 def _on_nccl() -> list[Any]:
     """The process groups in which NCCL carries this rank's tensors."""
     device, found = runtime.device(), []
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in all_groups():
         with contextlib.suppress(Exception):  # a group that is being destroyed
             if backend_of(group, device) == "nccl":
                 found.append(group)
@@ -70,8 +70,7 @@ def _quietly(job: Any) -> None:
 def time_out(group: Any) -> float | None:
     """Seconds that an operation of a group may take, where the group says so."""
     with contextlib.suppress(Exception):
-        backend = group._get_backend(torch.device(runtime.device().type))
-        return float(backend.options._timeout.total_seconds())
+        return backend_timeout(backend_for(group, runtime.device().type))
     return None
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from fullshard import runtime
 from fullshard.processes import Process, state_of
+from fullshard.torch_private import default_store
 from fullshard.watchdog import abort, heartbeat, watch
 from fullshard.watchdog.diagnosis import Verdict
 from fullshard.watchdog.heartbeat import Board, Loss, Ring, beat_every
@@ -56,7 +57,7 @@ class Lookout:
     @classmethod
     def start(cls) -> Lookout | None:
         """Start the threads of this process; None where there is nobody to hear of."""
-        store, world = dist.distributed_c10d._get_default_store(), dist.group.WORLD
+        store, world = default_store(), dist.group.WORLD
         if runtime.world_size() == 1 or "fake" in str(dist.get_backend_config(world)).lower():
             return None
         with contextlib.suppress(Exception):

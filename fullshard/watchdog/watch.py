@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard import runtime
-from fullshard.errors import FSDPError, RankLostError, first_line
+from fullshard.errors import FSDPError, RankLostError, RanksDivergedError, first_line
 from fullshard.groups import short_name
 from fullshard.watchdog import device_work as works_of
 from fullshard.watchdog.diagnosis import Note, Verdict, Wait, kind_of
@@ -256,7 +256,7 @@ def settle_issuing() -> None:
 
 def _error(verdict: Verdict) -> FSDPError:
     _here.raised = True
-    return RankLostError(verdict.text, verdict.at) if verdict.lost else FSDPError(verdict.text)
+    return RankLostError(verdict.text, verdict.at) if verdict.lost else RanksDivergedError(verdict.text)
 
 
 def failed(what: str, ranks: tuple[int, ...], error: Exception) -> FSDPError:

@@ -25,9 +25,8 @@ from fullshard.lora.adapter_config import taken_from_weights
 from fullshard.progress import Bar
 from fullshard.quant import sharded_groups
 from fullshard.quant.linear import NF4Linear
-from fullshard.ranks import front_group
+from fullshard.ranks import agree, host_group
 from fullshard.weights import init
-from fullshard.weights.load_report import together
 from fullshard.weights.slice_reader import TensorReader
 
 Values = dict[str, torch.Tensor]
@@ -152,7 +151,7 @@ def derive(
                 mine[i] = {kind: value.cpu() for kind, value in _values(model, layers[i], seed).items()}
                 bar.at(sum(sizes[j] for j in mine))
 
-    together(compute, "adapters from weights")
+    agree(compute, "adapters from weights", error=WeightsError)
     for i, one in enumerate(layers):
         _set(one, _broadcast(one, mine.pop(i, None), i % runtime.world_size()))
     for config in getattr(model, "peft_config", {}).values():
@@ -165,7 +164,7 @@ def _broadcast(one: DerivedAdapter, values: Values | None, source: int) -> Value
     found = values or {kind: torch.empty(shape) for kind, shape in one.computed.items()}
     if runtime.world_size() > 1:
         for kind in sorted(one.computed):
-            dist.broadcast(found[kind], source, group=front_group())
+            dist.broadcast(found[kind], source, group=host_group())
     return found
 
 

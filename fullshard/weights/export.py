@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fullshard import runtime
+from fullshard.byte_size import file_size
 from fullshard.errors import WeightsError
 from fullshard.fsdp import state_dict
 from fullshard.fsdp.engine import Engine
@@ -23,10 +24,11 @@ from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_name, dtype_of
 from fullshard.paths import refuse_inputs
 from fullshard.progress import Bar
-from fullshard.ranks import any_of, front_group
+from fullshard.ranks import agree, any_of, host_group
+from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import local_of
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.key_mapping import ReverseMapping, TensorGroup
-from fullshard.weights.load_report import together
 from fullshard.weights.model_dir_writer import ModelDirWriter
 from fullshard.weights.safetensors_writer import total_bytes
 from fullshard.weights.slice_reader import lengths
@@ -78,14 +80,14 @@ def save_pretrained(
             writing.append(ModelDirWriter(target, form, max_shard_size, packed))
 
     try:
-        together(begin, "export")
+        agree(begin, "export", error=WeightsError)
         _stream(model, groups, tensors, dtype_in_file, writing, Bar("writing", total_bytes(form), progress))
 
         def finish() -> None:
             for w in writing:
                 w.finish(plain, tokenizer, verify)
 
-        together(finish, "export")
+        agree(finish, "export", error=WeightsError)
     finally:
         for w in writing:
             w.clean_up()
@@ -114,7 +116,7 @@ def _check(model: nn.Module) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
         tied = name in ties and id(value) in seen or id(value) in {id(t) for t in tensors.values()}
         if not tied and name not in (model._keys_to_ignore_on_save or ()):
             tensors[name] = value
-    empty = [name for name, value in tensors.items() if getattr(value, "_local_tensor", value).is_meta]
+    empty = [name for name, value in tensors.items() if (local_of(value) if is_sharded(value) else value).is_meta]
     if empty or not tensors:
         raise WeightsError(
             f"{len(empty)} parameters have no values yet ({', '.join(empty[:3])}); load them before saving"
@@ -149,7 +151,7 @@ def _groups(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[Te
 def _described(form: dict[str, torch.Tensor], wanted: torch.dtype | None) -> str:
     names = sorted({dtype_name(t.dtype) for t in form.values()})
     how = "as requested" if wanted is not None else "as stored; change with dtype="
-    return f"{total_bytes(form) / 1e9:.2f} GB of {', '.join(names)} ({how})"
+    return f"{file_size(total_bytes(form))} of {', '.join(names)} ({how})"
 
 
 def _stream(
@@ -182,20 +184,20 @@ def _stream(
                     bar.at(done)
                 except Exception as error:
                     failure = error
-            if any_of(failure is not None, 0, "export"):
+            if any_of(failure is not None, "export"):
                 break
 
     def raise_failure() -> None:
         if failure is not None:
             raise failure
 
-    together(raise_failure, "export")
+    agree(raise_failure, "export", error=WeightsError)
 
 
 def _whole(p: ShardedParameter, dtype: torch.dtype) -> torch.Tensor | None:
     """Gather a parameter in rank 0's host memory; other ranks send their shards and get None."""
     mine = p.local.detach().to("cpu", dtype).contiguous()
-    shape, group, layout = p.plan.shape, front_group(), p.layout
+    shape, group, layout = p.plan.shape, host_group(), p.layout
     if lengths(layout.slices(shape, 0)) == shape:
         return mine if runtime.is_main() else None  # rank 0 already has all of it
     senders = [int(rank) for rank in layout.mesh.device_ids if layout.replica_id(int(rank)) == 0]

@@ -7,6 +7,7 @@ are initialized (`init.py`); modules with their own storage format read the file
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +24,11 @@ from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.progress import Bar
+from fullshard.ranks import agree, agree_locally
+from fullshard.torch_private import buffers_of
 from fullshard.weights import adapter_init, init
 from fullshard.weights.adapter_files import adapter_readers, open_adapter
-from fullshard.weights.load_report import LoadReport, together
+from fullshard.weights.load_report import LoadReport
 from fullshard.weights.locate import open_source
 from fullshard.weights.match import LoadPlan, match
 from fullshard.weights.resize_vocab import PickedRows, grown_reader
@@ -84,7 +87,7 @@ def fill(
         return fingerprint_of(files.path) if runtime.is_main() else None
 
     try:
-        fingerprints = together(prepare, "load")
+        fingerprints = agree(prepare, "load", error=WeightsError)
         plan = plans[0]
         report = _load(model, engine, plan, transform, seed, threads, progress)
     finally:
@@ -142,7 +145,7 @@ def _load(
         for p, reader in [*plan.reads, *grown, *plan.adapts, *rows]:
             jobs += reader.jobs(p.local.detach(), p.layout.slices(p.plan.shape, runtime.rank()))
         for _, module, key, reader in plan.buffers:
-            buffer = module._buffers[key]
+            buffer = buffers_of(module)[key]
             assert buffer is not None
             jobs += reader.jobs(buffer, tuple(slice(0, n) for n in buffer.shape))
         total = sum(p.local.numel() * reader.dtype.itemsize for p, reader in plan.reads)
@@ -150,15 +153,14 @@ def _load(
         init.initialize(model, plan.parameters, plan.initialize, seed)
         _cast_buffers(model, engine.units[0].precision.buffer_dtype)
 
-    together(read, "load")
+    agree(read, "load", error=WeightsError)
     for module, readers, parameters in plan.own:
         pieces = {name: piece_of(p) for name, p in parameters.items()}
-        read_parts: list[Any] = []
-        together(lambda: read_parts.append(module.read_files(readers, pieces)), "load")  # noqa: B023
-        module.finish_reading(read_parts[0], pieces)
+        parts = agree_locally(functools.partial(module.read_files, readers, pieces), "load", error=WeightsError)
+        module.finish_reading(parts, pieces)
     adapter_init.derive(model, plan.parameters, plan.derived, seed, progress)
     if transform is not None:
-        together(lambda: _transform(plan, transform), "transform")
+        agree(lambda: _transform(plan, transform), "transform", error=WeightsError)
     if plan.plain is not None and plan.conversions is not None:
         plan.plain._weight_conversions = plan.conversions
     report.read = [p.plan.name for p, _ in [*plan.reads, *plan.adapts, *rows]]
@@ -205,6 +207,6 @@ def _transform(plan: LoadPlan, transform: Transform) -> None:
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and dtype is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+                buffers_of(module)[name] = buffer.to(dtype)

@@ -21,6 +21,7 @@ from fullshard import runtime
 from fullshard.errors import WeightsError
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
+from fullshard.torch_private import buffers_of, parameters_of
 
 
 @contextlib.contextmanager
@@ -75,7 +76,7 @@ def _initial_value(p: ShardedParameter, ancestors: dict[nn.Module, list[nn.Modul
         for module, name in p.sites:
             for initializer in _initializers(ancestors[module]):
                 initializer()
-            value = module._parameters[name]
+            value = parameters_of(module)[name]
             assert value is not None
             if not value.isnan().any():
                 return value.detach()
@@ -89,28 +90,28 @@ def compute_buffers(root: nn.Module, parameters: list[ShardedParameter]) -> list
     waiting = [
         (prefix, module, name)
         for prefix, module in root.named_modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
         if buffer is not None and buffer.is_meta
     ]
     if not waiting:
         return []
     _init_vera_projections(root)
-    waiting = [(prefix, module, name) for prefix, module, name in waiting if module._buffers[name].is_meta]
+    waiting = [(prefix, module, name) for prefix, module, name in waiting if buffers_of(module)[name].is_meta]
     ancestors = _ancestors(root)
     made = []
     for start in (0, 1):  # a buffer that keeps both fill values was never set
         for _, module, name in waiting:
-            module._buffers[name] = torch.full_like(module._buffers[name], start, device="cpu")
+            buffers_of(module)[name] = torch.full_like(buffers_of(module)[name], start, device="cpu")
         with without_values(parameters), seeded(0, "buffers"):
             for module in {id(module): module for _, module, _ in waiting}.values():
                 for initializer in _initializers(ancestors[module]):
                     initializer()
-        made.append([module._buffers[name] for _, module, name in waiting])
+        made.append([buffers_of(module)[name] for _, module, name in waiting])
     not_computed = []
     for (prefix, module, name), first, second in zip(waiting, *made, strict=True):
         if not torch.equal(first, second):
             not_computed.append(f"{prefix}.{name}" if prefix else name)
-        module._buffers[name] = second.to(runtime.device())
+        buffers_of(module)[name] = second.to(runtime.device())
     return not_computed
 
 
@@ -131,7 +132,7 @@ def _show(p: ShardedParameter, value: torch.Tensor) -> None:
     """Make a plain parameter with this value visible in the modules."""
     parameter = nn.Parameter(value, requires_grad=p.shard.requires_grad and value.is_floating_point())
     for module, name in p.sites:
-        module._parameters[name] = parameter
+        parameters_of(module)[name] = parameter
 
 
 def _ancestors(root: nn.Module) -> dict[nn.Module, list[nn.Module]]:

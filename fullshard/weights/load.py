@@ -30,14 +30,15 @@ from fullshard.lora.peft_model import get_peft_model_on_meta
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.quant.config import Quantization
 from fullshard.quant.quantize import quantize_model
+from fullshard.ranks import agree, agree_locally
 from fullshard.spmd.mesh import Mesh, get_global_mesh
+from fullshard.torch_private import parameters_of
 from fullshard.weights import export as export  # makes model.save_pretrained of wrapped models stream
 from fullshard.weights.adapter_base import check_base, lasting_name
 from fullshard.weights.adapter_files import stored_rows
 from fullshard.weights.dtypes import choose_dtype, dtypes_kept
 from fullshard.weights.fill import fill
 from fullshard.weights.key_mapping import find_readers, plain_model, plain_name
-from fullshard.weights.load_report import together
 from fullshard.weights.locate import open_source, resolve
 from fullshard.weights.safetensors_index import SafetensorsFiles
 from fullshard.weights.transforms import Transform
@@ -105,10 +106,8 @@ def load_pretrained(
         return on_meta(class_of(model_class, settings), settings, wanted, where, trust_remote_code)
 
     with contextlib.ExitStack() as stack:
-        made: list[PreTrainedModel] = []
-        together(lambda: made.append(build()), "build")
+        model: Any = agree_locally(build, "build", error=WeightsError)
         stack.callback(opened[0].close)
-        model: Any = made[0]
         untie_what_differs(model, opened[0], key_mapping)
         model.eval()
         packed = quantization_config or getattr(model.config, "quantization_config", None)
@@ -188,7 +187,7 @@ def on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trus
             model = model_class._from_config(config, dtype=dtype)
     for name, kept in dtypes_kept(model, dtype, dict(model.named_parameters())).items():
         module, _, key = name.rpartition(".")
-        held = model.get_submodule(module)._parameters
+        held = parameters_of(model.get_submodule(module))
         held[key] = nn.Parameter(held[key].to(kept), requires_grad=held[key].requires_grad)
     if model.can_generate():
         with contextlib.suppress(OSError):
@@ -233,15 +232,16 @@ def untie_what_differs(model: PreTrainedModel, source: SafetensorsFiles, key_map
         both = [(a, b) for a, b in ties.items() if a in readers and b in readers and readers[a] is not readers[b]]
         return [a for a, b in both if not _equal(readers[a], readers[b])]
 
-    for name in sorted({name for found in together(differing, "compare tied weights") for name in found}):
+    found = agree(differing, "compare tied weights", error=WeightsError)
+    for name in sorted({name for names in found for name in names}):
         runtime.get_logger().warning(
             "the config ties %s to %s, but the files contain different values for them; they are not tied",
             name,
             ties[name],
         )
         module, _, key = name.rpartition(".")
-        old: Any = model.get_submodule(module)._parameters[key]
-        model.get_submodule(module)._parameters[key] = nn.Parameter(torch.empty_like(old), old.requires_grad)
+        old: Any = parameters_of(model.get_submodule(module))[key]
+        parameters_of(model.get_submodule(module))[key] = nn.Parameter(torch.empty_like(old), old.requires_grad)
         model.all_tied_weights_keys.pop(name)
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from fullshard import runtime
-from fullshard.errors import UserError, WeightsError
-from fullshard.ranks import attempt
-
-T = TypeVar("T")
+from fullshard.byte_size import file_size
 
 SHOWN = 8
 """How many names of each kind an error lists; the others are counted."""
@@ -87,26 +83,11 @@ class LoadReport:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        rate = self.bytes / 1e9 / max(self.seconds, 1e-9)
+        rate = file_size(self.bytes / max(self.seconds, 1e-9))
         text = f"loaded {len(self.read)} tensors from {self.path}"
-        text += f": {self.bytes / 1e9:.2f} GB on this rank in {self.seconds:.1f} s, {rate:.1f} GB/s"
+        text += f": {file_size(self.bytes)} on this rank in {self.seconds:.1f} s, {rate}/s"
         for names, action in ((self.initialized, "initialized"), (self.resized, "resized"), (self.skipped, "skipped")):
             if names:
                 shown = names if len(names) <= NAMED else [names[0], "…"]
                 text += f"; {len(names)} {action} ({', '.join(shown)})"
         return text
-
-
-def together(job: Callable[[], T], what: str) -> list[T]:
-    """Run a job on every rank and return all results. If it fails on any rank, all raise the same `WeightsError`."""
-    values, failures, failure = attempt(job, _message, 0, what, watched=False)
-    if failures:
-        first = next(iter(failures.values()))
-        alike = len(failures) == runtime.world_size() and len(set(failures.values())) == 1
-        text = first if alike else "\n".join(f"rank {rank}: {text}" for rank, text in failures.items())
-        raise WeightsError(text) from failure
-    return values
-
-
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, UserError) else repr(error)

@@ -12,7 +12,7 @@ from typing import Any
 from fullshard import runtime
 from fullshard.errors import WeightsError
 from fullshard.lora.adapter_config import CONFIG
-from fullshard.weights.load_report import together
+from fullshard.ranks import agree, agree_locally
 from fullshard.weights.safetensors_index import SafetensorsFiles
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -155,15 +155,17 @@ def resolve(name: str | Path, **options: Any) -> Path:
     """
     path = Path(name).expanduser()
     on_disk = path.exists() or path.is_absolute() or str(name).startswith((".", "~")) or len(path.parts) > 2
-    if any(together(lambda: on_disk, "resolve")):  # a rank that does not see the path raises an error later
+    if any(
+        agree(lambda: on_disk, "resolve", error=WeightsError)
+    ):  # a rank that does not see the path raises an error later
         return path
 
     def fetch(mine: bool) -> str | None:
         return _snapshot(str(name), **options) if mine else None
 
     first = runtime.local_rank() == 0
-    together(lambda: fetch(first), "download")
-    return Path(together(lambda: fetch(True), "download")[runtime.rank()] or "")
+    agree(lambda: fetch(first), "download", error=WeightsError)
+    return Path(agree_locally(lambda: fetch(True), "download", error=WeightsError) or "")
 
 
 def _snapshot(name: str, **options: Any) -> str:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.lora.virtual_tokens import encoders, init_rows
+from fullshard.torch_private import buffers_of, non_persistent_buffers
 from fullshard.weights import adapter_init
 from fullshard.weights.key_mapping import find_readers, may_be_missing, plain_model, plain_name
 from fullshard.weights.load_report import LoadProblems
@@ -124,7 +125,7 @@ def match(
             plan.buffers.append((name, module, key, reader))
     for name, reader in from_adapter.items():  # buffers of the adapter, such as VeRA's shared projections
         path, _, key = name.rpartition(".")
-        if key in model.get_submodule(path)._buffers:
+        if key in buffers_of(model.get_submodule(path)):
             plan.buffers.append((name, model.get_submodule(path), key, reader))
     for name, module in modules_reading.items():
         tensors = {t: plain_name(f"{name}.{t}", prefix) for t in module.file_tensors()}
@@ -160,7 +161,7 @@ def _token_rows(
         for adapter, indices in layer.token_indices.items():
             found[id(by_site[layer.trainable_tokens_delta, adapter])] = (table, list(indices))
             kept = layer.trainable_tokens_original
-            if kept._buffers[adapter].is_meta:
+            if buffers_of(kept)[adapter].is_meta:
                 where = f"{name}.token_adapter.trainable_tokens_original.{adapter}"
                 plan.originals.append((where, kept, adapter, table, list(indices)))
     return found
@@ -170,8 +171,8 @@ def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, tor
     return {
         f"{prefix}.{name}" if prefix else name: (module, name, buffer)
         for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
+        for name, buffer in buffers_of(module).items()
+        if buffer is not None and name not in non_persistent_buffers(module)
     }
 
 

@@ -17,6 +17,7 @@ from fullshard.errors import QuantizationError, WeightsError, first_line
 from fullshard.paths import check_new_folder
 from fullshard.progress import Bar
 from fullshard.quant.config import Quantization
+from fullshard.torch_private import buffers_of, parameters_of
 from fullshard.weights.adapter_base import check_base, find_base
 from fullshard.weights.adapter_files import adapter_readers, open_adapter, stored_rows
 from fullshard.weights.dequantized import rounded_readers
@@ -135,10 +136,10 @@ def _read_adapter(model: Any, folder: Path) -> dict[str, torch.Tensor]:
         for name, reader in adapter_readers(model, source).items():
             path, _, own = name.rpartition(".")
             module = model.get_submodule(path)
-            if own in module._buffers:
-                loaded[name] = module._buffers[own] = reader[()]
+            if own in buffers_of(module):
+                loaded[name] = buffers_of(module)[own] = reader[()]
             else:
-                loaded[name] = module._parameters[own] = nn.Parameter(reader[()], requires_grad=False)
+                loaded[name] = parameters_of(module)[own] = nn.Parameter(reader[()], requires_grad=False)
     return loaded
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import WeightsError
+from fullshard.torch_private import parameters_of
 from fullshard.weights.key_mapping import plain_model, plain_name
 from fullshard.weights.slice_reader import TensorReader
 
@@ -173,10 +174,10 @@ def _values_of(layer: Any) -> Iterator[torch.Tensor]:
 @contextlib.contextmanager
 def _filled(layer: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Set tensors of a layer temporarily."""
-    empty = dict(layer._parameters)
+    empty = dict(parameters_of(layer))
     for name, value in values.items():
-        layer._parameters[name] = nn.Parameter(value, requires_grad=False)
+        parameters_of(layer)[name] = nn.Parameter(value, requires_grad=False)
     try:
         yield
     finally:
-        layer._parameters.update(empty)
+        parameters_of(layer).update(empty)

@@ -20,6 +20,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import PreTrainedModel
 
+from fullshard.byte_size import file_size
 from fullshard.durable import sync
 from fullshard.errors import WeightsError
 from fullshard.fsdp.strategy import dtype_name
@@ -59,7 +60,7 @@ class ModelDirWriter:
             free, needed = shutil.disk_usage(home).free, total_bytes(form)
             if free < needed:
                 raise WeightsError(
-                    f"{target} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; free some space, "
+                    f"{target} needs {file_size(needed)} and its disk has {file_size(free)} free; free some space, "
                     f"choose another directory, or a smaller dtype="
                 )
             self.temporary = home / f".{target.name}-{uuid.uuid4().hex[:8]}.writing"

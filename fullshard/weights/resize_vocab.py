@@ -6,6 +6,7 @@ number of ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,8 +14,8 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from fullshard import runtime
-from fullshard.ranks import front_group
-from fullshard.weights.load_report import together
+from fullshard.errors import WeightsError
+from fullshard.ranks import agree_locally, host_group
 from fullshard.weights.slice_reader import Cuts, Job, Joined, TensorReader
 
 ROWS = 256
@@ -58,11 +59,11 @@ def grown_reader(reader: TensorReader, rows: int, alone: bool = False) -> Tensor
 
 def mean_row(reader: TensorReader) -> torch.Tensor:
     """The mean over dim 0, in fp64."""
-    sums: list[torch.Tensor] = []
-    together(lambda: sums.append(_block_sums(reader, runtime.rank(), runtime.world_size())), "mean of token rows")
+    block_sums = functools.partial(_block_sums, reader, runtime.rank(), runtime.world_size())
+    sums = agree_locally(block_sums, "mean of token rows", error=WeightsError)
     if runtime.world_size() > 1:
-        dist.all_reduce(sums[0], group=front_group())  # each block is zero on all ranks but one: exact
-    return _mean(sums[0], reader.shape[0])
+        dist.all_reduce(sums, group=host_group())  # each block is zero on all ranks but one: exact
+    return _mean(sums, reader.shape[0])
 
 
 def _block_sums(table: TensorReader | torch.Tensor, first: int, step: int) -> torch.Tensor:

@@ -145,16 +145,16 @@ def test_ranks_share_the_same_rows(tmp_path: Path, world_size: int) -> None:
     mine = []
     for step in loader.steps(0, 26):
         mine.append(own_documents(step))
-        assert exchange(step.pick.position, step.number, "positions") == [step.pick.position] * world_size
-    assert merged(exchange(mine, 0, "rows")) == expected(26, True)
+        assert exchange(step.pick.position, "positions") == [step.pick.position] * world_size
+    assert merged(exchange(mine, "rows")) == expected(26, True)
     # A position says nothing of ranks: after five steps of the second epoch it is this one on any number.
     there = {"epoch": 1, "page": 1, "place": PAGE, "row": 5 * BATCH - PAGE, "before": len(ROWS) + 5 * BATCH}
     later = []
     for step in loader.steps(17, 20, there):
         later.append(own_documents(step))
-        exchange(step.number, 0, "a step, as in training")
-    assert merged(exchange(later, 0, "rows")) == expected(20, True)[17:]
-    exchange(None, 0, "the maker has closed")
+        exchange(step.number, "a step, as in training")
+    assert merged(exchange(later, "rows")) == expected(20, True)[17:]
+    exchange(None, "the maker has closed")
     assert left_in(tmp_path) == []
 
 
@@ -235,10 +235,10 @@ def test_every_rank_meets_an_error_at_the_same_step(tmp_path: Path, threads: int
     loader = Loader(feed(row_source(rows, "rows"), tmp_path), Collator(2), 3, runtime.rank(), 2, threads)
     done: list[Any] = []
     with pytest.raises(DataError, match="rows, row 37: ") as error:
-        done.extend(exchange(step.number, 0, "a step")[0] for step in loader.steps(0, 20))
-    assert len(set(exchange(str(error.value), 0, "errors"))) == 1
+        done.extend(exchange(step.number, "a step")[0] for step in loader.steps(0, 20))
+    assert len(set(exchange(str(error.value), "errors"))) == 1
     # The third page has the bad row; rows 30 and 31 of the first two wait for it in vain.
-    assert exchange(done, 0, "steps") == [[0, 1, 2, 3, 4]] * 2
+    assert exchange(done, "steps") == [[0, 1, 2, 3, 4]] * 2
     assert left_in(tmp_path) == []
 
 
@@ -258,7 +258,7 @@ def test_tokens_that_the_model_cannot_take_are_refused_on_every_rank(tmp_path: P
 
     def train() -> None:
         for step in loader.steps(0, 20):
-            done.extend(exchange(step.number, 0, "a step"))
+            done.extend(exchange(step.number, "a step"))
             time.sleep(late * runtime.rank())
 
     with pytest.raises(ConfigError, match="token 999"):

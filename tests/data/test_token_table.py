@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fullshard import progress as display
 from fullshard import runtime
-from fullshard.data import chat_template, tally
+from fullshard.data import chat_template
 from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import load_table
@@ -131,12 +132,12 @@ def test_everything_that_was_left_out_is_said(tmp_path: Path) -> None:
 def test_long_work_says_how_far_it_is(
     progress: str, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tally, "SAYS_EVERY", -1.0)
-    with tally.Tally("the rows", progress) as told:
+    monkeypatch.setattr(display, "PLAIN_LINE_EVERY", -1.0)
+    with display.TokenizingProgress("the rows", progress) as told:
         told(512, 1000)
         told(488, 2000)
     out = capsys.readouterr().out
-    assert ("tokenising the rows: 1,000 rows, 3,000 tokens, " in out) == said and (said or not out)
+    assert ("tokenizing the rows: 1,000 rows, 3,000 tokens, " in out) == said and (said or not out)
 
 
 def test_the_cache_is_named_by_content(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def train(model: Any, config: SFTConfig, rows: Any = None, engine: dict[str, Any
 def losses(trainer: Any) -> list[float]:
     """The loss of every step, on every rank."""
     found = [r["loss"] for r in trainer.state.log_history if "loss" in r]
-    return exchange(found, 0, "losses")[0]
+    return exchange(found, "losses")[0]
 
 
 def plain_losses(made: Any, optimizer: Any, schedule: Any, table: Any, order: Any, config: SFTConfig) -> list[float]:

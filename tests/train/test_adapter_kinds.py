@@ -169,7 +169,7 @@ def check(kind: str, place: Path) -> None:
         assert (logits_of(base_of(place, config)) - got).abs().max() > 1e-3, (
             "an adapter that does nothing shows nothing"
         )
-    alone = exchange(alone, 0, "oracle", watched=False)[0]
+    alone = exchange(alone, "oracle", watched=False)[0]
     assert ours == pytest.approx(alone, abs=1e-5), (ours, alone)
 
 

@@ -103,7 +103,7 @@ def test_what_is_trained_is_what_peft_loads(four_bits: bool, tmp_path: Path) -> 
     if runtime.is_main():
         make_place(tmp_path)
     runtime.barrier()
-    place = exchange(str(tmp_path), 0, "place")[0]
+    place = exchange(str(tmp_path), "place")[0]
     words = flags(Path(place), four_bits)
     launch = resolve([*config_file(tmp_path, four_bits), sys.executable])
     trainers: list[Any] = []

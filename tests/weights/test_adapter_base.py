@@ -98,7 +98,9 @@ def test_adapters_of_peft_are_known_by_what_they_name(made: Path, tmp_path: Path
     for fits in (snapshot, "other-org/llama-3", "/models/Llama-3", "/models/Llama-3-bnb-4bit"):
         check_base(adapter, fits)
     for other in (made / "base", "org/Llama-3-Instruct", "/models/llama-3.1"):
-        with pytest.raises(WeightsError, match=rf"was trained on org/Llama-3, and {other} appears to be a different model"):
+        with pytest.raises(
+            WeightsError, match=rf"was trained on org/Llama-3, and {other} appears to be a different model"
+        ):
             check_base(adapter, other)
     check_base(named(adapter, None), made / "other")  # nobody knows: shapes alone
 

@@ -118,7 +118,10 @@ UNKNOWN = {
     ),
     "projections left out": (VeraConfig(r=4, target_modules=["q_proj"], save_projection=False), "does not support"),
     "rotations": (OFTConfig(r=4, oft_block_size=0, target_modules=["q_proj"]), "does not support.*oft_R"),
-    "butterflies": (BOFTConfig(boft_block_size=4, target_modules=["q_proj"]), "BOFT adapters cannot be merged layer by"),
+    "butterflies": (
+        BOFTConfig(boft_block_size=4, target_modules=["q_proj"]),
+        "BOFT adapters cannot be merged layer by",
+    ),
     "prompts": (PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "PROMPT_TUNING adapters change the"),
     "random starts": (LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa_niter_4"), "'pissa_niter_4'"),
 }
