@@ -52,7 +52,6 @@ class QuantizedExperts(Protocol):
     scheme: Scheme
     fused: dict[str, tuple[int, int, int]]
     adapters: dict[str, list[LoraFactors]]
-    _parameters: dict[str, Any]
 
     @property
     def product_dtype(self) -> torch.dtype: ...

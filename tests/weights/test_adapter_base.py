@@ -141,7 +141,7 @@ def test_a_relative_base_is_found_from_the_folders_above_the_adapter(
     named(adapter, "lost/model")
     for words in (["chat", "--prompt", "one"], ["export", str(tmp_path / "to"), "--merge"]):
         code, _, said = command(words[0], str(adapter), *words[1:])
-        assert code == 2 and "'lost/model' is neither a directory here nor a model that can be fetched" in said
+        assert code == 2 and "'lost/model' is neither a local directory nor a model that can be downloaded" in said
         assert said.rstrip().endswith("with --base.") and len(said.splitlines()) == 1
 
 
@@ -159,6 +159,6 @@ def test_a_name_that_does_not_exist_is_one_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     for words in (["chat", "nobody/nothing", "--prompt", "one"], ["export", "nobody/nothing", "no/such/folder"]):
         code, _, said = command(*words)
-        assert code == 2 and said.startswith("fullshard: 'nobody/nothing' is neither a directory here nor a model")
+        assert code == 2 and said.startswith("fullshard: 'nobody/nothing' is neither a local directory nor a model")
         assert len(said.splitlines()) == 1
     assert asked == ["nobody/nothing"] * 2

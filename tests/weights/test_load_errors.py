@@ -192,7 +192,7 @@ def test_a_name_on_the_hub(llama, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         model = load_pretrained("some/model", cache_dir=tmp_path)
-        with pytest.raises(WeightsError, match="'some/other' is neither a directory here nor a model"):
+        with pytest.raises(WeightsError, match="'some/other' is neither a local directory nor a model"):
             load_pretrained("some/other", cache_dir=tmp_path)
     assert model.config.name_or_path == "some/model" and base_of(model).path == str(snapshot)
 
