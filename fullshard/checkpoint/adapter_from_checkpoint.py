@@ -19,8 +19,8 @@ from fullshard.checkpoint.manifest import find_damage, find_header_mismatches, r
 from fullshard.errors import CheckpointError
 from fullshard.lora import virtual_tokens
 from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, taken_from_weights
+from fullshard.lora.peft_model import get_peft_model_on_meta
 from fullshard.lora.plain_lora import first_of, make_plain
-from fullshard.lora.targets import lay_out
 from fullshard.weights.adapter_base import write_record
 from fullshard.weights.adapter_files import names_in_files, other_rows
 from fullshard.weights.load import class_of, on_meta
@@ -62,7 +62,7 @@ def write_adapter(checkpoint: str | Path, out: Path, *, verify: bool = True) -> 
     found: Any = PeftConfig.from_pretrained(str(out))
     found.inference_mode = False  # with the trainable parameters
     with torch.device("meta"):
-        model = lay_out(plain, found)
+        model = get_peft_model_on_meta(plain, found)
     tensors = dict(stored_tensors(manifest, directory, name))
     tensors |= {key: tensors[source] for key, source in entry["tied"].items() if source in tensors}
     for adapter, encoder in virtual_tokens.encoders(model).items():

@@ -73,7 +73,8 @@ def merge_weights(
         raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
 
     tensors = dict([*stored_tensors(manifest, directory, name), *_from_base(entry)])
-    from fullshard.checkpoint.publish import discard, new_token, publish, sync
+    from fullshard.checkpoint.publish import discard, new_token, publish
+    from fullshard.durable import sync
 
     hidden = place.with_name(unpublished_name(place.name, new_token()))
     try:
@@ -153,7 +154,7 @@ def _from_base(entry: dict[str, Any]) -> Iterator[tuple[str, FullTensor]]:
     """The frozen tensors that the checkpoint leaves out, read from the base model's files."""
     if not entry["left_out"]:
         return
-    from fullshard.weights.key_mapping import find
+    from fullshard.weights.key_mapping import find_readers
     from fullshard.weights.locate import open_source
     from fullshard.weights.source_files import fingerprint_of
 
@@ -167,7 +168,7 @@ def _from_base(entry: dict[str, Any]) -> Iterator[tuple[str, FullTensor]]:
     if model is None:
         raise CheckpointError(f"the frozen values are in {path}, but the checkpoint has no model config")
     wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    readers = find(model, wanted, open_source(path)).readers
+    readers = find_readers(model, wanted, open_source(path)).readers
     absent = [name for name in entry["left_out"] if name not in readers and name not in entry["tied"]]
     if absent:
         raise CheckpointError(f"{path} does not hold {', '.join(absent[:5])}, which the checkpoint leaves out")
@@ -205,7 +206,7 @@ def _write_weights(
 
     from fullshard.progress import Bar
     from fullshard.weights.dtypes import dtypes_kept
-    from fullshard.weights.reverse import Reverse
+    from fullshard.weights.key_mapping import ReverseMapping
     from fullshard.weights.safetensors_writer import FileWriter, total_bytes
 
     model = _empty_model(entry)
@@ -219,7 +220,7 @@ def _write_weights(
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names = [name for name in tensors if name not in ignored]
     # As in `save_pretrained`: the form of the model's files, which may differ from that of its modules.
-    groups = Reverse(model).groups(names) if model is not None else None
+    groups = ReverseMapping(model).groups(names) if model is not None else None
     jobs: list[tuple[list[str], Any]] = [([name], dict) for name in names]
     if groups is not None:
         jobs = [(list(group.members), group.convert) for group in groups]

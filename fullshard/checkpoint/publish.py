@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fullshard import runtime
 from fullshard.checkpoint import manifest as manifests
+from fullshard.durable import sync as sync
 from fullshard.errors import CheckpointError
 from fullshard.ranks import agree
 
@@ -69,15 +70,6 @@ def make_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
         sync(made.parent)
-
-
-def sync(path: Path) -> None:
-    """fsync a file, or the entries of a directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_manifest(directory: Path, manifest: manifests.Manifest) -> None:

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.data.loader import IGNORED
+from fullshard.data.pretokenized import IGNORED
 from fullshard.lora import trainable_tokens
-from fullshard.lora.trainable_tokens import Rows, put_over
+from fullshard.lora.trainable_tokens import TrainedRows, put_over
 from fullshard.models.inner_model import causal
 from fullshard.torch_private import NoTorchFunction, make_wrapper_subclass
 
@@ -45,13 +45,13 @@ class DeferredLogits(torch.Tensor):
 
     hidden: torch.Tensor
     head: nn.Linear
-    rows: Rows | None
+    rows: TrainedRows | None
     """Trainable rows that replace rows of the head."""
     steps: tuple[Step, ...]
 
     @staticmethod
     def of(
-        hidden: torch.Tensor, head: nn.Linear, rows: Rows | None = None, steps: tuple[Step, ...] = (),
+        hidden: torch.Tensor, head: nn.Linear, rows: TrainedRows | None = None, steps: tuple[Step, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> Any:  # fmt: skip
         shape = (*hidden.shape[:-1], head.out_features)

@@ -16,7 +16,7 @@ from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.checkpoint.consolidate import merge_weights
 from fullshard.cli import app
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.weights.source_files import Base, fingerprint_of
+from fullshard.weights.source_files import SourceFiles, fingerprint_of
 from tests.checkpoint.resume_programs import Case, Training
 from tests.fsdp.programs import HUGGING_FACE, build, mesh_for
 from tests.pool import ranks
@@ -69,7 +69,7 @@ def _save_on_base(folder):
     torch.distributed.barrier()
     model.model.layers.requires_grad_(False)
     model = FSDPv2(model, mesh_for("FULL_SHARD"))
-    model._fullshard_base = Base(str(base), fingerprint_of(base))
+    model._fullshard_base = SourceFiles(str(base), fingerprint_of(base))
     for name, p in model.named_parameters():
         model._fullshard_base.record([name], p)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from fullshard import CheckpointManager, FSDPv2, load_state, runtime, save_state
 from fullshard.checkpoint import json_tree, publish
 from fullshard.checkpoint.manifest import published_steps, read_manifest
 from fullshard.errors import CheckpointError
-from fullshard.weights.source_files import Base
+from fullshard.weights.source_files import SourceFiles
 from tests.checkpoint.resume_programs import Case, Training, assert_same_bits
 from tests.fsdp.programs import Block, Stack, mesh_for
 from tests.pool import ranks
@@ -291,7 +291,7 @@ def _with_base(path):
     model = Stack()
     model.blocks.requires_grad_(False)
     model = FSDPv2(model, mesh_for("FULL_SHARD"), auto_wrap_policy={Block})
-    base = Base(str(path), _fingerprint(path))
+    base = SourceFiles(str(path), _fingerprint(path))
     for name, p in model.named_parameters():
         if name.startswith("blocks."):
             base.record([name], p)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.quant.linear import NF4Linear
-from fullshard.quant.quantize_model import quantize_model
+from fullshard.quant.quantize import quantize_model
 from fullshard.results.chat import Chat
 from fullshard.results.chat_model import FOUR_BITS, load_chat_model
 from fullshard.results.find_result import find

@@ -19,7 +19,7 @@ from fullshard import runtime
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.errors import ConfigError, QuantizationError
 from fullshard.quant.linear import NF4Linear
-from fullshard.quant.quantize_model import dequantize_model, quantize_model
+from fullshard.quant.quantize import dequantize_model, quantize_model
 from fullshard.ranks import exchange
 from fullshard.train.adapter import quantization
 from fullshard.train.run_dir import CHECKPOINTS
