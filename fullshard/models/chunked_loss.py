@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.data.loader import IGNORED
+from fullshard.data.pretokenized import IGNORED
 from fullshard.lora import trainable_tokens
 from fullshard.lora.trainable_tokens import Rows, put_over
 from fullshard.torch_private import NoTorchFunction, make_wrapper_subclass

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from fullshard import accelerator, runtime
 from fullshard.checkpoint.manager import CheckpointManager
-from fullshard.data.loader import IGNORED, Batch, Loader, Step, one_pass
+from fullshard.data.loader import Batch, Loader, Step, one_pass
+from fullshard.data.pretokenized import IGNORED
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import TrainingError
 from fullshard.models.chunked_loss import LeanHead
