@@ -27,7 +27,7 @@ from fullshard.fsdp.streams import Beside
 from fullshard.spmd.mesh import Mesh
 from fullshard.torch_private import coalescing_manager
 from fullshard.watchdog import watch as watching
-from fullshard.watchdog.watch import Watch, watch_for
+from fullshard.watchdog.watch import OperationLog, watch_for
 
 # torch 2.13 renamed these; the old names warn there, and 2.11 has no others.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,7 +45,7 @@ class Pending(Beside):
         self, works: Sequence[Any], link: Link, finish: Callable[[], list[torch.Tensor]] | None = None, keep: Any = None
     ):
         super().__init__(keep)
-        self._works, self._watch, self._finish = list(works), link.watch, finish
+        self._works, self._finish = list(works), finish
         self.label = link.watch.issue()
         if not link.holds_host:  # nobody will be seen to wait for it
             link.watch.follow(self.label, self._works)
@@ -53,7 +53,7 @@ class Pending(Beside):
     def _wait(self) -> None:
         watching.check()
         if self._works:
-            with self._watch.waiting(self.label):
+            with watching.waiting(self.label):
                 for work in self._works:
                     work.wait()
             watching.check()
@@ -74,7 +74,7 @@ class Link(ABC):
     holds_host = False
     """Whether waiting holds up the host, not only the stream that waits."""
 
-    def __init__(self, group: dist.ProcessGroup | None, watch: Watch, device: torch.device, meter: Meter):
+    def __init__(self, group: dist.ProcessGroup | None, watch: OperationLog, device: torch.device, meter: Meter):
         self.group, self.watch, self.device, self.meter = group, watch, device, meter
         self.size = group.size() if group is not None else 1
         self.index = group.rank() if group is not None else 0
@@ -172,7 +172,7 @@ class PointToPoint(Link):
         for slices, piece in sliced:
             works += [self._send(piece, o, tag) for o in self._others()]
             slices[self.index].copy_(piece)
-        with self.watch.waiting(pending.label):
+        with watching.waiting(pending.label):
             for work in works:
                 work.wait()
         results = [piece.view(v.shape) if w else v for piece, v, w in zip(summed, hosted, whole, strict=True)]
@@ -340,7 +340,7 @@ _cache: tuple[Any, dict[Any, dist.ProcessGroup]] = (None, {})
 def _groups() -> dict[Any, dist.ProcessGroup]:
     """The groups made so far; they die with the process group they were made in, and when one of them fails."""
     global _cache
-    age = (dist.group.WORLD, watching.failures)
+    age = (dist.group.WORLD, watching.failures())
     if _cache[0] is None or _cache[0][0] is not age[0] or _cache[0][1] != age[1]:
         _cache = (age, {})
     return _cache[1]

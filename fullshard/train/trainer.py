@@ -164,7 +164,12 @@ class SFTTrainer:
             place = run_dir.place_of(self.args)
             if self.parts.takes_from_weights and run_dir.resumes(self.args):
                 self.parts.first = run_dir.first_adapter(self.args)
-            reporter = Reporter(place, total, self.args.progress, loggers.opener(self.args))
+            reporter = Reporter(
+                place,
+                total,
+                self.args.progress,
+                loggers.opener(self.args.report_to, self.args.to_dict(), self.args.run_name),
+            )
             self._loop = assemble.build_loop(self.parts, reporter, self._optimizer, self._callbacks)
         return self._loop
 

@@ -12,7 +12,7 @@ import torch
 from fullshard import CheckpointManager, FSDPv2, runtime, save_state
 from fullshard.checkpoint import dcp_storage, publish
 from fullshard.errors import CheckpointError, UserError
-from fullshard.watchdog import heartbeat, watch
+from fullshard.watchdog import heartbeat, investigate, threads, watch
 from tests.checkpoint.resume_programs import Case, Training, assert_same_bits
 from tests.fsdp.programs import Stack, mesh_for
 from tests.pool import ranks
@@ -138,8 +138,8 @@ def test_a_save_on_some_ranks_only_is_reported_and_ended(tmp_path):
     heard = _Heard()
     runtime.get_logger().addHandler(heard)
     with pytest.MonkeyPatch.context() as patch, CheckpointManager(tmp_path, 1) as manager:
-        patch.setattr(watch, "REPORT_AFTER", 1.0)
-        patch.setattr(watch, "POLL", 0.1)
+        patch.setattr(investigate, "REPORT_AFTER", 1.0)
+        patch.setattr(threads, "POLL", 0.1)
         patch.setattr(heartbeat, "BEAT", 0.2)
         torch.distributed.barrier()
         start = time.monotonic()

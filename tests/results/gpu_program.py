@@ -16,7 +16,7 @@ from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.quant.linear import NF4Linear
 from fullshard.quant.quantize_model import quantize_model
 from fullshard.results.chat import Chat
-from fullshard.results.chat_model import FOUR_BITS, open_speaker
+from fullshard.results.chat_model import FOUR_BITS, load_chat_model
 from fullshard.results.find_result import find
 from tests.data.tiny import make_tokenizer
 from tests.train.tiny import make_model
@@ -64,10 +64,10 @@ def main(place: Path) -> None:
     )
     given = torch.tensor([ids], device="cuda")
     for name, (folder, four_bits, model) in cases.items():
-        speaker = open_speaker(find(str(folder)), device="cuda", four_bits=four_bits)
-        assert any(isinstance(m, NF4Linear) for m in speaker.model.modules()) == four_bits
+        loaded = load_chat_model(find(str(folder)), device="cuda", four_bits=four_bits)
+        assert any(isinstance(m, NF4Linear) for m in loaded.model.modules()) == four_bits
         began = time.monotonic()
-        reply = Chat(speaker, None, LIMIT).ask("the red bird")
+        reply = Chat(loaded, None, LIMIT).ask("the red bird")
         took = time.monotonic() - began
         out = model.generate(
             input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=LIMIT, do_sample=False,

@@ -25,9 +25,10 @@ from fullshard.errors import ConfigError
 from fullshard.fsdp.state_dict import whole_value
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.inner_model import embedding_rows
 from fullshard.ranks import exchange
 from fullshard.train import results
-from fullshard.train.model import embedding_rows, make_room
+from fullshard.train.model import make_room
 from fullshard.train.run_dir import CHECKPOINTS
 from fullshard.train.trainer import SFTTrainer
 from fullshard.weights.merge_adapter import merge_adapter
