@@ -79,8 +79,8 @@ class CallForm(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def call_form(template: str, special: Special, with_text: bool = False) -> CallForm | None:
-    """The form in which a template renders tool calls, of messages with text (`with_text`) or without; None if it omits the
-    calls or the text."""
+    """The form in which a template renders tool calls, of messages with text (`with_text`) or without; None if it omits
+    the calls or the text."""
     turn: ChatMessage = {"role": "assistant", "content": CONTENT if with_text else None}
     words = (ARGUMENT, CONTENT) if with_text else (ARGUMENT,)
     for form in (CallForm(None, False), CallForm("", False), CallForm(None, True), CallForm("", True)):
