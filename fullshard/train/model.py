@@ -18,8 +18,7 @@ from fullshard.data.chat_template import Prepared, prepare_tokenizer
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError, first_line
 from fullshard.lora import virtual_tokens
-from fullshard.lora.trainable_tokens import plain_layer
-from fullshard.models.chunked_loss import causal
+from fullshard.models.inner_model import causal, embedding_rows
 from fullshard.models.rope_scaling import longest_document, scale_rope
 from fullshard.quant.config import Quantization, dense_dtype
 from fullshard.quant.quantize import quantize_model
@@ -94,10 +93,6 @@ def attention(config: SFTConfig, say: Say) -> str | None:
     else:
         return "flash_attention_2"
     return None
-
-
-def embedding_rows(model: Any) -> int:
-    return int(plain_layer(causal(model).get_input_embeddings()).weight.shape[0])
 
 
 def prepared_tokenizer(config: SFTConfig, tokenizer: Any) -> Prepared:

@@ -91,7 +91,7 @@ def test_frozen_values_come_from_the_base(tmp_path):
     with open(tmp_path / "base/model.safetensors", "r+b") as file:
         file.seek(-5, os.SEEK_END)
         file.write(b"x")
-    with pytest.raises(CheckpointError, match="its files have changed since"):
+    with pytest.raises(CheckpointError, match="whose files have changed since"):
         merge_weights(tmp_path / "step-5", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -184,8 +184,8 @@ def test_the_commands_and_their_mistakes(tmp_path):
     assert command.invoke(app, ["merge-weights", str(here / "step-5"), str(tmp_path / "out")]).exit_code == 0
     for wrong, words in (
         (here, "step-5"), (tmp_path / "run", "step-5"), (tmp_path / "nowhere", "does not exist"),
-        (here / "step-6", "step-5"), (tmp_path / "out", "holds whole weights"),
-        (here / ".step-9.0123abcd.tmp", "not finished"),
+        (here / "step-6", "step-5"), (tmp_path / "out", "holds model weights"),
+        (here / ".step-9.0123abcd.tmp", "an unfinished save"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=words):
             merge_weights(wrong, tmp_path / "other")

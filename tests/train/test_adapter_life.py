@@ -23,7 +23,7 @@ from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.errors import CheckpointError, ConfigError, WeightsError
 from fullshard.lora.adapter_config import FIRST
-from fullshard.models.generate import Ends, answer
+from fullshard.models.generate import StopCriteria, answer
 from fullshard.train.optimizer import make_optimizer
 from fullshard.train.run_dir import CHECKPOINTS
 from fullshard.train.trainer import SFTTrainer
@@ -123,7 +123,7 @@ def test_answers_with_a_prompt_are_peft_s(kind: str, tmp_path: Path) -> None:
     trainer = start(tmp_path, **KINDS[kind][0])
     trainer.train()
     trainer.save_model()
-    prompt, end = [4, 9, 23, 50], Ends(frozenset())
+    prompt, end = [4, 9, 23, 50], StopCriteria(frozenset())
     said = answer(trainer.model, prompt, end, 12)
     loaded = PeftModel.from_pretrained(base_of(tmp_path, trainer.args), trainer.args.output_dir).eval()
     ids = torch.tensor([prompt])

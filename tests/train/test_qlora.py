@@ -53,7 +53,7 @@ def test_losses_of_one_device(packing: bool, tmp_path: Path) -> None:
     if runtime.is_main():
         dense = rounded(make_model(), config)
         torch.manual_seed(config.seed)
-        alone = one_device(get_peft_model(dense, LORA), trainer.parts.train, trainer.loop.loader.feed.order, config)
+        alone = one_device(get_peft_model(dense, LORA), trainer.parts.train, trainer.loop.loader.sampler.order, config)
     alone = exchange(alone, "oracle", watched=False)[0]
     assert alone is not None and alone[0] - alone[-1] > 0.05
     assert losses(trainer) == pytest.approx(alone, abs=1e-4)
