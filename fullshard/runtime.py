@@ -102,7 +102,7 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
     global _starts, _met
     _starts += 1
     backend = choose_backend(device.type, own=groups.has_own(device.type))
-    groups.leave_time_outs_to_us(backend)
+    groups.disable_nccl_abort(backend)
     if launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return

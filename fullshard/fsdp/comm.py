@@ -30,7 +30,7 @@ from fullshard.fsdp.streams import AsyncWork
 from fullshard.spmd.mesh import Mesh
 from fullshard.torch_private import coalescing_manager
 from fullshard.watchdog import watch as watching
-from fullshard.watchdog.watch import Watch, watch_for
+from fullshard.watchdog.watch import OperationLog, watch_for
 
 # torch 2.13 renamed these: there the old names warn, and 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,7 +67,7 @@ class Pending(AsyncWork):
         self, works: Sequence[Any], link: Link, finish: Callable[[], list[torch.Tensor]] | None = None, keep: Any = None
     ):
         super().__init__(keep)
-        self._works, self._watch, self._finish = list(works), link.watch, finish
+        self._works, self._finish = list(works), finish
         self.label = link.watch.issue()
         if not link.holds_host:  # no host wait will show it to the watchdog
             link.watch.follow(self.label, self._works)
@@ -75,7 +75,7 @@ class Pending(AsyncWork):
     def _wait(self) -> None:
         watching.check()
         if self._works:
-            with self._watch.waiting(self.label):
+            with watching.waiting(self.label):
                 for work in self._works:
                     work.wait()
             watching.check()
@@ -100,7 +100,7 @@ class Link(ABC):
     """Whether waiting blocks the host, not only the current stream."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, watch: Watch, device: torch.device, meter: Meter, model: int = 0
+        self, group: dist.ProcessGroup | None, watch: OperationLog, device: torch.device, meter: Meter, model: int = 0
     ):
         self.group, self.watch, self.device, self.meter, self.model = group, watch, device, meter, model
         self.size = group.size() if group is not None else 1
@@ -206,7 +206,7 @@ class PointToPoint(Link):
         for slices, piece in sliced:
             works += [self._send(piece, o, tag) for o in self._others()]
             slices[self.index].copy_(piece)
-        with self.watch.waiting(pending.label):
+        with watching.waiting(pending.label):
             for work in works:
                 work.wait()
         results = [piece.view(v.shape) if w else v for piece, v, w in zip(summed, hosted, whole, strict=True)]
@@ -388,7 +388,7 @@ _cache: tuple[Any, dict[Any, _Communicator]] = (None, {})
 def _communicators() -> dict[Any, _Communicator]:
     """The communicators made so far. They become invalid with the default process group, and when one of them fails."""
     global _cache
-    age = (dist.group.WORLD, watching.failures)
+    age = (dist.group.WORLD, watching.failures())
     if _cache[0] is None or _cache[0][0] is not age[0] or _cache[0][1] != age[1]:
         _cache = (age, {})
     return _cache[1]
