@@ -40,6 +40,7 @@ from fullshard.rank_env import (
     read_local_place,
 )
 from fullshard.rendezvous import Meeting, meet
+from fullshard.torch_private import default_store
 from fullshard.transport import Transport, transport_of
 
 SHUTDOWN_PATIENCE = 5.0
@@ -101,7 +102,7 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
     global _starts, _met
     _starts += 1
     backend = choose_backend(device.type, own=groups.has_own(device.type))
-    groups.leave_time_outs_to_us(backend)
+    groups.disable_nccl_abort(backend)
     if launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
@@ -118,7 +119,7 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
         backend = choose_backend(device.type, own=_met.own)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
         # So that a rank which is stopped or killed before its first heartbeat is known (see `watchdog/heartbeat.py`).
-        dist.distributed_c10d._get_default_store().set(f"watch/process/{launch.rank}", this_process().text())
+        default_store().set(f"watch/process/{launch.rank}", this_process().text())
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, RuntimeSetupError):
             raise

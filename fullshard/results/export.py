@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from fullshard.byte_size import file_size
 from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.checkpoint.consolidate import merge_weights
-from fullshard.checkpoint.publish import sync
+from fullshard.durable import sync
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS
@@ -33,11 +33,11 @@ from fullshard.quant import bnb_format
 from fullshard.results.chat_model import trained_quantization
 from fullshard.results.find_result import TOKENIZER, Result
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name
-from fullshard.weights.dtypes import dtypes_kept
-from fullshard.weights.load import choose_dtype, class_of, on_meta, read_config
+from fullshard.weights.dtypes import choose_dtype, dtypes_kept
+from fullshard.weights.load import class_of, on_meta, read_config
 from fullshard.weights.locate import open_source, resolve
 from fullshard.weights.merge_adapter import merge_adapter
-from fullshard.weights.model_dir_writer import Outgoing, copy_tokenizer_files
+from fullshard.weights.model_dir_writer import ModelDirWriter, copy_tokenizer_files
 from fullshard.weights.safetensors_writer import total_bytes
 from fullshard.weights.slice_reader import Stored
 
@@ -173,7 +173,7 @@ def _convert(result: Result, target: Path, choices: Choices) -> None:
             for name, entry in source.entries.items()
         }
         packed = {name for name in form if bnb_format.STATE in name or bnb_format.is_quantized(form, name)}
-        outgoing = Outgoing(target, form, choices.max_shard_size, packed)
+        outgoing = ModelDirWriter(target, form, choices.max_shard_size, packed)
         stack.callback(outgoing.clean_up)
         done = 0
         with Bar("writing", total_bytes(form), choices.progress) as bar:

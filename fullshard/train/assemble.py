@@ -16,17 +16,17 @@ import torch
 
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
-from fullshard.data.sources import Source
+from fullshard.data.sources import DataSource
 from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
 from fullshard.fsdp import checkpoint_module
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.lora import targets
 from fullshard.lora.adapter_config import taken_from_weights
-from fullshard.lora.inventory import dense_line
+from fullshard.lora.model_size import dense_line, summary
+from fullshard.lora.peft_model import check_trains
 from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.lora.virtual_tokens import begin_with, prompt_kinds
+from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.inner_model import causal
 from fullshard.models.neftune import add_noise
@@ -36,7 +36,7 @@ from fullshard.parallelize.fsdp_flags import settings_from_trainer_flags
 from fullshard.parallelize.model import checkpointed_modules, shard_model
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
-from fullshard.quant.quantize_model import quantize_model
+from fullshard.quant.quantize import quantize_model
 from fullshard.ranks import agree, agree_locally, on_rank_0
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import memory_check, run_dir
@@ -51,7 +51,7 @@ from fullshard.train.optimizer import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
 from fullshard.watchdog import collectives
 from fullshard.weights.adapter_base import check_base
-from fullshard.weights.adapter_files import brought_tables
+from fullshard.weights.adapter_files import embedding_rows
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import resolve
 
@@ -103,8 +103,8 @@ def join_ranks(engine: EngineSettings) -> None:
 
 
 def gather_parts(
-    config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, train: Source | None,
-    evaluation: Source | None, peft_config: Any, say: Say,
+    config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, train: DataSource | None,
+    evaluation: DataSource | None, peft_config: Any, say: Say,
 ) -> Parts:  # fmt: skip
     """Ranks, model without values, adapter, tokens."""
     join_ranks(engine)
@@ -123,7 +123,7 @@ def gather_parts(
         model = agree_locally(lambda: empty_model(config, base, say), "model without weights")
 
     def has_tables() -> bool:
-        return bool(brought_tables(earlier)) if earlier is not None else base is None and resized(model)
+        return bool(embedding_rows(earlier)) if earlier is not None else base is None and resized(model)
 
     tables = any(agree(has_tables, "embeddings of the adapter"))
     settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
@@ -134,12 +134,12 @@ def gather_parts(
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
         if config.prompt_tuning_init_text:
-            begin_with(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
+            init_from_tokens(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
     for kind in prompt_kinds(model):
         check_prompt(kind, config.packing, config.gradient_checkpointing or engine.activation_checkpointing)
     if config.freeze and train is not None:
         agree(functools.partial(freeze, model, config.freeze, say), "freezing")
-    targets.check_trains(model)
+    check_trains(model)
     adds = peft_config is not None and earlier is None
     parts = Parts(
         config, engine, model, base, tokenizer, earlier=earlier, adds_adapter=adds, grown=grown, tables=tables, way=way
@@ -153,7 +153,7 @@ def gather_parts(
     return parts
 
 
-def table_of(parts: Parts, name: str, source: Source, say: Say) -> TokenTable:
+def table_of(parts: Parts, name: str, source: DataSource, say: Say) -> TokenTable:
     """The tokens of a data set, checked against the model. All ranks must call this."""
     table = make_table(parts.config, source, parts.tokenizer)
     say(describe_data(name, table.facts, parts.config))
@@ -201,11 +201,13 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     dtypes = settle_dtypes(config, model, engine.mixed_precision, reporter.say)
     collectives.meet("start of sharding")  # making groups waits for all ranks unwatched
     sharded = shard_model(model, engine, timeout=config.ddp_timeout, mixed_precision=dtypes)
-    collectives.limit(sharded._fullshard_mesh, config.ddp_timeout)
+    mesh = sharded._fullshard_mesh
+    along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
+    collectives.set_timeout(along_axes, config.ddp_timeout)
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
     need = agree(lambda: memory_check.check_fit(sharded.plan, config.optim, engine.offload_params), "memory check")[0]
-    for line in (*memory_check.describe(sharded.plan, need), dense_line(sharded), targets.summary(sharded)):
+    for line in (*memory_check.describe(sharded.plan, need), dense_line(sharded), summary(sharded)):
         if line is not None:
             reporter.say(line)
     if parts.base is not None:

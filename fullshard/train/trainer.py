@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.data.find_dataset import source_of
-from fullshard.data.sources import Source, hold_back, row_source
+from fullshard.data.sources import DataSource, hold_back, row_source
 from fullshard.errors import ConfigError
 from fullshard.parallelize.settings import resolved_launch
 from fullshard.paths import refuse_inputs, save_tokenizer
@@ -348,7 +348,7 @@ def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
     results.show(trainer)
 
 
-def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, config: SFTConfig) -> Source:
+def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, config: SFTConfig) -> DataSource:
     if formatting is None:
         return source_of(data, name, config.sample_by)
     return row_source([{config.dataset_text_field: formatting(row)} for row in data], name)
