@@ -17,18 +17,19 @@ import torch
 import torch.distributed as dist
 
 from fullshard import accelerator
+from fullshard.torch_private import backend_for, device_types, group_name, set_group_timeout
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that carries the device's tensors in a group ("nccl", "gloo", "fake"); "" if none does."""
     if not carries(group, device.type):
         return ""
-    return str(group._get_backend(torch.device(device.type)).name()).lower()
+    return str(backend_for(group, device.type).name()).lower()
 
 
 def carries(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether tensors of this device type can travel in the group."""
-    return device_type in {d.type for d in group._device_types}
+    return device_type in device_types(group)
 
 
 def has_own(device_type: str) -> bool:
@@ -45,7 +46,7 @@ def short_name(ranks: Sequence[int]) -> str:
     return f"{len(ranks)}x{hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()}"
 
 
-def leave_time_outs_to_us(backend: str) -> None:
+def disable_nccl_abort(backend: str) -> None:
     """Keep torch's NCCL watchdog from ending the process before `watchdog/watch.py` has named the rank that is missing.
 
     It must be called before a group is made. Whatever the user set stays. By default the watchdog ends the process when
@@ -59,10 +60,10 @@ def leave_time_outs_to_us(backend: str) -> None:
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
 
 
-def limit(group: dist.ProcessGroup, seconds: float) -> None:
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Set how long an operation of a group may take."""
-    with contextlib.suppress(ValueError, RuntimeError):  # a backend without time-outs
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    with contextlib.suppress(ValueError, RuntimeError):  # a backend without timeouts
+        set_group_timeout(group, timedelta(seconds=seconds))
 
 
 _made: dict[tuple[int, ...], int] = {}
@@ -75,14 +76,10 @@ def new_group(ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
     the devices, say) would look for each other under different names and never meet. Here the name says the ranks and
     how many groups of just them there were.
     """
-    leave_time_outs_to_us(str(options.get("backend") or dist.get_backend_config()))
+    disable_nccl_abort(str(options.get("backend") or dist.get_backend_config()))
     number = _made[ranks] = _made.get(ranks, 0) + 1
     name = f"fullshard/{short_name(ranks)}/{number}"
     if list(ranks) != sorted(ranks):
         options["sort_ranks"] = False  # `Mesh` has refused such orders where torch lacks this
-    torch_names = dist.distributed_c10d._process_group_name
-    dist.distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
-    try:
+    with group_name(name):
         return dist.new_group(list(ranks), use_local_synchronization=True, **options)
-    finally:
-        dist.distributed_c10d._process_group_name = torch_names

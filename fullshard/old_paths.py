@@ -67,7 +67,7 @@ MOVED = {
     "fsdp.inquiry": "watchdog.investigate",
     "fsdp.lookout": "watchdog.threads",
     "fsdp.meter": "fsdp.counters",
-    "fsdp.outside": "watchdog.torch_collectives",
+    "fsdp.outside": "watchdog.external_waits",
     "fsdp.remat": "fsdp.activation_checkpointing",
     "fsdp.split": "fsdp.split_dim",
     "fsdp.state": "fsdp.state_dict",

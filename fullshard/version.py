@@ -1,3 +1,21 @@
-"""The version of this package."""
+"""The version of this package, and of the libraries that a result depends on."""
+
+from __future__ import annotations
 
 __version__ = "0.1.0"
+
+LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers")
+
+
+def library_versions() -> dict[str, str]:
+    """Name and version of fullshard, Python and each library that is installed, as runs and checkpoints record them."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"fullshard": __version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -13,10 +13,10 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
 from fullshard import accelerator, runtime, xla_names
 from fullshard.errors import RuntimeSetupError, UnsupportedError
+from fullshard.torch_private import tree_map
 
 __all__ = [
     "add_step_closure",

@@ -6,7 +6,7 @@ import pytest
 
 from fullshard import runtime
 from fullshard.errors import CheckpointError, DataError, TrainingError
-from fullshard.ranks import agree, agree_locally, any_of, once_per_node
+from fullshard.ranks import agree, agree_locally, any_of, on_rank_0, once_per_node
 from tests.pool import ranks
 
 
@@ -33,6 +33,7 @@ def test_all_ranks_raise_when_one_fails():
 @ranks(2)
 def test_one_process_of_a_node_works_for_the_others():
     assert once_per_node(lambda: fail_on(1, AssertionError("only the first rank works")), "test") == 0
+    assert on_rank_0(lambda: fail_on(1, AssertionError("only rank 0 works")), "test") == 0
     with pytest.raises(DataError, match=r"^unreadable$"):
         once_per_node(lambda: fail_on(0, DataError("unreadable")), "test")
     assert any_of(1 << runtime.rank(), "test") == 0b11

@@ -27,7 +27,7 @@ GROUPS = (
     ("Processes", ProcessSettings, "Keys at the top level of the file."),
     ("The engine", EngineSettings, "Keys of the file, most of them in its section `fsdp_config`."),
 )
-IGNORED = "Accepted and ignored, for files and commands of other launchers"
+IGNORED = "Accepted and ignored (options of other launchers)"
 
 
 def console() -> Console:

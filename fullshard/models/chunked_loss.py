@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.data.loader import IGNORED
+from fullshard.data.pretokenized import IGNORED
 from fullshard.lora import trainable_tokens
-from fullshard.lora.trainable_tokens import Rows, put_over
+from fullshard.lora.trainable_tokens import TrainedRows, put_over
 from fullshard.models.inner_model import causal
+from fullshard.torch_private import NoTorchFunction, make_wrapper_subclass
 
 CHUNK_BYTES = 64 * 2**20
 """The size of a chunk's fp32 logits, unless `chunk_tokens` is set."""
@@ -44,17 +45,17 @@ class DeferredLogits(torch.Tensor):
 
     hidden: torch.Tensor
     head: nn.Linear
-    rows: Rows | None
+    rows: TrainedRows | None
     """Trainable rows that replace rows of the head."""
     steps: tuple[Step, ...]
 
     @staticmethod
     def of(
-        hidden: torch.Tensor, head: nn.Linear, rows: Rows | None = None, steps: tuple[Step, ...] = (),
+        hidden: torch.Tensor, head: nn.Linear, rows: TrainedRows | None = None, steps: tuple[Step, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> Any:  # fmt: skip
         shape = (*hidden.shape[:-1], head.out_features)
-        deferred = torch.Tensor._make_wrapper_subclass(
+        deferred = make_wrapper_subclass(
             DeferredLogits, shape, dtype=dtype or hidden.dtype, device=hidden.device, requires_grad=False
         )
         deferred.hidden, deferred.head, deferred.rows, deferred.steps = hidden, head, rows, steps
@@ -64,7 +65,7 @@ class DeferredLogits(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in QUESTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with NoTorchFunction():
                 return func(*args, **kwargs)
         places = [i for i, value in enumerate(args) if isinstance(value, DeferredLogits)]
         others = [v for i, v in enumerate(args) if i not in places] + list(kwargs.values())
@@ -85,7 +86,7 @@ class DeferredLogits(torch.Tensor):
 
     def materialize(self) -> torch.Tensor:
         """Compute the logits."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with NoTorchFunction():
             hidden, head, rows, steps = self.hidden, self.head, self.rows, self.steps
         logits = F.linear(hidden, head.weight, head.bias)
         return _apply(steps, logits if rows is None else put_over(logits, hidden, rows))
@@ -216,7 +217,7 @@ def chunked_cross_entropy(
     logits: DeferredLogits, labels: torch.Tensor, chunk_tokens: int = 0, scale: float = 1.0
 ) -> HeadStatistics:
     """Summed next-token cross-entropy over positions whose label is not -100."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with NoTorchFunction():
         hidden, head, own, steps = logits.hidden, logits.head, logits.rows, logits.steps
     hidden, labels = hidden[:, :-1].reshape(-1, hidden.shape[-1]), labels[:, 1:].reshape(-1)
     rows = chunk_tokens or max(1, CHUNK_BYTES // (4 * head.out_features))

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from fullshard import runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp import uneven_batches
 from fullshard.parallelize.row_assignment import RankBatch, RankBatches, RankItems, SharedRandomOrder
+from fullshard.torch_private import forget_iterator, tree_map
 
 REDUCTIONS = ("mean", "sum")
 
@@ -40,6 +40,7 @@ class RankLoader(DataLoader):
         rank, world = runtime.rank(), runtime.world_size()
         _check(loader, world, loss_reduction)
         new: Any = copy.copy(loader)
+        forget_iterator(new)
         new.__class__ = _extended(type(loader))
         streams = isinstance(loader.dataset, IterableDataset)
         holders = (loader, *_samplers(loader))
@@ -47,7 +48,7 @@ class RankLoader(DataLoader):
         order = SharedRandomOrder(generators, world, loader.generator is None)
         sampled: RankBatches | RankItems | None = None
         # DataLoader.__setattr__ refuses to change these after construction, so they are set in __dict__.
-        changed: dict[str, Any] = {"_iterator": None, "in_order": True if world > 1 else loader.in_order}
+        changed: dict[str, Any] = {"in_order": True if world > 1 else loader.in_order}
         if streams and world > 1:
             sampled = RankItems(loader.dataset, rank, world, loader.batch_size, loader.drop_last, order)
             changed |= {"dataset": sampled, "drop_last": False}

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 from fullshard import runtime
 from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.errors import ConfigError, first_line
-from fullshard.lora import targets
 from fullshard.models.generate import StopCriteria, stop_criteria
 from fullshard.models.inner_model import causal, embedding_rows
+from fullshard.quant.config import dense_dtype, quantization_from_options
 from fullshard.results.find_result import Result
 from fullshard.weights.load import load_pretrained
 
@@ -93,8 +93,8 @@ def trained_quantization(settings: dict[str, Any]) -> tuple[Any, torch.dtype | N
         "use_4bit_quantization", "use_nested_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage_dtype",
         "bnb_4bit_quant_type",
     )  # fmt: skip
-    config = targets.quantization(**{name: settings[name] for name in names if name in settings})
+    config = quantization_from_options(**{name: settings[name] for name in names if name in settings})
     dtype = settings.get("torch_dtype", "auto")
     if config is None or dtype != "auto":
         return config, getattr(torch, dtype, None)
-    return config, targets.dtype_beside(config.scheme.storage)
+    return config, dense_dtype(config.scheme.storage)

@@ -20,9 +20,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from fullshard.byte_size import file_size
 from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.checkpoint.consolidate import merge_weights
-from fullshard.checkpoint.publish import sync
+from fullshard.durable import sync
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS
@@ -32,11 +33,11 @@ from fullshard.quant import bnb_format
 from fullshard.results.chat_model import trained_quantization
 from fullshard.results.find_result import TOKENIZER, Result
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name
-from fullshard.weights.dtypes import dtypes_kept
-from fullshard.weights.load import choose_dtype, class_of, on_meta, read_config
+from fullshard.weights.dtypes import choose_dtype, dtypes_kept
+from fullshard.weights.load import class_of, on_meta, read_config
 from fullshard.weights.locate import open_source, resolve
 from fullshard.weights.merge_adapter import merge_adapter
-from fullshard.weights.model_dir_writer import Outgoing, copy_tokenizer_files
+from fullshard.weights.model_dir_writer import ModelDirWriter, copy_tokenizer_files
 from fullshard.weights.safetensors_writer import total_bytes
 from fullshard.weights.slice_reader import Stored
 
@@ -172,7 +173,7 @@ def _convert(result: Result, target: Path, choices: Choices) -> None:
             for name, entry in source.entries.items()
         }
         packed = {name for name in form if bnb_format.STATE in name or bnb_format.is_quantized(form, name)}
-        outgoing = Outgoing(target, form, choices.max_shard_size, packed)
+        outgoing = ModelDirWriter(target, form, choices.max_shard_size, packed)
         stack.callback(outgoing.clean_up)
         done = 0
         with Bar("writing", total_bytes(form), choices.progress) as bar:
@@ -185,14 +186,7 @@ def _convert(result: Result, target: Path, choices: Choices) -> None:
 def summary(found: dict[str, Any]) -> list[str]:
     """What was written, as lines of text."""
     width = max(map(len, found["files"]))
-    lines = [f"{name:<{width}}  {_size(size)}" for name, size in found["files"].items()]
+    lines = [f"{name:<{width}}  {file_size(size)}" for name, size in found["files"].items()]
     lines += ["", f"{found['folder']}: {'an' if found['kind'] == 'adapter' else 'a'} {found['kind']}, "
-              f"{_size(found['bytes'])}, {', '.join(found['dtypes'])}"]  # fmt: skip
+              f"{file_size(found['bytes'])}, {', '.join(found['dtypes'])}"]  # fmt: skip
     return [*lines, f"load it with  {found['load']}", f"chat with it  {found['chat']}"]
-
-
-def _size(count: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:,.2f} {unit}"
-    return f"{count} bytes"

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import runtime
 from fullshard.errors import LayoutError
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, layout_of, relay, respec
+from fullshard.torch_private import local_of, set_local, spec_of
 
 _read = torch.Tensor.data.__get__
 
@@ -25,11 +26,11 @@ def _assign(t: DTensor, value: torch.Tensor) -> None:
             f"parameters)"
         )
     if is_sharded(value):
-        piece = relay(value._local_tensor, value._spec, respec(value._spec, t.device_mesh, t.placements))
+        piece = relay(local_of(value), spec_of(value), respec(spec_of(value), t.device_mesh, t.placements))
     else:
-        piece = value[layout_of(t._spec).slices(t.shape, runtime.rank())]
+        piece = value[layout_of(spec_of(t)).slices(t.shape, runtime.rank())]
     # Not a copy into the old memory: `a.data, b.data = b.data, a.data` swaps.
-    t._local_tensor = piece.detach().to(t._local_tensor.device).contiguous()
+    set_local(t, piece.detach().to(local_of(t).device).contiguous())
     torch.autograd.graph.increment_version(t)
 
 

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.distributed.tensor import Partial
 
 from fullshard.spmd.tensor import (
     ShardedTensor,
@@ -24,6 +22,16 @@ from fullshard.spmd.tensor import (
     respec,
     settle,
     taken_as_global,
+)
+from fullshard.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    custom_op_handlers,
+    local_of,
+    spec_of,
+    take_shard,
+    tree_leaves,
+    tree_map,
 )
 
 aten = torch.ops.aten
@@ -66,7 +74,7 @@ def unscale(op: Any, args: Any, kwargs: Any) -> None:
 
 # torch's own handler looks at the layout of the first gradient only, and knows no list that holds plain ones too (the
 # gradients of FSDPv2 with ignored modules).
-DTensor._op_dispatcher._custom_op_handlers[aten._amp_foreach_non_finite_check_and_unscale_.default] = unscale
+custom_op_handlers()[aten._amp_foreach_non_finite_check_and_unscale_.default] = unscale
 
 
 def _on_pieces(op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
@@ -94,10 +102,10 @@ def _target(position: list[torch.Tensor], writes: set[int]) -> DTensorSpec | Non
     for t in position:
         if id(t) in writes and is_sharded(t) and any(p.is_partial() for p in t.placements):
             settled = relaid(t, t.device_mesh, settle(t.placements))  # a term of a sum cannot be written like a value
-            t._local_tensor, t._spec = settled._local_tensor, settled._spec
+            take_shard(t, settled)
     full = [t for t in position if t.ndim == max(t.ndim for t in position)]  # the others are scalars
     first = next((t for t in full if id(t) in writes), next(filter(is_sharded, full), full[0]))
-    return respec(first._spec, first.device_mesh, settle(first.placements)) if is_sharded(first) else None
+    return respec(spec_of(first), first.device_mesh, settle(first.placements)) if is_sharded(first) else None
 
 
 def _piece(t: torch.Tensor, where: DTensorSpec | None) -> torch.Tensor:
@@ -105,17 +113,17 @@ def _piece(t: torch.Tensor, where: DTensorSpec | None) -> torch.Tensor:
         return _whole(t)
     if not is_sharded(t):
         t = taken_as_global(t, where.mesh)
-    return relay(t._local_tensor, t._spec, respec(t._spec, where.mesh, where.placements))
+    return relay(local_of(t), spec_of(t), respec(spec_of(t), where.mesh, where.placements))
 
 
 def _carry_back(t: torch.Tensor, piece: torch.Tensor, where: DTensorSpec | None) -> None:
     """After a write into a piece that was made for it."""
-    own = t._local_tensor if is_sharded(t) else t
+    own = local_of(t) if is_sharded(t) else t
     if piece is own:
         return
     if is_sharded(t):
-        source = where or respec(t._spec, t.device_mesh, replicated(t.device_mesh))
-        own.copy_(relay(piece, respec(t._spec, source.mesh, source.placements), t._spec))
+        source = where or respec(spec_of(t), t.device_mesh, replicated(t.device_mesh))
+        own.copy_(relay(piece, respec(spec_of(t), source.mesh, source.placements), spec_of(t)))
     elif where is not None and t.ndim:
         source = DTensorSpec(where.mesh, where.placements, tensor_meta=meta_of(t))
         own.copy_(relay(piece, source, respec(source, where.mesh, replicated(where.mesh))))
@@ -129,7 +137,7 @@ def _shared(t: torch.Tensor, where: DTensorSpec | None) -> torch.Tensor:
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:
-    return relaid(t, t.device_mesh, replicated(t.device_mesh))._local_tensor if is_sharded(t) else t
+    return local_of(relaid(t, t.device_mesh, replicated(t.device_mesh))) if is_sharded(t) else t
 
 
 def _lists(tree: Any) -> list[list[Any]]:

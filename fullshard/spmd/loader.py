@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_map
 
 from fullshard import runtime
 from fullshard.errors import BatchError, BatchKeyError, SpecError
@@ -18,6 +16,7 @@ from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import mark_sharding
 from fullshard.spmd.spec import Layout, PartitionSpec
 from fullshard.spmd.tensor import FromPiece, Relay, become_marked, is_sharded, torch_layout, unmarked
+from fullshard.torch_private import DTensorSpec, TensorMeta, tree_map
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import shard, sharding_of
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, layout_of, relaid, settle, torch_layout, unmarked
+from fullshard.torch_private import buffers_of, parameters_of, spec_of
 
 
 def distribute_module(module: nn.Module, mesh: Mesh) -> nn.Module:
@@ -23,18 +24,18 @@ def distribute_module(module: nn.Module, mesh: Mesh) -> nn.Module:
     runtime.refuse_foreign_wrappers(module)
     moved: dict[int, torch.Tensor] = {}
     for path, part in module.named_modules():
-        for name, parameter in part._parameters.items():
+        for name, parameter in parameters_of(part).items():
             if parameter is not None:
                 if id(parameter) not in moved:
                     full_name = f"{path}.{name}" if path else name
                     moved[id(parameter)] = _parameter(parameter, mesh, full_name)
                     unused_annotations.replaced(parameter, full_name)
-                part._parameters[name] = moved[id(parameter)]
-        for name, buffer in part._buffers.items():
+                parameters_of(part)[name] = moved[id(parameter)]
+        for name, buffer in buffers_of(part).items():
             if buffer is not None:
                 if id(buffer) not in moved:
                     moved[id(buffer)] = _sharded(buffer, _layout(buffer, mesh, name))
-                part._buffers[name] = moved[id(buffer)]
+                buffers_of(part)[name] = moved[id(buffer)]
     return module
 
 
@@ -57,7 +58,7 @@ class _Follow:
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
         assert is_sharded(self.parameter)
         if not is_sharded(grad):
-            return shard(grad, layout_of(self.parameter._spec))
+            return shard(grad, layout_of(spec_of(self.parameter)))
         return relaid(grad, self.parameter.device_mesh, settle(self.parameter.placements))
 
 

@@ -16,9 +16,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from fullshard import runtime
 from fullshard.errors import LayoutError
@@ -37,6 +34,24 @@ from fullshard.spmd.tensor import (
     taken_as_global,
 )
 from fullshard.spmd.views import is_copy, remember_base, write_through
+from fullshard.torch_private import (
+    DTensorSpec,
+    is_composite,
+    is_in_mesh,
+    local_of,
+    no_dispatch,
+    overload_name,
+    schema_of,
+    set_local,
+    set_spec,
+    spec_of,
+    take_shard,
+    torch_sharding,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 aten = torch.ops.aten
 Op = Any
@@ -61,7 +76,7 @@ def dispatch(op: Op, args: Any, kwargs: Any) -> Any:
     for t in written:
         if _is_pending(t):  # a term of a sum cannot be written like a value
             settled = relaid(t, t.device_mesh, settle(t.placements))
-            t._local_tensor, t._spec = settled._local_tensor, settled._spec
+            take_shard(t, settled)
     # A tensor that is written into stays where it is; the others come to it.
     mesh = _common_mesh([t for t in written or flat if is_sharded(t)])
     flat = [_on_mesh(leaf, mesh) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
@@ -104,7 +119,7 @@ def _run(op: Op, flat: list[Any], tree: Any, mesh: DeviceMesh) -> Any:
     if choice.by_torch:
         return _by_torch(op, flat, tree, choice)
     args, kwargs = tree_unflatten(flat, tree)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
+    if is_composite(op):
         return op.decompose(*args, **kwargs)
     return by_copies(op, flat, tree, mesh, choice.why)
 
@@ -147,7 +162,7 @@ def _choose(op: Op, flat: list[Any], tree: Any) -> Choice:
 def _trait(leaf: Any, values: bool) -> Any:
     """What of an argument the choice depends on."""
     if is_sharded(leaf):
-        return leaf._spec
+        return spec_of(leaf)
     return (type(leaf), leaf) if values or not isinstance(leaf, int | float | complex) else type(leaf)
 
 
@@ -173,7 +188,7 @@ def _attempts(op: Op, flat: list[Any], tree: Any) -> Iterator[list[Any]]:
     """The layouts to try torch's rule with: as they are, then with less and less split."""
     yield flat
     tensors = [leaf for leaf in flat if is_sharded(leaf)]
-    uneven = {id(t): _uneven_dims(t._spec) for t in tensors}
+    uneven = {id(t): _uneven_dims(spec_of(t)) for t in tensors}
     written = _written(op, *tree_unflatten(flat, tree))
     if any(uneven.values()) and not any(uneven[id(t)] for t in written):
         yield [_opened(leaf, uneven[id(leaf)]) if is_sharded(leaf) else leaf for leaf in flat]
@@ -185,10 +200,8 @@ def _attempts(op: Op, flat: list[Any], tree: Any) -> Iterator[list[Any]]:
 def _torch_rule(op: Op, flat: list[Any], tree: Any) -> tuple[tuple[Placement, ...] | None, ...] | None:
     """The layouts in which torch's rule wants the arguments; None where the rule is not exact for these pieces."""
     args, kwargs = tree_unflatten([_bare(leaf) for leaf in flat], tree)
-    dispatcher = DTensor._op_dispatcher
-    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
-    sharding = dispatcher.sharding_propagator.propagate_op_sharding(info.schema)
-    specs = [leaf._spec for leaf in flat if is_sharded(leaf)]
+    sharding = torch_sharding(op, args, kwargs)
+    specs = [spec_of(leaf) for leaf in flat if is_sharded(leaf)]
     wanted = list(specs)
     if sharding.needs_redistribute:
         asked = [s for s in tree_leaves(sharding.redistribute_schema.args_schema) if isinstance(s, DTensorSpec)]
@@ -196,7 +209,7 @@ def _torch_rule(op: Op, flat: list[Any], tree: Any) -> tuple[tuple[Placement, ..
     if any(p.is_partial() and not _is_pending_sum(p) for spec in wanted for p in spec.placements):
         return None
     out = [s for s in tree_leaves(sharding.output_spec) if isinstance(s, DTensorSpec)]
-    written = [t._spec.placements for t in _written(op, args, kwargs)]
+    written = [spec_of(t).placements for t in _written(op, args, kwargs)]
     # A tensor that is written into must stay where it is; results are listed in the order of such arguments.
     stays = not written or (
         wanted[0].placements == specs[0].placements and written == [s.placements for s in out]
@@ -243,7 +256,7 @@ def _uneven_dims(spec: DTensorSpec) -> tuple[int, ...]:
 def _opened(t: DTensor, dims: Sequence[int]) -> DTensor:
     """A stand-in for `t` with some dims whole on every rank. Its layout is right, its data not."""
     placements = tuple(Replicate() if isinstance(p, Shard) and p.dim in dims else p for p in t.placements)
-    return DTensor(t._local_tensor, respec(t._spec, t.device_mesh, placements), requires_grad=False)
+    return DTensor(local_of(t), respec(spec_of(t), t.device_mesh, placements), requires_grad=False)
 
 
 def _by_torch(op: Op, flat: list[Any], tree: Any, choice: Choice) -> Any:
@@ -260,7 +273,7 @@ def _by_torch(op: Op, flat: list[Any], tree: Any, choice: Choice) -> Any:
             return t
         if id(t) in owner:  # an operator that writes into its argument returns that argument
             leaf = owner[id(t)]
-            leaf._local_tensor, leaf._spec = t._local_tensor, t._spec
+            take_shard(leaf, t)
             return leaf
         # Pending maxima, means and norms mix with nothing else: they are carried out at once.
         done = [Replicate() if p.is_partial() and not _is_pending_sum(p) else p for p in t.placements]
@@ -274,7 +287,7 @@ def _by_torch(op: Op, flat: list[Any], tree: Any, choice: Choice) -> Any:
 
 def _bare(leaf: Any) -> Any:
     """The same tensor as torch's own class, whose operators torch handles itself."""
-    return DTensor(leaf._local_tensor, leaf._spec, requires_grad=False) if is_sharded(leaf) else leaf
+    return DTensor(local_of(leaf), spec_of(leaf), requires_grad=False) if is_sharded(leaf) else leaf
 
 
 # --- replicated execution ------------------------------------------------------------------------------------------
@@ -292,7 +305,7 @@ def by_copies(op: Op, flat: list[Any], tree: Any, mesh: DeviceMesh, why: str = "
     whole = [_gathered(leaf, mesh) if is_sharded(leaf) else leaf for leaf in flat]
     written = _written(op, *tree_unflatten(flat, tree))
     back = {id(w): leaf for w, leaf in zip(whole, flat, strict=True) if any(leaf is t for t in written)}
-    if mesh._is_current_rank_part_of_mesh():
+    if is_in_mesh(mesh):
         args, kwargs = tree_unflatten(whole, tree)
         result = op(*args, **kwargs)
     else:
@@ -312,7 +325,7 @@ def by_copies(op: Op, flat: list[Any], tree: Any, mesh: DeviceMesh, why: str = "
         if id(t) in back:
             return back[id(t)]
         spec = DTensorSpec(mesh, replicated(mesh), tensor_meta=meta_of(t))
-        if t.is_meta and not mesh._is_current_rank_part_of_mesh():
+        if t.is_meta and not is_in_mesh(mesh):
             t = torch.empty(0, dtype=t.dtype, device=runtime.device())
         target = respec(spec, mesh, layouts.get(tuple(spec.shape), replicated(mesh)))
         return ShardedTensor(relay(t, spec, target).contiguous(), target, requires_grad=False)
@@ -327,8 +340,8 @@ def by_copies(op: Op, flat: list[Any], tree: Any, mesh: DeviceMesh, why: str = "
 
 def _gathered(t: DTensor, mesh: DeviceMesh) -> torch.Tensor:
     """The whole of `t`, in memory as `t` says it lies there: some operators depend on that."""
-    whole = relay(t._local_tensor, t._spec, respec(t._spec, mesh, replicated(mesh)))
-    if whole.stride() == t.stride() or 0 in t.stride() or not mesh._is_current_rank_part_of_mesh():
+    whole = relay(local_of(t), spec_of(t), respec(spec_of(t), mesh, replicated(mesh)))
+    if whole.stride() == t.stride() or 0 in t.stride() or not is_in_mesh(mesh):
         return whole
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=whole.device).copy_(whole)
 
@@ -338,11 +351,11 @@ def _store(t: DTensor, value: torch.Tensor) -> None:
     source = DTensorSpec(t.device_mesh, replicated(t.device_mesh), tensor_meta=meta_of(value))
     target = respec(source, t.device_mesh, settle(t.placements))
     piece = relay(value, source, target)
-    if settle(t.placements) == tuple(t.placements) and piece.shape == t._local_tensor.shape:
-        t._local_tensor.copy_(piece)
+    if settle(t.placements) == tuple(t.placements) and piece.shape == local_of(t).shape:
+        local_of(t).copy_(piece)
     else:
-        t._local_tensor = piece
-    t._spec = respec(t._spec, t.device_mesh, target.placements)
+        set_local(t, piece)
+    set_spec(t, respec(spec_of(t), t.device_mesh, target.placements))
 
 
 def _as_meta(leaf: Any) -> Any:
@@ -356,7 +369,7 @@ def _as_meta(leaf: Any) -> Any:
 
 def _written(op: Op, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors an operator writes into."""
-    schema = op._schema.arguments
+    schema = schema_of(op).arguments
     if not any(a.alias_info is not None and a.alias_info.is_write for a in schema):
         return []
     named = {a.name: value for a, value in zip(schema, args, strict=False)} | kwargs
@@ -368,7 +381,7 @@ def _into_plain(op: Op, flat: list[Any], tree: Any, written: list[torch.Tensor])
     """An operator that writes into a plain tensor, which is a global value."""
     if not any(map(is_sharded, written)):  # the others are gathered for it
         whole = [
-            relaid(leaf, leaf.device_mesh, replicated(leaf.device_mesh))._local_tensor if is_sharded(leaf) else leaf
+            local_of(relaid(leaf, leaf.device_mesh, replicated(leaf.device_mesh))) if is_sharded(leaf) else leaf
             for leaf in flat
         ]
         args, kwargs = tree_unflatten(whole, tree)
@@ -380,7 +393,7 @@ def _into_plain(op: Op, flat: list[Any], tree: Any, written: list[torch.Tensor])
     args, kwargs = tree_unflatten(flat, tree)
     out = dispatch(op, args, kwargs)
     for t, stand_in in stand_ins.values():
-        value = relaid(stand_in, mesh, replicated(mesh))._local_tensor
+        value = local_of(relaid(stand_in, mesh, replicated(mesh)))
         if value.data_ptr() != t.data_ptr() or value.shape != t.shape:
             t.resize_(value.shape).copy_(value)
     given = {id(stand_in): t for t, stand_in in stand_ins.values()}
@@ -389,10 +402,10 @@ def _into_plain(op: Op, flat: list[Any], tree: Any, written: list[torch.Tensor])
 
 def _reshaped_in_place(op: Op, args: Any, kwargs: Any) -> Any:
     """`squeeze_`, `t_` and the like: the tensor becomes what the operator without the underscore would return."""
-    plain = getattr(aten, op._schema.name.removeprefix("aten::").rstrip("_"))
-    new = getattr(plain, op._overloadname if op._overloadname in plain.overloads() else "int")(*args, **kwargs)
+    plain = getattr(aten, schema_of(op).name.removeprefix("aten::").rstrip("_"))
+    new = getattr(plain, overload_name(op) if overload_name(op) in plain.overloads() else "int")(*args, **kwargs)
     t = args[0]
-    t._local_tensor, t._spec = new._local_tensor, new._spec
+    take_shard(t, new)
     with no_dispatch():
         op(*args, **kwargs)  # the shape that torch sees from outside
     return t

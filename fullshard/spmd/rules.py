@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils._pytree import tree_flatten, tree_map
 
 from fullshard import accelerator, runtime
 from fullshard.spmd import rules_reductions as reductions
@@ -30,6 +27,20 @@ from fullshard.spmd.tensor import (
     replicated,
     respec,
     settle,
+)
+from fullshard.torch_private import (
+    DTensorSpec,
+    custom_op_handlers,
+    decomposition_table,
+    is_in_mesh,
+    local_of,
+    random_ops,
+    schema_of,
+    set_local,
+    set_spec,
+    spec_of,
+    tree_flatten,
+    tree_map,
 )
 
 aten = torch.ops.aten
@@ -57,10 +68,10 @@ for _name, (_pattern, _split) in INDEPENDENT.items():
 def by_global_draw(op: Any, args: Any, kwargs: Any) -> Any:
     """Every rank draws the whole from the generator all ranks share and keeps its piece: what one device draws."""
     target: DTensor = args[0]
-    mesh, local = target.device_mesh, target._local_tensor
-    reads = op._schema.name in ("aten::bernoulli", "aten::multinomial")  # its values are probabilities
-    whole_spec = DTensorSpec(mesh, replicated(mesh), tensor_meta=target._spec.tensor_meta)
-    whole = relay(local, target._spec, whole_spec) if reads else local.new_empty(target.shape)
+    mesh, local = target.device_mesh, local_of(target)
+    reads = schema_of(op).name in ("aten::bernoulli", "aten::multinomial")  # its values are probabilities
+    whole_spec = DTensorSpec(mesh, replicated(mesh), tensor_meta=spec_of(target).tensor_meta)
+    whole = relay(local, spec_of(target), whole_spec) if reads else local.new_empty(target.shape)
     others = tree_map(lambda t: t.full_tensor() if is_sharded(t) else t, (args[1:], kwargs))
     drawn = op(whole, *others[0], **others[1])
     placements = settle(target.placements) if drawn.shape == target.shape else replicated(mesh)
@@ -68,8 +79,8 @@ def by_global_draw(op: Any, args: Any, kwargs: Any) -> Any:
     piece = relay(drawn, spec, respec(spec, mesh, placements))
     if drawn is not whole:
         return ShardedTensor(piece.contiguous(), respec(spec, mesh, placements), requires_grad=False)
-    target._local_tensor = local.copy_(piece) if piece.shape == local.shape else piece.contiguous()
-    target._spec = respec(target._spec, mesh, placements)
+    set_local(target, local.copy_(piece) if piece.shape == local.shape else piece.contiguous())
+    set_spec(target, respec(spec_of(target), mesh, placements))
     return target
 
 
@@ -78,7 +89,7 @@ def draw_alike() -> None:
     accelerators; on CPUs each rank would draw the same numbers for its piece."""
     if not accelerator.is_accelerator(runtime.device()):
         for op in [op for op, rule in RULES.items() if rule is by_global_draw]:
-            DTensor._op_dispatcher._custom_op_handlers.setdefault(op, by_global_draw)
+            custom_op_handlers().setdefault(op, by_global_draw)
 
 
 def by_whole_draw(op: Any, args: Any, kwargs: Any) -> Any:
@@ -103,8 +114,8 @@ def _torch_draws(op: Any, flat: list[Any]) -> bool:
     if "scaled_dot_product" in op.__name__:  # it may drop out, but need not; torch has a rule
         return True
     target = next(leaf for leaf in flat if is_sharded(leaf))
-    known = op in DTensor._op_dispatcher._random_ops
-    return known and accelerator.is_accelerator(target.device) and layout_of(target._spec).is_even(target.shape)
+    known = op in random_ops()
+    return known and accelerator.is_accelerator(target.device) and layout_of(spec_of(target)).is_even(target.shape)
 
 
 # --- embeddings ------------------------------------------------------------------------------------------------------
@@ -125,7 +136,7 @@ def embedding(op: Any, args: Any, kwargs: Any) -> Any:
         else:
             out.append(tokens[i])
     table, ids = _in(weight, rows), _in(indices, tokens)
-    held = layout_of(respec(weight._spec, mesh, rows)).slices(weight.shape, runtime.rank())[0]
+    held = layout_of(respec(spec_of(weight), mesh, rows)).slices(weight.shape, runtime.rank())[0]
     if any(isinstance(p, Partial) for p in out):
         local_ids = ids - held.start
         elsewhere = (local_ids < 0) | (local_ids >= held.stop - held.start)
@@ -200,11 +211,11 @@ def equal(op: Any, args: Any, kwargs: Any) -> bool:
         return False
     mesh, layout = one.device_mesh, settle(one.placements)
     same = True
-    if mesh._is_current_rank_part_of_mesh():
+    if is_in_mesh(mesh):
         same = op(_in(one, layout), _in(other, layout))
     verdict = torch.tensor(int(same), device=runtime.device())
     for dim in range(mesh.ndim):
-        if mesh._is_current_rank_part_of_mesh():
+        if is_in_mesh(mesh):
             dist.all_reduce(verdict, dist.ReduceOp.MIN, group=mesh.get_group(dim))
     return bool(verdict.item())
 
@@ -247,8 +258,8 @@ def put_by_mask(op: Any, args: Any, kwargs: Any) -> Any:
 @rule_for("fill_.Tensor")
 def fill(op: Any, args: Any, kwargs: Any) -> Any:
     target, value = args
-    op(target._local_tensor, _in(value, replicated(value.device_mesh)))
-    target._spec = respec(target._spec, target.device_mesh, settle(target.placements))
+    op(local_of(target), _in(value, replicated(value.device_mesh)))
+    set_spec(target, respec(spec_of(target), target.device_mesh, settle(target.placements)))
     return target
 
 
@@ -273,7 +284,7 @@ def attention_choice(op: Any, args: Any, kwargs: Any) -> int:
 
 def _in(t: DTensor, placements: Any) -> torch.Tensor:
     """This rank's part of `t` in another layout."""
-    return relay(t._local_tensor, t._spec, respec(t._spec, t.device_mesh, placements))
+    return relay(local_of(t), spec_of(t), respec(spec_of(t), t.device_mesh, placements))
 
 
 # --- operators made of simpler ones ----------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, relay, respec
+from fullshard.torch_private import DTensorSpec, TensorMeta, local_of, schema_of, spec_of
 
 
 class Independent:
@@ -27,7 +27,7 @@ class Independent:
         self.split = split
 
     def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
-        named = {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | kwargs
+        named = {a.name: v for a, v in zip(schema_of(op).arguments, args, strict=False)} | kwargs
         tensors = {name: t for name, t in named.items() if is_sharded(t)}
         mesh = next(iter(tensors.values())).device_mesh
         cut = self._cut(tensors, mesh)
@@ -35,8 +35,8 @@ class Independent:
         for name, t in tensors.items():
             dims = [self._dim(name, t, letter) for letter in cut]
             placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-            local[name] = relay(t._local_tensor, t._spec, respec(t._spec, mesh, placements))
-        names = [a.name for a in op._schema.arguments]
+            local[name] = relay(local_of(t), spec_of(t), respec(spec_of(t), mesh, placements))
+        names = [a.name for a in schema_of(op).arguments]
         result = op(*(local[n] for n in names[: len(args)]), **{k: local[k] for k in kwargs})
         if not isinstance(result, tuple | list):
             return self._wrap(result, self.outs[0], cut, mesh)

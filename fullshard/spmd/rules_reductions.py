@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from fullshard.spmd.rule_table import rule_for
 from fullshard.spmd.rules_elementwise import wrapped
 from fullshard.spmd.tensor import NARROW, ShardedTensor, is_sharded, relaid, relay, replicated, respec, settle
+from fullshard.torch_private import local_of, schema_of, spec_of
 
 aten = torch.ops.aten
 
 
 def _argument(op: Any, args: Any, kwargs: Any, name: str) -> Any:
     """An argument by its name, however it was given; its default otherwise."""
-    for index, a in enumerate(op._schema.arguments):
+    for index, a in enumerate(schema_of(op).arguments):
         if a.name == name:
             return args[index] if index < len(args) else kwargs.get(name, a.default_value)
     return None
@@ -121,14 +122,14 @@ EXTREMES = {"amax": "max", "max": "max", "any": "max", "amin": "min", "min": "mi
 @rule_for("amax", "amin", "max", "min", "any", "any.dim", "any.dims", "all", "all.dim", "all.dims")
 def extreme(op: Any, args: Any, kwargs: Any) -> Any:
     t, dims = args[0], _dims(op, args, kwargs)
-    named = op._schema.name.removeprefix("aten::")
+    named = schema_of(op).name.removeprefix("aten::")
     logical, way = named in ("any", "all"), EXTREMES[named]
     if not _splits(t, dims) or not (logical or _count(t, dims)) or t.dtype.is_complex:
         return NotImplemented
     t = relaid(t, t.device_mesh, settle(t.placements))
     keeps = bool(_argument(op, args, kwargs, "keepdim"))
     shape = [1 if dim in dims else size for dim, size in enumerate(t.shape)]
-    local = t._local_tensor.bool() if logical else t._local_tensor
+    local = local_of(t).bool() if logical else local_of(t)
     if local.numel():
         found = getattr(aten, f"a{way}").default(local, list(dims), True)
     else:
@@ -155,18 +156,18 @@ def together(t: ShardedTensor) -> ShardedTensor:
     """A pending maximum or minimum carried out; NaN wins over every number."""
     if settle(t.placements) == tuple(t.placements):
         return t
-    local = t._local_tensor
-    done = respec(t._spec, t.device_mesh, settle(t.placements))
+    local = local_of(t)
+    done = respec(spec_of(t), t.device_mesh, settle(t.placements))
     if t.dtype == torch.bool:
-        out = relay(local.to(torch.uint8), t._spec, done).bool()
+        out = relay(local.to(torch.uint8), spec_of(t), done).bool()
     elif not t.dtype.is_floating_point:
-        out = relay(local, t._spec, done)
+        out = relay(local, spec_of(t), done)
     else:
         way = next(p.reduce_op for p in t.placements if isinstance(p, Partial))
         nan = local.isnan()
-        out = relay(local.masked_fill(nan, neutral(t.dtype, way)), t._spec, done)
+        out = relay(local.masked_fill(nan, neutral(t.dtype, way)), spec_of(t), done)
         most = [Partial("max") if p.is_partial() else p for p in t.placements]
-        lost = relay(nan.to(torch.uint8), respec(t._spec, t.device_mesh, most), done)
+        lost = relay(nan.to(torch.uint8), respec(spec_of(t), t.device_mesh, most), done)
         out = out.masked_fill(lost.bool(), math.nan)
     return ShardedTensor(out, done, requires_grad=False)
 
@@ -194,5 +195,5 @@ def extreme_index(op: Any, args: Any, kwargs: Any) -> Any:
         shift = [p.dim - (p.dim > dim and not keeps) if isinstance(p, Shard) else None for p in layout]
         out = tuple(Replicate() if d is None else Shard(d) for d in shift)
         shape = [*shape[:dim], *([1] if keeps else []), *shape[dim + 1 :]]
-    whole = relay(t._local_tensor, t._spec, respec(t._spec, mesh, layout))
+    whole = relay(local_of(t), spec_of(t), respec(spec_of(t), mesh, layout))
     return wrapped(op(whole, *args[1:], **kwargs), mesh, out, shape)

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fullshard import runtime
 from fullshard.errors import LayoutError, MeshError
@@ -37,6 +35,7 @@ from fullshard.spmd.tensor import (
     torch_layout,
     unmarked,
 )
+from fullshard.torch_private import DTensorSpec, TensorMeta, spec_of, take_shard, tree_flatten, tree_unflatten
 
 
 def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
@@ -114,7 +113,7 @@ def _alike(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     layout = sharding_of(x) or sharding_of(y)
     if layout is None:
         return x, y
-    layout = layout if any(layout.dims) or not is_sharded(y) else layout_of(y._spec)
+    layout = layout if any(layout.dims) or not is_sharded(y) else layout_of(spec_of(y))
     return (
         mark_sharding_with_gradients(x, layout.mesh, layout.spec),
         mark_sharding_with_gradients(y, layout.mesh, layout.spec),
@@ -147,7 +146,7 @@ def apply_backward_optimization_barrier(module: nn.Module) -> nn.Module:
 def sharding_of(t: torch.Tensor) -> Layout | None:
     """The layout of a sharded tensor, or the one a parameter is marked with; None for a plain tensor."""
     t = unmarked(t)
-    return layout_of(t._spec) if is_sharded(t) else getattr(t, "_fullshard_layout", None)
+    return layout_of(spec_of(t)) if is_sharded(t) else getattr(t, "_fullshard_layout", None)
 
 
 def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> torch.Tensor:
@@ -189,7 +188,7 @@ def _relay_in_place(t: DTensor, device_mesh: Any, placements: Any) -> None:
         new = relaid(t, device_mesh, placements)
         if (t.is_leaf or t.retains_grad) and t.grad is not None and is_sharded(t.grad):
             _relay_in_place(t.grad, device_mesh, settle(placements))
-    t._local_tensor, t._spec = new._local_tensor, new._spec
+    take_shard(t, new)
     if type(t) is DTensor and issubclass(ShardedTensor, DTensor):
         t.__class__ = ShardedTensor
 

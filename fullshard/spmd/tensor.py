@@ -17,18 +17,26 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.utils._pytree import tree_map
 
 from fullshard import accelerator, groups, runtime
 from fullshard.errors import LayoutError
 from fullshard.spmd.debug_check import digest_of, require_same
 from fullshard.spmd.mesh import origin
 from fullshard.spmd.spec import Layout
+from fullshard.torch_private import (
+    AsyncCollectiveTensor,
+    DTensorSpec,
+    TensorMeta,
+    dtensor_new,
+    is_in_mesh,
+    local_of,
+    no_torch_function,
+    redistribute_local_tensor,
+    spec_of,
+    tree_map,
+)
 
 # torch warns, on every rank, that Gloo gathers where NCCL exchanges and that two mesh axes are gathered one by one.
 for _name in ("_redistribute", "_collective_utils"):
@@ -77,12 +85,10 @@ _Base: Any = DTensor if tuple(map(int, torch.__version__.split(".")[:2])) >= (2,
 class ShardedTensor(_Base):
     """A global tensor of which each rank holds a piece (or a copy, or a term of a pending sum)."""
 
-    _local_tensor: torch.Tensor
-    _spec: DTensorSpec
     meets_no_plain: str = ""
     """A name where plain tensors are no global values to it: those of the ranks differ. Views have it too."""
-    __new__ = torch.Tensor._dtensor__new__
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __new__ = dtensor_new
+    __torch_function__ = no_torch_function
 
     def __init__(self, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool):
         super().__init__()
@@ -95,22 +101,22 @@ class ShardedTensor(_Base):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        return self._spec.mesh
+        return spec_of(self).mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """How torch describes the layout: one placement per dim of `device_mesh`."""
-        return self._spec.placements
+        return spec_of(self).placements
 
     @property
     def sharding_spec(self) -> tuple[Any, ...]:
         """The partition spec that describes this tensor."""
-        return layout_of(self._spec).spec
+        return layout_of(spec_of(self)).spec
 
     @property
     def sharding_type(self) -> ShardingType:
         """Whether the devices of the mesh hold copies, pieces, or copies of pieces."""
-        layout = layout_of(self._spec)
+        layout = layout_of(spec_of(self))
         pieces = math.prod(layout.parts(dim) for dim in range(self.ndim))
         if layout.mesh.size() == 1:
             return ShardingType.MAXIMAL
@@ -126,10 +132,10 @@ class ShardedTensor(_Base):
     @property
     def local_shards(self) -> list[LocalShard]:
         """A copy of this process's piece (in a list, since the interface allows for several devices a process)."""
-        settled = relaid(self.detach(), self._spec.mesh, settle(self.placements))
-        if not settled.device_mesh._is_current_rank_part_of_mesh():
+        settled = relaid(self.detach(), spec_of(self).mesh, settle(self.placements))
+        if not is_in_mesh(settled.device_mesh):
             return []
-        me, local, layout = runtime.rank(), settled._local_tensor, layout_of(self._spec)
+        me, local, layout = runtime.rank(), local_of(settled), layout_of(spec_of(self))
         return [LocalShard(local.clone(), layout.slices(self.shape, me), local.device, layout.replica_id(me))]
 
     @torch.no_grad()
@@ -137,17 +143,17 @@ class ShardedTensor(_Base):
         """Overwrite this process's piece with the given data. Ranks that hold the same piece must give the same."""
         given = [shard.data if isinstance(shard, LocalShard) else shard for shard in shards]
         problem = _misfit(self, given)
-        agree = same_on_copies(given[0] if given and not problem else torch.empty(0), self._spec)
+        agree = same_on_copies(given[0] if given and not problem else torch.empty(0), spec_of(self))
         if problem:
             raise LayoutError(problem)
         if not agree:
             raise LayoutError(
-                f"{self.sharding_spec} on {layout_of(self._spec).mesh} keeps a piece on several ranks, and not all of "
-                f"them were given the same data; give every rank that holds a piece the same, or lay the tensor out so "
-                f"that each piece is on one rank"
+                f"{self.sharding_spec} on {layout_of(spec_of(self)).mesh} keeps a piece on several ranks, and not all "
+                f"of them were given the same data; give every rank that holds a piece the same, or lay the tensor "
+                f"out so that each piece is on one rank"
             )
         for data in given:
-            self._local_tensor.copy_(data)
+            local_of(self).copy_(data)
         return self
 
     def redistribute(
@@ -165,12 +171,12 @@ class ShardedTensor(_Base):
         return ToPiece.apply(self, tuple(grad_placements) if grad_placements else None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"ShardedTensor({self._local_tensor}, shape={tuple(self.shape)}, {layout_of(self._spec)})"
+        return f"ShardedTensor({local_of(self)}, shape={tuple(self.shape)}, {layout_of(spec_of(self))})"
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> ShardedTensor:
         plain = DTensor.__tensor_unflatten__(inner, flatten_spec, outer_size, outer_stride)
-        return ShardedTensor(plain._local_tensor, plain._spec, requires_grad=plain.requires_grad)
+        return ShardedTensor(local_of(plain), spec_of(plain), requires_grad=plain.requires_grad)
 
 
 def _misfit(t: ShardedTensor, given: Sequence[torch.Tensor]) -> str:
@@ -313,7 +319,7 @@ def same_on_copies(piece: torch.Tensor, spec: DTensorSpec) -> bool:
     if all(isinstance(p, Shard) or size == 1 for p, size in zip(spec.placements, spec.mesh.shape, strict=True)):
         return True  # no piece has a copy
     sign = torch.tensor([int(digest_of(piece)[:15], 16)], device=runtime.device())
-    if not spec.mesh._is_current_rank_part_of_mesh():
+    if not is_in_mesh(spec.mesh):
         return True
 
     def reduced(value: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
@@ -343,8 +349,8 @@ def _arrived(t: torch.Tensor) -> torch.Tensor:
 
 def relaid(t: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardedTensor:
     """`t` in another layout, without a gradient."""
-    target = respec(t._spec, mesh, placements)
-    return ShardedTensor(relay(t._local_tensor, t._spec, target), target, requires_grad=False)
+    target = respec(spec_of(t), mesh, placements)
+    return ShardedTensor(relay(local_of(t), spec_of(t), target), target, requires_grad=False)
 
 
 def _same_devices(one: DeviceMesh, other: DeviceMesh) -> None:
@@ -384,7 +390,7 @@ class ToSharded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return relaid(grad, grad.device_mesh, replicated(grad.device_mesh))._local_tensor, None, None
+        return local_of(relaid(grad, grad.device_mesh, replicated(grad.device_mesh))), None, None
 
 
 class ToPlain(torch.autograd.Function):
@@ -393,7 +399,7 @@ class ToPlain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: DTensor) -> torch.Tensor:
         ctx.mesh = t.device_mesh
-        whole = relay(t._local_tensor, t._spec, respec(t._spec, ctx.mesh, replicated(ctx.mesh)))
+        whole = relay(local_of(t), spec_of(t), respec(spec_of(t), ctx.mesh, replicated(ctx.mesh)))
         return whole.view_as(whole)
 
     @staticmethod
@@ -406,8 +412,8 @@ class ToPiece(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: DTensor, grad_placements: tuple[Placement, ...] | None) -> torch.Tensor:
-        ctx.spec = respec(t._spec, t.device_mesh, grad_placements or settle(t.placements))
-        return t._local_tensor.view_as(t._local_tensor)
+        ctx.spec = respec(spec_of(t), t.device_mesh, grad_placements or settle(t.placements))
+        return local_of(t).view_as(local_of(t))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -424,13 +430,13 @@ class FromPiece(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return relaid(grad, ctx.spec.mesh, settle(ctx.spec.placements))._local_tensor, None
+        return local_of(relaid(grad, ctx.spec.mesh, settle(ctx.spec.placements))), None
 
 
 def sharded_copy(t: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardedTensor:
     """The pieces of a plain global value, in storage of their own."""
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta_of(t.detach().contiguous()))
-    if not mesh._is_current_rank_part_of_mesh():
+    if not is_in_mesh(mesh):
         return ShardedTensor(t.new_empty(0), spec, requires_grad=False)
     piece = t.detach()[layout_of(spec).slices(t.shape, runtime.rank())]
     device = t.device if t.is_meta else runtime.device()

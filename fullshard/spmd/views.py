@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from fullshard.errors import LayoutError
+from fullshard.torch_private import tree_leaves
 
 aten = torch.ops.aten
 

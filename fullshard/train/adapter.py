@@ -20,12 +20,13 @@ from torch import nn
 
 from fullshard.errors import ConfigError
 from fullshard.fsdp import MixedPrecision
-from fullshard.lora import targets as lora
 from fullshard.lora.adapter_config import taken_from_weights
+from fullshard.lora.peft_model import check_trains, get_peft_model_on_meta
+from fullshard.lora.targets import ALL_LINEAR
 from fullshard.lora.trainable_tokens import plain_layer
-from fullshard.lora.virtual_tokens import begin_with, prompt_kinds
+from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
 from fullshard.options import as_list, nearest
-from fullshard.quant.quantize_model import Quantization
+from fullshard.quant.config import Quantization, quantization_from_options, storage_note
 from fullshard.ranks import agree
 from fullshard.train.adapter_options import check_prompt
 from fullshard.train.config import SFTConfig
@@ -189,7 +190,7 @@ def _tables(model: Any) -> dict[str, nn.Module]:
 def _named(name: str, targets: Any) -> bool:
     """Whether PEFT matches this module by these names, or by this pattern."""
     if isinstance(targets, str):
-        return targets != lora.ALL_LINEAR and re.fullmatch(targets, name) is not None
+        return targets != ALL_LINEAR and re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
@@ -198,7 +199,7 @@ def _named(name: str, targets: Any) -> bool:
 
 def quantization(config: SFTConfig) -> Quantization | None:
     """How the frozen model is quantized to 4 bits; None if it is not."""
-    return lora.quantization(
+    return quantization_from_options(
         use_4bit_quantization=config.use_4bit_quantization,
         use_nested_quant=config.use_nested_quant,
         bnb_4bit_compute_dtype=config.bnb_4bit_compute_dtype,
@@ -211,7 +212,7 @@ def set_adapter_dtype(config: SFTConfig, model: nn.Module, precision: str, say: 
     """Cast the adapter to its dtype; returns the mixed-precision policy of the run."""
     usual, four_bits = MixedPrecision.of(precision), quantization(config)
     storage = four_bits.scheme.storage if four_bits is not None else None
-    if storage is not None and (note := lora.storage_note(storage, precision)):
+    if storage is not None and (note := storage_note(storage, precision)):
         say(note)
     throughout = storage is torch.bfloat16 and precision == "bf16"
     wanted = config.adapter_dtype if config.adapter_dtype != "auto" else "bfloat16" if throughout else "float32"
@@ -248,12 +249,12 @@ def make_trainable(
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
         if config.prompt_tuning_init_text:
-            begin_with(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
+            init_from_tokens(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
     for kind in prompt_kinds(model):
         check_prompt(kind, config.packing, config.gradient_checkpointing or recomputes)
     if config.freeze and trains:
         agree(functools.partial(freeze, model, config.freeze, say), "freezing")
-    lora.check_trains(model)
+    check_trains(model)
     return model
 
 
@@ -280,7 +281,7 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
         )
     torch.manual_seed(seed)
     try:
-        return lora.lay_out(model, peft_config) if empty else get_peft_model(model, peft_config)
+        return get_peft_model_on_meta(model, peft_config) if empty else get_peft_model(model, peft_config)
     except ValueError as error:
         if "lora_dropout" in str(error):
             raise ConfigError(

@@ -21,7 +21,7 @@ from fullshard.models.neftune import add_noise
 from fullshard.models.packed_inputs import PackingMethod
 from fullshard.parallelize.model import checkpointed_modules, shard_model
 from fullshard.parallelize.settings import EngineSettings
-from fullshard.quant.quantize_model import quantize_model
+from fullshard.quant.quantize import quantize_model
 from fullshard.ranks import agree, agree_locally
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import adapter, memory_check
@@ -131,7 +131,9 @@ def build_loop(
     dtypes = set_adapter_dtype(config, model, engine.mixed_precision, reporter.say)
     collectives.meet("start of sharding")  # creating process groups waits for all ranks unwatched
     sharded = shard_model(model, engine, timeout=config.ddp_timeout, mixed_precision=dtypes)
-    collectives.limit(sharded._fullshard_mesh, config.ddp_timeout)
+    mesh = sharded._fullshard_mesh
+    along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
+    collectives.set_timeout(along_axes, config.ddp_timeout)
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
     memory_check.check_and_report(sharded, config.optim, engine.offload_params, reporter.say)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.data.find_dataset import source_of
-from fullshard.data.sources import Source, row_source
+from fullshard.data.sources import DataSource, row_source
 from fullshard.errors import ConfigError
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
 from fullshard.options import as_list
@@ -46,8 +46,8 @@ class CheckedRun:
     """A name or folder, or a model in memory; None where only the adapter's files on the hub name it."""
     adapter: str | None
     """The adapter to resume, by name or folder."""
-    train: Source | None
-    evaluation: Source | None
+    train: DataSource | None
+    evaluation: DataSource | None
     inputs: Inputs
     """The paths that the run reads, by option."""
     notes: tuple[str, ...] = ()
@@ -177,7 +177,7 @@ def check_script(
     )  # fmt: skip
 
 
-def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, config: SFTConfig) -> Source:
+def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, config: SFTConfig) -> DataSource:
     if formatting is None:
         return source_of(data, name, config.sample_by)
     return row_source([{config.dataset_text_field: formatting(row)} for row in data], name)

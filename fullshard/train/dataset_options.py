@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fullshard.data.chat_template import Template, choose
-from fullshard.data.find_dataset import find_data, look, names_of, split_names
+from fullshard.data.find_dataset import check_first_rows, find_data, names_of, split_names
 from fullshard.data.row_formats import Reading, reading_of
-from fullshard.data.sources import Source, chain, mix, numbered
+from fullshard.data.sources import DataSource, chain, mix, numbered
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, convert, nearest, options_of
 from fullshard.train.config import SFTConfig
@@ -28,8 +28,8 @@ OWN = ("dataset_columns", "dataset_text_field", "prompt_format", "on_bad_row", "
 class RunData(NamedTuple):
     """The training data, and the evaluation data if there is a split for it."""
 
-    train: Source
-    evaluation: Source | None
+    train: DataSource
+    evaluation: DataSource | None
 
 
 def find(config: SFTConfig, check_rows: bool = False) -> RunData:
@@ -58,7 +58,7 @@ def find(config: SFTConfig, check_rows: bool = False) -> RunData:
         )
     for (first, second), each in zip(sets, own or [config] * len(sets), strict=True):
         for source in filter(None, (first, second) if check_rows else ()):
-            look(source, reading(each))
+            check_first_rows(source, reading(each))
     if own:
         sets = [(numbered(a, i), None if b is None else numbered(b, i)) for i, (a, b) in enumerate(sets)]
     train, evaluation = [first for first, _ in sets], [second for _, second in sets if second is not None]

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from fullshard import accelerator, runtime
 from fullshard.checkpoint.manager import CheckpointManager
-from fullshard.data.loader import IGNORED, Batch, Loader, Step, one_pass
+from fullshard.data.loader import Batch, Loader, Step, one_pass
+from fullshard.data.pretokenized import IGNORED
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import TrainingError
 from fullshard.models.chunked_loss import LeanHead
@@ -91,7 +92,7 @@ class Loop:
         self.notify = notify
         """Calls the callbacks of an event; returns whether one of them asks to stop."""
         self.total = reporter.total
-        self.progress = Progress(batch=loader.feed.batch)
+        self.progress = Progress(batch=loader.sampler.batch)
         self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
         self.rate = 0.0
         self.logged_steps = 0

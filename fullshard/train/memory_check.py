@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import accelerator, runtime
+from fullshard.byte_size import memory_size
 from fullshard.errors import ConfigError
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.lora.inventory import dense_line
-from fullshard.lora.targets import summary
+from fullshard.lora.model_size import dense_line, summary
 from fullshard.ranks import agree
 
 STATES = {"sgd": 0, "adamw_torch": 2, "adamw_torch_fused": 2}
@@ -78,9 +78,10 @@ def check_fit(plan: ShardingPlan, optim: str, on_host: bool) -> MemoryNeed:
     need, (there, where) = need_of(plan, optim), available(on_host)
     if need.total > there:
         raise ConfigError(
-            f"the model does not fit: each rank needs at least {size(need.total)} of {where} (shards "
-            f"{size(need.shards)}, gradients {size(need.gradients)}, optimizer {size(need.optimizer)}), but has "
-            f"{size(there)}. Use more ranks, use_peft_lora, a sharded strategy, or fsdp_offload_params."
+            f"the model does not fit: each rank needs at least {memory_size(need.total)} of {where} (shards "
+            f"{memory_size(need.shards)}, gradients {memory_size(need.gradients)}, optimizer "
+            f"{memory_size(need.optimizer)}), but has {memory_size(there)}. "
+            f"Use more ranks, use_peft_lora, a sharded strategy, or fsdp_offload_params."
         )
     return need
 
@@ -94,15 +95,6 @@ def describe(plan: ShardingPlan, need: MemoryNeed) -> list[str]:
     units = ", ".join(f"{count} {name}" for name, count in layers.items()) or "none but the whole model"
     return [
         f"plan: {plan.strategy} on {axes}; units: {units}",
-        f"      memory on each rank: shards {size(need.shards)}, gradients {size(need.gradients)},",
-        f"      optimizer {size(need.optimizer)}; at most {size(need.gathered)} gathered at once",
+        f"      memory on each rank: shards {memory_size(need.shards)}, gradients {memory_size(need.gradients)},",
+        f"      optimizer {memory_size(need.optimizer)}; at most {memory_size(need.gathered)} gathered at once",
     ]
-
-
-def size(count: float) -> str:
-    """A number of bytes as text."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}".replace(".0 B", " B")
-        count /= 1024
-    return f"{count:.2f} GiB"

@@ -20,13 +20,14 @@ from fullshard.data.chat_template import Prepared, prepare_tokenizer
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError, first_line
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.lora import targets, virtual_tokens
+from fullshard.lora import virtual_tokens
 from fullshard.models.inner_model import causal, embedding_rows
 from fullshard.models.packed_inputs import Packed, PackingMethod, takes_positions
 from fullshard.models.packing_check import PackingVerdict, try_packing
 from fullshard.models.rope_scaling import longest_document, scale_rope
-from fullshard.quant.quantize_model import Quantization, quantize_model
-from fullshard.ranks import agree
+from fullshard.quant.config import Quantization, dense_dtype
+from fullshard.quant.quantize import quantize_model
+from fullshard.ranks import agree, on_rank_0
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
 from fullshard.train.checked_run import CheckedRun, base_of_adapter
@@ -34,7 +35,9 @@ from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import needed, templates_of
 from fullshard.weights import load as loading
 from fullshard.weights.adapter_base import check_base, lasting_name
-from fullshard.weights.adapter_files import brought_tables, other_rows, stored_rows
+from fullshard.weights.adapter_files import embedding_rows as adapter_rows
+from fullshard.weights.adapter_files import other_rows, stored_rows
+from fullshard.weights.dtypes import choose_dtype
 from fullshard.weights.locate import open_source, resolve
 from fullshard.weights.resize_vocab import grow_in_memory
 
@@ -64,7 +67,7 @@ def find_folders(run: CheckedRun) -> Folders:
 def has_own_tables(model: Any, folders: Folders) -> bool:
     """Whether embedding and output head belong to the adapter, because those of its base differ."""
     if folders.adapter is not None:
-        return bool(brought_tables(folders.adapter))
+        return bool(adapter_rows(folders.adapter))
     if folders.base is not None:
         return False
     inner = causal(model)
@@ -103,9 +106,9 @@ def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
     shape._attn_implementation = attention(config, say)
     try:
         with contextlib.closing(open_source(folder)) as source:
-            dtype = loading.choose_dtype(config.torch_dtype, shape, source)
+            dtype = choose_dtype(config.torch_dtype, shape, source)
             if four_bits is not None and config.torch_dtype == "auto":
-                dtype = targets.dtype_beside(four_bits.scheme.storage) or dtype
+                dtype = dense_dtype(four_bits.scheme.storage) or dtype
             model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, False)
             loading.untie_what_differs(model, source, None)
             if four_bits is not None:
@@ -274,7 +277,7 @@ def local_folder(model: Any) -> str | None:
 def choose_packing(config: SFTConfig, model: Any, say: Say) -> PackingMethod:
     """How this model receives packed rows, found by a trial on the first rank. All ranks must call it."""
     work = functools.partial(try_packing, model, runtime.device(), uses_flash(model))
-    verdict: PackingVerdict = agree(work if runtime.is_main() else lambda: None, "packing check")[0]
+    verdict: PackingVerdict = on_rank_0(work, "packing check")
     name = type(causal(model)).__name__
     if verdict.way is not None:
         if verdict.way != PackingMethod():

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.data.sources import Source, hold_back
+from fullshard.data.sources import DataSource, hold_back
 from fullshard.data.token_table import TokenTable, statistics, unused_columns
 from fullshard.train.batches import make_table
 from fullshard.train.checked_run import CheckedRun
@@ -56,7 +56,7 @@ def preview_run(run: CheckedRun) -> None:
         show_statistics(name, table, config, console)
 
 
-def first_rows(source: Source, count: int) -> Source:
+def first_rows(source: DataSource, count: int) -> DataSource:
     """The first rows of a source."""
     return dataclasses.replace(
         source,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ from fullshard.lora.plain_lora import make_plain
 from fullshard.lora.virtual_tokens import as_file, encoders, is_prompt
 from fullshard.models.inner_model import causal
 from fullshard.paths import replaced_files, save_tokenizer
-from fullshard.ranks import agree
+from fullshard.ranks import on_rank_0
 from fullshard.reporting.html_report import write_report
 from fullshard.reporting.model_card import write_card
 from fullshard.reporting.records import METRICS_FILE
@@ -29,7 +27,7 @@ from fullshard.train.config import SFTConfig
 from fullshard.train.loop import Progress
 from fullshard.train.model import local_folder
 from fullshard.train.run_dir import CHECKPOINTS, place_of
-from fullshard.version import __version__
+from fullshard.version import library_versions
 from fullshard.weights.adapter_base import lasting_name, write_record
 from fullshard.weights.adapter_files import names_in_files
 from fullshard.weights.export import save_pretrained
@@ -59,7 +57,7 @@ class ResultWriter:
         if hasattr(model, "peft_config"):
             self.keep_first()
             export_adapter(model, place, dtype, self.tables, self.first)
-            agree(lambda: save_tokenizer(self.tokenizer, place) if runtime.is_main() else None, "export")
+            on_rank_0(lambda: save_tokenizer(self.tokenizer, place), "export")
         else:
             dtype = dtype or getattr(model.config, "dtype", None)
             save_pretrained(model, place, dtype=dtype, tokenizer=self.tokenizer, progress=False)
@@ -95,8 +93,6 @@ def export_adapter(
         values[name] = shared[name].cpu().to(dtype or shared[name].dtype).clone()
 
     def write() -> None:
-        if not runtime.is_main():
-            return
         with replaced_files(place) as part:
             if is_prompt(model):
                 _write_prompt(model, part, values)
@@ -112,7 +108,7 @@ def export_adapter(
             for card in part.rglob("README.md"):  # PEFT's; `reporting/model_card.py` writes the run's
                 card.unlink()
 
-    agree(write, "export")
+    on_rank_0(write, "export")
 
 
 def _name_base(folder: Path, model: Any) -> None:
@@ -179,20 +175,9 @@ class Summary:
         return found
 
 
-def versions() -> dict[str, str]:
-    """The versions of fullshard and of the libraries that decide a run's outcome."""
-    found = {"fullshard": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "peft", "safetensors", "tokenizers"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def describe(summary: Summary, place: Path) -> None:
     """Write the model card and the report; for the first rank alone."""
-    config, progress, metrics = summary.config, summary.progress, summary.metrics()
+    config, progress, metrics, versions = summary.config, summary.progress, summary.metrics(), library_versions()
     facts = {
         "base": lasting_name(summary.base) if summary.base else None,
         "adapter": summary.adapter,
@@ -200,10 +185,16 @@ def describe(summary: Summary, place: Path) -> None:
         "steps": progress.step,
         "ranks": runtime.world_size(),
         "metrics": metrics,
-        "versions": versions(),
+        "versions": versions,
     }
     write_card(place, config.run_name, config.changed(), facts)
-    shown = {"steps": progress.step, "tokens": progress.tokens, "ranks": runtime.world_size(), **metrics, **versions()}
+    shown = {
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "ranks": runtime.world_size(),
+        **metrics,
+        **library_versions(),
+    }
     write_report(place / REPORT, config.run_name, config.changed(), summary.history, shown, summary.answers)
 
 

@@ -76,7 +76,7 @@ def prompts_of(config: SFTConfig, table: TokenTable | None, tokenizer: Any) -> l
     for start, end in zip(table.document_starts[:-1], table.document_starts[1:], strict=True):
         if len(found) == config.eval_samples:
             break
-        ids, trained = table.tokens[start:end].tolist(), np.asarray(table.learnt[start:end]) != 0
+        ids, trained = table.tokens[start:end].tolist(), np.asarray(table.loss_mask[start:end]) != 0
         if (split := answer_begins(ids, trained, before)) > 0:
             reference = tokenizer.decode(ids[split:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
             shown = tokenizer.decode(ids[:split], clean_up_tokenization_spaces=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from fullshard.models.generate import stop_criteria
 from fullshard.models.inner_model import causal
 from fullshard.parallelize.settings import resolved_launch
 from fullshard.paths import refuse_inputs, save_tokenizer
-from fullshard.ranks import agree
+from fullshard.ranks import agree, on_rank_0
 from fullshard.reporting import loggers
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import assemble, results, run_dir
@@ -35,6 +36,7 @@ from fullshard.train.model import local_folder
 from fullshard.train.results import ResultWriter, Summary
 from fullshard.train.run_lock import FolderLock
 from fullshard.train.samples import Samples, choose_prompts
+from fullshard.version import library_versions
 
 
 class TrainOutput(NamedTuple):
@@ -235,18 +237,15 @@ class SFTTrainer:
             return
         locks: list[FolderLock] = []
 
-        def lock() -> EarlierRun | None:
-            if not runtime.is_main():
-                return None
+        def lock() -> EarlierRun:
             if not self._folder_checked:
                 run_dir.check_contents(self.args, self._inputs)
             locks.append(run_dir.open_folder(self.args))
             return EarlierRun(run_dir.read_settings(run_dir.place_of(self.args)), run_dir.resumes(self.args))
 
         try:
-            self._folder = agree(lock, "output directory")[0]
+            self._folder = on_rank_0(lock, "output directory")
             self._folder_checked = False  # what the run writes is there when it is entered again later
-            assert self._folder is not None
             yield self._folder
         finally:
             self._folder = None
@@ -292,7 +291,7 @@ class SFTTrainer:
         if runtime.is_main():
             engine = self.parts.engine
             facts = {"engine": engine.describe(), "launch": resolved_launch(), "ranks": runtime.world_size()}
-            run_dir.write_settings(self.args, {**facts, "versions": results.versions()})
+            run_dir.write_settings(self.args, {**facts, "versions": library_versions()})
             # Beside the checkpoints from the start, so that they can be used before the run has ended.
             save_tokenizer(self.parts.tokenizer, run_dir.place_of(self.args))
 
@@ -368,8 +367,7 @@ def train_run(run: CheckedRun) -> None:
     """Train a checked run, save its result and print where everything is: what `fullshard sft` does on each rank."""
     if not run.folder_checked:
         assemble.join_ranks(run.engine)
-        work = (lambda: run_dir.check_folder(run.config, run.inputs)) if runtime.is_main() else (lambda: None)
-        agree(work, "output directory")
+        on_rank_0(functools.partial(run_dir.check_folder, run.config, run.inputs), "output directory")
         run = dataclasses.replace(run, folder_checked=True)
     trainer = SFTTrainer.of(run)
     with trainer.own_folder():  # until the result is written

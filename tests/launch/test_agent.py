@@ -170,7 +170,7 @@ def test_a_rank_killed_during_a_collective_of_the_script_is_named_without_a_trac
         ({0: 2, 1: -6}, {0: "no such file"}, 2, "rank 0: no such file"),  # the abort follows from the mistake
         ({0: 69, 1: -9}, {}, 137, "rank 1 (process 7 on HOST) was ended by SIGKILL; rank 0 waited for it in step 4"),
         ({0: 69, 1: 3}, {}, 3, "rank 1 (process 7 on HOST) ended with exit code 3; rank 0 waited for it in step 4"),
-        ({0: 69}, {}, 69, "rank 0 cannot go on in step 4, gather: rank 1 is stopped"),
+        ({0: 69}, {}, 69, "rank 0 cannot continue in step 4, gather: rank 1 is stopped"),
         ({1: 75, 0: 75}, {}, 75, "the processes have saved and ended"),
     ],
 )  # fmt: skip
@@ -182,7 +182,7 @@ def test_exit_codes_and_what_is_said(tmp_path, codes, reports, code, said):
         worker.global_rank, worker.id = rank, 6 + rank
     agent.exit_codes, agent.reports = codes, reports
     agent.echoes = {
-        rank: "rank 0 cannot go on in step 4, gather: rank 1 is stopped\nmore" for rank in codes if codes[rank] == 69
+        rank: "rank 0 cannot continue in step 4, gather: rank 1 is stopped\nmore" for rank in codes if codes[rank] == 69
     }
     agent.places = dict.fromkeys(agent.echoes, "step 4, gather")
     assert agent.verdict() == code

@@ -398,7 +398,7 @@ def test_a_mean_over_tokens(world_size):
         assert tokens == int(mask[number * 8 : number * 8 + 8].sum())
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=1e-12)
-    with pytest.raises(FSDPError, match=r"weighted\(-1\): expected how many things"), fullshard.weighted(-1):
+    with pytest.raises(FSDPError, match=r"weighted\(-1\): expected the number of items"), fullshard.weighted(-1):
         pass
 
 

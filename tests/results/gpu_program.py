@@ -12,9 +12,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fullshard.data.chat_template import TEMPLATES
+from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.quant.linear import NF4Linear
-from fullshard.quant.quantize_model import quantize_model
+from fullshard.quant.quantize import quantize_model
 from fullshard.results.chat import Chat
 from fullshard.results.chat_model import FOUR_BITS, load_chat_model
 from fullshard.results.find_result import find
@@ -41,7 +41,7 @@ def main(place: Path) -> None:
     make_model(**SHAPE).bfloat16().save_pretrained(base)
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = TEMPLATES["chatml"]
+    tokenizer.chat_template = BUILT_IN["chatml"].text
     tokenizer.save_pretrained(base)
 
     def plain() -> Any:

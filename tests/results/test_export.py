@@ -107,7 +107,7 @@ def test_a_base_that_is_stored_in_4_bits(tmp_path: Path) -> None:
     plain = rounded(AutoModelForCausalLM.from_pretrained(base), Scheme(double=True)).to(torch.bfloat16)
     assert_same(tmp_path / "out", PeftModel.from_pretrained(plain, adapter).merge_and_unload())
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    with pytest.raises(QuantizationError, match="holds dense weights; say with dequantized="):
+    with pytest.raises(QuantizationError, match="contains dense weights; set dequantized="):
         merge_adapter(adapter, tmp_path / "x", dequantized=True)
     error = command("export", str(adapter), str(tmp_path / "x"), "--merge", "--dequantized")[2]
     assert "did not train in 4 bits" in error

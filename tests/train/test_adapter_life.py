@@ -82,7 +82,7 @@ def after(kind: str, place: Path, out: Path, got: torch.Tensor) -> None:
     for name, value in load_file(made / "adapter_model.safetensors").items():
         assert torch.equal(value, theirs[name]), name
     if kind in ("prompt", "prefix, projected", "p_tuning"):
-        with pytest.raises(WeightsError, match="changes the model's input, no weights; it cannot be merged"):
+        with pytest.raises(WeightsError, match="change the model's input, not its weights, and cannot be merged"):
             merge_adapter(out, place / "merged", progress=False)
     elif kind != "dora, 4 bits":
         merge_adapter(out, place / "merged", progress=False)
@@ -222,7 +222,7 @@ def test_frozen_by_pattern(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=message):
             start(tmp_path, "wrong", use_peft_lora=pattern == "lm_head", freeze=pattern)
-    with pytest.raises(ConfigError, match="no parameter of the model trains"):
+    with pytest.raises(ConfigError, match="the model has no trainable parameters"):
         start(tmp_path, "nothing", use_peft_lora=False, freeze="*")
     with pytest.raises(ConfigError, match="has no token '<nobody>'"):
         start(tmp_path, "token", trainable_token_indices="<nobody>")
@@ -249,5 +249,5 @@ def test_what_an_adapter_of_the_user_s_cannot_do(tmp_path: Path) -> None:
     lora: dict[str, Any] = {"r": 2, "target_modules": ["lm_head"], "task_type": "CAUSAL_LM"}
     with pytest.raises(WeightsError, match=r"changes the weight of .*lm_head, which is tied to another"):
         begin(LoraConfig(init_lora_weights="pissa", **lora))
-    with pytest.raises(WeightsError, match="init_lora_weights='eva' is not offered for this layer, or not at all"):
+    with pytest.raises(WeightsError, match="init_lora_weights='eva' is not supported for this layer"):
         begin(LoraConfig(init_lora_weights="eva", **{**lora, "target_modules": ["q_proj"]}))
