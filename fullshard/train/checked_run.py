@@ -87,7 +87,8 @@ def receive(text: str) -> CheckedRun:
     check."""
     values = json.loads(text)
     config = SFTConfig.from_checked(values["config"])
-    engine = {name: tuple(value) if isinstance(value, list) else value for name, value in values["engine"].items()}
+    given = values["engine"].items()
+    engine: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
     named = {"model_name_or_path": values["model"], "adapter_name_or_path": values["adapter"]}
     named |= {name: getattr(config, name) for name in ("tokenizer_name_or_path", "sample_prompts")}
     for option, name in named.items():
