@@ -92,7 +92,7 @@ def after(kind: str, place: Path, out: Path, got: torch.Tensor) -> None:
         loaded = AutoPeftModelForCausalLM.from_pretrained(out)
         assert loaded.peft_config["default"].r == 8 and loaded.peft_config["default"].init_lora_weights is True
         shutil.rmtree(out / FIRST)
-        with pytest.raises(CheckpointError, match="what it began with is not beside it"):
+        with pytest.raises(CheckpointError, match="its initial values are missing"):
             write_adapter(out / CHECKPOINTS / "step-4", made)
 
 
@@ -217,7 +217,7 @@ def test_frozen_by_pattern(tmp_path: Path) -> None:
     trains = [name for name, p in adapter.model.named_parameters() if p.requires_grad]
     assert trains and not [name for name in trains if ".layers.1." in name]
     for pattern, message in {
-        "embed_token": "'embed_token' names no parameter; did you mean embed_tokens",
+        "embed_token": "'embed_token' matches no parameter; did you mean embed_tokens",
         "lm_head": "'lm_head' matches only frozen parameters",
     }.items():
         with pytest.raises(ConfigError, match=message):
