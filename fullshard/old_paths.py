@@ -85,7 +85,7 @@ MOVED = {
     "launcher": "rank_env",
     "messages": "log_filter",
     "spmd.agree": "spmd.debug_check",
-    "spmd.assign": "spmd.data_assignment",
+    "spmd.assign": "spmd.dtensor_fixes",
     "spmd.independent": "spmd.rules_elementwise",
     "spmd.lists": "spmd.foreach_ops",
     "spmd.reductions": "spmd.rules_reductions",

@@ -22,9 +22,11 @@ from fullshard.checkpoint.dcp_planner import Target, mismatch
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.shard_index import Held, held
 from fullshard.errors import CheckpointError, UserError
+from fullshard.spmd.marked import unmarked
 from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.redistribute import layout_of, torch_layout
 from fullshard.spmd.spec import Layout
-from fullshard.spmd.tensor import ShardedTensor, is_sharded, layout_of, torch_layout, unmarked
+from fullshard.spmd.tensor import ShardedTensor, is_sharded
 from fullshard.torch_private import DTensorSpec, TensorMeta, local_of, spec_of
 from fullshard.weights.safetensors_index import DTYPES
 

@@ -16,7 +16,9 @@ import torch
 
 from fullshard import runtime
 from fullshard.errors import CheckpointError
-from fullshard.spmd.tensor import is_sharded, layout_of, unmarked
+from fullshard.spmd.marked import unmarked
+from fullshard.spmd.redistribute import layout_of
+from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import local_of, spec_of
 from fullshard.weights.safetensors_index import DTYPE_NAMES
 

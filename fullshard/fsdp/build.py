@@ -29,7 +29,7 @@ from fullshard.fsdp.plan import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, ShardingPla
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.fsdp.streams import Lane
 from fullshard.fsdp.unit import Means, Unit
-from fullshard.spmd import rules
+from fullshard.spmd.dtensor_fixes import draw_global_on_cpu
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import parameters_of, submodules_of
@@ -124,7 +124,7 @@ def assemble(
     engine.has_global_parameters = any(any(p.gathered_layout.dims) for unit in engine.units for p in unit.parameters)
     checks.expect_optimizers()
     backward_entry.watch_backward()
-    rules.draw_alike()
+    draw_global_on_cpu()
     if options.precision != MixedPrecision.of(None):
         runtime.get_logger().info("mixed precision: %s", options.precision)
 

@@ -26,8 +26,9 @@ from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.fsdp.write_count import writes_of
 from fullshard.spmd.mesh import Mesh, origin
+from fullshard.spmd.redistribute import torch_layout
 from fullshard.spmd.spec import Layout
-from fullshard.spmd.tensor import ShardedTensor, is_sharded, relaid, torch_layout
+from fullshard.spmd.tensor import ShardedTensor, is_sharded, redistributed
 from fullshard.torch_private import (
     DTensorSpec,
     TensorMeta,
@@ -356,7 +357,7 @@ class ShardedParameter:
             target.append(grad.placements[i] if pending else Replicate() if along_data else placement)
             if along_data and not pending:
                 settled.append(i)
-        local = local_of(relaid(grad, mesh, target))
+        local = local_of(redistributed(grad, mesh, target))
         where = mesh.get_coordinate()
         assert where is not None
         # Where every rank has the finished sum already, one of them contributes it.
@@ -418,7 +419,7 @@ class ShardedParameter:
                     f"{tuple(getattr(result, 'shape', ()))}; it is given the gradient summed over the ranks, a DTensor "
                     f"of shape {self.plan.shape}, and returns one like it or None"
                 )
-            value = relaid(result.detach(), self.shard.device_mesh, self.shard.placements)
+            value = redistributed(result.detach(), self.shard.device_mesh, self.shard.placements)
         local: torch.Tensor = local_of(value)
         return local.to(self.local.dtype)
 
