@@ -70,7 +70,7 @@ def build(shape: dict[str, int]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from fullshard.fsdp import checkpoint_module
-    from fullshard.quant.quantize_model import quantize_model
+    from fullshard.quant import quantize_model
 
     config = LlamaConfig(
         vocab_size=shape["vocabulary"], hidden_size=shape["hidden"], intermediate_size=shape["intermediate"],
@@ -92,7 +92,7 @@ def fill(model: Any) -> None:
     import torch
 
     import fullshard.runtime as xr
-    from fullshard.quant.quantize_model import quantized_layers
+    from fullshard.quant import quantized_layers
     from fullshard.weights.init import compute_buffers
     from fullshard.weights.transforms import piece_of
 
@@ -121,7 +121,7 @@ def rank_program(shape: dict[str, int], rows: int, length: int, steps: int, limi
     import fullshard.runtime as xr
     import fullshard.spmd as xs
     from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
-    from fullshard.lora.targets import summary
+    from fullshard.lora import summary
     from fullshard.models.chunked_loss import LeanHead
 
     host = HostMemory()

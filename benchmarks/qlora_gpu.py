@@ -225,7 +225,7 @@ def two_ranks(offload: bool) -> None:
     import fullshard.runtime as xr
     import fullshard.spmd as xs
     from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
-    from fullshard.quant.quantize_model import quantize_model
+    from fullshard.quant.quantize import quantize_model
 
     xr.use_spmd(device="cuda")
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -74,7 +74,7 @@ def build(size: str, kind: str, vocabulary: int, layers: int) -> Any:
         from peft import LoraConfig, get_peft_model
 
         if kind == "qlora":
-            from fullshard.quant.quantize_model import quantize_model
+            from fullshard.quant.quantize import quantize_model
 
             quantize_model(model, {"load_in_4bit": True, "bnb_4bit_use_double_quant": True})
         lora = LoraConfig(r=8, target_modules="all-linear")

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fullshard.runtime as xr
 from fullshard import checkpoint_module
+from fullshard.parallelize.model import shard_model
 from fullshard.parallelize.settings import EngineSettings
 
 
@@ -59,7 +60,7 @@ def main() -> None:
     model = build(options.model)
     for layer in model.model.layers:
         checkpoint_module(layer)
-    model = settings_for(options).wrap(model)
+    model = shard_model(model, settings_for(options))
     xr.print0(str(model.plan).splitlines()[0])
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -46,7 +46,7 @@ def short_name(ranks: Sequence[int]) -> str:
     return f"{len(ranks)}x{hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()}"
 
 
-def leave_time_outs_to_us(backend: str) -> None:
+def disable_nccl_abort(backend: str) -> None:
     """Keep torch's NCCL watchdog from ending the process before `watchdog/watch.py` has named the rank that is missing.
 
     It must be called before a group is made. Whatever the user set stays. By default the watchdog ends the process when
@@ -60,9 +60,9 @@ def leave_time_outs_to_us(backend: str) -> None:
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
 
 
-def limit(group: dist.ProcessGroup, seconds: float) -> None:
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Set how long an operation of a group may take."""
-    with contextlib.suppress(ValueError, RuntimeError):  # a backend without time-outs
+    with contextlib.suppress(ValueError, RuntimeError):  # a backend without timeouts
         set_group_timeout(group, timedelta(seconds=seconds))
 
 
@@ -76,7 +76,7 @@ def new_group(ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
     the devices, say) would look for each other under different names and never meet. Here the name says the ranks and
     how many groups of just them there were.
     """
-    leave_time_outs_to_us(str(options.get("backend") or dist.get_backend_config()))
+    disable_nccl_abort(str(options.get("backend") or dist.get_backend_config()))
     number = _made[ranks] = _made.get(ranks, 0) + 1
     name = f"fullshard/{short_name(ranks)}/{number}"
     if list(ranks) != sorted(ranks):

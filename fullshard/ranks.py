@@ -43,11 +43,11 @@ def host_group() -> Any:
     """The training thread's communicator for host memory; replaced with the job's process group and after a failure."""
     global _host_group
     runtime.use_spmd()
-    if _host_group[0] is not dist.group.WORLD or _host_group[1] != watch.failures:
+    if _host_group[0] is not dist.group.WORLD or _host_group[1] != watch.failures():
         if carries(dist.group.WORLD, "cpu"):
             # Creating a group waits for all ranks unwatched, so they synchronize first where the wait is watched.
             _watched("start", dist.group.WORLD, lambda: dist.all_reduce(torch.zeros(1)))
-        _host_group = (dist.group.WORLD, watch.failures, _new_group())
+        _host_group = (dist.group.WORLD, watch.failures(), _new_group())
     return _host_group[2]
 
 
@@ -72,14 +72,14 @@ class BorrowedGroup:
 def _spare_groups() -> list[Any]:
     """Groups that nobody uses; dropped with the job's process group and after a failure, like all others."""
     global _spares
-    if _spares[0] is not dist.group.WORLD or _spares[1] != watch.failures:
-        _spares = (dist.group.WORLD, watch.failures, [])
+    if _spares[0] is not dist.group.WORLD or _spares[1] != watch.failures():
+        _spares = (dist.group.WORLD, watch.failures(), [])
     return _spares[2]
 
 
 def _watched(purpose: str, group: Any, job: Callable[[], T]) -> T:
-    noted = watch.watch_for(f"ranks {purpose}", _all_ranks(), group)
-    with noted.waiting(noted.issue()):
+    log = watch.watch_for(f"ranks {purpose}", _all_ranks(), group)
+    with watch.waiting(log.issue()):
         return job()
 
 
@@ -119,7 +119,7 @@ def any_of(flags: int, what: str) -> int:
         return flags
     group = host_group()
     watch.doing(what)
-    shared, limit = torch.tensor([flags]), abort.time_out(dist.group.WORLD)
+    shared, limit = torch.tensor([flags]), abort.timeout_of(dist.group.WORLD)
 
     def wait() -> None:
         work = dist.all_reduce(shared, dist.ReduceOp.BOR, group=group, async_op=True)

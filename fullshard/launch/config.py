@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fullshard.options import Option, option, options_of
+from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings
-
-_tpu = functools.partial(option, no_op="it is about TPUs, for which the engine is not there yet")
 
 OFFERED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 NOT_OFFERED = (
@@ -51,30 +50,8 @@ class ProcessSettings:
     several machines a busy port is an error; unset is 29500."""
     rdzv_backend: str = option("static", given_as="static, c10d or another of torchrun's")
     """How machines find each other."""
-    same_network: bool = option(True, no_op="machines always meet at main_process_ip:main_process_port")
-    """Accelerate: whether all machines are on one local network."""
     enable_cpu_affinity: bool = False
     """Give each process its own part of the machine's cores."""
-    main_training_function: str = _tpu("main")
-    """Accelerate: the function that TPU processes call."""
-    downcast_bf16: str = _tpu("no")
-    """Accelerate: how TPUs treat doubles in bf16."""
-    tpu_env: tuple[str, ...] | None = _tpu(None)
-    """Accelerate: variables for TPU pods."""
-    tpu_use_cluster: bool = _tpu(False, flags=("tpu_cluster",))
-    """Accelerate: whether to start on a TPU pod."""
-    tpu_use_sudo: bool = _tpu(False)
-    """Accelerate: whether to use sudo in a TPU pod."""
-    tpu_name: str | None = _tpu(None)
-    """Accelerate: the TPU's name."""
-    tpu_zone: str | None = _tpu(None)
-    """Accelerate: the TPU's zone."""
-    tpu_vm: tuple[str, ...] | None = _tpu(None, flags=("vm",))
-    """Accelerate: names of TPU machines."""
-    command_file: str | None = _tpu(None)
-    """Accelerate: commands to run in each TPU pod."""
-    commands: tuple[str, ...] | None = _tpu(None)
-    """Accelerate: commands to run in each TPU pod."""
     fp16: bool | None = None
     """An old spelling of `mixed_precision: fp16`."""
     deepspeed_config: dict[str, Any] | None = option(None)  # noqa: RUF009 - a field, not a shared dict
@@ -106,8 +83,6 @@ class RunSettings:
     """Same as `--distributed_type MEGATRON_LM`, which is refused."""
     tpu: bool = _flag(False)
     """Same as `--distributed_type XLA`, which is refused."""
-    use_parallelism_config: bool = _flag(False, no_op="the sizes of `parallelism_config` count wherever they are given")
-    """Accelerate: whether the sizes of `parallelism_config` count."""
     fsdp: str | None = _flag(None, given_as='"full_shard auto_wrap offload"')
     """The strategy in the words of transformers' `--fsdp`."""
     fsdp_config: str | None = _flag(None, given_as="PATH")
@@ -145,12 +120,12 @@ class RunSettings:
 
 def launch_options() -> tuple[Option, ...]:
     """Every option of `fullshard launch`."""
-    return (*options_of(RunSettings), *options_of(ProcessSettings), *options_of(EngineSettings))
+    return (*options_of(RunSettings), *file_options())
 
 
 def file_options() -> tuple[Option, ...]:
-    """Every option of the configuration file."""
-    return (*options_of(ProcessSettings), *options_of(EngineSettings))
+    """Every option of the configuration file, and the options that are ignored."""
+    return (*options_of(ProcessSettings), *options_of(EngineSettings), *IGNORED_OPTIONS)
 
 
 def own_file(environment: Mapping[str, str] = os.environ) -> Path:

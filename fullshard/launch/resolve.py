@@ -29,6 +29,7 @@ from fullshard.launch.config import (
 from fullshard.launch.slurm import SlurmPlace, read_slurm
 from fullshard.options import options_of, parse_flags
 from fullshard.parallelize.fsdp_flags import read_section, read_words
+from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import RESOLVED_VARIABLE, EngineSettings, overlay, values_in
 from fullshard.version import __version__
 
@@ -88,8 +89,8 @@ class LaunchSettings:
         """The options that were given another value than their default and change nothing, with the reason."""
         return {
             one.key: one.no_op
-            for one in file_options()
-            if one.no_op and one.key in self.given and self.given[one.key] not in (one.default, (), {})
+            for one in IGNORED_OPTIONS
+            if one.key in self.given and self.given[one.key] not in (one.default, (), {})
         }
 
     def to_json(self) -> str:
@@ -150,7 +151,7 @@ def resolve(words: Sequence[str], environment: Mapping[str, str] = os.environ) -
     slurm = read_slurm(environment)
     values: dict[str, Any] = {}
     for layer in (
-        _environment_values(environment),
+        values_in(environment, IGNORED_OPTIONS),
         file.values,
         {"use_cpu": True} if environment.get("FULLSHARD_DEVICE") == "cpu" else {},
         _slurm_values(slurm),
@@ -181,10 +182,6 @@ def check_values(values: dict[str, Any], notes: list[str] | None = None) -> tupl
 
 def _of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values}
-
-
-def _environment_values(environment: Mapping[str, str]) -> dict[str, Any]:
-    return {k: v for k, v in values_in(environment).items() if k != "cpu_ram_efficient_loading"}
 
 
 def _slurm_values(slurm: SlurmPlace | None) -> dict[str, Any]:
@@ -231,7 +228,7 @@ def _check_processes(processes: ProcessSettings) -> None:
             raise ConfigError(f"{name} is not offered; take it out of the file, or start with accelerate")
     for wrong, text in (
         (processes.compute_environment != "LOCAL_MACHINE", "compute_environment: expected LOCAL_MACHINE"),
-        (kind == "XLA", "distributed_type: XLA asks for the XLA engine, which is not there yet; use FSDP"),
+        (kind == "XLA", "distributed_type: XLA asks for PyTorch/XLA, which is not supported yet; use FSDP"),
         (kind in NOT_OFFERED, f"distributed_type: {kind} is not offered; use FSDP, MULTI_GPU, MULTI_CPU or NO"),
         (total == -1, "num_processes: -1 in the file means that it must be given: --num_processes N"),
         (total is not None and total < 1, f"num_processes: expected 1 or more, got {total}"),

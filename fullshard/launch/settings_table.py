@@ -17,6 +17,7 @@ from fullshard.launch.questionnaire import Machine
 from fullshard.launch.resolve import LaunchSettings
 from fullshard.log_filter import own_line
 from fullshard.options import Option, options_of
+from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings
 
 HELP_WIDTH = 100
@@ -26,6 +27,7 @@ GROUPS = (
     ("Processes", ProcessSettings, "Keys at the top level of the file."),
     ("The engine", EngineSettings, "Keys of the file, most of them in its section `fsdp_config`."),
 )
+IGNORED = "Accepted and ignored (options of other launchers)"
 
 
 def console() -> Console:
@@ -60,7 +62,7 @@ def show_launch_help() -> None:
         "fullshard launch [flags] script.py [arguments of the script]",
         "Starts the script on every rank, with the settings of a configuration file that is also Accelerate's. Flags "
         "beat the file; hyphens and underscores are the same. A flag of a true-or-false option may stand alone.",
-        {title: options_of(config) for title, config, _ in GROUPS},
+        {**{title: options_of(config) for title, config, _ in GROUPS}, IGNORED: IGNORED_OPTIONS},
     )
 
 
@@ -72,7 +74,10 @@ def show_test_help() -> None:
         "line by line what works: the ranks meet, collectives add up, the losses are those of one device, a checkpoint "
         "comes back bit for bit. Nothing is written that stays. The exit code is 0 if everything works.\n\n"
         "Settings come from the configuration file of fullshard launch; flags beat it.",
-        {title: [o for o in options_of(config) if o.name not in NEEDS_SCRIPT] for title, config, _ in GROUPS},
+        {
+            **{title: [o for o in options_of(config) if o.name not in NEEDS_SCRIPT] for title, config, _ in GROUPS},
+            IGNORED: IGNORED_OPTIONS,
+        },
     )
 
 
@@ -107,14 +112,14 @@ def flag_of(one: Option) -> str:
 
 
 def help_of(one: Option) -> str:
-    """The help text, the values, the default, and why it is without effect where it is."""
+    """The help text, the values and the default; for an ignored option, the reason."""
+    if one.no_op:
+        return f"Ignored: {one.no_op}."
     parts = [one.help]
     if one.choices:
         parts.append(f"One of {one.values}.")
     if one.default not in (None, False, ""):
         parts.append(f"Default: {default_of(one).replace(',', ', ')}.")
-    if one.no_op:
-        parts.append(f"No effect here: {one.no_op}.")
     return " ".join(parts)
 
 

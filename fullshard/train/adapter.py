@@ -18,10 +18,11 @@ from torch import nn
 
 from fullshard.errors import ConfigError
 from fullshard.fsdp import MixedPrecision
-from fullshard.lora import targets as lora
+from fullshard.lora.peft_model import get_peft_model_on_meta
+from fullshard.lora.targets import ALL_LINEAR
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.options import as_list, nearest
-from fullshard.quant.quantize_model import Quantization
+from fullshard.quant.config import Quantization, quantization_from_options, storage_note
 from fullshard.train.config import SFTConfig
 
 Say = Callable[[str], None]
@@ -179,13 +180,13 @@ def _tables(model: Any) -> dict[str, nn.Module]:
 def _named(name: str, targets: Any) -> bool:
     """Whether PEFT would find this module by these names, or by this pattern."""
     if isinstance(targets, str):
-        return targets != lora.ALL_LINEAR and re.fullmatch(targets, name) is not None
+        return targets != ALL_LINEAR and re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def quantization(config: SFTConfig) -> Quantization | None:
     """How the frozen model is held in 4 bits; None where it is not."""
-    return lora.quantization(
+    return quantization_from_options(
         use_4bit_quantization=config.use_4bit_quantization,
         use_nested_quant=config.use_nested_quant,
         bnb_4bit_compute_dtype=config.bnb_4bit_compute_dtype,
@@ -198,7 +199,7 @@ def settle_dtypes(config: SFTConfig, model: nn.Module, precision: str, say: Say)
     """Give the adapter its dtype; the dtypes of the run."""
     usual, four_bits = MixedPrecision.of(precision), quantization(config)
     storage = four_bits.scheme.storage if four_bits is not None else None
-    if storage is not None and (note := lora.storage_note(storage, precision)):
+    if storage is not None and (note := storage_note(storage, precision)):
         say(note)
     throughout = storage is torch.bfloat16 and precision == "bf16"
     wanted = config.adapter_dtype if config.adapter_dtype != "auto" else "bfloat16" if throughout else "float32"
@@ -238,7 +239,7 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
         )
     torch.manual_seed(seed)
     try:
-        return lora.lay_out(model, peft_config) if empty else get_peft_model(model, peft_config)
+        return get_peft_model_on_meta(model, peft_config) if empty else get_peft_model(model, peft_config)
     except ValueError as error:
         if "lora_dropout" in str(error):
             raise ConfigError(

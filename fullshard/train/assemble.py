@@ -16,24 +16,27 @@ import torch
 
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
-from fullshard.data.sources import Source
+from fullshard.data.sources import DataSource
 from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
 from fullshard.fsdp import checkpoint_module
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.lora import targets
 from fullshard.lora.adapter_config import taken_from_weights
-from fullshard.lora.inventory import dense_line
+from fullshard.lora.model_size import dense_line, summary
+from fullshard.lora.peft_model import check_trains
 from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.lora.virtual_tokens import begin_with, prompt_kinds
-from fullshard.models.chunked_loss import LeanHead, causal
+from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
+from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.inner_model import causal
 from fullshard.models.neftune import add_noise
-from fullshard.models.packed_inputs import Packed, Way, takes_positions
-from fullshard.models.packing_check import Verdict, try_packing
+from fullshard.models.packed_inputs import Packed, PackingMethod, takes_positions
+from fullshard.models.packing_check import PackingVerdict, try_packing
+from fullshard.parallelize.fsdp_flags import settings_from_trainer_flags
+from fullshard.parallelize.model import checkpointed_modules, shard_model
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
-from fullshard.quant.quantize_model import quantize_model
+from fullshard.quant.quantize import quantize_model
 from fullshard.ranks import agree, agree_locally, on_rank_0
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import memory_check, run_dir
@@ -48,7 +51,7 @@ from fullshard.train.optimizer import Schedule, make_optimizer
 from fullshard.train.start import base_of_adapter
 from fullshard.watchdog import collectives
 from fullshard.weights.adapter_base import check_base
-from fullshard.weights.adapter_files import brought_tables
+from fullshard.weights.adapter_files import embedding_rows
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import resolve
 
@@ -75,7 +78,7 @@ class Parts:
     """Whether embedding and head are written with the adapter: those of its base are others."""
     first: Path | None = None
     """The folder of the adapter as the run began with it, where it was taken out of the weights."""
-    way: Way | None = None
+    way: PackingMethod | None = None
     """How the model is given packed rows; None without packing."""
 
     @property
@@ -87,7 +90,7 @@ class Parts:
 
 def engine_settings(config: SFTConfig, notes: list[str]) -> EngineSettings:
     """How the model is sharded: what the launcher said, overruled by the run's own settings."""
-    engine = EngineSettings.from_trainer_flags(config.fsdp, config.fsdp_config, notes=notes)
+    engine = settings_from_trainer_flags(config.fsdp, config.fsdp_config, notes=notes)
     changes: dict[str, Any] = {"mixed_precision": config.precision} if config.precision else {}
     if config.torch_compile and engine.backend.lower() == "no":
         changes["backend"] = "inductor"
@@ -100,8 +103,8 @@ def join_ranks(engine: EngineSettings) -> None:
 
 
 def gather_parts(
-    config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, train: Source | None,
-    evaluation: Source | None, peft_config: Any, say: Say,
+    config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, train: DataSource | None,
+    evaluation: DataSource | None, peft_config: Any, say: Say,
 ) -> Parts:  # fmt: skip
     """Ranks, model without values, adapter, tokens."""
     join_ranks(engine)
@@ -120,7 +123,7 @@ def gather_parts(
         model = agree_locally(lambda: empty_model(config, base, say), "model without weights")
 
     def has_tables() -> bool:
-        return bool(brought_tables(earlier)) if earlier is not None else base is None and resized(model)
+        return bool(embedding_rows(earlier)) if earlier is not None else base is None and resized(model)
 
     tables = any(agree(has_tables, "embeddings of the adapter"))
     settle = functools.partial(settle_vocabulary, config, model, tokenizer, peft_config, earlier, say)
@@ -131,12 +134,12 @@ def gather_parts(
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
         if config.prompt_tuning_init_text:
-            begin_with(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
+            init_from_tokens(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
     for kind in prompt_kinds(model):
         check_prompt(kind, config.packing, config.gradient_checkpointing or engine.activation_checkpointing)
     if config.freeze and train is not None:
         agree(functools.partial(freeze, model, config.freeze, say), "freezing")
-    targets.check_trains(model)
+    check_trains(model)
     adds = peft_config is not None and earlier is None
     parts = Parts(
         config, engine, model, base, tokenizer, earlier=earlier, adds_adapter=adds, grown=grown, tables=tables, way=way
@@ -150,7 +153,7 @@ def gather_parts(
     return parts
 
 
-def table_of(parts: Parts, name: str, source: Source, say: Say) -> TokenTable:
+def table_of(parts: Parts, name: str, source: DataSource, say: Say) -> TokenTable:
     """The tokens of a data set, checked against the model. All ranks must call this."""
     table = make_table(parts.config, source, parts.tokenizer)
     say(describe_data(name, table.facts, parts.config))
@@ -158,13 +161,13 @@ def table_of(parts: Parts, name: str, source: Source, say: Say) -> TokenTable:
     return table
 
 
-def way_to_pack(config: SFTConfig, model: Any, say: Say) -> Way:
+def way_to_pack(config: SFTConfig, model: Any, say: Say) -> PackingMethod:
     """How this model is given packed rows, as the first rank finds by trying. All ranks must call this."""
     work = functools.partial(try_packing, model, runtime.device(), uses_flash(model))
-    verdict: Verdict = on_rank_0(work, "packing check")
+    verdict: PackingVerdict = on_rank_0(work, "packing check")
     name = type(causal(model)).__name__
     if verdict.way is not None:
-        if verdict.way != Way():
+        if verdict.way != PackingMethod():
             say(f"packing: documents are kept apart in {name} by {verdict.way}.")
         return verdict.way
     if verdict.tried:
@@ -177,7 +180,7 @@ def way_to_pack(config: SFTConfig, model: Any, say: Say) -> Way:
     if not takes_positions(model):
         raise ConfigError(f"packing: {name} does not take position_ids, so documents would see each other.")
     say(f"packing: {name} is trusted to keep documents in a row apart; it could not be tried ({verdict.reason}).")
-    return Way()
+    return PackingMethod()
 
 
 def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: Any = None) -> Loop:
@@ -186,19 +189,25 @@ def build_loop(parts: Parts, reporter: Reporter, optimizer: Any = None, notify: 
     keep_tables_whole(model)
     if config.neftune_noise_alpha:
         add_noise(model, config.neftune_noise_alpha)
-    packed = Packed(model, parts.way, _computed_in(engine, model)) if parts.way not in (None, Way()) else None
+    packed = Packed(model, parts.way, _computed_in(engine, model)) if parts.way not in (None, PackingMethod()) else None
     head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss)
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
-    layers = engine.checkpointed(model) if config.gradient_checkpointing and not engine.activation_checkpointing else []
+    layers = (
+        checkpointed_modules(model, engine)
+        if config.gradient_checkpointing and not engine.activation_checkpointing
+        else []
+    )
     dtypes = settle_dtypes(config, model, engine.mixed_precision, reporter.say)
     collectives.meet("start of sharding")  # making groups waits for all ranks unwatched
-    sharded = engine.wrap(model, timeout=config.ddp_timeout, mixed_precision=dtypes)
-    collectives.limit(sharded._fullshard_mesh, config.ddp_timeout)
+    sharded = shard_model(model, engine, timeout=config.ddp_timeout, mixed_precision=dtypes)
+    mesh = sharded._fullshard_mesh
+    along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
+    collectives.set_timeout(along_axes, config.ddp_timeout)
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
     need = agree(lambda: memory_check.check_fit(sharded.plan, config.optim, engine.offload_params), "memory check")[0]
-    for line in (*memory_check.describe(sharded.plan, need), dense_line(sharded), targets.summary(sharded)):
+    for line in (*memory_check.describe(sharded.plan, need), dense_line(sharded), summary(sharded)):
         if line is not None:
             reporter.say(line)
     if parts.base is not None:

@@ -9,10 +9,10 @@ from typing import Any
 from fullshard import runtime
 from fullshard.data.chat_template import template_of
 from fullshard.data.encode import TextSettings
-from fullshard.data.loader import Collator, Feed, Loader, Order, TableFeed, load_table
+from fullshard.data.loader import BatchSampler, Collator, Loader, RowOrder, TableSampler, load_table
 from fullshard.data.shared_pages import Pages
-from fullshard.data.sources import Source
-from fullshard.data.stream import Stream, StreamFeed
+from fullshard.data.sources import DataSource
+from fullshard.data.stream import Stream, StreamSampler
 from fullshard.data.token_table import TokenTable, unused_columns
 from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import configs_of, reading, templates_of
@@ -36,14 +36,14 @@ def text_settings(config: SFTConfig, tokenizer: Any) -> TextSettings:
     )
 
 
-def make_table(config: SFTConfig, source: Source, tokenizer: Any) -> TokenTable:
+def make_table(config: SFTConfig, source: DataSource, tokenizer: Any) -> TokenTable:
     """The tokens of a data set, made where they are not kept already. All ranks must call this."""
     text, workers = text_settings(config, tokenizer), config.dataloader_num_workers
     return load_table(source, tokenizer, text, config.cache_dir, workers, config.progress)
 
 
 def make_stream(
-    config: SFTConfig, source: Source, tokenizer: Any, check: Callable[[TokenTable], None] = lambda page: None
+    config: SFTConfig, source: DataSource, tokenizer: Any, check: Callable[[TokenTable], None] = lambda page: None
 ) -> Stream:
     """A data set that is tokenised while it is trained on; `check` refuses tokens that the model cannot take."""
     text = text_settings(config, tokenizer)
@@ -58,21 +58,21 @@ def make_loader(config: SFTConfig, data: TokenTable | Stream, pad_token_id: int,
     return Loader(feed_of(config, data), collator, size, runtime.rank(), runtime.world_size(), workers)
 
 
-def feed_of(config: SFTConfig, data: TokenTable | Stream) -> Feed:
+def feed_of(config: SFTConfig, data: TokenTable | Stream) -> BatchSampler:
     """Which rows steps have: a function of the data, the seed and the global batch size alone."""
     batch = config.per_device_train_batch_size * runtime.world_size() * config.gradient_accumulation_steps
     seed = config.data_seed if config.data_seed is not None else config.seed
     shuffle = config.train_sampling_strategy == "random"
     if isinstance(data, Stream):
-        return StreamFeed(data, batch, seed, shuffle, config.dataloader_drop_last)
-    return TableFeed(data, Order(len(data), batch, seed, shuffle, config.dataloader_drop_last))
+        return StreamSampler(data, batch, seed, shuffle, config.dataloader_drop_last)
+    return TableSampler(data, RowOrder(len(data), batch, seed, shuffle, config.dataloader_drop_last))
 
 
 def total_steps(config: SFTConfig, data: TokenTable | Stream) -> int:
     if config.max_steps > 0:
         return config.max_steps
     feed = feed_of(config, data)
-    assert isinstance(feed, TableFeed), "nobody knows beforehand how long a stream is"
+    assert isinstance(feed, TableSampler), "nobody knows beforehand how long a stream is"
     return max(1, math.ceil(config.num_train_epochs * feed.order.steps_per_epoch))
 
 

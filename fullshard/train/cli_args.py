@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.configfile import SUFFIXES, read_file, sort_keys
-from fullshard.data.find_dataset import find_data, look, names_of, split_names
-from fullshard.data.sources import Source, chain, mix, numbered
+from fullshard.data.find_dataset import check_first_rows, find_data, names_of, split_names
+from fullshard.data.sources import DataSource, chain, mix, numbered
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, options_of, parse_flags
 from fullshard.paths import Inputs, held, looks_local
@@ -33,8 +33,8 @@ class Arguments:
 class Data(NamedTuple):
     """What a run trains on, and what it is evaluated on, if that is given apart."""
 
-    train: Source
-    evaluation: Source | None
+    train: DataSource
+    evaluation: DataSource | None
 
 
 def parse(words: Sequence[str]) -> Arguments:
@@ -113,7 +113,7 @@ def find(config: SFTConfig) -> Data:
         )
     for (first, second), each in zip(sets, own or [config] * len(sets), strict=True):
         for source in filter(None, (first, second)):
-            look(source, reading(each))
+            check_first_rows(source, reading(each))
     if own:
         sets = [(numbered(a, i), None if b is None else numbered(b, i)) for i, (a, b) in enumerate(sets)]
     train, evaluation = [first for first, _ in sets], [second for _, second in sets if second is not None]

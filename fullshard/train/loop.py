@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from fullshard import accelerator, runtime
 from fullshard.checkpoint.manager import CheckpointManager
-from fullshard.data.loader import IGNORED, Batch, Loader, Step, one_pass
+from fullshard.data.loader import Batch, Loader, Step, one_pass
+from fullshard.data.pretokenized import IGNORED
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import TrainingError
 from fullshard.models.chunked_loss import LeanHead
@@ -89,7 +90,7 @@ class Loop:
         self.config, self.model, self.head, self.optimizer, self.schedule = config, model, head, optimizer, schedule
         self.loader, self.reporter, self.total, self.manager = loader, reporter, total, manager
         self.evaluation, self.notify, self.packed = evaluation, notify, packed
-        self.progress = Progress(batch=loader.feed.batch)
+        self.progress = Progress(batch=loader.sampler.batch)
         head.enabled = False  # outside the loop the model is the user's
         self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
         self.rate = 0.0

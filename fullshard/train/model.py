@@ -17,11 +17,11 @@ from fullshard import accelerator, runtime
 from fullshard.data.chat_template import Prepared, prepare_tokenizer
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError, first_line
-from fullshard.lora import targets, virtual_tokens
-from fullshard.lora.trainable_tokens import plain_layer
-from fullshard.models.chunked_loss import causal
+from fullshard.lora import virtual_tokens
+from fullshard.models.inner_model import causal, embedding_rows
 from fullshard.models.rope_scaling import longest_document, scale_rope
-from fullshard.quant.quantize_model import Quantization, quantize_model
+from fullshard.quant.config import Quantization, dense_dtype
+from fullshard.quant.quantize import quantize_model
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
@@ -29,6 +29,7 @@ from fullshard.train.dataset_options import needed, templates_of
 from fullshard.weights import load as loading
 from fullshard.weights.adapter_base import lasting_name
 from fullshard.weights.adapter_files import other_rows, stored_rows
+from fullshard.weights.dtypes import choose_dtype
 from fullshard.weights.locate import open_source
 from fullshard.weights.resize_vocab import grow_in_memory
 
@@ -65,9 +66,9 @@ def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
     shape._attn_implementation = attention(config, say)
     try:
         with contextlib.closing(open_source(folder)) as source:
-            dtype = loading.choose_dtype(config.torch_dtype, shape, source)
+            dtype = choose_dtype(config.torch_dtype, shape, source)
             if four_bits is not None and config.torch_dtype == "auto":
-                dtype = targets.dtype_beside(four_bits.scheme.storage) or dtype
+                dtype = dense_dtype(four_bits.scheme.storage) or dtype
             model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, False)
             loading.untie_what_differs(model, source, None)
             if four_bits is not None:
@@ -92,10 +93,6 @@ def attention(config: SFTConfig, say: Say) -> str | None:
     else:
         return "flash_attention_2"
     return None
-
-
-def embedding_rows(model: Any) -> int:
-    return int(plain_layer(causal(model).get_input_embeddings()).weight.shape[0])
 
 
 def prepared_tokenizer(config: SFTConfig, tokenizer: Any) -> Prepared:

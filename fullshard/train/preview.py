@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.data.sources import Source, hold_back
+from fullshard.data.sources import DataSource, hold_back
 from fullshard.data.token_table import TokenTable, statistics, unused_columns
 from fullshard.train.batches import make_table
 from fullshard.train.cli_args import check_paths
@@ -57,7 +57,7 @@ def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
         show_numbers(name, table, config, console)
 
 
-def first(source: Source, count: int) -> Source:
+def first(source: DataSource, count: int) -> DataSource:
     """The first rows of a source."""
     return dataclasses.replace(
         source,

@@ -15,12 +15,12 @@ from fullshard.fsdp.state_dict import whole_value
 from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
 from fullshard.lora.plain_lora import make_plain
 from fullshard.lora.virtual_tokens import as_file, encoders, is_prompt
-from fullshard.models.chunked_loss import causal
+from fullshard.models.inner_model import causal
 from fullshard.paths import replaced_files, save_tokenizer
 from fullshard.ranks import on_rank_0
 from fullshard.reporting.html_report import write_report
 from fullshard.reporting.model_card import write_card
-from fullshard.reporting.reporter import FILE
+from fullshard.reporting.records import METRICS_FILE
 from fullshard.train.config import SFTConfig
 from fullshard.train.model import local_folder
 from fullshard.train.run_dir import CHECKPOINTS, place_of
@@ -146,7 +146,7 @@ def describe(trainer: SFTTrainer, place: Path) -> None:
         "metrics": metrics,
         "versions": library_versions(),
     }
-    write_card(place, config, facts)
+    write_card(place, config.run_name, config.changed(), facts)
     shown = {
         "steps": progress.step,
         "tokens": progress.tokens,
@@ -154,7 +154,8 @@ def describe(trainer: SFTTrainer, place: Path) -> None:
         **metrics,
         **library_versions(),
     }
-    write_report(place / REPORT, config, trainer.state.log_history, shown, trainer.loop.reporter.answers)
+    history, answers = trainer.state.log_history, trainer.loop.reporter.answers
+    write_report(place / REPORT, config.run_name, config.changed(), history, shown, answers)
     if trainer.hub is not None:
         trainer.hub.push(place)
 
@@ -205,7 +206,7 @@ def show(trainer: SFTTrainer) -> None:
         **_final_rows(trainer),
         f"{kind}, tokenizer, card": str(place),
         **({"checkpoints": str(place / CHECKPOINTS)} if (place / CHECKPOINTS).is_dir() else {}),
-        "metrics": str(place / FILE),
+        "metrics": str(place / METRICS_FILE),
         "report": str(place / REPORT),
         "talk to it": f"fullshard chat {place}",
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.manifest import MANIFEST, published_steps
-from fullshard.data.sources import Source
+from fullshard.data.sources import DataSource
 from fullshard.data.token_table import cache_root
 from fullshard.errors import ConfigError
 from fullshard.lora.adapter_config import FIRST, WEIGHTS
@@ -82,7 +82,7 @@ def first_adapter(config: SFTConfig) -> Path | None:
 
 
 def inputs_of(
-    config: SFTConfig, model: Any, adapter: str | None, data: Iterable[Source | None], tokenizer: Any = None
+    config: SFTConfig, model: Any, adapter: str | None, data: Iterable[DataSource | None], tokenizer: Any = None
 ) -> dict[str, list[Path]]:
     """What a run reads. Of a model or a tokenizer in memory, where it came from, if that is to be overwritten."""
     named = {

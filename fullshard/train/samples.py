@@ -7,7 +7,7 @@ ranks share them out and answer in step; answers are greedy, draw no random numb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,16 +15,15 @@ import numpy as np
 from fullshard import runtime
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
-from fullshard.models.chunked_loss import causal
-from fullshard.models.generate import Ends, answer, chat_tokens, ends_of, lead_in
+from fullshard.models.generate import StopCriteria, answer, chat_tokens, generation_prompt, stop_criteria
+from fullshard.models.inner_model import causal
 from fullshard.ranks import agree_locally, exchange
+from fullshard.reporting.records import Sample
 from fullshard.train.config import SFTConfig
 from fullshard.train.prompts import Question, read_prompts
 
 if TYPE_CHECKING:
     from fullshard.train.trainer import SFTTrainer
-
-FILE = "samples.jsonl"
 
 
 @dataclass(frozen=True)
@@ -36,19 +35,6 @@ class Prompt:
     reference: str | None
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One answer at one evaluation."""
-
-    step: int
-    prompt: str
-    answer: str
-    reference: str | None
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 class Samples:
     """Answers the prompts whenever the trainer has evaluated. All ranks take part."""
 
@@ -57,7 +43,7 @@ class Samples:
         config, parts = trainer.args, trainer.parts
         found = agree_locally(lambda: prompts_of(config, parts.evaluation, parts.tokenizer), "sample prompts")
         self.prompts = _that_fit(found, parts.model, config.sample_max_new_tokens)
-        self.ends = ends_of(parts.model, parts.tokenizer)
+        self.ends = stop_criteria(parts.model, parts.tokenizer)
 
     def on_evaluate(self, args: SFTConfig, state: Any, control: Any, **facts: Any) -> None:
         loop = self.trainer.loop
@@ -66,7 +52,7 @@ class Samples:
         loop.reporter.samples(step, [Sample(step, p.shown, said, p.reference) for p, said in pairs])
 
 
-def _answers(model: Any, prompts: Sequence[Prompt], ends: Ends, limit: int) -> list[str]:
+def _answers(model: Any, prompts: Sequence[Prompt], ends: StopCriteria, limit: int) -> list[str]:
     """The answers, in order, on every rank. Each rank answers every so-manieth; all of them generate equally often."""
     world, mine = runtime.world_size(), []
     for first in range(0, len(prompts), world):
@@ -84,11 +70,12 @@ def prompts_of(config: SFTConfig, table: TokenTable | None, tokenizer: Any) -> l
     if table is None:
         return []
     found: list[Prompt] = []
-    before = tokenizer(lead_in(tokenizer), add_special_tokens=False)["input_ids"] if lead_in(tokenizer) else []
+    opening = generation_prompt(tokenizer)
+    before = tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
     for start, end in zip(table.document_starts[:-1], table.document_starts[1:], strict=True):
         if len(found) == config.eval_samples:
             break
-        ids, learnt = table.tokens[start:end].tolist(), np.asarray(table.learnt[start:end]) != 0
+        ids, learnt = table.tokens[start:end].tolist(), np.asarray(table.loss_mask[start:end]) != 0
         if (split := answer_begins(ids, learnt, before)) > 0:
             reference = tokenizer.decode(ids[split:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
             shown = tokenizer.decode(ids[:split], clean_up_tokenization_spaces=False)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.data.find_dataset import source_of
-from fullshard.data.sources import Source, hold_back, row_source
+from fullshard.data.sources import DataSource, hold_back, row_source
 from fullshard.errors import ConfigError
 from fullshard.parallelize.settings import resolved_launch
 from fullshard.paths import refuse_inputs, save_tokenizer
@@ -164,7 +164,12 @@ class SFTTrainer:
             place = run_dir.place_of(self.args)
             if self.parts.takes_from_weights and run_dir.resumes(self.args):
                 self.parts.first = run_dir.first_adapter(self.args)
-            reporter = Reporter(place, total, self.args.progress, loggers.opener(self.args))
+            reporter = Reporter(
+                place,
+                total,
+                self.args.progress,
+                loggers.opener(self.args.report_to, self.args.to_dict(), self.args.run_name),
+            )
             self._loop = assemble.build_loop(self.parts, reporter, self._optimizer, self._callbacks)
         return self._loop
 
@@ -343,7 +348,7 @@ def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
     results.show(trainer)
 
 
-def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, config: SFTConfig) -> Source:
+def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, config: SFTConfig) -> DataSource:
     if formatting is None:
         return source_of(data, name, config.sample_by)
     return row_source([{config.dataset_text_field: formatting(row)} for row in data], name)

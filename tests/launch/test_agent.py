@@ -119,7 +119,7 @@ def test_every_option_of_the_launcher_is_tried_somewhere():
     }
     for config, places in ((RunSettings, run_flags), (ProcessSettings, keys)):
         tried = {name for names in places.values() for name in names.split()}
-        assert {one.name for one in options_of(config) if not one.no_op} == tried
+        assert {one.name for one in options_of(config)} == tried
 
 
 def test_a_crash_is_started_again_and_every_rank_has_a_log(tmp_path):
@@ -170,7 +170,7 @@ def test_a_rank_killed_during_a_collective_of_the_script_is_named_without_a_trac
         ({0: 2, 1: -6}, {0: "no such file"}, 2, "rank 0: no such file"),  # the abort follows from the mistake
         ({0: 69, 1: -9}, {}, 137, "rank 1 (process 7 on HOST) was ended by SIGKILL; rank 0 waited for it in step 4"),
         ({0: 69, 1: 3}, {}, 3, "rank 1 (process 7 on HOST) ended with exit code 3; rank 0 waited for it in step 4"),
-        ({0: 69}, {}, 69, "rank 0 cannot go on in step 4, gather: rank 1 is stopped"),
+        ({0: 69}, {}, 69, "rank 0 cannot continue in step 4, gather: rank 1 is stopped"),
         ({1: 75, 0: 75}, {}, 75, "the processes have saved and ended"),
     ],
 )  # fmt: skip
@@ -182,7 +182,7 @@ def test_exit_codes_and_what_is_said(tmp_path, codes, reports, code, said):
         worker.global_rank, worker.id = rank, 6 + rank
     agent.exit_codes, agent.reports = codes, reports
     agent.echoes = {
-        rank: "rank 0 cannot go on in step 4, gather: rank 1 is stopped\nmore" for rank in codes if codes[rank] == 69
+        rank: "rank 0 cannot continue in step 4, gather: rank 1 is stopped\nmore" for rank in codes if codes[rank] == 69
     }
     agent.places = dict.fromkeys(agent.echoes, "step 4, gather")
     assert agent.verdict() == code

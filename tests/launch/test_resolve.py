@@ -112,8 +112,7 @@ def test_the_processes_environment_carries_everything(home):
     stale = {"FSDP_OFFLOAD_PARAMS": "true", "FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Old", "HOME": "h"}
     made = given.environment(stale)
     read = EngineSettings.from_environment(made)
-    assert read == EngineSettings(**{f.name: getattr(given.engine, f.name) for f in options_of(EngineSettings)}
-                                  | {"cpu_ram_efficient_loading": False})  # fmt: skip
+    assert read == given.engine
     assert made["HOME"] == "h" and "FSDP_OFFLOAD_PARAMS" not in made
     assert made["ACCELERATE_USE_FSDP"] == "true" and made["FULLSHARD_DEVICE"] == "cpu"
     resolved = json.loads(made["FULLSHARD_RESOLVED"])
@@ -123,11 +122,10 @@ def test_the_processes_environment_carries_everything(home):
 
 def test_every_setting_survives_the_environment():
     """Whatever an option's value, the processes read what was meant."""
-    forced = ("cpu_ram_efficient_loading",)  # always false there: transformers would act on it
     refused = ("xla", "tp_size", "cp_size", "sp_size")
     tried = 0
     for one in options_of(EngineSettings):
-        if not one.env or one.name in (*forced, *refused):
+        if not one.env or one.name in refused:
             continue
         texts = ["true", "false"] if one.kind is bool or one.name == "reshard_after_forward" else one.choices or ["7"]
         for text in texts:
@@ -164,7 +162,7 @@ def test_flags_end_at_the_script(tmp_path, home):
         ("--use_fsdp --multi_gpu --dry_run", "give one of them"),
         ("--use_deepspeed --dry_run", "DEEPSPEED is not offered"),
         ("--use_megatron_lm --dry_run", "MEGATRON_LM is not offered"),
-        ("--tpu --dry_run", "the XLA engine, which is not there yet"),
+        ("--tpu --dry_run", "PyTorch/XLA, which is not supported yet"),
         ("", "no script"),
         ("nothing.py", "the script nothing.py does not exist"),
         ("nothing", "a module is started with -m"),

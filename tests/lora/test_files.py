@@ -124,7 +124,7 @@ def test_files_that_bitsandbytes_wrote_are_loaded_as_they_are(tmp_path, double, 
         )
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     other = Scheme(double=not double)
-    with pytest.raises(UserError, match="configuration it was quantised with"):
+    with pytest.raises(UserError, match="configuration it was quantized with"):
         load_pretrained(tmp_path / "packed", mesh_for("FULL_SHARD"), quantization_config=other, progress=False)
 
 

@@ -97,7 +97,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 def one_device(made: Any, trainer: Any) -> list[float]:
     """The plain loop, with each document in a row of its own."""
-    config, table, order = trainer.args, trainer.parts.train, trainer.loop.loader.feed.order
+    config, table, order = trainer.args, trainer.parts.train, trainer.loop.loader.sampler.order
     trained = [p for p in made.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=0.0)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=config.max_steps)

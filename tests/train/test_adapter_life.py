@@ -23,7 +23,7 @@ from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.errors import CheckpointError, ConfigError, WeightsError
 from fullshard.lora.adapter_config import FIRST
-from fullshard.models.generate import Ends, answer
+from fullshard.models.generate import StopCriteria, answer
 from fullshard.train.optimizer import make_optimizer
 from fullshard.train.run_dir import CHECKPOINTS
 from fullshard.train.trainer import SFTTrainer
@@ -82,7 +82,7 @@ def after(kind: str, place: Path, out: Path, got: torch.Tensor) -> None:
     for name, value in load_file(made / "adapter_model.safetensors").items():
         assert torch.equal(value, theirs[name]), name
     if kind in ("prompt", "prefix, projected", "p_tuning"):
-        with pytest.raises(WeightsError, match="changes the model's input, no weights; it cannot be merged"):
+        with pytest.raises(WeightsError, match="change the model's input, not its weights, and cannot be merged"):
             merge_adapter(out, place / "merged", progress=False)
     elif kind != "dora, 4 bits":
         merge_adapter(out, place / "merged", progress=False)
@@ -123,7 +123,7 @@ def test_answers_with_a_prompt_are_peft_s(kind: str, tmp_path: Path) -> None:
     trainer = start(tmp_path, **KINDS[kind][0])
     trainer.train()
     trainer.save_model()
-    prompt, end = [4, 9, 23, 50], Ends(frozenset())
+    prompt, end = [4, 9, 23, 50], StopCriteria(frozenset())
     said = answer(trainer.model, prompt, end, 12)
     loaded = PeftModel.from_pretrained(base_of(tmp_path, trainer.args), trainer.args.output_dir).eval()
     ids = torch.tensor([prompt])
@@ -222,7 +222,7 @@ def test_frozen_by_pattern(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=message):
             start(tmp_path, "wrong", use_peft_lora=pattern == "lm_head", freeze=pattern)
-    with pytest.raises(ConfigError, match="no parameter of the model trains"):
+    with pytest.raises(ConfigError, match="the model has no trainable parameters"):
         start(tmp_path, "nothing", use_peft_lora=False, freeze="*")
     with pytest.raises(ConfigError, match="has no token '<nobody>'"):
         start(tmp_path, "token", trainable_token_indices="<nobody>")
@@ -249,5 +249,5 @@ def test_what_an_adapter_of_the_user_s_cannot_do(tmp_path: Path) -> None:
     lora: dict[str, Any] = {"r": 2, "target_modules": ["lm_head"], "task_type": "CAUSAL_LM"}
     with pytest.raises(WeightsError, match=r"changes the weight of .*lm_head, which is tied to another"):
         begin(LoraConfig(init_lora_weights="pissa", **lora))
-    with pytest.raises(WeightsError, match="init_lora_weights='eva' is not offered for this layer, or not at all"):
+    with pytest.raises(WeightsError, match="init_lora_weights='eva' is not supported for this layer"):
         begin(LoraConfig(init_lora_weights="eva", **{**lora, "target_modules": ["q_proj"]}))

@@ -209,14 +209,16 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     make_model(vocab_size=NEW, hidden_size=16).save_pretrained(tmp_path / "other")
     make_tokenizer().save_pretrained(tmp_path / "other")
     config, data = settings(tmp_path, adapter_name_or_path=str(adapter)), str(tmp_path / "data" / "train.jsonl")
-    with pytest.raises(WeightsError, match=r"lora was trained on \S+/model \(fingerprint .*, and \S+/other is another"):
+    with pytest.raises(
+        WeightsError, match=r"lora was trained on \S+/model \(fingerprint .*, but \S+/other is a different"
+    ):
         SFTTrainer(model=str(tmp_path / "other"), args=config, train_dataset=data)
     shutil.rmtree(tmp_path / "model")
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "warn_once", lambda key, text: said.append(text))
         trainer = SFTTrainer(model=str(tmp_path / "other"), args=config, train_dataset=data)
-    assert f"{tmp_path / 'model'}, which is not here: whether {tmp_path / 'other'} is the same model" in said[0]
-    shapes = r"trained on \S+/model, does not fit the model \S+/other: .*lora_A.weight has shape \(3, 32\)"
+    assert f"{tmp_path / 'model'}, which was not found. {tmp_path / 'other'} cannot be compared with it" in said[0]
+    shapes = r"trained on \S+/model, does not match the model \S+/other: .*lora_A.weight has shape \(3, 32\)"
     with pytest.raises(WeightsError, match=shapes):
         _ = trainer.loop

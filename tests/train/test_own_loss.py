@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from fullshard.data.loader import IGNORED, Loader
+from fullshard.data.loader import Loader
+from fullshard.data.pretokenized import IGNORED
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
@@ -144,10 +145,10 @@ def check_steps(place: Path) -> None:
     trainer.train()
     oracle = build("router")
     optimizer, expected = torch.optim.SGD(oracle.parameters(), lr=0.1), []
-    for pick in loader.feed.picks(0, 3, None):
+    for pick in loader.sampler.picks(0, 3, None):
         total = torch.zeros(())
         for rank in range(loader.world):
-            for data in Loader(loader.feed, loader.collator, loader.size, rank, loader.world).load(pick).batches:
+            for data in Loader(loader.sampler, loader.collator, loader.size, rank, loader.world).load(pick).batches:
                 tokens = int((data["labels"][:, 1:] != IGNORED).sum())
                 total = total + oracle(**data, use_cache=False).loss * tokens / pick.targets
         total.backward()

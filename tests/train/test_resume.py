@@ -69,7 +69,7 @@ def test_stopped_in_mid_epoch_and_resumed_is_as_never_stopped(kind: str, tmp_pat
     second = SFTTrainer(**options("broken", resume=True))
     second.train()
     assert second.loop.progress == whole.loop.progress
-    assert whole.loop.loader.feed.order.steps_per_epoch not in (1, 7, 12), "the stop was to be in mid-epoch"
+    assert whole.loop.loader.sampler.order.steps_per_epoch not in (1, 7, 12), "the stop was to be in mid-epoch"
     assert losses(second) == losses(whole)
     for (name, a), (_, b) in zip(second.model.named_parameters(), whole.model.named_parameters(), strict=True):
         assert torch.equal(a.to_local(), b.to_local()), name

@@ -25,9 +25,10 @@ from fullshard.errors import ConfigError
 from fullshard.fsdp.state_dict import whole_value
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.inner_model import embedding_rows
 from fullshard.ranks import exchange
 from fullshard.train import results
-from fullshard.train.model import embedding_rows, make_room
+from fullshard.train.model import make_room
 from fullshard.train.run_dir import CHECKPOINTS
 from fullshard.train.trainer import SFTTrainer
 from fullshard.weights.merge_adapter import merge_adapter
@@ -95,7 +96,7 @@ def check_against_one_device(place: Path, engine: dict[str, Any], tied: bool = F
         base.resize_token_embeddings(NEW + 2)
         base = rounded(base, trainer.args) if trainer.args.use_4bit_quantization else base
         plain = PeftModel.from_pretrained(base, place / "first", is_trainable=True)
-        alone = one_device(plain, trainer.parts.train, trainer.loop.loader.feed.order, trainer.args)
+        alone = one_device(plain, trainer.parts.train, trainer.loop.loader.sampler.order, trainer.args)
     alone = exchange(alone, "oracle", watched=False)[0]
     assert alone is not None and alone[0] - alone[-1] > 0.05
     assert ours == pytest.approx(alone, abs=1e-4)
