@@ -75,7 +75,7 @@ class ShardingSpec:
 
 
 class ShardedLoader:
-    """Wraps an iterable of batches and shards every tensor as `input_sharding` says.
+    """Wraps an iterable of batches and shards every tensor according to `input_sharding`.
 
     A single `ShardingSpec` applies to each tensor with as many dims as the spec has entries. A dict of specs applies by
     key to batches that are dicts (None: do not shard that entry). Tensors without a spec are moved to this rank's

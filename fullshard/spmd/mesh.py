@@ -77,7 +77,7 @@ class Mesh:
         return self.device_mesh_for(tuple((axis,) for axis in range(self.ndim)))
 
     def device_mesh_for(self, groups: AxisGroups) -> DeviceMesh:
-        """The torch mesh whose dims merge the given axes. A collective: all ranks call it alike."""
+        """The torch mesh whose dims merge the given axes. A collective: all ranks must call it."""
         assert sorted(axis for group in groups for axis in group) == list(range(self.ndim)), groups
         runtime.use_spmd()
         known = _device_meshes()
@@ -265,12 +265,12 @@ def _make_device_mesh(ranks: np.ndarray, names: tuple[str, ...], mesh: Mesh) -> 
             f"not keep (2.12 does); use ascending device ids, and list the axes of a tuple in the mesh's order"
         )
     me = runtime.rank()
-    mine = []
+    own_groups = []
     for dim in lines:
         for line in dim:
             group = dist.new_group(line, sort_ranks=False)
             if me in line:
-                mine.append(group)
-    if not mine:
+                own_groups.append(group)
+    if not own_groups:
         return mesh_without_groups(kind, tensor, names)
-    return DeviceMesh.from_group(mine, kind, mesh=tensor, mesh_dim_names=names)
+    return DeviceMesh.from_group(own_groups, kind, mesh=tensor, mesh_dim_names=names)

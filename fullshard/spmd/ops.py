@@ -3,8 +3,8 @@
 `dispatch` gets every operator that has a sharded tensor among its arguments. It uses the first of these that applies:
 a rule of our own (`rules.py`), torch's sharding rule if it is exact for these shards (`torch_rules.py`), a
 decomposition into simpler operators, or replicated execution with one warning per operator (`replicate.py`).
-The choice depends on global shapes and layouts only and is made before any local kernel runs. So all ranks choose
-alike, and no rank raises an error while another waits for it in a collective.
+The choice depends on global shapes and layouts only and is made before any local kernel runs. So all ranks make
+the same choice, and no rank raises an error while another waits for it in a collective.
 """
 
 from __future__ import annotations

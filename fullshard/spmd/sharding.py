@@ -89,11 +89,11 @@ def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
     theirs, other_tree = tree_flatten(b)
     if tree != other_tree:
         raise LayoutError(f"shard_as: the two arguments have different structures: {tree} and {other_tree}")
-    pairs = [_alike(unmarked(x), unmarked(y)) for x, y in zip(ours, theirs, strict=True)]
+    pairs = [_with_same_layout(unmarked(x), unmarked(y)) for x, y in zip(ours, theirs, strict=True)]
     return tree_unflatten([x for x, _ in pairs], tree), tree_unflatten([y for _, y in pairs], tree)
 
 
-def _alike(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_same_layout(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if _shape(x) != _shape(y):
         raise LayoutError(
             f"shard_as: tensors of shapes {tuple(x.shape)} and {tuple(y.shape)} cannot have the same layout"
@@ -163,7 +163,7 @@ def disable_manual_sharding(
             f"shape {layout.shard_shape(full_shape)} (padded)"
         )
     own = layout.slices(full_shape, runtime.rank())
-    local = t[tuple(slice(0, cut.stop - cut.start) for cut in own)].contiguous()
+    local = t[tuple(slice(0, s.stop - s.start) for s in own)].contiguous()
     device_mesh, placements = torch_layout(layout, full_shape)
     stride = torch.empty(full_shape, device="meta").stride()
     meta = TensorMeta(torch.Size(full_shape), stride, t.dtype)

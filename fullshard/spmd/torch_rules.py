@@ -1,7 +1,8 @@
 """torch's own sharding rules: whether one is exact for the given shards, and running an operator by it.
 
-torch asks for arguments in certain layouts and names the layouts of the results. It is wrong, or raises on some ranks
-only, for some operators on shards of different sizes. Such an operator is tried again with fewer dims split.
+A rule names the layouts that an operator needs for its arguments and the layouts of its results. For some operators it
+is wrong on shards of different sizes, or raises on some ranks only. Such an operator is tried again with fewer dims
+split.
 `EXACT_ON_UNEVEN` lists the operators whose torch rule is right for shards of different sizes, empty ones included.
 """
 
@@ -117,7 +118,7 @@ def _attempts(op: Any, flat: list[Any], tree: Any) -> Iterator[list[Any]]:
 
 
 def _torch_placements(op: Any, flat: list[Any], tree: Any) -> tuple[tuple[Placement, ...] | None, ...] | None:
-    """The placements that torch's rule wants for the arguments; None if the rule is not exact for these shards."""
+    """The placements that torch's rule needs for the arguments; None if the rule is not exact for these shards."""
     args, kwargs = tree_unflatten([_as_dtensor(leaf) for leaf in flat], tree)
     sharding = torch_sharding(op, args, kwargs)
     specs = [spec_of(leaf) for leaf in flat if is_sharded(leaf)]
@@ -168,7 +169,7 @@ def _unsplit(t: DTensor, dims: Sequence[int]) -> DTensor:
 
 
 def run_by_torch(op: Any, flat: list[Any], tree: Any, choice: Choice) -> Any:
-    """Run an operator on torch's `DTensor`s, redistributed as `choice` says."""
+    """Run an operator on torch's `DTensor`s, after redistributing them to the placements of `choice`."""
     ready = [
         leaf if target is None or target == leaf.placements else redistributed(leaf, leaf.device_mesh, target)
         for leaf, target in zip(flat, choice.placements, strict=True)
