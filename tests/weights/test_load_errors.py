@@ -198,7 +198,7 @@ def test_a_name_on_the_hub(llama, tmp_path):
 
 
 @ranks(2)
-def test_new_parameters_without_an_initialiser(llama):
+def test_new_parameters_without_an_initializer(llama):
     class Gate(nn.Module):
         def __init__(self):
             super().__init__()
