@@ -176,7 +176,7 @@ def test_wrong_paths(llama, tmp_path):
         load_pretrained(tmp_path / "bare")
     with pytest.raises(WeightsError, match="transformers has no class of that name"):
         load_pretrained(llama, model_class="LamaForCausalLM")
-    with pytest.raises(WeightsError, match="needs a wrapped model"):
+    with pytest.raises(WeightsError, match="needs the outermost wrapped model"):
         fill(nn.Linear(2, 2), llama)
 
 
