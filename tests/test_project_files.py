@@ -52,3 +52,13 @@ def test_issue_templates(file: Any) -> None:
     assert all(one["type"] == "textarea" and one["attributes"]["label"] for one in form["body"])
     if file.stem == "bug_report":
         assert fields["env"]["validations"]["required"] and "fullshard env" in fields["env"]["attributes"]["label"]
+
+
+def test_contributing_names_files_and_objects_that_exist() -> None:
+    """Recipes are followed by people who do not know the code yet."""
+    text = (ROOT / "docs" / "contributing.md").read_text()
+    named = set(re.findall(r"`((?:fullshard|tests|tools)/[\w/]+\.(?:py|txt))", text))
+    assert len(named) > 15 and not [name for name in named if not (ROOT / name).is_file()]
+    sources = "".join((ROOT / name).read_text() for name in sorted(named))
+    objects = set(re.findall(r"`(\w+)`", text)) - {"slow"}
+    assert not [name for name in objects if not re.search(rf"\b{name}\b", sources)]
