@@ -187,7 +187,8 @@ def _make_units(
     ignored: set[nn.Module],
 ) -> list[Unit]:
     """The units of the model in module order: new ones, and those of modules that were wrapped before."""
-    modules = [root, *(m for m in root.modules() if m in set(chosen))]
+    policy_units = set(chosen)
+    modules = [root, *(m for m in root.modules() if m in policy_units)]
     owned = _shard_parameters(root, modules, inner_units, options, sync, ignored)
     existing = {unit.module: unit for unit in inner_units}
     found = [m for m in root.modules() if m in existing or owned.get(m) or m is root]
