@@ -52,6 +52,8 @@ class LaunchSettings:
     device: str = "cpu"
     local_processes: int = 1
     """Processes on this machine."""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Further environment variables of every process."""
 
     @property
     def one_task_per_process(self) -> bool:
@@ -121,6 +123,7 @@ class LaunchSettings:
         made = {name: value for name, value in outer.items() if name not in ours}
         made |= self.engine.to_environment()
         made[RESOLVED_VARIABLE] = self.to_json()
+        made |= self.variables
         made["OMP_NUM_THREADS"] = str(self._threads(outer))
         if self.device == "cpu":
             made["FULLSHARD_DEVICE"] = "cpu"

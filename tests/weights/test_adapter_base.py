@@ -14,7 +14,7 @@ from peft import AutoPeftModelForCausalLM, PeftConfig
 from fullshard import load_pretrained
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.results.find_result import find
-from fullshard.train.start import base_of_adapter
+from fullshard.train.checked_run import base_of_adapter
 from fullshard.train.trainer import SFTTrainer
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name, read_record, write_record
 from fullshard.weights.merge_adapter import merge_adapter
