@@ -95,8 +95,9 @@ def wrap(engine: str, model: torch.nn.Module) -> torch.nn.Module:
 def _use_gloo_collectives(model: Any) -> None:
     """Replace the point-to-point routes of a wrapped model's links by Gloo's collectives."""
     from fullshard.fsdp import comm
+    from fullshard.fsdp.point_to_point import PointToPoint
 
-    class GlooCollectives(comm.PointToPoint):
+    class GlooCollectives(PointToPoint):
         def gather(self, pairs: Any, unit: int) -> comm.Pending:
             works = [comm._all_gather(w.view(-1), p.view(-1), group=self.group, async_op=True) for w, p in pairs]
             return comm.Pending(works, self, keep=pairs)

@@ -30,7 +30,7 @@ PASSED_ON = {
     "watchdog/rank_state.py": "a failure found by investigate.py, threads.py or diagnosis.py",
     "watchdog/messages.py": "what heartbeat.py reports about a rank",
     "watchdog/investigate.py": "where each rank is, as diagnosis.py lists it",
-    "runtime.py": "what `warn_once` is given",
+    "rank_logging.py": "what `warn_once` is given",
     "data/row_formats.py": "what was wrong with a row, once more with the row",
     "train/foreign_args.py": "what SFTConfig says of its own fields",
     "weights/fill.py": "what weights/load_report.py says of files that do not fit",

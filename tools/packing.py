@@ -22,13 +22,13 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "packing.md"
 START, END = "<!-- written by tools/packing.py -->\n", "<!-- end -->"
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 ROWS = {
-    "positions": "positions that start again",
-    "masks": "positions and attention masks",
-    "alone": "positions, and one document at a time in some layers",
+    "positions": "position ids that restart",
+    "masks": "position ids and attention masks",
+    "alone": "position ids, and one document at a time in some layers",
     LEAKS: f"refused: {LEAKS}",
     LOST: f"refused: {LOST}",
     "untried": "refused unless `trust_packing` is set: no small model of the class can be built, or runs on text alone",
-    "no default": "not tried here: its default configuration makes no model; your own is tried when you run",
+    "no default": "not tested: its default configuration builds no model; yours is tested when you run",
 }
 MIXED = {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}
 FILLED_IN: dict[str, dict[str, Any]] = {

@@ -70,7 +70,7 @@ class PageMaker:
         self.folder = self._temp_dir.folder
         self._stop = threading.Event()
         self._number = self._removed = 0
-        self._tokenizing: TokenizerPool | None = None
+        self._pool: TokenizerPool | None = None
         # A daemon thread: a program that ends without closing the stream must not wait for it.
         self._thread = threading.Thread(target=self._run, name="fullshard-stream", daemon=True)
         self._thread.start()
@@ -79,8 +79,8 @@ class PageMaker:
         """Stop, end the worker processes, and remove the directory. The other ranks first get time to read the pages
         that this rank has `read`, so that an error in one of them is raised on every rank."""
         self._stop.set()
-        if self._tokenizing is not None:
-            self._tokenizing.close()  # the thread may be waiting for a busy or hanging worker
+        if self._pool is not None:
+            self._pool.close()  # the thread may be waiting for a busy or hanging worker
         self._thread.join()
         end = time.monotonic() + PATIENCE
         while min(_marks(self.folder, self._readers)) < read and time.monotonic() < end:
@@ -91,8 +91,8 @@ class PageMaker:
         try:
             # A copy: the program may use its tokenizer at the same time, and tokenizers are not thread-safe.
             tokenizer = copy.deepcopy(self._pages.tokenizer)
-            with TokenizerPool(tokenizer, self._pages.settings, self._pages.workers) as self._tokenizing:
-                self._make(self._tokenizing)
+            with TokenizerPool(tokenizer, self._pages.settings, self._pages.workers) as self._pool:
+                self._make(self._pool)
         except BaseException as error:
             if not self._stop.is_set():
                 self._fail(error)
@@ -110,11 +110,11 @@ class PageMaker:
         except OSError:
             self._temp_dir.remove()  # the disk is full: readers notice that the directory is gone
 
-    def _make(self, tokenizing: TokenizerPool) -> None:
+    def _make(self, pool: TokenizerPool) -> None:
         epoch, page, place = self._start
         totals: Counter[str] | None = Counter() if page == 0 else None  # only of an epoch read from its start
         writer: TableWriter | None = None
-        for batch, chunk in tokenizing.chunks(self._batches()):
+        for batch, chunk in pool.chunks(self._batches()):
             if writer is None:
                 if not self._wait():
                     return

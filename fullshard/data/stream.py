@@ -189,9 +189,8 @@ class _StreamCursor:
             runtime.warn_once(f"unused {name}", f"the column `{name}` of the data is not used.")
         order = np.arange(len(table))
         if sampler.shuffle:
-            order = np.random.Generator(np.random.PCG64([sampler.seed, facts["epoch"], facts["page"]])).permutation(
-                order
-            )
+            seeds = np.random.PCG64([sampler.seed, facts["epoch"], facts["page"]])
+            order = np.random.Generator(seeds).permutation(order)
         self.open.append(_OpenPage(table, order))
         return self.open[-1]
 

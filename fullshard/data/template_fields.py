@@ -16,7 +16,7 @@ from fullshard.data.messages import REASONING
 from fullshard.data.render_chat import PROBE, ChatMessage, render
 from fullshard.errors import DataError
 
-ARGUMENT, SAID = f"{PROBE}Argument", f"{PROBE}Said"
+ARGUMENT, CONTENT = f"{PROBE}Argument", f"{PROBE}Content"
 USER: ChatMessage = {"role": "user", "content": "Hello"}
 CALL = {"id": "abcDEF123", "type": "function", "function": {"name": PROBE, "arguments": {"word": ARGUMENT}}}
 RESULT: ChatMessage = {"role": "tool", "content": "42", "name": PROBE, "tool_call_id": CALL["id"]}
@@ -78,11 +78,11 @@ class CallForm(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def call_form(template: str, special: Special, says: bool = False) -> CallForm | None:
-    """The form in which a template renders tool calls, of messages with text (`says`) or without; None if it omits the
-    calls or the text."""
-    turn: ChatMessage = {"role": "assistant", "content": SAID if says else None}
-    words = (ARGUMENT, SAID) if says else (ARGUMENT,)
+def call_form(template: str, special: Special, with_text: bool = False) -> CallForm | None:
+    """The form in which a template renders tool calls, of messages with text (`with_text`) or without; None if it omits
+    the calls or the text."""
+    turn: ChatMessage = {"role": "assistant", "content": CONTENT if with_text else None}
+    words = (ARGUMENT, CONTENT) if with_text else (ARGUMENT,)
     for form in (CallForm(None, False), CallForm("", False), CallForm(None, True), CallForm("", True)):
         call = form.calling(turn, [CALL])
         for trial in ([USER, call], [USER, call, RESULT, ANSWER]):
@@ -99,9 +99,9 @@ def reasoning_name(template: str, special: Special, name: str, calls: bool = Fal
     form = call_form(template, special) if calls else None
     turn = ANSWER if form is None else form.calling({"role": "assistant"}, [CALL])
     for known in (name, *(other for other in REASONING if other != name)):
-        thought = {**turn, known: SAID}
-        trials = [[USER, thought]] if form is None else [[USER, thought], [USER, thought, RESULT, ANSWER]]
-        if any(_renders(template, special, trial, SAID) for trial in trials):
+        reasoned = {**turn, known: CONTENT}
+        trials = [[USER, reasoned]] if form is None else [[USER, reasoned], [USER, reasoned, RESULT, ANSWER]]
+        if any(_renders(template, special, trial, CONTENT) for trial in trials):
             return known
     return None
 
@@ -119,12 +119,12 @@ def variables(template: str) -> frozenset[str]:
 @functools.lru_cache(maxsize=64)
 def renders_role(template: str, special: Special, role: str) -> bool:
     """Whether a template renders messages of this role, or rejects them with an error."""
-    said = {**RESULT, "role": role, "content": SAID}
+    message = {**RESULT, "role": role, "content": CONTENT}
     call: ChatMessage = {"role": "assistant", "content": "Wait", "tool_calls": [CALL]}
-    system = [said, USER, ANSWER]
-    trials = [system] if role == "system" else [[USER, call, said, ANSWER], [USER, ANSWER, said, ANSWER]]
+    system = [message, USER, ANSWER]
+    trials = [system] if role == "system" else [[USER, call, message, ANSWER], [USER, ANSWER, message, ANSWER]]
     found = [_rendered(template, special, trial, None) for trial in trials]
-    return any(text is None or SAID in text for text in found)
+    return any(text is None or CONTENT in text for text in found)
 
 
 def adapt_messages(

@@ -18,7 +18,7 @@ from fullshard import runtime
 from fullshard.errors import FSDPError, MeshError
 from fullshard.fsdp import backward_entry, checks, shard
 from fullshard.fsdp import policy as policies
-from fullshard.fsdp.comm import make_link, uses_point_to_point
+from fullshard.fsdp.communicators import make_link, uses_point_to_point
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.offload import HostTraffic

@@ -178,9 +178,8 @@ def _set(one: DerivedAdapter, values: Values) -> None:
         return
     assert one.weight is not None
     device, dtype = runtime.device(), dtype_of(one.parameters["A"].plan.dtype if "A" in one.parameters else None)
-    a, b = (
-        values[kind].to(dtype or torch.float32).float().to(device) for kind in ("A", "B")
-    )  # rounded as they are stored
+    # Rounded as they are stored.
+    a, b = (values[kind].to(dtype or torch.float32).float().to(device) for kind in ("A", "B"))
     product = one.layer.scaling[one.adapter] * b @ a
     product = product.T if one.layer.fan_in_fan_out else product
     local = one.weight.local.detach()

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ from fullshard.weights import adapter_init, init
 from fullshard.weights.adapter_files import adapter_readers, open_adapter
 from fullshard.weights.load_report import LoadReport
 from fullshard.weights.locate import open_source
-from fullshard.weights.match import LoadPlan, match
+from fullshard.weights.match import BufferReads, LoadPlan, ParameterReads, match
 from fullshard.weights.resize_vocab import PickedRows, grown_reader
 from fullshard.weights.safetensors_index import SafetensorsFiles
 from fullshard.weights.slice_reader import Job, TensorReader
@@ -124,37 +123,24 @@ def _load(
     threads: int | None,
     progress: bool,
 ) -> LoadReport:
-    report = LoadReport(str(plan.source.path), skipped=plan.problems.unexpected)
+    """Carry out a plan."""
     before = plan.source.bytes_read
-    grown = [(p, grown_reader(reader, p.plan.shape[0])) for p, reader in plan.grows]
-    tables = {id(p): (reader, dtype_of(p.plan.dtype)) for p, reader in [*plan.reads, *grown, *plan.adapts]}
-    rows = [(p, _picked(tables, table, indices)) for p, table, indices in plan.rows]
-    for name, module, key, table, indices in plan.originals:
-        plan.buffers.append((name, module, key, _picked(tables, table, indices)))
+    resized = [(p, grown_reader(reader, p.plan.shape[0])) for p, reader in plan.resizes]
+    loaded = [*plan.reads, *resized, *plan.adapter_reads]
+    rows, row_buffers = _token_readers(plan, loaded)
+    plan.buffers += row_buffers
 
     def read() -> None:
         for p in plan.parameters:
             p.give_memory()
-        unset = set(init.compute_buffers(model, plan.parameters)) - {name for name, *_ in plan.buffers}
-        if unset:
-            raise WeightsError(
-                f"{len(unset)} buffer(s) are not in the files and their modules do not compute them: "
-                f"{', '.join(sorted(unset)[:5])}"
-            )
-        jobs: list[Job] = []
-        for p, reader in [*plan.reads, *grown, *plan.adapts, *rows]:
-            jobs += reader.jobs(p.local.detach(), p.layout.slices(p.plan.shape, runtime.rank()))
-        for _, module, key, reader in plan.buffers:
-            buffer = buffers_of(module)[key]
-            assert buffer is not None
-            jobs += reader.jobs(buffer, tuple(slice(0, n) for n in buffer.shape))
+        _compute_buffers(model, plan)
         total = sum(p.local.numel() * reader.dtype.itemsize for p, reader in plan.reads)
-        _run(jobs, plan.source, threads, Bar("loading", total, progress))
+        _run(_jobs([*loaded, *rows], plan.buffers), plan.source, threads, Bar("loading", total, progress))
         init.initialize(model, plan.parameters, plan.initialize, seed)
         _cast_buffers(model, engine.units[0].precision.buffer_dtype)
 
     agree(read, "load", error=WeightsError)
-    for module, readers, parameters in plan.own:
+    for module, readers, parameters in plan.self_loading:
         pieces = {name: piece_of(p) for name, p in parameters.items()}
         parts = agree_locally(functools.partial(module.read_files, readers, pieces), "load", error=WeightsError)
         module.finish_reading(parts, pieces)
@@ -163,19 +149,56 @@ def _load(
         agree(lambda: _transform(plan, transform), "transform", error=WeightsError)
     if plan.plain is not None and plan.conversions is not None:
         plan.plain._weight_conversions = plan.conversions
-    report.read = [p.plan.name for p, _ in [*plan.reads, *plan.adapts, *rows]]
-    report.read += [name for name, *_ in plan.buffers]
-    report.read += [p.plan.name for _, _, parameters in plan.own for p in parameters.values()]
-    report.initialized = [p.plan.name for p in plan.initialize]
-    report.initialized += [p.plan.name for one in plan.derived for p in one.parameters.values()]
-    report.resized = [p.plan.name for p, _ in plan.grows]
-    report.bytes = plan.source.bytes_read - before
-    return report
+    made = [p for _, _, parameters in plan.self_loading for p in parameters.values()]
+    computed = [p for one in plan.derived for p in one.parameters.values()]
+    read_parameters = [p for p, _ in [*plan.reads, *plan.adapter_reads, *rows]]
+    return LoadReport(
+        str(plan.source.path),
+        read=[*_names(read_parameters), *(name for name, *_ in plan.buffers), *_names(made)],
+        initialized=_names([*plan.initialize, *computed]),
+        resized=_names([p for p, _ in plan.resizes]),
+        skipped=plan.problems.unexpected,
+        bytes=plan.source.bytes_read - before,
+    )
 
 
-def _picked(tables: dict[int, tuple[TensorReader, Any]], table: ShardedParameter, indices: list[int]) -> TensorReader:
-    reader, dtype = tables[id(table)]
-    return PickedRows(reader, indices, dtype)
+def _names(parameters: Iterable[ShardedParameter]) -> list[str]:
+    return [p.plan.name for p in parameters]
+
+
+def _token_readers(plan: LoadPlan, loaded: ParameterReads) -> tuple[ParameterReads, BufferReads]:
+    """Readers for trained token rows and for the buffers with their original values, from the tables they belong to."""
+    tables = {id(p): (reader, dtype_of(p.plan.dtype)) for p, reader in loaded}
+
+    def picked(table: ShardedParameter, indices: list[int]) -> TensorReader:
+        reader, dtype = tables[id(table)]
+        assert dtype is not None
+        return PickedRows(reader, indices, dtype)
+
+    rows: ParameterReads = [(p, picked(t, i)) for p, t, i in plan.token_rows]
+    return rows, [(name, module, key, picked(t, i)) for name, module, key, t, i in plan.token_buffers]
+
+
+def _compute_buffers(model: nn.Module, plan: LoadPlan) -> None:
+    """Compute the buffers that are not in the files; raise `WeightsError` if a module does not."""
+    unset = set(init.compute_buffers(model, plan.parameters)) - {name for name, *_ in plan.buffers}
+    if unset:
+        raise WeightsError(
+            f"{len(unset)} buffer(s) are not in the files and their modules do not compute them: "
+            f"{', '.join(sorted(unset)[:5])}"
+        )
+
+
+def _jobs(parameters: ParameterReads, buffers: BufferReads) -> list[Job]:
+    """The reads of this rank's shards and of all buffers."""
+    jobs: list[Job] = []
+    for p, reader in parameters:
+        jobs += reader.jobs(p.local.detach(), p.layout.slices(p.plan.shape, runtime.rank()))
+    for _, module, key, reader in buffers:
+        buffer = buffers_of(module)[key]
+        assert buffer is not None
+        jobs += reader.jobs(buffer, tuple(slice(0, n) for n in buffer.shape))
+    return jobs
 
 
 def _run(jobs: Sequence[Callable[[], None]], source: SafetensorsFiles, threads: int | None, bar: Bar) -> None:
@@ -197,7 +220,7 @@ def _run(jobs: Sequence[Callable[[], None]], source: SafetensorsFiles, threads: 
 
 def _transform(plan: LoadPlan, transform: Transform) -> None:
     with torch.no_grad():
-        for p, _ in [*plan.reads, *plan.grows]:
+        for p, _ in [*plan.reads, *plan.resizes]:
             piece = piece_of(p)
             value = transform(p.plan.name, piece.local, piece)
             if value is not None:

@@ -74,7 +74,7 @@ def test_columns_beside_tokens(case: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "preferences": ({"prompt": "Q", "chosen": "a", "rejected": "b"}, r"preferences .`chosen` and `rejected`., which DPO .*completion=chosen.*DPOTrainer"),
+    "preferences": ({"prompt": "Q", "chosen": "a", "rejected": "b"}, r"preferences .`chosen` and `rejected`., the data format of DPO .*completion=chosen.*DPOTrainer"),
     "whole preferences": ({"chosen": [U, A], "rejected": [U, A]}, "messages=chosen"),
     "preferences for a talk": ({"conversations": [U], "chosen": A, "rejected": A}, "the row holds preferences"),
     "Alpaca's preferences": ({"instruction": "Q", "chosen": "a", "rejected": "b"}, "the row holds preferences"),
@@ -97,8 +97,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a call in words": ({"conversations": [U, {"from": "function_call", "value": "find it"}]}, r"conversations\[1\].tool_calls\[0\] is 'find it'"),
     "words for the template": ({**TALK, "chat_template_kwargs": [1]}, r"`chat_template_kwargs` is \[1\]; expected an object"),
     "the template itself": ({**TALK, "chat_template_kwargs": {"chat_template": "x"}}, "`chat_template_kwargs` sets chat_template, which"),
-    "several documents": ({"input_ids": [1, 2], "seq_lengths": [1, 1]}, "by `seq_lengths` the row holds several documents"),
-    "positions twice": ({"input_ids": [1, 2], "position_ids": [0, 0]}, "by `position_ids` the row holds several documents"),
+    "several documents": ({"input_ids": [1, 2], "seq_lengths": [1, 1]}, "according to `seq_lengths` the row holds several documents"),
+    "positions twice": ({"input_ids": [1, 2], "position_ids": [0, 0]}, "according to `position_ids` the row holds several documents"),
     "positions from five": ({"input_ids": [1, 2], "position_ids": [5, 6]}, "expected 0, 1, 2"),
     "a hole": ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "`attention_mask` has zeros between ones"),
     "only padding": ({"input_ids": [1], "attention_mask": [0]}, "`attention_mask` is all zeros"),

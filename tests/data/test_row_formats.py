@@ -371,7 +371,7 @@ UNREADABLE: dict[str, tuple[str, Any, str]] = {
     "empty arrow": ("x.arrow", b"", "x.arrow cannot be read"),
     "no file": ("x.jsonl", None, "x.jsonl cannot be read: No such file"),
     "another kind": ("x.doc", b"text", r"x.doc: unsupported file type '.doc'; expected .jsonl, .ndjson, .json, .csv, .tsv, .txt, .parquet, .arrow"),
-    "two delimiters": ("x.csv", b"text;a,b\n", "x.csv: the header 'text;a,b' has commas and semicolons; expected one of them"),
+    "two delimiters": ("x.csv", b"text;a,b\n", "x.csv: the header 'text;a,b' has commas and semicolons; expected one delimiter"),
 }  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def test_parameters_that_are_taken_away_after_wrapping_are_refused(strategy, how
 @two_strategies
 def test_saved_tensors_that_may_change_are_refused(strategy):
     _, model = pair(Stack, strategy, auto_wrap_policy={Block})
-    with torch.autograd.graph.allow_mutation_on_saved_tensors(), pytest.raises(FSDPError, match=r"Leave it out"):
+    with torch.autograd.graph.allow_mutation_on_saved_tensors(), pytest.raises(FSDPError, match=r"Remove it"):
         model(data(2, 8))
     model(data(2, 8)).sum().backward()
 

@@ -215,7 +215,8 @@ class Run:
         self.ended = self._until("the end of the others", over, limit) - self.event
         if self.case.startswith("stop"):
             os.kill(self.jobs[self.victim].pid, signal.SIGCONT)
-            self._until("the end of the rank that was stopped", lambda: self.jobs[self.victim].poll() is not None, 20)
+        if self.case.startswith("stop") or self.case == "exit":  # the interpreter takes a while to end
+            self._until("the victim's own end", lambda: self.jobs[self.victim].poll() is not None, 20)
 
     def _judge(self) -> None:
         codes = [job.returncode for job in self.jobs]

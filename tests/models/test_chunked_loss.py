@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from fullshard.data.encode import TextSettings
-from fullshard.data.loader import IGNORED, Collator, load_table
+from fullshard.data.loader import Collator, load_table
+from fullshard.data.pretokenized import IGNORED
 from fullshard.data.sources import row_source
 from fullshard.models.chunked_loss import DeferredLogits, LeanHead, chunked_cross_entropy
 from tests.data.tiny import make_tokenizer, text_rows

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from fullshard import runtime
-from fullshard.data.loader import IGNORED, Collator
+from fullshard.data.loader import Collator
+from fullshard.data.pretokenized import IGNORED
 from fullshard.errors import ConfigError
 from fullshard.models import packing_check
 from fullshard.models.chunked_loss import LeanHead

@@ -172,7 +172,7 @@ def test_states_come_and_go():
     assert other.scheme.storage == torch.bfloat16
     with pytest.raises(QuantizationError, match=r"has shape \(100, 192\), the layer \(100, 64\)"):
         NF4Linear(64, 100).set_quant_state(packed, state)
-    with pytest.raises(QuantizationError, match="laid out as"):
+    with pytest.raises(QuantizationError, match="but the layer expects"):
         NF4Linear(192, 100).set_quant_state(packed, state)
 
 

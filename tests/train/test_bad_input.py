@@ -65,7 +65,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no data": (lambda p: words(p, dataset_name=None), "dataset_name is missing"),
     "model folder missing": (lambda p: words(p, model_name_or_path=p / "nowhere"), "model_name_or_path: .*nowhere does not exist"),
     "model folder without config": (lambda p: words(p, model_name_or_path=p / "data"), "has no config.json; it holds test.jsonl"),
-    "data missing": (lambda p: words(p, dataset_name=p / "nowhere"), "the data '.*nowhere' does not exist"),
+    "data missing": (lambda p: words(p, dataset_name=p / "nowhere"), "the dataset '.*nowhere' does not exist"),
     "no file for the split": (lambda p: words(p, dataset_name=p / "empty"), "no file for the split 'train'"),
     "no evaluation split": (lambda p: words(p, dataset_name=p / "noise", eval_strategy="epoch"), "evaluation is on .eval_strategy epoch., but .*noise has no split 'test'; .*val_size"),
     "a kind of file that is not read": (lambda p: words(p, dataset_name=p / "run.yaml"), "unsupported file type '.yaml'; expected .jsonl"),

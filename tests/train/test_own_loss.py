@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from fullshard.data.loader import IGNORED, Loader
+from fullshard.data.loader import Loader
+from fullshard.data.pretokenized import IGNORED
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows

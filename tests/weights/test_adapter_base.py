@@ -78,7 +78,7 @@ def test_a_run_s_adapter_works_from_any_folder_and_knows_its_base(tmp_path: Path
     with pytest.raises(WeightsError, match=both):
         SFTTrainer(model=str(other), args=again, train_dataset=text_rows(8))
     code, _, said = command("chat", str(out), "--base", str(other), "--prompt", "one")
-    assert code == 2 and "is another model" in said and len(said.splitlines()) == 1
+    assert code == 2 and "is a different model" in said and len(said.splitlines()) == 1
     code, _, said = command("export", str(out), str(tmp_path / "wrong"), "--base", str(other))
     assert code == 2 and not (tmp_path / "wrong").exists()
 

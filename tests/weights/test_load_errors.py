@@ -166,7 +166,7 @@ def test_wrong_paths(llama, tmp_path):
     runtime.barrier()
     with pytest.raises(WeightsError, match=r"is a training checkpoint, not a model.*merge-weights"):
         load_pretrained(tmp_path / "run" / "step-5")
-    with pytest.raises(WeightsError, match=r"There are training checkpoints: .*step-5"):
+    with pytest.raises(WeightsError, match=r"Training checkpoints nearby: .*step-5"):
         load_pretrained(tmp_path / "run")
     with pytest.raises(WeightsError, match=r"contains an adapter, not a model. Load its base model \(base/model\)"):
         load_pretrained(tmp_path / "adapter")

@@ -6,19 +6,21 @@ import pytest
 import torch
 
 from fullshard import runtime
-from fullshard.fsdp import FSDPv2, comm
+from fullshard.fsdp import FSDPv2
+from fullshard.fsdp.communicators import make_link
 from fullshard.fsdp.counters import Meter
+from fullshard.fsdp.point_to_point import Exchange, message_tag
 from fullshard.watchdog import watch
 from tests.fsdp.programs import Block, Stack, mesh_for, mine
 from tests.pool import ranks
 
 
 def test_operations_have_different_tags():
-    operations = list(itertools.product(range(0, 64, 7), range(0, 2048, 97), comm.Exchange, range(0, 4096, 451)))
-    tags = {comm.message_tag(*operation) for operation in operations}
+    operations = list(itertools.product(range(0, 64, 7), range(0, 2048, 97), Exchange, range(0, 4096, 451)))
+    tags = {message_tag(*operation) for operation in operations}
     assert len(tags) == len(operations)
     assert min(tags) >= 0 and max(tags) < 2**31
-    assert comm.message_tag(64, 2048, comm.Exchange.SUM, 4096) == comm.message_tag(0, 0, comm.Exchange.SUM, 0)
+    assert message_tag(64, 2048, Exchange.SUM, 4096) == message_tag(0, 0, Exchange.SUM, 0)
 
 
 @ranks(2)
@@ -26,7 +28,7 @@ def test_operations_have_different_tags():
 def test_models_that_share_a_communicator_do_not_take_each_others_messages(operation):
     """The ranks run two models in different orders: on one communicator only the tags tell their messages apart."""
     rank = runtime.rank()
-    links = [comm.make_link(mesh_for("FULL_SHARD"), ("fsdp",), "gather", None, Meter()) for _ in range(2)]
+    links = [make_link(mesh_for("FULL_SHARD"), ("fsdp",), "gather", None, Meter()) for _ in range(2)]
     assert links[0].group is links[1].group
     wholes = [torch.full((2, 4), 10.0 * model + rank) for model in range(2)]
     pending = {}
