@@ -137,7 +137,7 @@ def test_mistakes_are_named_with_their_line(tmp_path, text, said):
         ("megatron_lm_config: {a: 1}\n", "megatron_lm_config is not offered"),
         ("mpirun_config: {a: 1}\n", "mpirun_config is not offered"),
         ("fp8_config: {a: 1}\n", "fp8_config is not offered"),
-        ("mixed_precision: fp8\n", "fp8 is not offered"),
+        ("mixed_precision: fp8\n", "fp8 is not supported"),
         ("compute_environment: AMAZON_SAGEMAKER\n", "expected LOCAL_MACHINE"),
         ("parallelism_config: {tp_size: 2}\n", "tp_size 2"),
         ("parallelism_config: {cp_size: 2}\n", "cp_size 2"),

@@ -84,7 +84,7 @@ def test_devices_and_processes(home):
         settings("-n 5", home, gpus=4)
     with pytest.raises(ConfigError, match=r"this machine has 1 GPU\(s\)"):
         settings("--gpu_ids 0,1", home, gpus=1)
-    with pytest.raises(ConfigError, match=r"3 copies .* are 3 processes, but there are 4"):
+    with pytest.raises(ConfigError, match=r"3 replicas .* need 3 processes, but there are 4"):
         settings("-n 4 --cpu --fsdp_sharding_strategy HYBRID_SHARD --parallelism_config_dp_replicate_size 3", home)
 
 
