@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fullshard.launch.config import ProcessSettings, RunSettings
-from fullshard.launch.settings_table import default_of
+from fullshard.launch.config import WITHOUT_EFFECT, ProcessSettings, RunSettings
+from fullshard.launch.help_text import default_of
 from fullshard.options import Option, options_of
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.train.config import SFTConfig
@@ -41,7 +41,8 @@ def page() -> str:
         parts.append(
             f"## {title}\n\n{text}\n\n| option | values | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
         )
-    without = [(one, title) for title, _, config in PAGES for one in options_of(config) if one.no_op]
+    without = [(one, "files and commands of Accelerate") for one in WITHOUT_EFFECT]
+    without += [(one, title) for title, _, config in PAGES for one in options_of(config) if one.no_op]
     rows = [f"| {name_of(one)} | {title} | {cell(one.no_op)} |\n" for one, title in without]
     parts.append(
         "## Accepted, without effect here\n\nFor files and commands written for other launchers and trainers.\n\n"
