@@ -1,7 +1,7 @@
-"""The names of PyTorch/XLA that have no meaning here, and what stands for each.
+"""Names of PyTorch/XLA that do not exist here, and the replacement of each.
 
-`xr`, `xm` and `xs` carry the names that have one. Asking for one of these raises an `AttributeError` that says what to
-write in its place, so that `hasattr` answers False; any other name is unknown as in every module.
+`xr`, `xm` and `xs` have the other names. Access to one of these raises an `AttributeError` that names the replacement,
+so `hasattr` is False.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REFUSED: dict[str, dict[str, str]] = {
 
 
 def refuse(module: str, known_as: str, name: str) -> NoReturn:
-    """What a module's `__getattr__` answers to a name that it does not have."""
+    """The `__getattr__` of a module that lacks a name: raises the error for it."""
     instead = REFUSED[known_as].get(name)
     if instead is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -35,7 +35,7 @@ CASES = [
     ("launch --config_file strategy.yaml train.py", "expected FULL_SHARD (1), SHARD_GRAD_OP (2)"),
     ("launch --config_file xla.yaml train.py", "the XLA engine, which is not there yet"),
     ("launch --config_file words.yaml train.py", "expected keys with values"),
-    ("launch --config_file . train.py", "is a folder; name the configuration file in it"),
+    ("launch --config_file . train.py", "is a directory; name the configuration file in it"),
     ("launch", "no script given; expected fullshard launch [flags] script.py"),
     ("launch trian.py", "the script trian.py does not exist"),
     ("launch -m no_such_module", "the module no_such_module was not found"),
