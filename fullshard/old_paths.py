@@ -82,7 +82,7 @@ MOVED = {
     "fsdp.writes": "fsdp.write_count",
     "launch.ask": "launch.questionnaire",
     "launch.run": "launch.agent",
-    "launch.show": "launch.settings_table",
+    "launch.show": "launch.help_text",
     "launch.training": "launch.sft_command",
     "launcher": "rank_env",
     "messages": "log_filter",

@@ -20,7 +20,7 @@ from fullshard import cli
 from fullshard.errors import MeshError
 from fullshard.launch import environment_report, worker
 from fullshard.launch.config import launch_options
-from fullshard.launch.settings_table import NEEDS_SCRIPT
+from fullshard.launch.help_text import NEEDS_SCRIPT
 from fullshard.options import options_of
 from fullshard.train.config import SFTConfig
 from tests.pool import ROOT

@@ -165,7 +165,7 @@ def test_flags_end_at_the_script(tmp_path, home):
         ("--tpu --dry_run", "PyTorch/XLA, which is not supported yet"),
         ("", "no script"),
         ("nothing.py", "the script nothing.py does not exist"),
-        ("nothing", "a module is started with -m"),
+        ("nothing", "to run a module, use -m"),
         ("--no_python nothing-at-all", "was not found"),
     ],
 )
