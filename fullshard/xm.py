@@ -1,7 +1,7 @@
-"""The functions of `torch_xla.core.xla_model`, so that a program runs with only its imports changed.
+"""The names of `torch_xla.core.xla_model`, so that programs for PyTorch/XLA run after changing their imports.
 
-PyTorch/XLA collects operations until a step is marked; here they run at once, so `mark_step` does nothing. Names that
-do not exist here raise an error with the replacement (`xla_names.py`).
+PyTorch/XLA records operations until `mark_step`; here they run immediately, so `mark_step` does nothing. Names without
+an equivalent raise an error that names the replacement (`xla_names.py`).
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ __all__ = [
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """The device of this rank. A process has only one."""
+    """The device of this rank. A process has one device, so `n` must be None or 0."""
     if n not in (None, 0):
         raise UnsupportedError(
-            f"xm.xla_device({n!r}): a process has one device here; start one process per device with torchrun or "
+            f"xm.xla_device({n!r}): a process uses one device here; start one process per device with torchrun or "
             f"fullshard launch, and call xm.xla_device()"
         )
     return runtime.device()
 
 
 def get_xla_supported_devices(devkind: str | None = None, max_devices: int | None = None) -> list[str]:
-    """This rank's device, in a list."""
+    """A list with this rank's device."""
     return [str(runtime.device())]
 
 
@@ -67,29 +67,29 @@ def xla_device_hw(device: str | torch.device) -> str:
 
 
 def get_ordinal(defval: int = 0) -> int:
-    """This process's rank, from 0."""
+    """The rank of this process."""
     return runtime.rank()
 
 
 def get_local_ordinal(defval: int = 0) -> int:
-    """This process's rank on its node, from 0."""
+    """The local rank of this process."""
     return runtime.local_rank()
 
 
 def xrt_world_size(defval: int = 1) -> int:
-    """The number of processes, which is the number of devices."""
+    """The world size: the number of processes, which is the number of devices."""
     return runtime.world_size()
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Whether this is the first rank of its node, or rank 0 with `local=False`."""
+    """Whether this is the first rank of its node, or of the job with `local=False`."""
     return (runtime.local_rank() if local else runtime.rank()) == 0
 
 
 def get_memory_info(device: str | torch.device | None = None) -> dict[str, int]:
-    """Used and total bytes of this rank's GPU."""
-    if runtime.device().type != "cuda":
-        raise UnsupportedError(f"xm.get_memory_info: only available for GPUs; this rank's device is {runtime.device()}")
+    """Used and total memory of this rank's GPU, in bytes."""
+    if not accelerator.is_accelerator(runtime.device()):
+        raise UnsupportedError(f"xm.get_memory_info: only for GPUs; this rank's device is {runtime.device()}")
     free, total = torch.cuda.mem_get_info(runtime.device())
     return {"bytes_used": total - free, "bytes_limit": total, "peak_bytes_used": torch.cuda.max_memory_reserved()}
 
@@ -98,18 +98,18 @@ def get_memory_info(device: str | torch.device | None = None) -> dict[str, int]:
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """Does nothing; with `wait`, waits until the device has finished."""
+    """With `wait`, wait until the device has finished; otherwise nothing."""
     if wait:
         wait_device_ops()
 
 
 def wait_device_ops(devices: Sequence[Any] = ()) -> None:
-    """Wait until this rank's device has finished its work."""
+    """Wait until this rank's device has finished."""
     accelerator.synchronize(runtime.device())
 
 
 def unlazy(tensors: Any) -> None:
-    """Wait until the device has finished; no tensor is lazy here."""
+    """Wait for the device; tensors are not lazy here."""
     wait_device_ops()
 
 
@@ -118,7 +118,7 @@ def optimization_barrier_(tensors: Any) -> None:
 
 
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
-    """Call `closure(*args)` immediately: the values are available."""
+    """Call `closure(*args)` immediately."""
     closure(*args)
 
 
@@ -129,11 +129,11 @@ def optimizer_step(
     groups: Any = None,
     pin_layout: bool = True,
 ) -> Any:
-    """`optimizer.step()`. Gradients are global with `use_spmd()`, so none are reduced here."""
+    """`optimizer.step()`. In an SPMD program gradients are global, so nothing is reduced here."""
     if not runtime.is_spmd() and runtime.world_size() > 1:
         raise RuntimeSetupError(
-            "xm.optimizer_step: without use_spmd() each rank has its own gradients, and they are not reduced. "
-            "Call fullshard.runtime.use_spmd() first, and shard batch or model (mark_sharding, FSDPv2)."
+            "xm.optimizer_step: without use_spmd() each rank has its own gradients, and they are not reduced. Call "
+            "fullshard.runtime.use_spmd() first, and shard the batch or the model (mark_sharding, FSDPv2)."
         )
     return optimizer.step(**(optimizer_args or {}))
 
@@ -158,22 +158,22 @@ def master_print(*values: object, fd: TextIO | None = None, local: bool = False,
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Wait for all ranks; returns every rank's payload, by rank."""
+    """Wait for all ranks; returns the payloads of all ranks, in rank order."""
     if replicas and set(replicas) != set(range(runtime.world_size())):
         raise UnsupportedError(
-            f"xm.rendezvous({tag!r}, replicas={list(replicas)}): all ranks must take part; for some of them use a "
+            f"xm.rendezvous({tag!r}, replicas={list(replicas)}): only all ranks are supported; for some of them, use a "
             f"process group of torch.distributed"
         )
     return _of_all_ranks(payload)
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """`reduce_fn` of the list of every rank's `data`."""
+    """`reduce_fn` applied to the list of all ranks' `data`."""
     return reduce_fn(_of_all_ranks(_on_host(data)))
 
 
 def do_on_ordinals(target: Callable[..., Any], data: Sequence[Any] = (), ordinals: Iterable[int] = (0,)) -> Any:
-    """Call `target(*data)` on the given ranks, with tensors on the CPU; the others wait and return None."""
+    """Call `target(*data)` on the given ranks, with tensors on the host; other ranks wait and return None."""
     values = _on_host(tuple(data))
     result = target(*values) if runtime.rank() in tuple(ordinals) else None
     runtime.barrier()
@@ -181,9 +181,9 @@ def do_on_ordinals(target: Callable[..., Any], data: Sequence[Any] = (), ordinal
 
 
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
-    """`torch.save` of full tensors on the CPU, by the first rank of each node (by rank 0 with `global_master`).
+    """`torch.save` of full tensors, by the first rank of each node (of the job, with `global_master`).
 
-    Every rank must call it, and holds all of `data` in CPU memory meanwhile; `fullshard.save_state` does not.
+    Every rank must call this, and every rank holds all of `data` in host memory; `fullshard.save_state` avoids that.
     """
     whole = _on_host(data)
     if not master_only or is_master_ordinal(local=not global_master):
@@ -192,7 +192,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
 
 def broadcast_master_param(model: torch.nn.Module) -> None:
-    """Broadcast rank 0's plain parameters and buffers; sharded ones are global already."""
+    """Broadcast unsharded parameters and buffers from rank 0; sharded ones are already consistent."""
     from fullshard.spmd.tensor import is_sharded
 
     for t in (*model.parameters(), *model.buffers()):

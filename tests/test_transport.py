@@ -21,7 +21,7 @@ from fullshard.fsdp import FSDPv2
 from fullshard.launch import selftest
 from fullshard.rank_env import Launch, choose_backend
 from fullshard.rendezvous import Meeting, meet
-from fullshard.spmd.tensor import _over_gloo
+from fullshard.spmd.redistribute import _over_gloo
 from fullshard.transport import Transport, transport_of
 from tests.pool import ranks
 

@@ -27,7 +27,11 @@ def launch(words: Sequence[str]) -> int:
     if len(ours) < len(words) and not parse_flags(ours, launch_options(), "launch").rest:
         show_launch_help()  # after a script, --help belongs to the script
         return 0
-    settings = settle_here(resolve(words))
+    return start(settle_here(resolve(words)))
+
+
+def start(settings: LaunchSettings) -> int:
+    """Show the settings, start the processes and wait for them; returns the exit code."""
     prints = settings.slurm is None or settings.slurm.task == 0
     if prints and not settings.run.quiet:
         show_settings(settings)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fullshard.options import Option, option, options_of
+from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings
 
 OFFERED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
@@ -23,27 +24,6 @@ NOT_OFFERED = (
     "MULTI_NEURON",
 )  # fmt: skip
 """Values of `distributed_type` that Accelerate accepts and fullshard refuses."""
-
-_TPU = "it is about TPUs, which are not supported yet"
-WITHOUT_EFFECT: tuple[Option, ...] = (
-    Option("same_network", bool, True, "", False, no_op="machines always meet at main_process_ip:main_process_port"),
-    Option("main_training_function", str, "main", "", False, no_op=_TPU),
-    Option("downcast_bf16", str, "no", "", False, no_op=_TPU),
-    Option("tpu_env", tuple, None, "", True, no_op=_TPU),
-    Option("tpu_use_cluster", bool, False, "", False, flags=("tpu_cluster",), no_op=_TPU),
-    Option("tpu_use_sudo", bool, False, "", False, no_op=_TPU),
-    Option("tpu_name", str, None, "", True, no_op=_TPU),
-    Option("tpu_zone", str, None, "", True, no_op=_TPU),
-    Option("tpu_vm", tuple, None, "", True, flags=("vm",), no_op=_TPU),
-    Option("command_file", str, None, "", True, no_op=_TPU),
-    Option("commands", tuple, None, "", True, no_op=_TPU),
-    Option(
-        "use_parallelism_config", bool, False, "", False, in_file=False,
-        no_op="the sizes of `parallelism_config` count wherever they are given",
-    ),
-)  # fmt: skip
-"""Options of Accelerate that change nothing here. Its files and commands are read with them, and the table of settings
-lists those that were set."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +123,8 @@ def launch_options() -> tuple[Option, ...]:
 
 
 def file_options() -> tuple[Option, ...]:
-    """Every option of the configuration file."""
-    return (*options_of(ProcessSettings), *options_of(EngineSettings), *WITHOUT_EFFECT)
+    """Every option of the configuration file, and the options that are ignored."""
+    return (*options_of(ProcessSettings), *options_of(EngineSettings), *IGNORED_OPTIONS)
 
 
 def own_file(environment: Mapping[str, str] = os.environ) -> Path:

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from fullshard.launch.config import ProcessSettings, RunSettings
 from fullshard.options import Option, options_of
+from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings
 
 HELP_WIDTH = 100
 """The widest help: longer lines are hard to read."""
 GROUPS = (("Run", RunSettings), ("Processes", ProcessSettings), ("Engine", EngineSettings))
+IGNORED = "Accepted and ignored (options of other launchers)"
 HELP = ("--help", "-h")
 NEEDS_SCRIPT = ("module", "no_python")
 
@@ -23,7 +25,7 @@ def show_launch_help() -> None:
         "fullshard launch [flags] script.py [arguments of the script]",
         "Starts the script on every rank. Settings come from a configuration file, in Accelerate's format; flags "
         "override the file. Hyphens and underscores are the same. A true-or-false flag needs no value.",
-        {title: options_of(config) for title, config in GROUPS},
+        {**{title: options_of(config) for title, config in GROUPS}, IGNORED: IGNORED_OPTIONS},
     )
 
 
@@ -35,7 +37,10 @@ def show_test_help() -> None:
         "check: all ranks start, collectives are correct, the losses equal those of one device, a checkpoint is "
         "restored bit for bit. No files are kept. The exit code is 0 if everything works.\n\n"
         "Settings come from the configuration file of fullshard launch; flags override it.",
-        {title: [o for o in options_of(config) if o.name not in NEEDS_SCRIPT] for title, config in GROUPS},
+        {
+            **{title: [o for o in options_of(config) if o.name not in NEEDS_SCRIPT] for title, config in GROUPS},
+            IGNORED: IGNORED_OPTIONS,
+        },
     )
 
 
@@ -70,14 +75,14 @@ def flag_of(one: Option) -> str:
 
 
 def help_of(one: Option) -> str:
-    """The help text, the values, the default, and why the option has no effect if it has none."""
+    """The help text, the values and the default; for an ignored option, the reason."""
+    if one.no_op:
+        return f"Ignored: {one.no_op}."
     parts = [one.help]
     if one.choices:
         parts.append(f"One of {one.values}.")
     if one.default not in (None, False, ""):
         parts.append(f"Default: {default_of(one).replace(',', ', ')}.")
-    if one.no_op:
-        parts.append(f"No effect here: {one.no_op}.")
     return " ".join(parts)
 
 

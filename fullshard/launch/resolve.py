@@ -29,6 +29,7 @@ from fullshard.launch.config import (
 from fullshard.launch.slurm import SlurmPlace, read_slurm
 from fullshard.options import options_of, parse_flags
 from fullshard.parallelize.fsdp_flags import read_section, read_words
+from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import RESOLVED_VARIABLE, EngineSettings, overlay, values_in
 from fullshard.version import __version__
 
@@ -51,6 +52,8 @@ class LaunchSettings:
     device: str = "cpu"
     local_processes: int = 1
     """Processes on this machine."""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Further environment variables of every process."""
 
     @property
     def one_task_per_process(self) -> bool:
@@ -88,8 +91,8 @@ class LaunchSettings:
         """The options that were set to another value than their default and have no effect, with the reason."""
         return {
             one.key: one.no_op
-            for one in file_options()
-            if one.no_op and one.key in self.given and self.given[one.key] not in (one.default, (), {})
+            for one in IGNORED_OPTIONS
+            if one.key in self.given and self.given[one.key] not in (one.default, (), {})
         }
 
     def to_json(self) -> str:
@@ -120,6 +123,7 @@ class LaunchSettings:
         made = {name: value for name, value in outer.items() if name not in ours}
         made |= self.engine.to_environment()
         made[RESOLVED_VARIABLE] = self.to_json()
+        made |= self.variables
         made["OMP_NUM_THREADS"] = str(self._threads(outer))
         if self.device == "cpu":
             made["FULLSHARD_DEVICE"] = "cpu"
@@ -150,7 +154,7 @@ def resolve(words: Sequence[str], environment: Mapping[str, str] = os.environ) -
     slurm = read_slurm(environment)
     values: dict[str, Any] = {}
     for layer in (
-        _environment_values(environment),
+        values_in(environment, IGNORED_OPTIONS),
         file.values,
         {"use_cpu": True} if environment.get("FULLSHARD_DEVICE") == "cpu" else {},
         _slurm_values(slurm),
@@ -181,10 +185,6 @@ def check_values(values: dict[str, Any], notes: list[str] | None = None) -> tupl
 
 def _of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values}
-
-
-def _environment_values(environment: Mapping[str, str]) -> dict[str, Any]:
-    return {k: v for k, v in values_in(environment).items() if k != "cpu_ram_efficient_loading"}
 
 
 def _slurm_values(slurm: SlurmPlace | None) -> dict[str, Any]:

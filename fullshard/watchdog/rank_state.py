@@ -10,7 +10,6 @@ import contextlib
 import functools
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from fullshard import runtime
 from fullshard.errors import FSDPError, RankLostError, RanksDivergedError, first_line
 from fullshard.groups import short_name
 from fullshard.watchdog import abort, device_work
-from fullshard.watchdog.diagnosis import Failure, RankStatus, Wait, kind_of
+from fullshard.watchdog.diagnosis import Failure, RankStatus, Wait
 from fullshard.watchdog.external_waits import ExternalWaits
 
 ISSUED_WITHIN = 2.0
@@ -62,15 +61,6 @@ class OperationLog:
 
     def __post_init__(self) -> None:
         self.key = f"{self.purpose}/{short_name(self.ranks)}"
-
-    def next_tag(self) -> int:
-        """A tag for the messages of the operation about to be issued.
-
-        Its upper bits depend on the operation: ranks that enter different ones never take each other's messages for
-        their own.
-        """
-        kind = zlib.crc32(kind_of(current.position()).encode()) & 0x3FFF
-        return kind << 16 | ((self.number + 1) % (1 << 15)) << 1
 
     def issue(self) -> Operation:
         """Number the operation that the current position describes."""

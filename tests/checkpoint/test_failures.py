@@ -116,7 +116,7 @@ def test_files_that_the_first_rank_does_not_see_are_never_published(tmp_path):
                 self.directory.mkdir(parents=True)
 
             patch.setattr(dcp_storage.CheckpointWriter, "__init__", elsewhere)
-        with pytest.raises(CheckpointError, match=r"what rank 1 wrote does not appear on rank 0: .* is missing"):
+        with pytest.raises(CheckpointError, match=r"rank 0 does not see the files of rank 1: .* is missing"):
             save_state(tmp_path / "one", model=model)
     torch.distributed.barrier()
     assert not (tmp_path / "one").exists()

@@ -346,7 +346,7 @@ def test_lists_of_sharded_and_plain_parameters_are_refused_with_what_to_do(how):
             optimizer.zero_grad()
             head(body(data(4, 8))).square().mean().backward()
             if groups == 1 and body is models[1][0]:
-                with pytest.raises(FSDPError, match=rf"{how}=True.*group of their own"):
+                with pytest.raises(FSDPError, match=rf"{how}=True.*separate parameter group"):
                     optimizer.step()
             elif groups == 2:
                 optimizer.step()
@@ -412,7 +412,7 @@ def test_a_moving_average_by_hand(strategy):
 def test_averaged_model_is_refused_with_what_to_do_instead():
     _, model = pair(Stack, "FULL_SHARD", auto_wrap_policy={Block})
     for copying in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
-        with pytest.raises(FSDPError, match=r"cannot be deep-copied.*average of the weights.*lerp_"):
+        with pytest.raises(FSDPError, match=r"cannot be deep-copied.*averaged weights.*lerp_"):
             copying(model)
 
 

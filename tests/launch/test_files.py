@@ -130,14 +130,14 @@ def test_mistakes_are_named_with_their_line(tmp_path, text, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("fsdp_config: {xla: true}\n", "the XLA engine, which is not there yet"),
+        ("fsdp_config: {xla: true}\n", "xla: true: PyTorch/XLA is not supported yet"),
         ("distributed_type: XLA\n", "XLA is not supported yet"),
         ("distributed_type: DEEPSPEED\n", "DEEPSPEED is not supported"),
         ("deepspeed_config: {zero_stage: 2}\n", "deepspeed_config is not supported"),
         ("megatron_lm_config: {a: 1}\n", "megatron_lm_config is not supported"),
         ("mpirun_config: {a: 1}\n", "mpirun_config is not supported"),
         ("fp8_config: {a: 1}\n", "fp8_config is not supported"),
-        ("mixed_precision: fp8\n", "fp8 is not offered"),
+        ("mixed_precision: fp8\n", "fp8 is not supported"),
         ("compute_environment: AMAZON_SAGEMAKER\n", "expected LOCAL_MACHINE"),
         ("parallelism_config: {tp_size: 2}\n", "tp_size 2"),
         ("parallelism_config: {cp_size: 2}\n", "cp_size 2"),

@@ -84,7 +84,7 @@ def test_devices_and_processes(home):
         settings("-n 5", home, gpus=4)
     with pytest.raises(ConfigError, match=r"this machine has 1 GPU\(s\)"):
         settings("--gpu_ids 0,1", home, gpus=1)
-    with pytest.raises(ConfigError, match=r"3 copies .* are 3 processes, but there are 4"):
+    with pytest.raises(ConfigError, match=r"3 replicas .* need 3 processes, but there are 4"):
         settings("-n 4 --cpu --fsdp_sharding_strategy HYBRID_SHARD --parallelism_config_dp_replicate_size 3", home)
 
 
@@ -112,8 +112,7 @@ def test_the_processes_environment_carries_everything(home):
     stale = {"FSDP_OFFLOAD_PARAMS": "true", "FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Old", "HOME": "h"}
     made = given.environment(stale)
     read = EngineSettings.from_environment(made)
-    assert read == EngineSettings(**{f.name: getattr(given.engine, f.name) for f in options_of(EngineSettings)}
-                                  | {"cpu_ram_efficient_loading": False})  # fmt: skip
+    assert read == given.engine
     assert made["HOME"] == "h" and "FSDP_OFFLOAD_PARAMS" not in made
     assert made["ACCELERATE_USE_FSDP"] == "true" and made["FULLSHARD_DEVICE"] == "cpu"
     resolved = json.loads(made["FULLSHARD_RESOLVED"])
@@ -123,11 +122,10 @@ def test_the_processes_environment_carries_everything(home):
 
 def test_every_setting_survives_the_environment():
     """Whatever an option's value, the processes read what was meant."""
-    forced = ("cpu_ram_efficient_loading",)  # always false there: transformers would act on it
     refused = ("xla", "tp_size", "cp_size", "sp_size")
     tried = 0
     for one in options_of(EngineSettings):
-        if not one.env or one.name in (*forced, *refused):
+        if not one.env or one.name in refused:
             continue
         texts = ["true", "false"] if one.kind is bool or one.name == "reshard_after_forward" else one.choices or ["7"]
         for text in texts:

@@ -49,7 +49,7 @@ def check(strategy: str, kind: str, packing: bool, world: int, folder: Path) -> 
     assert trainer.model.plan.strategy == strategy
     ours = losses(trainer)
     alone = (
-        one_device(make_trained(kind), trainer.parts.train, trainer.loop.loader.feed.order, config)
+        one_device(make_trained(kind), trainer.parts.train, trainer.loop.loader.sampler.order, config)
         if runtime.is_main()
         else None
     )
