@@ -1,10 +1,10 @@
-"""QLoRA of a 70B model on two small cards: two ranks share one GPU, each held to 24 GB, shards on the host.
+"""QLoRA of a 70B model on two ranks that share one GPU, each limited to 24 GB, with parameters offloaded to the host.
 
-    python benchmarks/qlora_70b.py             # `--layers 4` for a first look, `--tiny` for a machine without a GPU
+    python benchmarks/qlora_70b.py             # `--layers 4` for a quick run, `--tiny` for a machine without a GPU
 
-The model has Llama-2-70B's shape and random weights, which each rank makes for its own slices, one weight at a time,
-and quantises with double quantisation. Then it trains: adapters of rank 8 on every layer but the head, 2 × 2048 tokens
-per rank, activation checkpointing, offload. One JSON line: seconds, and peaks of GPU and host memory.
+The model has the shape of Llama-2-70B and random weights. Each rank generates and quantizes its own slices (with double
+quantization), one weight at a time. Training: LoRA with rank 8 on every layer except the head, 2 × 2048 tokens per
+rank, activation checkpointing, offload. One JSON line: seconds, and peak GPU and host memory.
 """
 
 from __future__ import annotations

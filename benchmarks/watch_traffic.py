@@ -1,7 +1,7 @@
-"""What the watch asks of the job's store: calls and bytes per rank and second, in calm and while a rank is missing.
+"""Counts the watchdog's store traffic: calls and bytes per rank and second, normally and while a rank is missing.
 
-No processes and no clock: every rank's store thread is run by hand, round by round, on a store that counts. With many
-ranks only some are run in full (`sampled`, spread over the ranks); the others only keep their heartbeats moving.
+It is a simulation without processes and clocks: each rank's store thread is called round by round on a counting store.
+With many ranks, only a sample is simulated in full (`sampled`); the others only update their heartbeats.
 
     python benchmarks/watch_traffic.py
 """

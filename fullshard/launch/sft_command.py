@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from fullshard.launch import command
 from fullshard.launch.config import find_file, launch_options
+from fullshard.launch.help_text import HELP, show_help
+from fullshard.launch.machine import count_gpus
 from fullshard.launch.resolve import resolve
-from fullshard.launch.settings_table import HELP, count_gpus, show_help
 from fullshard.options import FALSE, TRUE, Option, options_of
 from fullshard.train.config import SFTConfig
 

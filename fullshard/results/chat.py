@@ -29,7 +29,6 @@ HELP = """\
   /save FILE    append the conversation to FILE, as a row that fullshard sft reads
   /exit         exit (or Ctrl-D); Ctrl-C stops an answer"""
 NO_TEMPLATE = "The tokenizer has no chat template: the model continues each line as plain text, without history."
-NO_SYSTEM = "the tokenizer has no chat template, so a system message cannot be used."
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Chat:
         self.max_new_tokens, self.sampling = max_new_tokens, sampling or Sampling()
         self.templated = bool(getattr(model.tokenizer, "chat_template", None))
         if system is not None and not self.templated:
-            raise ConfigError(f"--system: {NO_SYSTEM}")
+            raise ConfigError("--system: the tokenizer has no chat template, so a system message cannot be used.")
         self.turns: list[dict[str, str]] = []
 
     @property
@@ -174,7 +173,7 @@ def _command(chat: Chat, text: str) -> None:
         print("(new conversation)")
     elif name == "/system" and rest.strip():
         if not chat.templated:
-            raise ConfigError(NO_SYSTEM)
+            raise ConfigError("the tokenizer has no chat template, so a system message cannot be used.")
         chat.system, chat.turns = rest.strip(), []
         print("(new conversation)")
     elif name == "/system":

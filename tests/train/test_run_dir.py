@@ -382,7 +382,7 @@ def test_results_do_not_go_where_checkpoints_are_removed(tmp_path: Path) -> None
     (run / "step-5").mkdir(parents=True)
     (run / "step-5" / "manifest.json").write_text("{}")
     for name in ("step-6", "step-5/whole", "step-7/deep/er"):
-        with pytest.raises(ConfigError, match=r"lies among the checkpoints in"):
+        with pytest.raises(ConfigError, match=r"is inside the checkpoints in"):
             check_new_folder(run / name)
     with pytest.raises(ConfigError, match=r"exists already and is not empty"):
         check_new_folder(run / "step-5")

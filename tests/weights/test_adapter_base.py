@@ -136,7 +136,7 @@ def test_a_relative_base_is_found_from_the_folders_above_the_adapter(
     expected = str(tmp_path / "project" / "models" / "base")
     assert base_of_adapter(adapter) == expected and find(str(adapter)).base == expected
     named(adapter, "./lost")
-    with pytest.raises(ConfigError, match=r"\./lost does not exist; name the folder .* with --base"):
+    with pytest.raises(ConfigError, match=r"\./lost does not exist; set the folder .* with --base"):
         find(str(adapter))
     named(adapter, "lost/model")
     for words in (["chat", "--prompt", "one"], ["export", str(tmp_path / "to"), "--merge"]):
