@@ -135,7 +135,6 @@ def rank_program(shape: dict[str, int], rows: int, length: int, steps: int, limi
     mesh = xs.Mesh(np.arange(xr.world_size()), (xr.world_size(),), ("fsdp",))
     model = build(shape)
     head = LeanHead(model)
-    head.scale = 1.0 / (rows * (length - 1))
     model = FSDPv2(model, mesh, auto_wrap_policy=transformer_auto_wrap_policy, mixed_precision="bf16", cpu_offload=True)
     start = time.perf_counter()
     fill(model)
@@ -149,7 +148,8 @@ def rank_program(shape: dict[str, int], rows: int, length: int, steps: int, limi
     for step in range(steps):
         start = time.perf_counter()
         ids = torch.randint(0, shape["vocabulary"], (rows, length), device=xr.device())
-        loss = model(input_ids=ids, labels=ids).loss
+        with head.loss_pass(scale=1.0 / (rows * (length - 1))):
+            loss = model(input_ids=ids, labels=ids).loss
         forward = time.perf_counter() - start
         loss.backward()
         model.clip_grad_norm_(1.0)

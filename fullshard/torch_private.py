@@ -33,9 +33,9 @@ Attributes of other libraries that fullshard replaces, and why nothing else does
 - `torch.autograd._engine_run_backward`, by `fsdp.backward_entry`: torch has no hook at the start of a backward pass.
 - `distributed_c10d._process_group_name`, by `groups.new_group` during one call: `new_group` has no argument for the
   name, and torch's own name depends on how many groups this rank has already made.
-- `DTensor.data`, by `spmd.data_assignment`: parameters of FSDPv2 are plain DTensors, and `Tensor.data` calls no hook.
-- `DTensor._op_dispatcher._custom_op_handlers` (entries are added), by `spmd.foreach_ops` and `spmd.rules`: torch has no
-  public way to register a function for an operator on DTensors.
+- `DTensor.data`, by `spmd.dtensor_fixes`: parameters of FSDPv2 are plain DTensors, and `Tensor.data` calls no hook.
+- `DTensor._op_dispatcher._custom_op_handlers` (entries are added), by `spmd.dtensor_fixes`: torch has no public
+  way to register a function for an operator on DTensors.
 - `peft.tuners.lora.layer.ParamWrapper._activate_lora`, by `quant.experts`: PEFT adds the adapter to a dense weight
   there, and a 4-bit weight is not dense.
 - `datasets.config.HF_HUB_OFFLINE`, by `data.find_dataset` during one call: `load_dataset` has no argument for it.
@@ -305,6 +305,11 @@ def forget_iterator(loader: Any) -> None:
 
 
 # --- torch.distributed ------------------------------------------------------------------------------------------------
+
+
+# A mesh without process groups, for a rank that is not in it. 2.11, 2.13. Unsorted meshes of some of the ranks break.
+def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> Any:
+    return dist.device_mesh.DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
 
 # The device types of a group, and the backend of one of them. 2.11, 2.13. Groups with two backends break.

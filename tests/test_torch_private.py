@@ -373,6 +373,13 @@ def process_groups() -> None:
     assert store.get("contract") == b"kept"
 
 
+@check("mesh_without_groups")
+def meshes() -> None:
+    on_one_device()
+    mesh = torch_private.mesh_without_groups("cpu", torch.tensor([0]), ("data",))
+    assert mesh.mesh_dim_names == ("data",) and mesh.size() == 1
+
+
 @check("group_name")
 def names_of_groups() -> None:
     on_one_device()
@@ -452,6 +459,8 @@ def private_uses(source: str) -> list[str]:
             of_torch = path.startswith(("torch.", "dist.")) and node.attr.startswith("_") and node.attr[1] != "_"
             if of_torch or node.attr in PRIVATE:
                 found.append(f"{node.lineno}: {path}")
+        elif isinstance(node, ast.keyword) and node.arg == "_init_backend":
+            found.append(f"{node.value.lineno}: {node.arg}")
         elif isinstance(node, ast.Constant) and node.value in PRIVATE:
             found.append(f"{node.lineno}: {node.value!r}")
     return found

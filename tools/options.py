@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fullshard.launch.config import ProcessSettings, RunSettings
-from fullshard.launch.settings_table import default_of
+from fullshard.launch.help_text import default_of
 from fullshard.options import Option, options_of
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings

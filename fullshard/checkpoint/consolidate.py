@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.checkpoint.manifest import (
     Manifest,
     TensorEntry,
-    find_damage,
-    find_header_mismatches,
+    check_files,
     read_manifest,
     unpublished_name,
 )
@@ -68,9 +67,7 @@ def merge_weights(
             f"parameters, not full weights. fullshard export {directory} OUT --merge --base {base} merges it"
         )
     place = check_new_folder(out)
-    wrong = find_damage(directory, manifest.files) if verify else []
-    if wrong := wrong or find_header_mismatches(directory, manifest, range(len(manifest.files))):
-        raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
+    check_files(directory, manifest, verify)
 
     tensors = dict([*stored_tensors(manifest, directory, name), *_from_base(entry)])
     from fullshard.checkpoint.publish import discard, new_token, publish

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fullshard.checkpoint.manifest import BLOCK, Manifest
-from fullshard.checkpoint.shard_index import LocalShard, host_blocks, part_to_write
+from fullshard.checkpoint.shard_index import TensorShard, host_blocks, part_to_write
 from fullshard.errors import CheckpointError
 from fullshard.weights.safetensors_index import DTYPE_NAMES, DTYPES
 
@@ -42,7 +42,7 @@ class WritePlanner(SavePlanner):
     """Plans what this rank writes. `entries` are its JSON entries. On rank 0, `all_entries` then holds those of every
     rank, and `per_rank` the tensors that differ between ranks."""
 
-    def __init__(self, pieces: Iterable[LocalShard], entries: Any):
+    def __init__(self, pieces: Iterable[TensorShard], entries: Any):
         self.entries = entries
         self.all_entries: list[Any] = []
         self.per_rank: list[str] = []
@@ -95,7 +95,7 @@ class WritePlanner(SavePlanner):
         return found if found is not None else self._by_key[write_item.index.fqn.rpartition("@rank-")[0], offsets]
 
 
-def _write_item(part: LocalShard) -> WriteItem:
+def _write_item(part: TensorShard) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(part.offsets), part.local.shape)
     properties = TensorProperties(dtype=part.local.dtype)
     data = TensorWriteData(chunk, properties, torch.Size(part.shape))

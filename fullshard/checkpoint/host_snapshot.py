@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fullshard import accelerator
-from fullshard.checkpoint.shard_index import LocalShard, as_bytes, part_to_write
+from fullshard.checkpoint.shard_index import TensorShard, as_bytes, part_to_write
 
 ALIGNMENT = 64
 
@@ -24,7 +24,7 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, pieces: Iterable[LocalShard]) -> list[LocalShard]:
+    def copy(self, pieces: Iterable[TensorShard]) -> list[TensorShard]:
         """Copies of the shards; returns once the originals may change."""
         parts = [part for piece in pieces if (part := part_to_write(piece)) is not None]
         starts, end = [], 0

@@ -9,9 +9,7 @@ from fullshard.byte_size import file_size
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    find_damage,
-    find_header_mismatches,
-    find_missing_or_truncated,
+    find_problems,
     published_steps,
     read_manifest,
     step_name,
@@ -46,10 +44,7 @@ def inspect_checkpoint(path: str | Path, verify: bool = False) -> dict[str, Any]
 
 
 def _facts(directory: Path, manifest: Manifest, verify: bool) -> dict[str, Any]:
-    problems = (
-        find_damage(directory, manifest.files) if verify else find_missing_or_truncated(directory, manifest.files)
-    )
-    problems = problems or find_header_mismatches(directory, manifest, range(len(manifest.files)))
+    problems = find_problems(directory, manifest, verify)
     return {
         "path": str(directory),
         "step": manifest.step,

@@ -257,6 +257,21 @@ def find_header_mismatches(directory: Path, manifest: Manifest, files: Iterable[
     return wrong
 
 
+def find_problems(directory: Path, manifest: Manifest, verify: bool, files: Sequence[int] | None = None) -> list[str]:
+    """What is wrong with the files of a checkpoint (with `files`, with those only), one message each. `verify` compares
+    checksums; without it only sizes and headers are checked."""
+    chosen = range(len(manifest.files)) if files is None else files
+    entries = [manifest.files[i] for i in chosen]
+    problems = find_damage(directory, entries) if verify else find_missing_or_truncated(directory, entries)
+    return problems or find_header_mismatches(directory, manifest, chosen)
+
+
+def check_files(directory: Path, manifest: Manifest, verify: bool) -> None:
+    """Raise if anything is wrong with the files of a checkpoint."""
+    if problems := find_problems(directory, manifest, verify):
+        raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(problems))
+
+
 # --- directories ----------------------------------------------------------------------------------------------------
 
 

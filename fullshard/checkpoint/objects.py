@@ -20,11 +20,13 @@ from fullshard import runtime
 from fullshard.checkpoint import json_tree
 from fullshard.checkpoint.dcp_planner import LoadTarget, mismatch
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.shard_index import LocalShard, local_shard
+from fullshard.checkpoint.shard_index import TensorShard, shard_of
 from fullshard.errors import CheckpointError, UserError
+from fullshard.spmd.marked import unmarked
 from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.redistribute import layout_of, torch_layout
 from fullshard.spmd.spec import Layout
-from fullshard.spmd.tensor import ShardedTensor, is_sharded, layout_of, torch_layout, unmarked
+from fullshard.spmd.tensor import ShardedTensor, is_sharded
 from fullshard.torch_private import DTensorSpec, TensorMeta, local_of, spec_of
 from fullshard.weights.safetensors_index import DTYPES
 
@@ -38,12 +40,12 @@ class StateDescription:
 
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     """For each name, everything that is not a tensor."""
-    pieces: list[LocalShard] = field(default_factory=list)
+    pieces: list[TensorShard] = field(default_factory=list)
 
     def put(self, name: str, tensor: torch.Tensor) -> dict[str, Any]:
         """Add a tensor; returns the reference that takes its place in the JSON entry."""
         tensor = unmarked(tensor)
-        piece = local_shard(name, tensor)
+        piece = shard_of(name, tensor)
         if piece is not None:
             self.pieces.append(piece)
         ref: dict[str, Any] = {"name": name}
@@ -67,7 +69,7 @@ class RestorePlan:
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Read a stored tensor into `tensor`; each rank reads its own shard."""
         tensor = unmarked(tensor)
-        piece = local_shard(name, tensor)
+        piece = shard_of(name, tensor)
         if piece is None:
             return
         target = LoadTarget(self.manifest.rank_name(name, runtime.rank()), piece.local, piece.offsets)

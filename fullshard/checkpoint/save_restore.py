@@ -24,9 +24,7 @@ from fullshard.checkpoint.manifest import (
     FileEntry,
     Manifest,
     TensorEntry,
-    find_damage,
-    find_header_mismatches,
-    find_missing_or_truncated,
+    find_problems,
     read_manifest,
     unpublished_name,
 )
@@ -35,7 +33,7 @@ from fullshard.checkpoint.objects import RestorePlan, StateDescription
 from fullshard.checkpoint.optimizer_state import describe_optimizer, prepare_optimizer
 from fullshard.checkpoint.rng_state import NAME as RNG
 from fullshard.checkpoint.rng_state import describe_rng, prepare_rng
-from fullshard.checkpoint.shard_index import LocalShard
+from fullshard.checkpoint.shard_index import TensorShard
 from fullshard.errors import CheckpointError
 from fullshard.ranks import agree, agree_locally, by_rank, connection_lost, describe_error
 from fullshard.version import library_versions
@@ -106,7 +104,7 @@ def describe(state: Mapping[str, Any], omitted: Mapping[str, set[str]]) -> State
     return description
 
 
-def write(save_job: AgreedSave, entries: dict[str, Any], pieces: list[LocalShard], group: Any) -> None:
+def write(save_job: AgreedSave, entries: dict[str, Any], pieces: list[TensorShard], group: Any) -> None:
     """Write and publish a described state. On failure all ranks raise the same error and nothing is left on disk."""
     planner = WritePlanner(pieces, entries)
 
@@ -158,13 +156,7 @@ def check(directory: Path, verify: bool, what: str) -> Manifest:
     manifest = agree_locally(lambda: read_manifest(directory), what, error=CheckpointError, watched=True)
     mine = range(runtime.rank(), len(manifest.files), runtime.world_size())
 
-    def find_problems() -> list[str]:
-        files = [manifest.files[i] for i in mine]
-        return (find_damage if verify else find_missing_or_truncated)(directory, files) or find_header_mismatches(
-            directory, manifest, mine
-        )
-
-    found = agree(find_problems, what, error=CheckpointError)
+    found = agree(lambda: find_problems(directory, manifest, verify, mine), what, error=CheckpointError)
     wrong = [line for lines in found for line in lines]
     if wrong:
         raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))

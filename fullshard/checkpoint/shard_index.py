@@ -16,7 +16,9 @@ import torch
 
 from fullshard import runtime
 from fullshard.errors import CheckpointError
-from fullshard.spmd.tensor import is_sharded, layout_of, unmarked
+from fullshard.spmd.marked import unmarked
+from fullshard.spmd.redistribute import layout_of
+from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import local_of, spec_of
 from fullshard.weights.safetensors_index import DTYPE_NAMES
 
@@ -25,7 +27,7 @@ SMALL = 4096
 
 
 @dataclass(frozen=True)
-class LocalShard:
+class TensorShard:
     """This rank's shard of a tensor in the state."""
 
     name: str
@@ -45,7 +47,7 @@ class LocalShard:
         return self.copies == 0
 
 
-def local_shard(name: str, tensor: torch.Tensor) -> LocalShard | None:
+def shard_of(name: str, tensor: torch.Tensor) -> TensorShard | None:
     """This rank's shard of a tensor; None if it holds no part of it."""
     tensor = unmarked(tensor.detach() if type(tensor) is torch.nn.Parameter else tensor)
     dtype = tensor.dtype
@@ -56,7 +58,7 @@ def local_shard(name: str, tensor: torch.Tensor) -> LocalShard | None:
             raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialize it first")
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise CheckpointError(f"{name} is a {tensor.layout} tensor; checkpoints hold dense tensors")
-        return LocalShard(name, tuple(tensor.shape), tensor.detach(), (0,) * tensor.dim(), copies=0)
+        return TensorShard(name, tuple(tensor.shape), tensor.detach(), (0,) * tensor.dim(), copies=0)
     local: torch.Tensor = local_of(tensor)
     if local.is_meta:
         raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialize it first")
@@ -76,10 +78,10 @@ def local_shard(name: str, tensor: torch.Tensor) -> LocalShard | None:
     pieces = math.prod(layout.parts(dim) for dim in range(tensor.dim()))
     copies = layout.mesh.size() // pieces
     offsets = tuple(cut.start for cut in cuts)
-    return LocalShard(name, tuple(tensor.shape), local.detach(), offsets, copies, layout.replica_id(me))
+    return TensorShard(name, tuple(tensor.shape), local.detach(), offsets, copies, layout.replica_id(me))
 
 
-def part_to_write(piece: LocalShard) -> LocalShard | None:
+def part_to_write(piece: TensorShard) -> TensorShard | None:
     """The part of its shard that this rank writes; None if it writes nothing."""
     local = piece.local
     if local.numel() == 0 and math.prod(piece.shape) > 0:

@@ -30,7 +30,7 @@ from fullshard.fsdp.prefetch import PrefetchSettings
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.fsdp.streams import SideStream
 from fullshard.fsdp.unit import Means, Unit
-from fullshard.spmd import rules
+from fullshard.spmd.dtensor_fixes import draw_global_on_cpu
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import submodules_of
@@ -109,7 +109,7 @@ def assemble(
     root._fullshard_outline = (options.mesh, options.strategy, options.replica_axes)
     checks.check_optimizers()
     backward_entry.intercept_backward()
-    rules.draw_alike()
+    draw_global_on_cpu()
     if options.precision != MixedPrecision.of(None):
         runtime.get_logger().info("mixed precision: %s", options.precision)
 
@@ -187,7 +187,8 @@ def _make_units(
     ignored: set[nn.Module],
 ) -> list[Unit]:
     """The units of the model in module order: new ones, and those of modules that were wrapped before."""
-    modules = [root, *(m for m in root.modules() if m in set(chosen))]
+    policy_units = set(chosen)
+    modules = [root, *(m for m in root.modules() if m in policy_units)]
     owned = _shard_parameters(root, modules, inner_units, options, sync, ignored)
     existing = {unit.module: unit for unit in inner_units}
     found = [m for m in root.modules() if m in existing or owned.get(m) or m is root]

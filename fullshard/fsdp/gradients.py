@@ -17,7 +17,8 @@ from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.parameter import Copy, ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import origin
-from fullshard.spmd.tensor import is_sharded, relaid, torch_layout
+from fullshard.spmd.redistribute import torch_layout
+from fullshard.spmd.tensor import is_sharded, redistributed
 from fullshard.torch_private import backward_hooks, local_of, post_accumulate_hooks, spec_of
 
 # --- from autograd ----------------------------------------------------------------------------------------------------
@@ -62,7 +63,7 @@ def _data_parallel_term(p: ShardedParameter, grad: DTensor) -> torch.Tensor:
         target.append(grad.placements[i] if partial else Replicate() if along_data else placement)
         if along_data and not partial:
             summed.append(i)
-    local = local_of(relaid(grad, mesh, target))
+    local = local_of(redistributed(grad, mesh, target))
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     # Along axes where every rank already has the sum, only the first rank contributes it.
@@ -155,7 +156,7 @@ def _run_hooks(p: ShardedParameter, grad: torch.Tensor, host: HostTraffic) -> to
                 f"{tuple(getattr(result, 'shape', ()))}; it receives the gradient summed over the ranks, a DTensor of "
                 f"shape {p.plan.shape}, and must return one like it or None"
             )
-        value = relaid(result.detach(), p.shard.device_mesh, p.shard.placements)
+        value = redistributed(result.detach(), p.shard.device_mesh, p.shard.placements)
     local = local_of(value)
     return local.to(p.local.dtype)
 

@@ -22,8 +22,9 @@ from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.fsdp.write_count import writes_of
 from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.redistribute import torch_layout
 from fullshard.spmd.spec import Layout
-from fullshard.spmd.tensor import ShardedTensor, is_sharded, torch_layout
+from fullshard.spmd.tensor import ShardedTensor, is_sharded
 from fullshard.torch_private import DTensorSpec, TensorMeta, foreach_copy_, local_of, parameters_of, set_local, spec_of
 
 Site = tuple[nn.Module, str]

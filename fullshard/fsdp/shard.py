@@ -22,9 +22,10 @@ from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.planner import Terms, plan_parameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.redistribute import meta_of, torch_layout
 from fullshard.spmd.sharding import sharding_of
 from fullshard.spmd.spec import Layout
-from fullshard.spmd.tensor import ShardedTensor, is_sharded, meta_of, relaid, torch_layout
+from fullshard.spmd.tensor import ShardedTensor, is_sharded, redistributed
 from fullshard.torch_private import DTensorSpec, buffers_of, local_of, parameters_of, share_hooks
 
 replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -72,7 +73,7 @@ def make_shard(
     dtype = dtype_of(plan.dtype)
     value = parameter.detach()
     if is_sharded(value):
-        local = local_of(relaid(value, device_mesh, placements)).to(dtype)
+        local = local_of(redistributed(value, device_mesh, placements)).to(dtype)
     else:
         if value.is_meta and sync:
             value = torch.empty(value.shape, dtype=value.dtype, device=runtime.device())

@@ -14,7 +14,8 @@ from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
-from fullshard.spmd.tensor import is_sharded, relaid, replicated
+from fullshard.spmd.redistribute import replicated
+from fullshard.spmd.tensor import is_sharded, redistributed
 from fullshard.torch_private import local_of, parameters_of, spec_of
 
 streamed_save: Callable[[nn.Module, Any, dict[str, Any]], Any] | None = None
@@ -29,7 +30,7 @@ def whole_value(sharded: ShardedParameter) -> torch.Tensor:
     value = shard.detach()
     if local_of(value).device != runtime.device():
         value = DTensor(local_of(value).to(runtime.device()), spec_of(value), requires_grad=False)
-    return local_of(relaid(value, value.device_mesh, replicated(value.device_mesh)))
+    return local_of(redistributed(value, value.device_mesh, replicated(value.device_mesh)))
 
 
 @contextlib.contextmanager
@@ -119,7 +120,7 @@ def _as_shard(value: torch.Tensor, p: ShardedParameter) -> torch.Tensor:
     if tuple(value.shape) != p.plan.shape:
         return value  # torch reports the shape together with all other mismatches
     if is_sharded(value):
-        local = local_of(relaid(value.detach(), shard.device_mesh, shard.placements))
+        local = local_of(redistributed(value.detach(), shard.device_mesh, shard.placements))
         return type(shard)(local, spec_of(shard), requires_grad=False)
     piece = value.detach()[p.layout.slices(p.plan.shape, runtime.rank())].to(p.local.device)
     return type(shard)(piece, spec_of(shard), requires_grad=False)

@@ -247,12 +247,30 @@ def whole_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float
     return HeadStatistics(loss * scale, sums)
 
 
-class LeanHead:
-    """A model whose forward, given labels, returns its own loss × learnt tokens × `scale`.
+@dataclass
+class LossPass:
+    """One forward pass of a model whose loss a `LeanHead` computes."""
 
-    The model's loss is a mean over the learnt tokens of the batch, and whatever it adds to that. So over any number of
-    batches, with `scale` one over all their tokens, the sum is the mean over tokens of the model's own loss.
-    `statistics` has the last pass's sums. While `enabled` is False the model behaves as it always did.
+    scale: float
+    """What the model's loss × tokens is multiplied by."""
+    targets: int | None
+    """Tokens of the batch that contribute to the loss; None counts them, for which the host waits for the device."""
+    statistics: HeadStatistics | None = None
+    """The sums of the pass, once it has run."""
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """Loss, correct predictions and entropy, summed over the tokens of the pass."""
+        assert self.statistics is not None, "the model has not run inside this pass"
+        return self.statistics.sums
+
+
+class LeanHead:
+    """A causal language model whose forward, inside `loss_pass`, returns its own loss × tokens × `scale`.
+
+    The model's loss is a mean over the tokens of the batch that contribute, plus whatever the model adds to that. So
+    over any number of batches, with `scale` one over all their tokens, the sum is the mean over tokens of the model's
+    own loss. Outside `loss_pass` the model behaves as before.
     """
 
     def __init__(self, model: nn.Module, chunk_tokens: int = 0, chunked: bool = True) -> None:
@@ -262,21 +280,28 @@ class LeanHead:
         self.head = plain if chunked and type(plain) is nn.Linear else None
         self.rows = trainable_tokens.layer_of(head)
         self.why_not = "" if self.head is not None or not chunked else _why_not(head)
-        self.statistics: HeadStatistics | None = None
-        self.active, self.enabled, self.scale = False, True, 1.0
-        self.targets: int | None = None
-        """Learnt tokens of the batch; None counts them, for which a host must wait for its device."""
-        self.factor = 1.0
-        """What the model's own loss is multiplied by: targets × scale."""
         self.plain_loss = getattr(self.model, "loss_function", None)
+        self._pass: LossPass | None = None
+        """The pass that `loss_pass` is open for."""
+        self._running: LossPass | None = None
+        """The same while the model's forward runs."""
         if self.head is not None and head is not None:
             head.forward = self._head_forward(head.forward)
         self.model.loss_function = self._loss
         self.model.forward = self._model_forward(self.model.forward)
 
+    @contextmanager
+    def loss_pass(self, scale: float = 1.0, targets: int | None = None) -> Iterator[LossPass]:
+        """Inside, the model's loss is computed here. One forward pass each."""
+        before, self._pass = self._pass, LossPass(scale, targets)
+        try:
+            yield self._pass
+        finally:
+            self._pass = before
+
     def _head_forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(hidden: torch.Tensor) -> Any:
-            if not self.active or self.head is None:
+            if self._running is None or self.head is None:
                 return plain(hidden)
             rows = trainable_tokens.active_rows(self.rows) if self.rows is not None else None
             return DeferredLogits.of(hidden, self.head, rows)
@@ -285,50 +310,52 @@ class LeanHead:
 
     def _model_forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            labels = kwargs.get("labels")
-            if labels is None or not self.enabled:
+            labels, now = kwargs.get("labels"), self._pass
+            if labels is None or now is None:
                 return plain(*args, **kwargs)
-            targets = self.targets if self.targets is not None else int((labels[:, 1:] != IGNORED).sum())
-            if not targets and "input_ids" in kwargs:
-                kwargs["labels"] = labels = kwargs["input_ids"]  # a mean over nothing is no number, not even × 0
-            self.factor = targets * self.scale
-            with self._activate():
+            if now.targets is None:
+                now.targets = int((labels[:, 1:] != IGNORED).sum())
+            if not now.targets and "input_ids" in kwargs:
+                kwargs["labels"] = labels = kwargs["input_ids"]  # the mean over no tokens is NaN, even × 0
+            now.statistics = None
+            with self._run(now):
                 output = plain(*args, **kwargs)
-            self.statistics = self._statistics_of(output, labels, targets)
-            output["loss"] = self.statistics.scaled
-            # Nobody but the loss has use for logits here, and the engine need not look after them.
+            now.statistics = self._statistics_of(now, output, labels)
+            output["loss"] = now.statistics.scaled
+            # Only the loss uses the logits here, so the engine need not handle them.
             output["logits"] = None
             return output
 
         return forward
 
     @contextmanager
-    def _activate(self) -> Iterator[None]:
-        self.active, self.statistics = True, None
+    def _run(self, now: LossPass) -> Iterator[None]:
+        self._running = now
         try:
             yield
         finally:
-            self.active = False
+            self._running = None
 
-    def _statistics_of(self, output: Any, labels: torch.Tensor, targets: int) -> HeadStatistics:
+    def _statistics_of(self, now: LossPass, output: Any, labels: torch.Tensor) -> HeadStatistics:
         """The sums of the pass, with the model's own loss in them."""
-        own = output["loss"]
-        found = self.statistics if self.statistics is not None else self._observed(output["logits"], labels)
+        own, targets = output["loss"], now.targets or 0
+        found = now.statistics if now.statistics is not None else self._observed(output["logits"], labels)
         sums = torch.stack([own.detach().to(found.sums.dtype) * targets, *found.sums[1:]])
-        return HeadStatistics(own * self.factor, sums if targets else torch.zeros_like(sums))
+        return HeadStatistics(own * (targets * now.scale), sums if targets else torch.zeros_like(sums))
 
     def _loss(self, logits: Any, labels: torch.Tensor, vocab_size: int | None = None, **kwargs: Any) -> torch.Tensor:
-        """What the model gets when it asks for its loss function: the mean over learnt tokens."""
-        if not self.active or not _is_cross_entropy(self.plain_loss, kwargs):
+        """The loss function that the model calls: the mean over the tokens that contribute."""
+        now = self._running
+        if now is None or not _is_cross_entropy(self.plain_loss, kwargs):
             assert self.plain_loss is not None
             return self.plain_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
-        # The scale is applied where gradients are made, so that narrow ones are rounded once.
-        scale = self.scale if self.factor else 1.0
+        # The scale is applied where gradients are computed, so that gradients in a narrow dtype are rounded once.
+        scale = now.scale if (now.targets or 0) * now.scale else 1.0
         if type(logits) is DeferredLogits:
             found = chunked_cross_entropy(logits, labels, self.chunk_tokens, scale)
         else:
             found = whole_cross_entropy(logits, labels, scale)
-        self.statistics = self.statistics or found  # the first is that of the next token, should there be more
+        now.statistics = now.statistics or found  # the first call is for the next token, if there are several
         return found.scaled / (scale * (labels[:, 1:] != IGNORED).sum())
 
     @torch.no_grad()

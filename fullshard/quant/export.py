@@ -12,7 +12,8 @@ from fullshard import runtime
 from fullshard.quant import bnb_format, sharded_groups
 from fullshard.quant.experts import NF4Experts
 from fullshard.quant.linear import NF4Linear
-from fullshard.spmd.tensor import is_sharded, relaid, replicated
+from fullshard.spmd.redistribute import replicated
+from fullshard.spmd.tensor import is_sharded, redistributed
 from fullshard.torch_private import local_of, spec_of
 
 
@@ -43,4 +44,4 @@ def whole(value: torch.Tensor) -> torch.Tensor:
         return value
     if local_of(value).device != runtime.device():
         value = DTensor(local_of(value).to(runtime.device()), spec_of(value), requires_grad=False)
-    return local_of(relaid(value, value.device_mesh, replicated(value.device_mesh)))
+    return local_of(redistributed(value, value.device_mesh, replicated(value.device_mesh)))

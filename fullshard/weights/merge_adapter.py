@@ -28,7 +28,9 @@ from fullshard.weights.locate import open_source
 from fullshard.weights.merge_layers import CHANGE_BASE, MergedLayers, check_kind, kind_of
 from fullshard.weights.model_dir_writer import ModelDirWriter
 from fullshard.weights.resize_vocab import grown_reader, may_grow
+from fullshard.weights.safetensors_index import SafetensorsFiles
 from fullshard.weights.safetensors_writer import total_bytes
+from fullshard.weights.slice_reader import TensorReader
 
 
 def merge_adapter(
@@ -59,12 +61,49 @@ def merge_adapter(
     rows = stored_rows(folder)
     peft_config = PeftConfig.from_pretrained(str(folder))
     check_kind(peft_config)
-    stored = peft_config.base_model_name_or_path
+    where = _locate_base(folder, base, peft_config.base_model_name_or_path)
+    check_base(folder, where)
+    check_new_folder(target)
+    config, how = _read_base_config(where, dequantized)
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(open_source(where))
+        held = choose_dtype(held_as, config, source)
+        plain = on_meta(class_of(None, config), config, choose_dtype(dtype, config, source), where, False)
+        if rows > plain.get_input_embeddings().weight.shape[0]:
+            plain.resize_token_embeddings(rows, mean_resizing=False)
+        form = _form(plain)
+        readers = _base_readers(plain, source, form, how, held)
+        method = getattr(peft_config, "init_lora_weights", None)
+        model = _with_adapter_layers(plain, peft_config)
+        merged = MergedLayers(model, _read_adapter(model, folder), form, method)
+        missing = [name for name in form if name not in readers and name not in merged.replaced]
+        if missing:
+            raise WeightsError(f"{where} lacks {len(missing)} of the model's weights: {', '.join(missing[:5])}")
+        groups = ReverseMapping(plain).groups(form)
+        written = {n: t for g in groups for n, t in g.convert({m: form[m] for m in g.members}).items()}
+        written = {name: torch.empty_like(t) for name, t in written.items()}
+        writer = ModelDirWriter(target, written, max_shard_size)
+        stack.callback(writer.clean_up)
+        with Bar("merging", total_bytes(written), progress) as bar:
+            done = 0
+            for group in groups:
+                values = {name: merged.value(name, readers) for name in group.members}
+                done += writer.write(group.convert(values))
+                bar.at(done)
+        writer.finish(plain, _tokenizer(folder), verify)
+    return target
+
+
+def _locate_base(folder: Path, base: str | Path | None, stored: str | None) -> Path:
+    """The folder of the base model: the given one, or the one that the adapter's files name (`stored`)."""
     where = Path(base if base is not None else find_base(folder, stored) if stored else "")
     if not where.exists() or not str(where):
         raise WeightsError(f"the adapter's base {str(where)!r} was not found; set its folder with base= (--base)")
-    check_base(folder, where)
-    check_new_folder(target)
+    return where
+
+
+def _read_base_config(where: Path, dequantized: Any) -> tuple[Any, Quantization | None]:
+    """The base's config without quantization, and the quantization to round its weights with (None: do not round)."""
     config = read_config(where, None, False)
     packed = getattr(config, "quantization_config", None)
     if packed is not None and not dequantized:
@@ -77,40 +116,22 @@ def merge_adapter(
         raise QuantizationError(f"{where} contains dense weights; set dequantized= to the quantization of the run")
     if packed is not None:
         del config.quantization_config
-    with contextlib.ExitStack() as stack:
-        source = stack.enter_context(open_source(where))
-        held = choose_dtype(held_as, config, source)
-        plain = on_meta(class_of(None, config), config, choose_dtype(dtype, config, source), where, False)
-        if rows > plain.get_input_embeddings().weight.shape[0]:
-            plain.resize_token_embeddings(rows, mean_resizing=False)
-        found = find_readers(plain, {name: tuple(t.shape) for name, t in plain.state_dict().items()}, source)
-        plain._weight_conversions = found.conversions
-        form = _form(plain)
-        if dequantized:
-            how = Quantization.of(packed if packed is not None else dequantized)
-            found.readers |= rounded_readers(plain, source, found.readers, how, held, plain.dtype)
-        for name in may_grow(plain, {id(p): [n] for n, p in plain.named_parameters()}) & found.readers.keys():
-            if found.readers[name].shape[0] < form[name].shape[0]:
-                found.readers[name] = grown_reader(found.readers[name], form[name].shape[0], alone=True)
-        method = getattr(peft_config, "init_lora_weights", None)
-        model = _with_adapter_layers(plain, peft_config)
-        merged = MergedLayers(model, _read_adapter(model, folder), form, method)
-        missing = [name for name in form if name not in found.readers and name not in merged.replaced]
-        if missing:
-            raise WeightsError(f"{where} lacks {len(missing)} of the model's weights: {', '.join(missing[:5])}")
-        groups = ReverseMapping(plain).groups(form)
-        written = {n: t for g in groups for n, t in g.convert({m: form[m] for m in g.members}).items()}
-        written = {name: torch.empty_like(t) for name, t in written.items()}
-        writer = ModelDirWriter(target, written, max_shard_size)
-        stack.callback(writer.clean_up)
-        with Bar("merging", total_bytes(written), progress) as bar:
-            done = 0
-            for group in groups:
-                values = {name: merged.value(name, found.readers) for name in group.members}
-                done += writer.write(group.convert(values))
-                bar.at(done)
-        writer.finish(plain, _tokenizer(folder), verify)
-    return target
+    return config, Quantization.of(packed if packed is not None else dequantized) if dequantized else None
+
+
+def _base_readers(
+    plain: Any, source: SafetensorsFiles, form: dict[str, torch.Tensor], how: Quantization | None, held: torch.dtype
+) -> dict[str, TensorReader]:
+    """Readers for the base's weights: rounded to 4 bits if `how` is given, embeddings with the rows of the result."""
+    found = find_readers(plain, {name: tuple(t.shape) for name, t in plain.state_dict().items()}, source)
+    plain._weight_conversions = found.conversions
+    readers = found.readers
+    if how is not None:
+        readers |= rounded_readers(plain, source, readers, how, held, plain.dtype)
+    for name in may_grow(plain, {id(p): [n] for n, p in plain.named_parameters()}) & readers.keys():
+        if readers[name].shape[0] < form[name].shape[0]:
+            readers[name] = grown_reader(readers[name], form[name].shape[0], alone=True)
+    return readers
 
 
 def _with_adapter_layers(plain: Any, config: Any) -> Any:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from fullshard.data.row_formats import parse_row
 from fullshard.data.sources import DataSource, chain, file_source, hold_back, mix, row_source
 from fullshard.errors import ConfigError, DataError, UserError
-from fullshard.train.cli_args import find
 from fullshard.train.config import SFTConfig
+from fullshard.train.dataset_options import find
 from tests.data.tiny import text_rows, write_rows
 
 QUICK = settings(deadline=None, max_examples=40, derandomize=True)
@@ -218,7 +218,7 @@ def test_several_sets_by_options(place: Path) -> None:
         ({"dataset_weights": "1,nan"}, "expected numbers above 0"),
         ({"dataset_weights": "a,b"}, "expected numbers above 0"),
         ({"dataset_name": "{}/one.jsonl"}, "evaluation is on .eval_strategy steps., but .*one.jsonl has no split 'test'; .*val_size"),
-        ({"dataset_name": "{}/0", "splits": "train"}, "is asked for the split 'train' alone; name one in splits, or hold rows back"),
+        ({"dataset_name": "{}/0", "splits": "train"}, "is asked for the split 'train' alone; name one in splits, or hold out rows"),
         ({"dataset_name": " , "}, "dataset_name is empty"),
         ({"val_size": 2.5}, "val_size is 2.5; expected a whole number of rows, or a part below 1"),
         ({"val_size": 0.5, "streaming": True}, "val_size is 0.5: the part of a stream is not known beforehand"),
@@ -232,13 +232,13 @@ def test_options_that_do_not_fit(place: Path, values: dict[str, Any], said: str)
     given = {"dataset_name": f"{place}/0,{place}/1", "max_steps": 1, **values}
     given["dataset_name"] = given["dataset_name"].format(place)
     with pytest.raises(UserError, match=said):
-        find(config(**given))
+        find(config(**given), check_rows=True)
 
 
 def test_bad_rows_do_not_stop_a_run_that_skips_them(place: Path) -> None:
     (place / "one.jsonl").write_text("{\n" + json.dumps({"text": "good"}) + "\n")
     values = {"dataset_name": f"{place}/one.jsonl", "eval_strategy": "no"}
     with pytest.raises(DataError, match=r"one.jsonl, line 1: not JSON"):
-        find(config(**values))
-    train, _ = find(config(**values, on_bad_row="skip"))
+        find(config(**values), check_rows=True)
+    train, _ = find(config(**values, on_bad_row="skip"), check_rows=True)
     assert len(list(train.rows(None))) == 2

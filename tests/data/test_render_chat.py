@@ -190,7 +190,7 @@ def test_built_in_marks_are_what_is_found_without_them(
                 found.append(encoded(KINDS["marks"], row, template=template, **changes))
             except DataError as error:
                 found.append(([], []) if "rejects this conversation" in str(error) else "loss mask")
-        assert found[0] == found[1] or (messages[0]["role"] == "assistant" and "told apart" in found)
+        assert found[0] == found[1] or (messages[0]["role"] == "assistant" and "loss mask" in found)
 
 
 @settings(max_examples=40, deadline=None)

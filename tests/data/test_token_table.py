@@ -117,13 +117,13 @@ def test_statistics_are_numpy_s(tmp_path: Path, packing: bool) -> None:
 def test_everything_that_was_left_out_is_said(tmp_path: Path) -> None:
     rows = [*text_rows(40), {"text": ""}, {"other": 1}, {"text": 3}, {"text": ""}]
     reading = reading_of("text", None, "skip")
-    cases: Any = (("truncate", "were cut off ("), ("drop", "were left out ("), ("split", "were split;"))
+    cases: Any = (("truncate", "were truncated ("), ("drop", "were dropped ("), ("split", "were split;"))
     for overflow, words in cases:
         found = table(rows, tmp_path, max_length=16, overflow=overflow, reading=reading)
         line = describe_data("training", found.facts, SFTConfig(max_seq_len=16, overflow=overflow))
         assert f"; {found.facts['long']} documents longer than 16 tokens {words}" in line
         assert (f"({found.facts['cut']} tokens lost; overflow split keeps them)" in line) == (overflow != "split")
-        assert "; 2 empty rows were left out; 2 rows that cannot be understood were left out\n  rows, row 41: " in line
+        assert "; 2 empty rows were dropped; 2 rows in an unknown format were dropped\n  rows, row 41: " in line
     clean = table(text_rows(5), tmp_path, packing=True)
     assert ";" not in describe_data("training", clean.facts, SFTConfig(packing=True))
 

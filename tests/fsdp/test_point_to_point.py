@@ -10,7 +10,7 @@ from fullshard.fsdp import FSDPv2
 from fullshard.fsdp.communicators import make_link
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.point_to_point import Exchange, message_tag
-from fullshard.watchdog import watch
+from fullshard.watchdog import investigate, watch
 from tests.fsdp.programs import Block, Stack, mesh_for, mine
 from tests.pool import ranks
 
@@ -55,7 +55,7 @@ def test_messages_do_not_depend_on_what_the_watchdog_reports():
     alone(rows).square().mean().backward()
     plain = watch.at
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "REPORT_AFTER", 1e9)  # ranks with different labels would look out of step to it
+        patch.setattr(investigate, "REPORT_AFTER", 1e9)  # ranks with different labels would look out of step to it
         patch.setattr(watch, "at", lambda step, unit, doing: plain(step, f"{unit} of rank {runtime.rank()}", doing))
         model = FSDPv2(model, mesh_for("FULL_SHARD"), auto_wrap_policy={Block}, small_parameter_bytes=0)
         model(mine(rows)).square().mean().backward()

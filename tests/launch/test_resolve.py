@@ -80,7 +80,7 @@ def test_devices_and_processes(home):
     assert settings("--distributed_type NO", home, gpus=4).local_processes == 1
     two = settings("--num_machines 2 -n 8 --main_process_ip a --machine_rank 1", home, gpus=4)
     assert (two.world_size, two.local_processes, two.endpoint) == (8, 4, "a:29500")
-    with pytest.raises(ConfigError, match=r"5 processes on this machine, but 4 GPU\(s\)"):
+    with pytest.raises(ConfigError, match=r"5 processes on this machine, but only 4 GPU\(s\)"):
         settings("-n 5", home, gpus=4)
     with pytest.raises(ConfigError, match=r"this machine has 1 GPU\(s\)"):
         settings("--gpu_ids 0,1", home, gpus=1)
@@ -159,13 +159,13 @@ def test_flags_end_at_the_script(tmp_path, home):
         ("--num_processes", "--num_processes needs a value"),
         ("--mixed_precision bf17", "--mixed_precision: expected no, fp16, bf16, fp8, got 'bf17'"),
         ("--max_restarts -1 --dry_run", "--max_restarts: expected 0 or more"),
-        ("--use_fsdp --multi_gpu --dry_run", "give one of them"),
-        ("--use_deepspeed --dry_run", "DEEPSPEED is not offered"),
-        ("--use_megatron_lm --dry_run", "MEGATRON_LM is not offered"),
-        ("--tpu --dry_run", "PyTorch/XLA, which is not supported yet"),
+        ("--use_fsdp --multi_gpu --dry_run", "use one of them"),
+        ("--use_deepspeed --dry_run", "DEEPSPEED is not supported"),
+        ("--use_megatron_lm --dry_run", "MEGATRON_LM is not supported"),
+        ("--tpu --dry_run", "XLA is not supported yet"),
         ("", "no script"),
         ("nothing.py", "the script nothing.py does not exist"),
-        ("nothing", "a module is started with -m"),
+        ("nothing", "to run a module, use -m"),
         ("--no_python nothing-at-all", "was not found"),
     ],
 )

@@ -1,4 +1,4 @@
-"""4-bit models and files: quantised while loading, read from and written to bitsandbytes' form, resumed, exported."""
+"""4-bit models and files: quantized while loading, read from and written to bitsandbytes' form, resumed, exported."""
 
 import bitsandbytes.functional as bnb
 import pytest
@@ -62,7 +62,7 @@ def with_adapter(model):
         pytest.param("HYBRID_SHARD", True, True, marks=pytest.mark.slow),
     ],
 )
-def test_quantised_while_loading(tmp_path, world_size, strategy, offload, double):
+def test_quantized_while_loading(tmp_path, world_size, strategy, offload, double):
     if world_size == 1 and strategy.startswith("HYBRID"):
         pytest.skip("one rank has no replicas")
     plain = llama(torch.bfloat16)

@@ -70,10 +70,9 @@ def runnable(model: Any) -> Any:
 
 def summed(model: Any, way: PackingMethod, collator: Collator, rows: list[Any]) -> float:
     head, packed, batch = LeanHead(model, 16), Packed(model, way), collator(Rows(), rows)
-    with torch.no_grad(), packed.rows(batch):
+    with torch.no_grad(), packed.rows(batch), head.loss_pass() as measured:
         model(**batch, use_cache=False)
-    assert head.statistics is not None
-    return float(head.statistics.loss)
+    return float(measured.sums[0])
 
 
 @pytest.mark.parametrize("family", SWEPT)
@@ -105,8 +104,8 @@ def check_own_loss(model: Any) -> None:
     expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     head = LeanHead(model, 7)
-    head.scale = 1 / int((batch["labels"][:, 1:] != IGNORED).sum())
-    loss = model(**batch, use_cache=False).loss
+    with head.loss_pass(scale=1 / int((batch["labels"][:, 1:] != IGNORED).sum())):
+        loss = model(**batch, use_cache=False).loss
     loss.backward()
     torch.testing.assert_close(loss, own, rtol=1e-5, atol=1e-6)
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -151,7 +150,7 @@ def test_what_cannot_be_packed_is_refused_before_any_token_is_made(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"whether Own keeps documents .* cannot be tried .*needed.*trust_packing"):
         start(Own(shape, 1))
     assert not (tmp_path / "cache").exists()
-    assert start(Own(shape, 1), trust_packing=True).parts.way == PackingMethod()
+    assert start(Own(shape, 1), trust_packing=True).parts.packing == PackingMethod()
 
 
 SHAPE = {

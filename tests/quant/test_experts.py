@@ -238,7 +238,7 @@ def with_meta_lora(model):
      for s, o in itertools.product(STRATEGIES, [False, True])],
 )  # fmt: skip
 def test_trained_from_files_resumed_and_loaded_by_peft(tmp_path, strategy, offload):
-    """Quantised while loading, by ranks that share experts; adapters on experts, router and the rest."""
+    """Quantized while loading, by ranks that share experts; adapters on experts, router and the rest."""
     base, scheme = saved(tmp_path / "base"), Scheme(double=True)
     model = from_files(base, scheme, strategy, cpu_offload=offload)
     dense = mixtral()

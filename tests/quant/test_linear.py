@@ -189,7 +189,7 @@ def test_peft_trains_it_like_a_dense_layer():
 
 
 @pytest.mark.parametrize("safe", [False, True])
-def test_merging_is_refused_unless_dequantised_first(safe):
+def test_merging_is_refused_unless_dequantized_first(safe):
     ids = torch.randint(3, 131, (2, 9))
     model = with_lora(quantize_model(llama(), Scheme(double=True))).eval()
     expected = model(input_ids=ids).logits

@@ -1,4 +1,4 @@
-"""Which layers are quantised and which get adapters, compared with transformers and PEFT; what is refused."""
+"""Which layers are quantized and which get adapters, compared with transformers and PEFT; what is refused."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ from tests.quant.programs import batches, llama, train, with_lora
 NF4_DOUBLE = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
-def test_the_layers_are_those_that_transformers_quantises():
+def test_the_layers_are_those_that_transformers_quantizes():
     config = BitsAndBytesConfig(**NF4_DOUBLE, bnb_4bit_compute_dtype="bfloat16", bnb_4bit_quant_storage="bfloat16")
     ours = quantize_model(llama(), config)
     theirs = llama()
@@ -153,7 +153,7 @@ def test_subclasses_of_linear_layers_are_tried():
     }
 
 
-def test_conv1d_layers_are_those_that_transformers_quantises(tmp_path):
+def test_conv1d_layers_are_those_that_transformers_quantizes(tmp_path):
     """Bytes, keys and results of a GPT-2 that transformers loads with bitsandbytes; adapters go on and off it alike."""
     gpt2().save_pretrained(tmp_path)
     config = BitsAndBytesConfig(**NF4_DOUBLE, bnb_4bit_compute_dtype="float32")
@@ -265,7 +265,7 @@ def test_the_line_that_says_what_stays_dense():
     assert lora.dense_line(nn.Linear(2, 2)) is None
 
 
-def test_full_fine_tuning_of_quantised_weights_is_refused():
+def test_full_fine_tuning_of_quantized_weights_is_refused():
     model = quantize_model(llama(), Scheme())
     with pytest.raises(QuantizationError, match="full fine-tuning"):
         lora.check_trains(model)

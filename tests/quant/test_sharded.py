@@ -89,7 +89,7 @@ def test_scales_of_scales_do_not_depend_on_the_number_of_ranks():
 
 
 @ranks(2, 4)
-def test_bytes_at_rest_and_gathered_are_those_that_were_quantised():
+def test_sharded_and_gathered_bytes_are_those_that_were_quantized():
     """Also where packed bytes would be NaNs in the storage dtype, and compute is in another."""
     scheme = Scheme(storage=torch.bfloat16)
     plain = quantize_model(llama(), scheme)

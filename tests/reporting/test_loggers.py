@@ -15,7 +15,7 @@ from fullshard.errors import ConfigError
 from fullshard.reporting import loggers
 from fullshard.reporting.records import Sample
 from fullshard.reporting.reporter import Reporter, sample_text
-from fullshard.train import cli_args
+from fullshard.train import checked_run
 from fullshard.train.config import SFTConfig
 from fullshard.train.trainer import SFTTrainer
 
@@ -117,7 +117,7 @@ def test_what_is_not_installed(
     """Without a word where nobody asked for it; what is named is an error before anything is done."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for given in ("auto", "all", "none"):
-        cli_args.check_report_to(given)
+        checked_run.check_report_to(given)
         assert opener(SFTConfig(report_to=given))(tmp_path, 0) == []
     assert SFTConfig().report_to == "auto" and not caplog.records
     with pytest.raises(ConfigError, match="report_to names wandb, which is not installed; pip install wandb"):

@@ -33,7 +33,7 @@ def train(model: Any, config: SFTConfig, rows: Any = None, engine: dict[str, Any
     more.setdefault("tokenizer", make_tokenizer())
     trainer = SFTTrainer(model=model, args=config, train_dataset=rows if rows is not None else text_rows(60), **more)
     if engine:
-        trainer.parts.engine = dataclasses.replace(trainer.parts.engine, **engine)
+        trainer.parts = dataclasses.replace(trainer.parts, engine=dataclasses.replace(trainer.parts.engine, **engine))
     trainer.train()
     return trainer
 

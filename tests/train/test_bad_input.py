@@ -15,8 +15,9 @@ import pytest
 
 from fullshard.errors import UserError
 from fullshard.launch.sft_command import sft
+from fullshard.train.checked_run import check_command
 from fullshard.train.cli_args import parse
-from fullshard.train.trainer import run
+from fullshard.train.trainer import train_run
 from tests.data.tiny import make_tokenizer, write_rows
 from tests.pool import ranks
 from tests.train.tiny import make_folder, make_model
@@ -58,7 +59,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "flag without value": (lambda p: ["--learning_rate"], "--learning_rate needs a value"),
     "word that is no flag": (lambda p: ["--seed", "1", "run.yaml"], "'run.yaml' is not a flag. The file of settings comes first"),
     "unknown key in the file": (lambda p: [str(p / "run.yaml")], "run.yaml:1: learning_rat: unknown key; did you mean learning_rate?"),
-    "key twice": (lambda p: [str(p / "twice.yaml")], "both say max_seq_len; keep one"),
+    "key twice": (lambda p: [str(p / "twice.yaml")], "both set max_seq_len; keep one"),
     "file that is no YAML": (lambda p: [str(p / "broken.yaml")], "broken.yaml:2: not YAML"),
     "no such file": (lambda p: [str(p / "nothing.yaml")], "nothing.yaml does not exist"),
     "no model": (lambda p: words(p, model_name_or_path=None), "model_name_or_path is missing; give --model_name_or_path"),
@@ -97,16 +98,16 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "pissa saved narrow": (lambda p: words(p, use_peft_lora=True, init_lora_weights="pissa", save_dtype="float16"), "save_dtype is float16, and init_lora_weights is pissa"),
     "a setting of another adapter": (lambda p: words(p, peft_type="vera", use_dora=True), "use_dora is a setting of lora adapters, and peft_type is vera"),
     "a setting without adapter": (lambda p: words(p, use_rslora=True), "use_rslora is a setting of lora adapters, and no adapter is asked for"),
-    "modules to save without adapter": (lambda p: words(p, modules_to_save="lm_head"), "modules_to_save: without an adapter all modules train"),
+    "modules to save without adapter": (lambda p: words(p, modules_to_save="lm_head"), "modules_to_save: without an adapter all modules are trained"),
     "an adapter that is not offered": (lambda p: words(p, peft_type="ia3"), "--peft_type: expected lora, vera, prompt_tuning, prefix_tuning, p_tuning, got 'ia3'"),
     "a prompt in packed rows": (lambda p: words(p, peft_type="p_tuning", packing=True), "packing is on, and the adapter is p_tuning: documents that share a row"),
-    "a prefix computed again": (lambda p: words(p, peft_type="prefix_tuning", gradient_checkpointing=True), "the adapter is prefix_tuning: the prefix lies in the attention cache"),
-    "no floor": (lambda p: words(p, lr_scheduler_type="cosine_with_min_lr"), "which needs min_lr .a learning rate. or min_lr_rate"),
+    "a prefix computed again": (lambda p: words(p, peft_type="prefix_tuning", gradient_checkpointing=True), "the adapter is prefix_tuning: the prefix is in the attention cache"),
+    "no floor": (lambda p: words(p, lr_scheduler_type="cosine_with_min_lr"), "which needs either min_lr .a learning rate. or min_lr_rate"),
     "no end": (lambda p: words(p, lr_scheduler_type="warmup_stable_decay"), "which needs num_decay_steps in lr_scheduler_kwargs"),
     "a setting of another schedule": (lambda p: words(p, lr_scheduler_kwargs="min_lr=1"), "linear has no setting 'min_lr'; it takes none"),
     "a shape that is none": (lambda p: words(p, lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs="num_decay_steps=2,decay_type=wavy"), "decay_type is 'wavy'; expected linear, cosine, 1-sqrt"),
     "settings that are none": (lambda p: words(p, lr_scheduler_kwargs="fast"), "--lr_scheduler_kwargs: expected name=value,…, or JSON, got 'fast'"),
-    "nothing to freeze": (lambda p: words(p, freeze=","), "freeze is empty; expected names with commas"),
+    "nothing to freeze": (lambda p: words(p, freeze=","), "freeze is empty; expected a comma-separated list"),
     "noise below zero": (lambda p: words(p, neftune_noise_alpha=-1), "neftune_noise_alpha is -1.0; expected 0 or more"),
     "a ratio below one": (lambda p: words(p, use_peft_lora=True, loraplus_lr_ratio=0.5), "loraplus_lr_ratio is 0.5; expected 1 or more"),
     "unknown reporter": (lambda p: words(p, report_to="mlflow"), "report_to names mlflow; expected auto, tensorboard, wandb, all or none"),
@@ -156,7 +157,7 @@ LATE: dict[str, tuple[dict[str, Any], str]] = {
     "unknown layer class": ({"fsdp_config": "layers.json"}, "no module of class BertLayer in LlamaForCausalLM.*LlamaDecoderLayer"),
     "unknown metric": (
         {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "bleu", "early_stopping_patience": 1},
-        "there is no eval_bleu; evaluation gives eval_loss",
+        "there is no eval_bleu; evaluation has eval_loss",
     ),
 }  # fmt: skip
 
@@ -189,6 +190,6 @@ def test_found_on_every_rank(case: str, late_place: Path) -> None:
     out = late_place / f"out {case}"
     flags = words(late_place, **{"output_dir": out, "progress": "quiet", **local})
     with pytest.raises(UserError, match=said):
-        run(parse(flags).config)
+        train_run(check_command(parse(flags)))
     left = [p.name for p in out.rglob("*")] if out.exists() else []
     assert not [n for n in left if n.endswith((".safetensors", ".part"))]

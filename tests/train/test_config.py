@@ -15,9 +15,8 @@ import fullshard.train
 from fullshard.errors import ConfigError
 from fullshard.launch.sft_command import split
 from fullshard.options import options_of
-from fullshard.train.cli_args import parse
+from fullshard.train.cli_args import config_of, parse
 from fullshard.train.config import SFTConfig
-from fullshard.train.foreign_args import config_of
 from fullshard.train.lr_schedule import check, factor
 
 SEED_FLAGS = """

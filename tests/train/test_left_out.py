@@ -57,7 +57,7 @@ def test_steps_that_the_scaler_leaves_out_are_no_updates(tmp_path: Path) -> None
     )  # fmt: skip
     made = make_model()
     trainer = SFTTrainer(model=made, args=config, train_dataset=text_rows(60), tokenizer=make_tokenizer())
-    loop = trainer.loop
+    loop = trainer.prepare()
     loop.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     usual = loop.forward
     # On one rank alone: all leave the step out.

@@ -110,7 +110,8 @@ def picture(place: Path, name: str, changes: dict[str, Any], events: list[Any]) 
     config = settings(place, **values)
     train, test = (str(data / f"{split}.jsonl") for split in ("train", "test"))
     trainer = SFTTrainer(model=str(place / "model"), args=config, train_dataset=train, eval_dataset=test)
-    loop, held = trainer.loop, trainer.loop.model.no_sync
+    loop = trainer.prepare()
+    held = loop.model.no_sync
     vars(loop.model)["no_sync"] = lambda: (events.append("no_sync"), held())[1]
     trainer.train()
     trainer.save_model()

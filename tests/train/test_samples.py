@@ -132,7 +132,7 @@ def test_a_file_of_prompts_is_checked(tmp_path: Path) -> None:
         '{"messages": [': r"prompts.jsonl:1 is not JSON",
         '{"messages": [{"role": "user"}]}': r"prompts.jsonl:1: expected .*messages",
         '{"prompt": "a", "reference": 3}': r"reference is 3; expected text",
-        json.dumps({"messages": turns[1:]}): r"an answer and nothing that it answers",
+        json.dumps({"messages": turns[1:]}): r"an answer without a prompt",
         "\n": r"holds no prompt",
     }
     for text, message in wrong.items():

@@ -14,7 +14,7 @@ from peft import AutoPeftModelForCausalLM, PeftConfig
 from fullshard import load_pretrained
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.results.find_result import find
-from fullshard.train.start import base_of_adapter
+from fullshard.train.checked_run import base_of_adapter
 from fullshard.train.trainer import SFTTrainer
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name, read_record, write_record
 from fullshard.weights.merge_adapter import merge_adapter
@@ -136,7 +136,7 @@ def test_a_relative_base_is_found_from_the_folders_above_the_adapter(
     expected = str(tmp_path / "project" / "models" / "base")
     assert base_of_adapter(adapter) == expected and find(str(adapter)).base == expected
     named(adapter, "./lost")
-    with pytest.raises(ConfigError, match=r"\./lost does not exist; name the folder .* with --base"):
+    with pytest.raises(ConfigError, match=r"\./lost does not exist; set the folder .* with --base"):
         find(str(adapter))
     named(adapter, "lost/model")
     for words in (["chat", "--prompt", "one"], ["export", str(tmp_path / "to"), "--merge"]):

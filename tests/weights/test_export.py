@@ -207,7 +207,7 @@ def test_refusals(files, tmp_path):
     runtime.barrier()
     with pytest.raises(WeightsError, match="is a file; expected a directory"):
         save_pretrained(model, tmp_path / "file0")
-    with pytest.raises(WeightsError, match="wrapped models"):
+    with pytest.raises(WeightsError, match="needs a wrapped model"):
         save_pretrained(reference("llama", files["llama"]), tmp_path / "out")
     with torch.device("meta"):
         empty = FAMILIES["llama"]()

@@ -176,7 +176,7 @@ def test_wrong_paths(llama, tmp_path):
         load_pretrained(tmp_path / "bare")
     with pytest.raises(WeightsError, match="transformers has no class of that name"):
         load_pretrained(llama, model_class="LamaForCausalLM")
-    with pytest.raises(WeightsError, match="needs a wrapped model"):
+    with pytest.raises(WeightsError, match="needs the outermost wrapped model"):
         fill(nn.Linear(2, 2), llama)
 
 
@@ -198,7 +198,7 @@ def test_a_name_on_the_hub(llama, tmp_path):
 
 
 @ranks(2)
-def test_new_parameters_without_an_initialiser(llama):
+def test_new_parameters_without_an_initializer(llama):
     class Gate(nn.Module):
         def __init__(self):
             super().__init__()
