@@ -77,7 +77,8 @@ def draw_global(op: Any, args: Any, kwargs: Any) -> Any:
     spec = DTensorSpec(mesh, replicated(mesh), tensor_meta=meta_of(drawn))
     shard = redistribute(drawn, spec, spec_with(spec, mesh, placements))
     if drawn is not full:
-        return ShardedTensor(shard.contiguous(), spec_with(spec, mesh, placements), requires_grad=False)
+        kind = ShardedTensor if isinstance(target, ShardedTensor) else DTensor  # parameters of FSDPv2 are DTensors
+        return kind(shard.contiguous(), spec_with(spec, mesh, placements), requires_grad=False)
     set_local(target, local.copy_(shard) if shard.shape == local.shape else shard.contiguous())
     set_spec(target, spec_with(spec_of(target), mesh, placements))
     return target

@@ -66,7 +66,7 @@ def test_what_cannot_be_scaled_is_refused(tmp_path: Path) -> None:
     shape.rope_parameters = {**shape.rope_parameters, "rope_type": "llama3"}
     with pytest.raises(ConfigError, match=r"already has scaled positions \(llama3\)"):
         scale_rope(shape, "linear", 4096, print)
-    with pytest.raises(ConfigError, match="rope_scaling dynamic follows the longest document"):
+    with pytest.raises(ConfigError, match="rope_scaling dynamic depends on the longest document"):
         settings(tmp_path, rope_scaling="dynamic", packing=True)
     with pytest.raises(ConfigError, match="the model is in memory already"):
         SFTTrainer(make_model(), settings(tmp_path, rope_scaling="yarn"), train_dataset=text_rows(3))

@@ -151,7 +151,7 @@ def test_checkpointed_inputs_on_the_host_give_the_same_gradients():
 
         patch.setattr(activation_checkpointing, "_to_host", counted)
         offloaded = gradients(activation_checkpointing=True, activation_checkpointing_offload=True)
-    assert len(moved) == 2
+    assert len([shape for shape in moved if shape.numel()]) == 2  # torch 2.11 also saves an empty tensor
     for a, b in zip(plain, offloaded, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 

@@ -232,7 +232,7 @@ def test_a_folder_with_something_that_is_read_is_refused(case: str, place: Path)
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     before = contents(place)
     for flags in (["--overwrite"], ["--resume"], []):
-        with pytest.raises(ConfigError, match=r"output_dir: .* (is also|holds) .*; choose another folder"):
+        with pytest.raises(ConfigError, match=r"output_dir: .* (is also|contains) .*; choose another directory"):
             sft([*words, *flags])
     assert contents(place) == before
 
@@ -272,7 +272,7 @@ def test_models_and_tokenizers_in_memory_and_data_sets_count_too(tmp_path: Path)
             SFTTrainer(args=in_model, train_dataset=text_rows(8), **options)
     in_data = settings(tmp_path, output_dir=str(place / "data"), overwrite=True)
     file = str(place / "data" / "train.jsonl")
-    with pytest.raises(ConfigError, match=r"output_dir: .* holds .*train.jsonl, which dataset_name names"):
+    with pytest.raises(ConfigError, match=r"output_dir: .* contains .*train.jsonl, which dataset_name names"):
         SFTTrainer(model=make_model(), args=in_data, train_dataset=file, tokenizer=make_tokenizer())
     trainer = SFTTrainer(model=str(place / "model"), args=settings(tmp_path), train_dataset=file)
     with pytest.raises(ConfigError, match=r"save_model: .*model is also model_name_or_path"):
