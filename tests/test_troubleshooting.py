@@ -32,7 +32,7 @@ PASSED_ON = {
     "watchdog/investigate.py": "where each rank is, as diagnosis.py lists it",
     "rank_logging.py": "what `warn_once` is given",
     "data/row_formats.py": "what was wrong with a row, once more with the row",
-    "train/foreign_args.py": "what SFTConfig says of its own fields",
+    "train/cli_args.py": "what SFTConfig says of its own fields",
     "weights/fill.py": "what weights/load_report.py says of files that do not fit",
     "checkpoint/manager.py": "what failed in the background",
     "ranks.py": "what another rank raised",

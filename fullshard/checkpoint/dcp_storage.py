@@ -45,6 +45,7 @@ from fullshard.checkpoint.manifest import (
     read_manifest,
 )
 from fullshard.checkpoint.shard_index import as_bytes, host_blocks
+from fullshard.durable import sync
 from fullshard.errors import CheckpointError
 from fullshard.watchdog import watch
 from fullshard.weights.safetensors_index import DTYPE_NAMES, DTYPES
@@ -100,7 +101,7 @@ class CheckpointWriter(StorageWriter):
         with ThreadPoolExecutor(max(1, len(bundles)), "fullshard-write") as pool:
             jobs = [pool.submit(self._write_file, name.format(i), bundle, planner) for i, bundle in enumerate(bundles)]
             results = [result for job in jobs for result in job.result()]
-        publish.sync(self.directory)
+        sync(self.directory)
         publish.stage("files")
         watch.check()  # values computed after a rank was lost are not valid
         done: Future[list[WriteResult]] = Future()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fullshard import runtime
 from fullshard.checkpoint import manifest as manifests
-from fullshard.durable import sync as sync
+from fullshard.durable import sync
 from fullshard.errors import CheckpointError
 from fullshard.ranks import agree
 

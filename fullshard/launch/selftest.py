@@ -122,7 +122,7 @@ def try_checkpoint(model: Any, optimizer: Any) -> None:
     """Save and restore a checkpoint, if that part of fullshard is installed."""
     if importlib.util.find_spec("fullshard.checkpoint.manager") is None:
         return
-    from fullshard import load_state, save_state
+    from fullshard.checkpoint.manager import load_state, save_state
 
     folder = [tempfile.mkdtemp(prefix="fullshard-test-") if xr.is_main() else ""]
     if xr.world_size() > 1:

@@ -134,6 +134,10 @@ class AdapterOptions:
     def _check_quantization(self) -> None:
         if self.use_4bit_quantization and self.use_8bit_quantization:
             raise ConfigError("use_4bit_quantization and use_8bit_quantization are both on; choose one.")
+        if self.use_8bit_quantization:
+            raise ConfigError(
+                "use_8bit_quantization is on, but 8-bit weights are not supported; use use_4bit_quantization."
+            )
         if self.use_nested_quant and not self.use_4bit_quantization:
             raise ConfigError("use_nested_quant quantizes the scales of 4-bit weights; it needs use_4bit_quantization.")
 

@@ -302,10 +302,6 @@ class SFTConfig(AdapterOptions):
     def _check_conflicts(self) -> None:
         if self.use_unsloth:
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
-        if self.use_8bit_quantization:
-            raise ConfigError(
-                "use_8bit_quantization is on, but 8-bit weights are not supported; use use_4bit_quantization."
-            )
         if self.packing and self.rope_scaling == "dynamic":
             raise ConfigError(
                 "rope_scaling dynamic depends on the longest document of a batch, so packed documents would influence "

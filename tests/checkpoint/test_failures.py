@@ -33,7 +33,7 @@ def _fails(error_number, where, rank=1):
 
 FAULTS = {
     "disk full while writing": (errno.ENOSPC, (dcp_storage, "_write"), 1),
-    "disk full at fsync": (errno.ENOSPC, (publish, "sync"), 1),
+    "disk full at fsync": (errno.ENOSPC, (dcp_storage, "sync"), 1),
     "read-only": (errno.EROFS, (publish, "make_directory"), 0),
     "permission lost at the manifest": (errno.EACCES, (publish, "write_manifest"), 0),
     "permission lost at the rename": (errno.EACCES, (os, "rename"), 0),

@@ -217,7 +217,7 @@ def test_frozen_by_pattern(tmp_path: Path) -> None:
     trains = [name for name, p in adapter.model.named_parameters() if p.requires_grad]
     assert trains and not [name for name in trains if ".layers.1." in name]
     for pattern, message in {
-        "embed_token": "'embed_token' names no parameter; did you mean embed_tokens",
+        "embed_token": "'embed_token' matches no parameter; did you mean embed_tokens",
         "lm_head": "'lm_head' matches only frozen parameters",
     }.items():
         with pytest.raises(ConfigError, match=message):

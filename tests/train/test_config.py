@@ -11,6 +11,7 @@ import pytest
 from transformers import TrainingArguments, get_scheduler
 
 import fullshard.data
+import fullshard.launch
 import fullshard.train
 from fullshard.errors import ConfigError
 from fullshard.launch.sft_command import split
@@ -81,7 +82,7 @@ def test_every_option_has_help_and_is_used(name: str) -> None:
 @functools.cache
 def _names_read() -> set[str]:
     found: set[str] = set()
-    for room in (fullshard.train, fullshard.data):
+    for room in (fullshard.train, fullshard.data, fullshard.launch):
         for file in Path(room.__path__[0]).glob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Attribute):

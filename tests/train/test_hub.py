@@ -165,5 +165,5 @@ def test_no_token_no_network_no_luck(tmp_path: Path) -> None:
 
 
 def test_the_name_of_the_folder_is_the_name_on_the_hub(tmp_path: Path) -> None:
-    trainer: Any = type("Trainer", (), {"args": settings(tmp_path)})()
-    assert Hub(trainer)._name == "out"
+    writer: Any = None
+    assert Hub(settings(tmp_path), writer, print)._name == "out"

@@ -141,5 +141,7 @@ def test_a_file_of_prompts_is_checked(tmp_path: Path) -> None:
             read_prompts(str(path))
     with pytest.raises(ConfigError, match=r"nowhere.txt cannot be read: No such file"):
         read_prompts(str(tmp_path / "nowhere.txt"))
-    with pytest.raises(ConfigError, match="eval_samples: samples are made at evaluations, but eval_strategy is no"):
+    with pytest.raises(
+        ConfigError, match="eval_samples: samples are generated at evaluations, but eval_strategy is no"
+    ):
         SFTConfig(eval_samples=2)
