@@ -222,7 +222,9 @@ def _final_rows(summary: Summary) -> dict[str, str]:
 
 
 def show(summary: Summary) -> None:
-    """Print the closing table, with the paths of all results; for the first rank alone."""
+    """Print the closing table, with the paths of all results, on the first rank."""
+    if not runtime.is_main():
+        return
     place, progress = place_of(summary.config), summary.progress
     rows = {
         "steps": f"{progress.step:,}" + (f" ({progress.skipped} skipped)" if progress.skipped else ""),

@@ -373,7 +373,7 @@ def train_run(run: CheckedRun) -> None:
     with trainer.own_folder():  # until the result is written
         trainer.train()
         trainer.save_model()
-    if runtime.is_main() and trainer.loop.reporter.mode not in ("quiet", "json"):
+    if trainer.loop.reporter.mode not in ("quiet", "json"):
         results.show(trainer.summary())
 
 
