@@ -460,7 +460,7 @@ def test_what_cannot_be_joined_is_said_on_every_rank():
     with pytest.raises(ConfigError, match=r"a tensor of \[2, 3\] in float32, rank 1 one of \[2, 4\] in float32"):
         fullshard.gather_for_metrics(mine)
     detections = [{"box": torch.zeros(2)}] * (1 + runtime.rank())
-    with pytest.raises(ConfigError, match=r"rank 0 gave \[\{box: a tensor\}\], rank 1 gave .* use_gather_object=True"):
+    with pytest.raises(ConfigError, match=r"rank 0 has \[\{box: a tensor\}\], rank 1 has .* use_gather_object=True"):
         fullshard.gather_for_metrics(detections)
     assert len(fullshard.gather_for_metrics(detections, use_gather_object=True)) == 3
 
