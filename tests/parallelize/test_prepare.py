@@ -92,9 +92,9 @@ def test_what_prepare_refuses():
     optimizer.step()
     with pytest.raises(ConfigError, match="has already taken steps on the unsharded parameters"):
         fullshard.prepare(model, optimizer)
-    with pytest.raises(ConfigError, match="sharded already"):
+    with pytest.raises(ConfigError, match="already sharded"):
         fullshard.prepare(model)
-    with pytest.raises(ConfigError, match="not list"):
+    with pytest.raises(ConfigError, match="got a list; expected torch models"):
         fullshard.prepare([1])
 
 
