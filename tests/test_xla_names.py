@@ -153,5 +153,5 @@ def test_two_trees_are_laid_out_alike():
     assert xs.shard_as(value, value)[0] is value
     with pytest.raises(LayoutError, match="different structures"):
         xs.shard_as([sharded], (sharded,))
-    with pytest.raises(LayoutError, match=r"\(4, 6\) and \(6, 4\) cannot be laid out alike"):
+    with pytest.raises(LayoutError, match=r"\(4, 6\) and \(6, 4\) cannot have the same layout"):
         xs.shard_as(sharded, value.T)
