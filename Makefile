@@ -1,4 +1,4 @@
-# Every target sets up what it needs: see tools/environment.py for which interpreter is used.
+# Every target sets up what it needs. tools/environment.py chooses the interpreter.
 
 PYTHON ?= $(shell command -v python || command -v python3)
 ENVIRONMENT = py=$$($(PYTHON) tools/environment.py) || exit 1
@@ -12,15 +12,15 @@ PART ?=
 .PHONY: help quickstart check test test-all test-gpu lint bench clean
 
 help:
-	@echo "make quickstart   set up, then fine-tune a small model on 2 CPU ranks, and see what it learnt"
-	@echo "make check        lint and the tests that catch most, in about a minute (tests/check.txt)"
-	@echo "make test         set up, then lint and run the tests (TEST_OPTIONS=... goes to pytest)"
-	@echo "make test-all     the same with the slow tests, folder by folder, also after one has failed;"
-	@echo "                  PART=fsdp or PART=data,rest for some of them; a line for each at the end"
-	@echo "make test-gpu     the tests that need a GPU, one is enough; skipped where there is none"
+	@echo "make quickstart   set up, then fine-tune a small model on 2 CPU ranks and compare its answers"
+	@echo "make check        lint and the most important tests, in about a minute (tests/check.txt)"
+	@echo "make test         lint and all tests that are not slow (TEST_OPTIONS=... goes to pytest)"
+	@echo "make test-all     lint and all tests, folder by folder, with a summary at the end;"
+	@echo "                  PART=fsdp or PART=data,rest runs some of the folders"
+	@echo "make test-gpu     the tests that need a GPU (one is enough); skipped without a GPU"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        run the benchmarks"
-	@echo "make clean        remove .venv, caches and what the quickstart wrote"
+	@echo "make clean        remove .venv, caches and the quickstart's output"
 
 quickstart:
 	@$(ENVIRONMENT); $$py -m quickstart.run

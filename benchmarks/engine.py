@@ -1,15 +1,15 @@
-"""The engine beside torch's `fully_shard` (FSDP2) and `FullyShardedDataParallel` (FSDP1), on two Gloo ranks.
+"""Compares the engine with torch's `fully_shard` (FSDP2) and `FullyShardedDataParallel` (FSDP1) on two Gloo ranks.
 
     python benchmarks/engine.py            # every case; `--quick` for the smallest, `--case NAME` for one
 
-Each case runs the same Llama on the same data with every engine. Steps of the engines alternate inside one job, so
-that whatever else the machine does falls on all of them; reported are medians and their ratios, for wall-clock time
-and for the processor time of rank 0 (all threads), which a busy machine disturbs less. Peak memory is measured in a
-job per engine: bytes allocated by torch (the profiler sees every allocation and release), and resident memory above
-what the process had before it built its model. One JSON line per case.
+Each case runs the same Llama on the same data with every engine. The engines' steps alternate inside one job, so that
+other load on the machine affects all of them equally. Reported are medians and their ratios, of wall-clock time and of
+the CPU time of rank 0 (all threads), which is less sensitive to other load. Peak memory is measured in one job per
+engine: bytes allocated by torch (from the profiler), and resident memory above that before the model was built. One
+JSON line per case.
 
-`gloo_collectives` is our engine made to use Gloo's own gather and reduce-scatter instead of point-to-point messages:
-its distance from ours is what that route is worth.
+`gloo_collectives` is our engine with Gloo's all-gather and reduce-scatter instead of point-to-point messages; the
+difference shows what the messages gain.
 """
 
 from __future__ import annotations
@@ -95,13 +95,14 @@ def wrap(engine: str, model: torch.nn.Module) -> torch.nn.Module:
 def _use_gloo_collectives(model: Any) -> None:
     """Replace the point-to-point routes of a wrapped model's links by Gloo's collectives."""
     from fullshard.fsdp import comm
+    from fullshard.fsdp.point_to_point import PointToPoint
 
-    class GlooCollectives(comm.PointToPoint):
-        def gather(self, pairs: Any) -> comm.Pending:
+    class GlooCollectives(PointToPoint):
+        def gather(self, pairs: Any, unit: int) -> comm.Pending:
             works = [comm._all_gather(w.view(-1), p.view(-1), group=self.group, async_op=True) for w, p in pairs]
             return comm.Pending(works, self, keep=pairs)
 
-        def scatter_sum(self, wholes: Any, average: bool) -> comm.Pending:
+        def scatter_sum(self, wholes: Any, average: bool, unit: int) -> comm.Pending:
             pieces = [w.new_empty(w.numel() // self.size) for w in wholes]
             works = [
                 comm._reduce_scatter(p, w.view(-1), group=self.group, async_op=True)

@@ -2,11 +2,11 @@
 
     python benchmarks/engine_gpu.py            # `--quick` for a smaller model and fewer steps
 
-1. World size 1: the same Llama unwrapped, wrapped by us, and by torch's `fully_shard`; step time and peak memory. In
-   bf16 throughout, where wrapping should cost nothing, and in mixed precision, where both engines keep fp32 masters.
-2. Two ranks share the GPU through Gloo: losses and parameters must match one device, with and without offload.
+1. World size 1: step time and peak memory of the same Llama unwrapped, with our engine, and with torch's `fully_shard`.
+   In pure bf16, where wrapping should cost nothing, and in mixed precision with fp32 master weights.
+2. Two ranks share the GPU with Gloo: losses and parameters must match one device, with and without offload.
 
-One JSON line per case; the exit status says whether part 2 matched.
+One JSON line per case; the exit status is nonzero if part 2 did not match.
 """
 
 from __future__ import annotations

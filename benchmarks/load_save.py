@@ -1,20 +1,19 @@
-"""Loading a model onto two Gloo ranks: time until all are ready, and memory, beside two usual ways.
+"""Measures time and memory of loading a model onto two Gloo ranks, compared with two common ways.
 
     python benchmarks/load_save.py           # a Llama of 2.3 GB in bf16; `--layers N` for another size
 
-A Llama with random weights is written shard by shard to a temporary directory, which is removed afterwards. Every route
-then loads it in processes of its own, after the files have been read once so that all find them in the page cache:
+A Llama with random weights is written shard by shard to a temporary folder, which is removed afterwards. Each method
+loads it in new processes, after the files have been read once into the page cache:
 
 - `ours`: `fullshard.load_pretrained`.
 - `from_pretrained`: every rank calls transformers' `from_pretrained` and wraps the result with torch's `fully_shard`.
-- `accelerate`: Accelerate's RAM-efficient loading. Its own `fsdp2_prepare_model` runs on what `from_pretrained` gives
-  under its environment variables (the first rank reads the files, the others hold zeros; whole tensors are broadcast).
-  `Accelerator` itself does not run FSDP on CPUs, so a stand-in with the same attributes calls it.
+- `accelerate`: Accelerate's RAM-efficient loading. Its `fsdp2_prepare_model` runs on the result of
+  `from_pretrained` with its environment variables (rank 0 reads the files, other ranks hold zeros; full tensors are
+  broadcast). `Accelerator` does not support FSDP on CPUs, so a mock object with the same attributes calls it.
 
-Time runs from the start of the load until the last rank is ready. Memory is sampled every few milliseconds and counted
-above what the process had after its imports, as the peak of each rank, summed: `anonymous` (without the page cache and
-file mappings) and `resident` (with file mappings, which the tensors of a memory-mapped load are). Each route runs
-several times, alternating; medians are reported. One JSON line.
+Time is measured until the last rank is ready. Memory is sampled every few milliseconds; reported is the peak above that
+after the imports, summed over the ranks: `anonymous` (without page cache and file mappings) and `resident` (with file
+mappings, such as memory-mapped tensors). Methods alternate and run several times; medians are reported. One JSON line.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""How much communication runs beside compute on NCCL, and where a step waits for the host.
+"""Measures how much NCCL communication overlaps with compute, and where a step waits for the host.
 
     python benchmarks/overlap_gpu.py           # one GPU; `--hidden --layers --tokens` for other sizes
 
-Two ranks share one GPU as nodes of their own (NCCL tells hosts apart by `NCCL_HOSTID`) and talk over sockets of the
-loopback interface. Both train the same Llama with every setting in turn: this engine with and without prefetch, with
-and without offload, and torch's `fully_shard`; all of the model, and LoRA on a frozen base. Rank 0 takes a profiler
-trace of three steps. Reported per case: time of NCCL's kernels in forward and backward, the part of it during which a
-kernel of the compute stream runs, the same for copies from and to the host, the step time without a profiler, and
-every place where the host waits.
+Two ranks share one GPU as two nodes (`NCCL_HOSTID` differs) and communicate over loopback sockets. Both train the same
+Llama with each setting: this engine with and without prefetch, with and without offload, and torch's `fully_shard`;
+full fine-tuning, and LoRA on a frozen base. Rank 0 records a profiler trace of three steps. Reported per case: time of
+NCCL kernels in forward and backward and the part that overlaps with compute kernels, the same for copies to and from
+the host, the step time without a profiler, and every place where the host waits.
 
-Tokens per rank are chosen so that one layer's gather takes about as long as its forward, from the bandwidth and the
-speed of products measured first. A table goes to stderr, one JSON line to stdout.
+The number of tokens per rank is chosen so that the all-gather of a layer takes about as long as its forward, based on
+the measured bandwidth and matrix product speed. A table is printed to stderr, one JSON line to stdout.
 """
 
 from __future__ import annotations

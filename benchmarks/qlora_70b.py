@@ -1,10 +1,10 @@
-"""QLoRA of a 70B model on two small cards: two ranks share one GPU, each held to 24 GB, shards on the host.
+"""QLoRA of a 70B model on two ranks that share one GPU, each limited to 24 GB, with parameters offloaded to the host.
 
-    python benchmarks/qlora_70b.py             # `--layers 4` for a first look, `--tiny` for a machine without a GPU
+    python benchmarks/qlora_70b.py             # `--layers 4` for a quick run, `--tiny` for a machine without a GPU
 
-The model has Llama-2-70B's shape and random weights, which each rank makes for its own slices, one weight at a time,
-and quantises with double quantisation. Then it trains: adapters of rank 8 on every layer but the head, 2 × 2048 tokens
-per rank, activation checkpointing, offload. One JSON line: seconds, and peaks of GPU and host memory.
+The model has the shape of Llama-2-70B and random weights. Each rank generates and quantizes its own slices (with double
+quantization), one weight at a time. Training: LoRA with rank 8 on every layer except the head, 2 × 2048 tokens per
+rank, activation checkpointing, offload. One JSON line: seconds, and peak GPU and host memory.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def build(shape: dict[str, int]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from fullshard.fsdp import checkpoint_module
-    from fullshard.quant.quantize_model import quantize_model
+    from fullshard.quant import quantize_model
 
     config = LlamaConfig(
         vocab_size=shape["vocabulary"], hidden_size=shape["hidden"], intermediate_size=shape["intermediate"],
@@ -92,7 +92,7 @@ def fill(model: Any) -> None:
     import torch
 
     import fullshard.runtime as xr
-    from fullshard.quant.quantize_model import quantized_layers
+    from fullshard.quant import quantized_layers
     from fullshard.weights.init import compute_buffers
     from fullshard.weights.transforms import piece_of
 
@@ -121,7 +121,7 @@ def rank_program(shape: dict[str, int], rows: int, length: int, steps: int, limi
     import fullshard.runtime as xr
     import fullshard.spmd as xs
     from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
-    from fullshard.lora.targets import summary
+    from fullshard.lora import summary
     from fullshard.models.chunked_loss import LeanHead
 
     host = HostMemory()
@@ -135,7 +135,6 @@ def rank_program(shape: dict[str, int], rows: int, length: int, steps: int, limi
     mesh = xs.Mesh(np.arange(xr.world_size()), (xr.world_size(),), ("fsdp",))
     model = build(shape)
     head = LeanHead(model)
-    head.scale = 1.0 / (rows * (length - 1))
     model = FSDPv2(model, mesh, auto_wrap_policy=transformer_auto_wrap_policy, mixed_precision="bf16", cpu_offload=True)
     start = time.perf_counter()
     fill(model)
@@ -149,7 +148,8 @@ def rank_program(shape: dict[str, int], rows: int, length: int, steps: int, limi
     for step in range(steps):
         start = time.perf_counter()
         ids = torch.randint(0, shape["vocabulary"], (rows, length), device=xr.device())
-        loss = model(input_ids=ids, labels=ids).loss
+        with head.loss_pass(scale=1.0 / (rows * (length - 1))):
+            loss = model(input_ids=ids, labels=ids).loss
         forward = time.perf_counter() - start
         loss.backward()
         model.clip_grad_norm_(1.0)

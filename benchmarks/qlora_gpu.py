@@ -1,13 +1,13 @@
-"""4-bit weights on one GPU, beside bitsandbytes.
+"""Compares 4-bit weights on one GPU with bitsandbytes.
 
     python benchmarks/qlora_gpu.py             # `--quick` for the checks and fewer shapes
 
-1. The kernels give the bits of the CPU reference, for every type, block size and odd shape (exit status 1 if not).
-2. Dequantise against a copy of as many bytes, and against bitsandbytes; quantise against bitsandbytes.
-3. `NF4Linear` forward and backward against bitsandbytes' `Linear4bit`: time, and memory above what is held at rest.
-4. Two ranks share the GPU through Gloo: the losses of a QLoRA run must match one device, with and without offload.
+1. The kernels must equal the CPU reference bit for bit, for every type, block size and odd shape (else exit status 1).
+2. Dequantization compared with a copy of the same size and with bitsandbytes; quantization with bitsandbytes.
+3. Forward and backward of `NF4Linear` compared with bitsandbytes' `Linear4bit`: time, and memory above the weights.
+4. Two ranks share the GPU with Gloo: the losses of a QLoRA run must match one device, with and without offload.
 
-One JSON line per case, a table at the end. bitsandbytes is left out where it is not installed.
+One JSON line per case and a table at the end. bitsandbytes is skipped if it is not installed.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def two_ranks(offload: bool) -> None:
     import fullshard.runtime as xr
     import fullshard.spmd as xs
     from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
-    from fullshard.quant.quantize_model import quantize_model
+    from fullshard.quant.quantize import quantize_model
 
     xr.use_spmd(device="cuda")
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,13 +1,13 @@
-"""How long a save holds training up: synchronous, in the background, and beside torch's own ways; two Gloo ranks.
+"""Measures how long a save blocks training: synchronous, asynchronous, and with torch's own methods; two Gloo ranks.
 
-    python benchmarks/save_stall.py                 # 2.1 GB of weights, files below the current directory
+    python benchmarks/save_stall.py                 # 2.1 GB of weights, files in the current folder
     python benchmarks/save_stall.py --optimizer     # with Adam's moments: three times as much
 
-Each route saves the same model in turn, several times, in one job; reported are medians of the slower rank. A save in
-the background counts the time until the call returns; its first time, when buffers are made, is told apart. `dcp` is
-`torch.distributed.checkpoint.save` with its own storage (what Accelerate's sharded saves use), `dcp_async` its
-`async_save`, `gathered` the whole state on the first rank and `torch.save` (Accelerate's full saves). None of those
-computes checksums. One JSON line.
+Each method saves the same model several times in one job; reported are medians of the slower rank. For asynchronous
+saves, this is the time until the call returns; the first one, which allocates buffers, is reported separately. `dcp` is
+`torch.distributed.checkpoint.save` with its own storage (as in Accelerate's sharded saves), `dcp_async` its
+`async_save`, and `gathered` gathers the full state on rank 0 and uses `torch.save` (as in Accelerate's full saves).
+None of these computes checksums. One JSON line.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
-"""What thousands of ranks cost one of them, without thousands of machines.
+"""Measures the overhead of thousands of ranks on one of them, without thousands of machines.
 
-    python benchmarks/scale.py                  # CPU; `--device cuda` for the host time that counts, `--quick` for less
+    python benchmarks/scale.py                  # CPU; `--device cuda` for realistic host time, `--quick` for less
 
-torch's fake process group stands in for the other ranks: its collectives return at once, so that all that is left is
-this rank's own work. (Its gathers fill the result with copies of the rank's own piece, one copy per rank; that is the
-stand-in's work and not this rank's, and is left out: see `WithoutData`.) A Llama with the widths of Llama-8B (two
-layers, bf16) is wrapped as rank 0 of 8, 256 and 4,096, by FULL_SHARD and by HYBRID_SHARD in groups of 8, in full and
-with LoRA of rank 8, each case in a process of its own. Reported per case:
+torch's fake process group replaces the other ranks: its collectives return at once, so only this rank's own work is
+measured. (Its all-gathers fill the result with one copy of the shard per rank; that is not this rank's work and is
+excluded, see `WithoutData`.) A Llama with the layer sizes of Llama-8B (two layers, bf16) is wrapped as rank 0 of 8, 256
+and 4,096, with FULL_SHARD and with HYBRID_SHARD in groups of 8, full fine-tuning and LoRA with rank 8, each case in its
+own process. Reported per case:
 
-- starting: `use_spmd()` on the group, the mesh, wrapping on the meta device (no data), process groups made, the longest
-  name of one;
-- a step on one token: forward and backward ("pass") and, with clipping and AdamW, the whole of it. On a GPU the host
+- start-up: `use_spmd()` on the group, the mesh, wrapping on the meta device (no data), process groups created, the
+  longest name of a group;
+- a step on one token: forward and backward ("pass"), and the whole step with clipping and AdamW. On a GPU, the host
   time is the wall time until the calls return, without waiting for the GPU, and launches are kernels, copies and fills.
-  On a CPU kernels run in the same thread; their own time, as the profiler sees it, is taken off, and launches are
-  calls of operators that do more than make a view. That time is rough, and leaves out what the calls themselves cost;
-  the number of Python calls in a pass says the same without noise;
-- collectives launched in a step (coalesced ones are one launch), and the tensors that travel in them.
+  On a CPU, kernels run in the same thread; their time in the profiler is subtracted, and launches are calls of
+  operators other than views. That is a rough estimate without the cost of the calls; the number of Python calls
+  is exact;
+- collectives launched in a step (coalesced ones count once), and the tensors in them.
 
-And from the plan alone, for Llama-8B and Llama-70B: bytes that a unit's gathers and reductions move, over the bytes of
-the parameters in it. A table goes to stderr, one JSON line to stdout.
+From the plan alone, for Llama-8B and Llama-70B: bytes moved by a unit's all-gathers and reductions, relative to the
+bytes of its parameters. A table is printed to stderr, one JSON line to stdout.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def build(size: str, kind: str, vocabulary: int, layers: int) -> Any:
         from peft import LoraConfig, get_peft_model
 
         if kind == "qlora":
-            from fullshard.quant.quantize_model import quantize_model
+            from fullshard.quant.quantize import quantize_model
 
             quantize_model(model, {"load_in_4bit": True, "bnb_4bit_use_double_quant": True})
         lora = LoraConfig(r=8, target_modules="all-linear")

@@ -1,14 +1,14 @@
-"""A data set that is streamed: rate and memory of the pipeline, beside training and beside `datasets`.
+"""Measures throughput and memory of streaming a dataset, also during training, compared with `datasets`.
 
-    python benchmarks/stream.py                     # 1 GB of chats, made in a temporary folder
-    python benchmarks/stream.py --size 50e6         # less of it
+    python benchmarks/stream.py                     # 1 GB of chats, generated in a temporary folder
+    python benchmarks/stream.py --size 50e6         # a smaller file
 
-Two ranks' loaders stream the whole file once, packed, with the loss on the assistant's turns: worker processes parse,
-render and tokenise, the first rank writes pages, both ranks make tensors. Memory is anonymous memory (file cache left
-out) of each rank, highest until a tenth of the file and highest over all. Then the same ranks train a small Llama (the
-quickstart's size) from a stream, and at last `datasets` streams the beginning of the same file, with the same template,
-tokens and loss mask made in batches by `map`, neither packed nor in tensors; one file is one shard to it, so that more
-processes would not help it, but its tokenizer uses all cores. One JSON line.
+The loaders of two ranks stream the whole file once, packed, with the loss on assistant turns: worker processes parse,
+render and tokenize, rank 0 writes pages, and both ranks build tensors. Memory is anonymous memory (without file cache)
+of each rank: the peak over the first tenth of the file, and over all of it. Then the ranks train a small Llama (the
+size of the quickstart's) from a stream. Finally, `datasets` streams the start of the same file, with the same template,
+tokens and loss mask computed in batches by `map`, without packing and tensors. One file is one shard for it, so more
+processes would not help, but its tokenizer uses all cores. One JSON line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reading a profiler trace: how much of one kind of GPU work runs beside another, and where the host waits.
+"""Analyzes a profiler trace: how much kinds of GPU work overlap, and where the host waits.
 
-Works on the events of a Chrome trace as `torch.profiler` exports them, and on nothing else, so that it can be tried
-without a GPU. Times are microseconds. The phases of a step are marked by `record_function(PHASE + name)`.
+It only reads the events of a Chrome trace exported by `torch.profiler`, so it can be tested without a GPU. Times are in
+microseconds. The phases of a step are marked with `record_function(PHASE + name)`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the watch asks of the job's store: calls and bytes per rank and second, in calm and while a rank is missing.
+"""Counts the watchdog's store traffic: calls and bytes per rank and second, normally and while a rank is missing.
 
-No processes and no clock: every rank's store thread is run by hand, round by round, on a store that counts. With many
-ranks only some are run in full (`sampled`, spread over the ranks); the others only keep their heartbeats moving.
+It is a simulation without processes and clocks: each rank's store thread is called round by round on a counting store.
+With many ranks, only a sample is simulated in full (`sampled`); the others only update their heartbeats.
 
     python benchmarks/watch_traffic.py
 """
@@ -16,11 +16,11 @@ from unittest import mock
 import torch.distributed as dist
 
 from fullshard import runtime
-from fullshard.watchdog import threads, watch
-from fullshard.watchdog.heartbeat import Ring, beat_every
+from fullshard.watchdog import rank_state, threads, watch
+from fullshard.watchdog.heartbeat import HeartbeatRing, beat_every
 
 UNITS = 80
-"""Units of the model whose operations the notes tell."""
+"""Units of the model whose operations are in the statuses."""
 
 
 class CountingStore:
@@ -60,12 +60,12 @@ class Rank:
     """One rank's part of the watch, with a state of its own."""
 
     def __init__(self, rank: int, world: int, shared: Any):
-        self.rank, self.store, self.here = rank, CountingStore(shared), watch._Here()
+        self.rank, self.store, self.state = rank, CountingStore(shared), rank_state.RankState()
         with mock.patch.multiple(runtime, rank=lambda: rank, world_size=lambda: world):
-            self.lookout = threads.Lookout(self.store, None)
-        self.ring = Ring(self.lookout.board, rank, world)
-        self.lookout.board.add("news", 0)
-        with mock.patch.multiple(watch, _here=self.here, _threads_run=lambda: True):
+            self.threads = threads.WatchThreads(self.store, None)
+        self.ring = HeartbeatRing(self.threads.messages.store, rank, world)
+        self.threads.messages.store.add("news", 0)
+        with mock.patch.object(rank_state, "current", self.state), mock.patch.object(threads, "ensure_started"):
             everyone = tuple(range(world))
             gather, *others = [watch.watch_for(purpose, everyone, None) for purpose in ("gather", "reduce", "replica")]
             for step in range(2):
@@ -77,8 +77,8 @@ class Rank:
 
     def round(self, now: float) -> None:
         quiet = mock.patch.object(runtime, "get_logger")
-        with mock.patch.object(watch, "_here", self.here), quiet:
-            self.lookout._round(self.ring, now)
+        with mock.patch.object(rank_state, "current", self.state), quiet:
+            self.threads._beat(self.ring, now)
 
 
 def measure(world: int, seconds: float = 30.0, sampled: int = 8) -> dict[str, Any]:
@@ -86,18 +86,18 @@ def measure(world: int, seconds: float = 30.0, sampled: int = 8) -> dict[str, An
     shared = dist.HashStore()
     chosen = sorted({int(i * world / sampled) for i in range(sampled)} | {world - 2, world - 1})
     ranks = [Rank(rank, world, shared) for rank in chosen]
-    note = watch_note(ranks[0])
-    for rank in set(range(world)) - set(chosen):  # the others answer too; each has a heartbeat and a note
+    status = published_status(ranks[0])
+    for rank in set(range(world)) - set(chosen):  # the others answer too; each has a heartbeat and a status
         shared.set(f"watch/beat/{rank}", "1 step 2, unit model.layers.79, gather")
         shared.set(f"watch/process/{rank}", f"node {rank} 5 host")
-        shared.set(f"watch/note/{rank}", note)
+        shared.set(f"watch/status/{rank}", status)
     shared.set(f"watch/process/{world - 1}", "elsewhere 1 5 host")  # the one that will be missing
     beat = beat_every(world)
-    found: dict[str, Any] = {"ranks": world, "beat_s": beat, "note_bytes": len(note)}
+    found: dict[str, Any] = {"ranks": world, "beat_s": beat, "status_bytes": len(status)}
     now = 1000.0
     for state in ("calm", "missing"):
         for rank in ranks:
-            rank.round(now)  # what is learnt once
+            rank.round(now)  # what is read once
             rank.store.calls = rank.store.bytes = 0
         here = ranks[:-1] if state == "missing" else ranks
         for _ in range(int(seconds / beat)):
@@ -106,10 +106,10 @@ def measure(world: int, seconds: float = 30.0, sampled: int = 8) -> dict[str, An
                 shared.set(f"watch/beat/{rank}", f"{now:.0f} step 2, unit model.layers.79, gather")
             for rank in here:
                 if state == "missing":
-                    rank.here.waiting = (rank.label, 1000.0 + int(seconds / beat) * beat)
-                    rank.here.verdict = None
+                    rank.state.waiting = (rank.label, 1000.0 + int(seconds / beat) * beat)
+                    rank.state.failure = None
                 rank.round(now)
-        ordinary = [rank for rank in here if not rank.lookout.inquiry.leads]
+        ordinary = [rank for rank in here if not rank.threads.investigation.leads]
         found[state] = {
             "calls": round(sum(r.store.calls for r in ordinary) / len(ordinary) / seconds, 2),
             "bytes": round(sum(r.store.bytes for r in ordinary) / len(ordinary) / seconds),
@@ -119,9 +119,9 @@ def measure(world: int, seconds: float = 30.0, sampled: int = 8) -> dict[str, An
     return found
 
 
-def watch_note(rank: Rank) -> str:
-    with mock.patch.object(watch, "_here", rank.here):
-        return watch.note(1 << 60, 0.0).text()
+def published_status(rank: Rank) -> str:
+    with mock.patch.object(rank_state, "current", rank.state):
+        return rank_state.status(1 << 60, 0.0).text()
 
 
 if __name__ == "__main__":

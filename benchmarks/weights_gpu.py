@@ -1,8 +1,8 @@
-"""Loading, saving and exporting a model of 2.2 GB on one GPU: times, and what a save costs the GPU.
+"""Measures loading, saving and exporting a 2.2 GB model on one GPU, and how much a save slows the GPU down.
 
     python -m torch.distributed.run --nproc_per_node 1 benchmarks/weights_gpu.py
 
-Two ranks on one GPU work as well (over Gloo). Prints one JSON line.
+Two ranks on one GPU work too (with Gloo). Prints one JSON line.
 """
 
 from __future__ import annotations

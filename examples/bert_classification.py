@@ -1,11 +1,11 @@
-"""BERT learns to classify, in a training loop of your own; how the model is sharded is left to the configuration.
+"""Text classification with BERT in an ordinary training loop, sharded by `fullshard.prepare`.
 
     python examples/bert_classification.py                                          # one process
-    fullshard launch --num_processes 2 examples/bert_classification.py              # two, sharded
-    fullshard launch --config_file fsdp.yaml examples/bert_classification.py        # as the file says
+    fullshard launch --num_processes 2 examples/bert_classification.py              # two processes, sharded
+    fullshard launch --config_file fsdp.yaml examples/bert_classification.py        # settings from a file
 
-The model is small and random and the data made up (does a text hold more of one word than of another?), so nothing is
-downloaded. The lines that make it run sharded are the import and `fullshard.prepare`.
+The model is small with random weights, and the data is synthetic (does a text have more words of one kind than of the
+other?), so nothing is downloaded. Only the import and `fullshard.prepare` are specific to fullshard.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def texts(seed: int) -> TensorDataset:
 
 
 def mean(value: torch.Tensor) -> float:
-    """Over all ranks."""
+    """The mean over all ranks."""
     total = value.detach().clone()
     if xr.world_size() > 1:
         torch.distributed.all_reduce(total)

@@ -1,9 +1,9 @@
-"""The FSDPv2 guide's examples in one program: wrap, wrap per layer, shard the output, checkpoint activations.
+"""The examples of the FSDPv2 guide: wrap a model, wrap each layer, shard the output, checkpoint activations.
 
     python examples/fsdp_train.py                              # one process
     torchrun --nproc_per_node 4 examples/fsdp_train.py         # four ranks
 
-Each rank runs the same program on the same global values, as on one device.
+Each rank runs the same program on the same global tensors, as on one device.
 """
 
 import functools
@@ -28,7 +28,7 @@ class DecoderLayer(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.mix(self.norm(x)).cumsum(dim=1) / LENGTH  # each position sees those before it
+        x = x + self.mix(self.norm(x)).cumsum(dim=1) / LENGTH  # each position depends on those before it
         return x + self.down(torch.relu(self.up(x)))
 
 
@@ -50,12 +50,12 @@ class Decoder(nn.Module):
 
 
 def train(name: str, model: nn.Module, mesh: xs.Mesh, steps: int = 5) -> None:
-    """A few steps on one batch; the loss must fall."""
+    """Train a few steps on one batch; the loss must decrease."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    x = xs.mark_sharding(x, mesh, ("fsdp", None))  # only the input; y counts as a global value
+    x = xs.mark_sharding(x, mesh, ("fsdp", None))  # only the input; y is a global value
     losses = []
     for _ in range(steps):
         output = model(x, y)
@@ -91,7 +91,7 @@ def main() -> None:
             return Output(super().forward(x))
 
     def shard_output(output: Output, mesh: xs.Mesh) -> None:
-        xs.mark_sharding(output.logits, mesh, ("fsdp", None, None))  # the result is thrown away
+        xs.mark_sharding(output.logits, mesh, ("fsdp", None, None))  # in place; the result is not needed
 
     torch.manual_seed(0)
     model = FSDPv2(WithOutput(), mesh, shard_output)

@@ -1,12 +1,12 @@
-"""A Hugging Face Llama, fully sharded: plain local batches, as with any data-parallel program.
+"""A fully sharded Hugging Face Llama with per-rank batches, as in any data-parallel program.
 
     python examples/llama_fsdp.py                                          # one process
     torchrun --nproc_per_node 2 examples/llama_fsdp.py                     # two ranks
     torchrun --nproc_per_node 4 examples/llama_fsdp.py --strategy HYBRID_SHARD --mixed-precision bf16
-    fullshard launch --config_file fsdp.yaml examples/llama_fsdp.py        # as the file says
+    fullshard launch --config_file fsdp.yaml examples/llama_fsdp.py        # settings from a file
 
-The model is small and random; give `--model NAME_OR_PATH` for another one. The same global batch is trained at any
-number of ranks, so the losses agree. Without flags the launched configuration decides how the model is sharded.
+The model is small with random weights; `--model NAME_OR_PATH` uses another one. The global batch is the same on any
+number of ranks, so the losses agree. Without flags, the launched configuration decides how the model is sharded.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fullshard.runtime as xr
 from fullshard import checkpoint_module
+from fullshard.parallelize.model import shard_model
 from fullshard.parallelize.settings import EngineSettings
 
 
@@ -31,7 +32,7 @@ def build(name: str | None) -> torch.nn.Module:
 
 
 def settings_for(options: argparse.Namespace) -> EngineSettings:
-    """The launched configuration, with what the flags say on top."""
+    """The launched configuration, with the flags taking precedence."""
     settings = EngineSettings.from_environment()
     if options.strategy is not None:
         settings = dataclasses.replace(settings, sharding_strategy=options.strategy, reshard_after_forward=None)
@@ -59,7 +60,7 @@ def main() -> None:
     model = build(options.model)
     for layer in model.model.layers:
         checkpoint_module(layer)
-    model = settings_for(options).wrap(model)
+    model = shard_model(model, settings_for(options))
     xr.print0(str(model.plan).splitlines()[0])
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

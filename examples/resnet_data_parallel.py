@@ -1,7 +1,7 @@
-"""Data parallelism by annotation: a ResNet trained on a batch that is split over `data`.
+"""Data parallelism by annotation: trains a ResNet on a batch that is sharded over the `data` axis.
 
-Nothing in the model or the loop knows of devices. Batch norm takes its statistics over the whole batch, so the result
-is that of one device, whatever their number.
+Model and training loop are written for one device. Batch norm computes its statistics over the global batch, so the
+result is the same on any number of devices.
 
 One process:     python examples/resnet_data_parallel.py
 Four processes:  torchrun --nproc_per_node 4 examples/resnet_data_parallel.py

@@ -1,4 +1,4 @@
-"""The SPMD guide's example: a mesh, three tensors, and who holds what.
+"""The example of the SPMD guide: a mesh, three sharded tensors, and which device holds which part.
 
 One process:     python examples/spmd_basic.py
 Four processes:  torchrun --nproc_per_node 4 examples/spmd_basic.py
@@ -14,10 +14,10 @@ from fullshard.spmd import Mesh
 
 
 def main() -> dict[str, torch.Tensor]:
-    # One program over all devices.
+    # Start one SPMD program over all devices.
     xr.use_spmd()
 
-    # The mesh, together with the partition spec and the tensor's shape, says which piece each device holds.
+    # Mesh, partition spec and tensor shape determine the shard of each device.
     num_devices = xr.global_runtime_device_count()
     mesh_shape = (num_devices, 1)
     device_ids = np.array(range(num_devices))
@@ -26,7 +26,7 @@ def main() -> dict[str, torch.Tensor]:
 
     t = torch.randn(8, 4).to(xm.xla_device())
 
-    # Dim 0 over `data`, dim 1 over `model`.
+    # Shard dim 0 over `data` and dim 1 over `model`.
     partition_spec = ("data", "model")
     xs.mark_sharding(t, mesh, partition_spec)
     xs.visualize_tensor_sharding(t)
@@ -36,19 +36,19 @@ def main() -> dict[str, torch.Tensor]:
     t1 = torch.randn(8, 8, 16).to(device)
     t2 = torch.randn(8).to(device)
 
-    # The first dim is whole everywhere.
+    # The first dim is not sharded.
     xs.mark_sharding(t1, mesh, (None, "data", "model"))
     xs.visualize_tensor_sharding(t1)
 
-    # Split over `data`; the axis left out, `model`, holds copies.
+    # Sharded over `data`, replicated over `model`.
     xs.mark_sharding(t2, mesh, ("data",))
     xs.visualize_tensor_sharding(t2)
 
-    # Split over both axes.
+    # Sharded over both axes.
     xs.mark_sharding(t2, mesh, (("data", "model"),))
     xs.visualize_tensor_sharding(t2)
 
-    # From here on it is one program: operators work on the global values, wherever their pieces lie.
+    # Operators work on global values.
     total = (t @ t.T).sum() + t1.mean() + t2.norm()
     xr.print0(f"\nevery rank agrees on the total: {total.item():.4f}")
     return {"t": t, "t1": t1, "t2": t2, "total": total}

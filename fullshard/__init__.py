@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from fullshard import old_paths
 from fullshard.errors import UserError
+from fullshard.version import __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "CheckpointManager",
     "FSDPv2",
@@ -76,6 +77,9 @@ _HOMES = {
     ),
 }
 """Names that `fullshard` itself offers, and the room each comes from."""
+
+
+old_paths.install()
 
 
 def __getattr__(name: str) -> Any:

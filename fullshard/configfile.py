@@ -1,8 +1,8 @@
-"""Configuration files: YAML or JSON into values with their line numbers, and keys into options.
+"""Configuration files: reads YAML or JSON with line numbers, and maps keys to options.
 
-Every key must belong to an option of a typed configuration class (`fullshard.options`). A key that does not is an error
-with the nearest one that does; spellings that guides get wrong, and sections that lost their indentation, are read as
-meant, with a note.
+Every key must belong to an option of a typed configuration class (`fullshard.options`). An unknown key is an error that
+suggests the nearest one. Known misspellings of guides, and sections that lost their indentation, are accepted with a
+note.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A file's keys and values, and where each key stands."""
+    """A file's keys and values, and the line of each key."""
 
     path: Path
     values: dict[str, Any]
@@ -36,7 +36,7 @@ class ConfigFile:
 
 
 def read_file(path: str | Path) -> ConfigFile:
-    """Read a file; whatever is wrong with it is said with its line."""
+    """Read a file; errors name the line."""
     path = Path(path).expanduser()
     if path.is_dir():
         path = _inside(path)
@@ -68,7 +68,7 @@ def _inside(folder: Path) -> Path:
     named = [p for p in found if p.stem in ("fsdp_config", "default_config")] or found
     if len(named) != 1:
         held = ", ".join(p.name for p in found) or "none"
-        raise ConfigError(f"{folder} is a folder; name the configuration file in it (there are: {held})")
+        raise ConfigError(f"{folder} is a directory; name the configuration file in it (found: {held})")
     return named[0]
 
 
@@ -96,7 +96,7 @@ def _collect_lines(path: Path, node: Any, above: tuple[str, ...], lines: dict[tu
     for key, value in node.value:
         name, line = (*above, str(key.value)), key.start_mark.line + 1
         if name in lines:
-            raise ConfigError(f"{path}:{line}: {'.'.join(name)} stands there twice, first on line {lines[name]}")
+            raise ConfigError(f"{path}:{line}: {'.'.join(name)} is set twice, first on line {lines[name]}")
         lines[name] = line
         if isinstance(value, yaml.MappingNode):
             _collect_lines(path, value, name, lines)
@@ -109,11 +109,11 @@ class Given:
     values: dict[str, Any] = field(default_factory=dict)
     """By option name, converted."""
     where: dict[str, str] = field(default_factory=dict)
-    """By option name, the place of the value, for messages."""
+    """By option name, the location of the value, for messages."""
 
 
 def sort_keys(file: ConfigFile, options: Iterable[Option], notes: list[str]) -> Given:
-    """The file's keys as values of the options; what had to be interpreted is added to `notes`."""
+    """The option values in a file; each key that had to be interpreted adds a line to `notes`."""
     options = [one for one in options if one.in_file]
     sections = {one.section for one in options} - {""}
     by_section = {s: [one for one in options if one.section == s] for s in (*sections, "")}
@@ -143,12 +143,12 @@ def sort_keys(file: ConfigFile, options: Iterable[Option], notes: list[str]) -> 
     for section in sorted({s for s, _ in flattened}):
         keys = [key for s, key in flattened if s == section]
         shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-        notes.append(f"{file.path}: {shown} stand at the top level; read as part of {section}")
+        notes.append(f"{file.path}: {shown} are at the top level; read as part of {section}")
     return given
 
 
 def _find(key: str, options: Iterable[Option], where: str, notes: list[str], whole: bool = False) -> Option | None:
-    """The option of a key. `whole`: only names that cannot mean anything else outside their section."""
+    """The option of a key. `whole`: only names that are unambiguous outside their section."""
     name = key.replace("-", "_")
     for one in options:
         names = one.names if not whole else tuple(n for n in one.names if n.startswith(one.prefix) or n == one.key)
@@ -162,7 +162,7 @@ def _find(key: str, options: Iterable[Option], where: str, notes: list[str], who
 
 def _take(one: Option, value: Any, where: str, given: Given) -> None:
     if one.name in given.values:
-        raise ConfigError(f"{where} and {given.where[one.name]} both say {one.key}; keep one")
+        raise ConfigError(f"{where} and {given.where[one.name]} both set {one.key}; keep one")
     if value is None:
         return
     given.values[one.name] = convert(one, value, where)
@@ -170,22 +170,22 @@ def _take(one: Option, value: Any, where: str, given: Given) -> None:
 
 
 def nest(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
-    """Option values by name as the file holds them: by key, in their sections."""
+    """Option values as the file stores them: by key, in sections."""
     made: dict[str, Any] = {}
     for one in options:
         if one.name in values and values[one.name] is not None:
             value = values[one.name]
             if isinstance(value, tuple):
-                # A list under a prefixed key is comma-separated text there, as Accelerate writes it.
+                # Accelerate writes a list under a prefixed key as comma-separated text.
                 value = ",".join(value) if one.prefix else list(value)
             if value in ("true", "false"):
-                value = value == "true"  # of an option that takes names as well
+                value = value == "true"  # an option that accepts names as well
             (made.setdefault(one.section, {}) if one.section else made)[one.key] = value
     return made
 
 
 def write_file(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path}: expected a name that ends in {', '.join(SUFFIXES)}")
     text = (

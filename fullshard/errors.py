@@ -1,37 +1,37 @@
-"""The errors a user of fullshard sees.
+"""The exceptions of fullshard.
 
-Each one is a user's mistake, or a limit they ran into, told in one message: what was given, what was
-expected, what to do. The command line prints the message alone; broken invariants inside the library are
-plain `assert`s and keep their traceback.
+Each one is a mistake of the user, or a limit that they reached, in one message: what was given, what was expected, what
+to do. The command line prints the message without a traceback. Broken invariants inside the library are plain `assert`s
+and keep their traceback.
 """
 
 from __future__ import annotations
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, in one line; its kind where it says nothing."""
+    """The first line of an exception's message; its class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class UserError(Exception):
-    """Something the user can put right; the message says how."""
+    """An error that the user can correct; the message tells how."""
 
     exit_code = 2
-    """The exit code of a process that ends with this error."""
+    """The exit code of a process that this error ends."""
 
 
 class RuntimeSetupError(UserError, RuntimeError):
-    """The processes cannot be set up as asked (launcher variables, devices, rendezvous)."""
+    """Processes that cannot be set up (launcher variables, devices, rendezvous)."""
 
 
 class RanksMissingError(RuntimeSetupError):
-    """Other ranks did not come to the rendezvous: not this rank's mistake, and a restart may help."""
+    """Other ranks did not arrive at the rendezvous: not this rank's fault, and a restart may help."""
 
     exit_code = 69
 
 
 class MeshError(UserError, ValueError):
-    """A mesh that cannot exist, or that does not fit the devices there are."""
+    """A mesh that is invalid, or does not fit the available devices."""
 
 
 class SpecError(UserError, ValueError):
@@ -39,29 +39,29 @@ class SpecError(UserError, ValueError):
 
 
 class LayoutError(UserError, ValueError):
-    """A tensor whose layout does not allow what was asked of it."""
+    """A tensor whose layout does not allow the operation."""
 
 
 class UnsupportedError(UserError, NotImplementedError):
-    """A right request that this version of torch, or this backend, cannot carry out exactly."""
+    """A valid request that this version of torch, or this backend, cannot execute exactly."""
 
 
 class NameMissingError(UserError, AttributeError):
-    """A name of another library that has no meaning here; the message says what stands for it."""
+    """A name of PyTorch/XLA that does not exist here; the message names the replacement."""
 
 
 class BatchError(UserError, ValueError):
-    """A batch that the loader's sharding does not fit."""
+    """A batch that does not fit the loader's sharding."""
 
 
 class BatchKeyError(UserError, KeyError):
-    """A batch whose keys are not those of the loader's sharding."""
+    """A batch whose keys differ from those of the loader's sharding."""
 
     __str__ = Exception.__str__  # KeyError would print the message in quotes
 
 
 class FSDPError(UserError, RuntimeError):
-    """A module that cannot be wrapped as asked, or a wrapped one used in a way that cannot work."""
+    """A module that cannot be wrapped, or a wrapped module that is used incorrectly."""
 
 
 class WeightsError(UserError, RuntimeError):
@@ -73,27 +73,31 @@ class CheckpointError(UserError, RuntimeError):
 
 
 class RankLostError(FSDPError, CheckpointError):
-    """Another rank is gone, or does not answer: not this rank's mistake, and a restart may help."""
+    """Another rank is gone, or does not respond: not this rank's fault, and a restart may help."""
 
     exit_code = 69
 
     def __init__(self, message: str, at: str = ""):
         super().__init__(message)
         self.at = at
-        """Where in the program a rank was that waited for it."""
+        """The position of a rank that waited for it."""
+
+
+class RanksDivergedError(FSDPError, CheckpointError):
+    """Ranks entered different collectives: the program takes different branches on them."""
 
 
 class QuantizationError(UserError, ValueError):
-    """A quantisation that does not exist, or weights it cannot be applied to."""
+    """An unknown quantization, or weights that cannot be quantized."""
 
 
 class DataError(UserError, ValueError):
-    """Training data that cannot be read or used as it is."""
+    """Training data that cannot be read or used."""
 
 
 class ConfigError(UserError, ValueError):
-    """Settings that do not exist, do not fit together, or cannot be carried out here."""
+    """Settings that are unknown, contradict each other, or are not supported."""
 
 
 class TrainingError(UserError, RuntimeError):
-    """A training run that cannot go on."""
+    """A training run that cannot continue."""

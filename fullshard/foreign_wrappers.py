@@ -1,7 +1,7 @@
-"""Finds modules that another engine already moves the parameters of: DDP, torch's FSDP, DeepSpeed.
+"""Finds modules that another library has already wrapped: DDP, torch's FSDP, DeepSpeed.
 
-SPMD does not mix with them, so `fullshard.runtime.use_spmd` and `fullshard.spmd` refuse such modules by name.
-Nothing is imported to find out.
+They cannot be combined with SPMD, so `fullshard.runtime.use_spmd` and `fullshard.spmd` refuse such modules. None of
+those libraries is imported for the check.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from fullshard.errors import RuntimeSetupError
 
-_WRAPPERS = {  # class name -> (module that defines it, what a user calls it)
+_WRAPPERS = {  # class name -> (module that defines it, name in messages)
     "DistributedDataParallel": ("torch.nn.parallel.distributed", "DistributedDataParallel (DDP)"),
     "FullyShardedDataParallel": (
         "torch.distributed.fsdp.fully_sharded_data_parallel",
@@ -25,7 +25,7 @@ _WRAPPERS = {  # class name -> (module that defines it, what a user calls it)
 
 
 def refuse_foreign_wrappers(module: torch.nn.Module) -> None:
-    """Raise if `module`, or one inside it, is wrapped by DDP, FSDP or DeepSpeed: they move the same parameters."""
+    """Raise if `module`, or one inside it, is wrapped by DDP, FSDP or DeepSpeed."""
     for name, part in module.named_modules():
         wrapper = _wrapper_of(part)
         if wrapper is not None:
@@ -43,13 +43,13 @@ def _wrapper_of(module: object) -> str | None:
 def _refusal(module: torch.nn.Module, wrapper: str, where: str) -> RuntimeSetupError:
     inner = getattr(module, "module", module)  # DDP, FSDP and DeepSpeed keep the user's module here
     return RuntimeSetupError(
-        f"{type(inner).__name__}{where} is wrapped by {wrapper}, which does not mix with SPMD: both would move the "
-        "same parameters. Give fullshard the module without its wrapper."
+        f"{type(inner).__name__}{where} is wrapped by {wrapper}, which cannot be combined with SPMD: both manage the "
+        "same parameters. Pass fullshard the module without its wrapper."
     )
 
 
 def refuse_live_wrappers() -> None:
-    """Find wrapped modules without being shown them: through their classes' referrers, in C and so in milliseconds."""
+    """Raise if any wrapped module exists in this process; found quickly, through referrers of the wrapper classes."""
     classes: set[type] = set()
     for name, (home, _) in _WRAPPERS.items():
         if home in sys.modules and hasattr(sys.modules[home], name):
@@ -60,7 +60,7 @@ def refuse_live_wrappers() -> None:
             return
         if attempt == 0:
             del live
-            gc.collect()  # a dropped wrapper sits in cycles until then
+            gc.collect()  # a deleted wrapper stays in reference cycles until then
     wrapper = _wrapper_of(live[0])
     assert wrapper is not None
     raise _refusal(live[0], wrapper, "")

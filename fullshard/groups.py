@@ -1,7 +1,7 @@
-"""Process groups: how they are made and named, and what carries a device's tensors in them.
+"""Process groups: creating and naming them, and which backend they use for a device.
 
-Every question about a backend is asked here. A process group may have one backend per device type, and the string that
-torch gives for it names all of them, so only the backend of the device in question answers what carries its tensors.
+A process group may have one backend per device type. torch's name for the group lists all of them, so ask here for the
+backend of one device.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ import torch
 import torch.distributed as dist
 
 from fullshard import accelerator
+from fullshard.torch_private import backend_for, device_types, group_name, set_group_timeout
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that carries the device's tensors in a group ("nccl", "gloo", "fake"); "" if none does."""
+    """The backend of a group for the device's tensors ("nccl", "gloo", "fake"); "" if it has none."""
     if not carries(group, device.type):
         return ""
-    return str(group._get_backend(torch.device(device.type)).name()).lower()
+    return str(backend_for(group, device.type).name()).lower()
 
 
 def carries(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether tensors of this device type can travel in the group."""
-    return device_type in {d.type for d in group._device_types}
+    """Whether the group has a backend for tensors of this device type."""
+    return device_type in device_types(group)
 
 
 def has_own(device_type: str) -> bool:
-    """Whether this build of torch has the backend that carries the device type's tensors straight between devices."""
+    """Whether this build of torch has the device type's own backend (NCCL for CUDA)."""
     return dist.is_backend_available(accelerator.SUPPORTED.get(device_type, "gloo"))
 
 
 def short_name(ranks: Sequence[int]) -> str:
-    """A name for a set of ranks in their order, short also for thousands: 0-7, 0-28:4, or a digest."""
+    """A short name for a sequence of ranks, even of thousands: 0-7, 0-28:4, or a digest."""
     first, last = ranks[0], ranks[-1]
     step = ranks[1] - first if len(ranks) > 1 else 1
     if step > 0 and list(ranks) == list(range(first, last + 1, step)):
@@ -45,12 +46,12 @@ def short_name(ranks: Sequence[int]) -> str:
     return f"{len(ranks)}x{hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()}"
 
 
-def leave_time_outs_to_us(backend: str) -> None:
-    """Keep torch's NCCL watchdog from ending the process before `watchdog/watch.py` has named the rank that is missing.
+def disable_nccl_abort(backend: str) -> None:
+    """Keep torch's NCCL watchdog from ending the process before our own watchdog has named the missing rank.
 
-    It must be called before a group is made. Whatever the user set stays. By default the watchdog ends the process when
-    a work fails or times out. It also holds its list of works, which every new operation needs, for four times
-    the second limit, 60 s by default.
+    Must be called before a group is created. Variables that the user set are not changed. By default torch's watchdog
+    ends the process when a work fails or times out. It also locks its list of works, which every new operation needs,
+    for four times the second limit, 60 s by default.
     """
     if "nccl" not in backend.lower():
         return
@@ -59,30 +60,26 @@ def leave_time_outs_to_us(backend: str) -> None:
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
 
 
-def limit(group: dist.ProcessGroup, seconds: float) -> None:
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Set how long an operation of a group may take."""
-    with contextlib.suppress(ValueError, RuntimeError):  # a backend without time-outs
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    with contextlib.suppress(ValueError, RuntimeError):  # a backend without timeouts
+        set_group_timeout(group, timedelta(seconds=seconds))
 
 
 _made: dict[tuple[int, ...], int] = {}
 
 
 def new_group(ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
-    """A process group of these ranks; they, and no others, must ask for it.
+    """A new process group of these ranks; exactly these ranks must call this.
 
-    Left to itself torch names a group by how many this rank has, so that ranks with different pasts (a mesh of some of
-    the devices, say) would look for each other under different names and never meet. Here the name says the ranks and
-    how many groups of just them there were.
+    torch names a group by how many groups this rank already has. Ranks that created different groups before (a mesh of
+    some of the devices, say) would wait for each other under different names. Here the name is made of the ranks and
+    the number of groups of these ranks.
     """
-    leave_time_outs_to_us(str(options.get("backend") or dist.get_backend_config()))
+    disable_nccl_abort(str(options.get("backend") or dist.get_backend_config()))
     number = _made[ranks] = _made.get(ranks, 0) + 1
     name = f"fullshard/{short_name(ranks)}/{number}"
     if list(ranks) != sorted(ranks):
-        options["sort_ranks"] = False  # `Mesh` has refused such orders where torch lacks this
-    torch_names = dist.distributed_c10d._process_group_name
-    dist.distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
-    try:
+        options["sort_ranks"] = False  # `Mesh` refuses such orders if torch lacks this
+    with group_name(name):
         return dist.new_group(list(ranks), use_local_synchronization=True, **options)
-    finally:
-        dist.distributed_c10d._process_group_name = torch_names

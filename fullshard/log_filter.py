@@ -1,8 +1,8 @@
-"""Messages of other libraries that a user can do nothing about. Our own commands leave them out; nothing else does.
+"""Hides messages of other libraries that a user can do nothing about, in our own commands only.
 
-A script that imports fullshard is shown everything: only the processes of `fullshard …` call `leave_out()`. Each entry
-is limited to one text of one module. `own_line` keeps our own messages apart from a bar that another process draws.
-Only the standard library is imported here.
+A script that imports fullshard sees every message: only the processes of `fullshard …` call `leave_out()`. Each entry
+matches one text of one module. `own_line` keeps our messages apart from a progress bar that another process draws. Only
+the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Message:
     """A message that is not shown."""
 
     source: str
-    """The module that warns, or the logger it is logged by."""
+    """The module that warns, or the name of the logger."""
     text: str
     """A regular expression for how it begins."""
     why: str
@@ -54,27 +54,27 @@ TRAINED = (
     Message(
         "peft.tuners.tuners_utils",
         "Model has `tie_word_embeddings=True` and a tied layer is part of the adapter",
-        "an advice for training. When the result is talked to or exported, it comes too late.",
+        "a hint for training; too late when the result is used for chat or exported.",
     ),
 )
-"""Warnings that are left out where an adapter is only used."""
+"""Warnings that are hidden where an adapter is only used, not trained."""
 
 
 def leave_out(warned: tuple[Message, ...] = WARNED) -> None:
-    """Show none of these messages in this process. Calling it again changes nothing."""
+    """Hide these messages in this process. Further calls do nothing."""
     for one in LOGGED:
-        logging.getLogger(one.source).addFilter(_SHOWN[one])
+        logging.getLogger(one.source).addFilter(_FILTERS[one])
     for one in warned:
         warnings.filterwarnings("ignore", one.text, module=re.escape(one.source) + "$")
 
 
 def own_line(stream: TextIO) -> str:
-    """What is written before a message where another process, the first rank, may be drawing a bar: it takes the bar's
-    place, which is drawn again below it."""
+    """The prefix of a message on a terminal where rank 0 may draw a progress bar: it erases the bar, which is then
+    redrawn below the message."""
     return "\r\x1b[2K" if stream.isatty() and os.environ.get("TERM") != "dumb" else ""
 
 
-class _Shown(logging.Filter):
+class _HideMessage(logging.Filter):
     def __init__(self, message: Message) -> None:
         super().__init__()
         self.text = re.compile(message.text)
@@ -83,4 +83,4 @@ class _Shown(logging.Filter):
         return self.text.match(str(record.msg)) is None
 
 
-_SHOWN = {one: _Shown(one) for one in LOGGED}
+_FILTERS = {one: _HideMessage(one) for one in LOGGED}

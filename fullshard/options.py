@@ -1,8 +1,7 @@
-"""What a typed configuration class says about its options: names, kinds, defaults, choices, help.
+"""Options from typed configuration classes: names, types, defaults, choices, help texts.
 
-A configuration is a dataclass; the docstring under a field is its help text, and `option(...)` adds what a type cannot
-say. Files, flags, environment variables, `--help` and `docs/options.md` are all read off the same class. Which options
-there are is the business of those classes.
+A configuration is a dataclass. The docstring under a field is its help text, and `option(...)` adds what a type hint
+cannot express. Files, flags, environment variables, `--help` and `docs/options.md` all use the same class.
 """
 
 from __future__ import annotations
@@ -41,24 +40,24 @@ class Option:
     """Whether None (unset) is a value."""
     choices: tuple[str, ...] = ()
     numbers_from: int | None = None
-    """The number of the first choice, where choices may be given by number too."""
+    """The number of the first choice, if choices can also be given by number."""
     section: str = ""
-    """The nested part of the file that holds the option; empty for its top level."""
+    """The section of the file that contains the option; empty for the top level."""
     prefix: str = ""
-    """What the key starts with in the file and the flag; may be left out inside the section."""
+    """Prefix of the key in the file and of the flag; optional inside the section."""
     aliases: tuple[str, ...] = ()
-    """Other right names of the key."""
+    """Other valid names of the key."""
     wrong: tuple[str, ...] = ()
-    """Wrong names that guides print: accepted, with a note."""
+    """Wrong names that appear in guides: accepted, with a note."""
     flags: tuple[str, ...] = ()
     """Other names of the flag."""
     env: str = ""
-    """The environment variable that carries the value to the processes."""
+    """The environment variable that passes the value to the processes."""
     no_op: str = ""
-    """Why the option changes nothing here; empty for options that do."""
+    """Why the option has no effect; empty if it has."""
     in_file: bool = True
     given_as: str = ""
-    """What to show as the value in help and documentation, such as `PATH`."""
+    """The placeholder for the value in help and documentation, such as `PATH`."""
 
     @property
     def key(self) -> str:
@@ -67,12 +66,12 @@ class Option:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every right name of its key inside its section."""
+        """Every valid name of its key inside its section."""
         return tuple(dict.fromkeys((self.key, self.name, *self.aliases, *(self.prefix + a for a in self.aliases))))
 
     @property
     def values(self) -> str:
-        """The values it takes, in words."""
+        """A description of the accepted values."""
         if self.choices and self.numbers_from is not None:
             return ", ".join(f"{c} ({i})" for i, c in enumerate(self.choices, self.numbers_from))
         if self.choices:
@@ -85,14 +84,14 @@ class Option:
 
 
 def option(default: Any = None, **about: Any) -> Any:
-    """A dataclass field with what its type cannot say; the keywords are the fields of `Option`."""
+    """A dataclass field with metadata; the keywords are fields of `Option`."""
     if callable(default):
         return dataclasses.field(default_factory=default, metadata={"option": about})
     return dataclasses.field(default=default, metadata={"option": about})
 
 
 def takes_other_names(config: Config) -> Config:
-    """A configuration class whose options may be given to it by any of their names, as in files."""
+    """Class decorator: the constructor accepts every name of each option, as files do."""
     plain = config.__init__
 
     @functools.wraps(plain)
@@ -158,10 +157,10 @@ def _field_texts(config: type) -> dict[str, str]:
 
 
 def convert(option: Option, value: Any, given: str) -> Any:
-    """A value from a file, a flag or a variable in the option's own type; `given` names the place in errors."""
+    """A value from a file, a flag or a variable, converted to the option's type; `given` names its source in errors."""
     if value is None or (option.optional and isinstance(value, str) and value.strip().lower() in ("", "none", "null")):
         if value is None and not option.optional:
-            return option.default  # a key without a value says nothing
+            return option.default  # a key without a value is ignored
         return None
     try:
         if option.choices:
@@ -178,11 +177,11 @@ def _choice(option: Option, value: Any) -> Any:
     number = text.isdigit() and option.numbers_from is not None
     if number and 0 <= int(text) - option.numbers_from < len(option.choices):  # type: ignore[operator]
         return option.choices[int(text) - option.numbers_from]  # type: ignore[operator]
-    plain = {_spelt(c): c for c in option.choices}
-    return option.kind(plain[_spelt(text)]) if _spelt(text) in plain else _refuse()
+    plain = {_normalized(c): c for c in option.choices}
+    return option.kind(plain[_normalized(text)]) if _normalized(text) in plain else _refuse()
 
 
-def _spelt(text: str) -> str:
+def _normalized(text: str) -> str:
     return text.lower().replace("-", "_").replace(" ", "_")
 
 
@@ -259,27 +258,27 @@ _KINDS: dict[type, typing.Callable[[Any], Any]] = {
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean X?` where something is spelt nearly alike, else nothing."""
+    """`; did you mean X?` if a name is spelled similarly, else nothing."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """A command line taken apart."""
+    """A parsed command line."""
 
     values: dict[str, Any]
     """By the option's name, converted."""
     given: dict[str, str]
     """By the option's name, as the user wrote the flag."""
     rest: list[str]
-    """From the first word that is no flag on."""
+    """The words from the first one that is not a flag."""
 
 
 def parse_flags(words: Sequence[str], options: Iterable[Option], command: str) -> Parsed:
-    """Read flags up to the first other word: hyphen or underscore, `--flag value` or `--flag=value`.
+    """Parse flags up to the first other word: with hyphens or underscores, `--flag value` or `--flag=value`.
 
-    A flag of a true-or-false option may stand alone; `--no_…` turns it off.
+    A true-or-false flag needs no value; `--no_…` turns it off.
     """
     known: dict[str, Option] = {}
     for one in options:

@@ -1,8 +1,7 @@
-"""What can be said of a path that a user named: whether it means a place here, what a folder holds, and whether a
-folder may be written to.
+"""Checks of paths that a user gave: whether a name is local, what a directory contains, whether it may be written to.
 
-Every command that writes asks here first. What is read is never written to or removed, under whatever spelling: links,
-`..` and other mounts are followed. A file is replaced by one rename: a link is replaced, not written through.
+Every command that writes checks here first. Inputs are never written to or removed, however the path is spelled: links,
+`..` and other mounts are resolved. A file is replaced by one rename: a link is replaced, not written through.
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ from typing import Any
 from fullshard.errors import ConfigError
 
 Inputs = Mapping[str, Iterable[Path]]
-"""What a command reads: the option that names it, and its folders and files."""
+"""The inputs of a command: the option that names them, and their directories and files."""
 
 _CHECKPOINT = re.compile(r"step-\d+")
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name can only be a path: on the hub names have at most one slash."""
+    """Whether a name can only be a path: names on the Hub have at most one slash."""
     return Path(name).expanduser().is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
 
 
 def held(folder: Path) -> str:
-    """The first few things in a folder, for messages."""
+    """The first few entries of a directory, for messages."""
     return ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
 
 
-# --- what is read and what is written -------------------------------------------------------------------------------
+# --- inputs and outputs ---------------------------------------------------------------------------------------------
 
 
 def within(path: str | Path, folder: str | Path) -> bool:
-    """Whether a path is a folder or lies in it: by its name, by its target if it is a link, or by both of a mount."""
+    """Whether a path is a directory or is inside it, by its name, its link target, or another mount."""
     place = Path(folder).expanduser()
     return any(_same(above, place) for spelled in _spellings(path) for above in (spelled, *spelled.parents))
 
 
 def _spellings(path: str | Path) -> Iterator[Path]:
-    """A path as it was given, and each place that its links lead through."""
+    """A path as it was given, and each target of its links."""
     spelled = Path(os.path.abspath(Path(path).expanduser()))
     yield spelled
     seen: set[Path] = set()
@@ -63,33 +62,33 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def refuse_inputs(folder: Path, option: str, inputs: Inputs) -> None:
-    """Refuse a folder to write to that is, or holds, something that is read."""
+    """Refuse an output directory that is, or contains, an input."""
     for name, paths in inputs.items():
         for path in paths:
             if _same(path.expanduser(), folder):
                 raise ConfigError(
-                    f"{option}: {folder} is also {name} ({path}), and what is read is never written to or removed; "
-                    f"choose another folder."
+                    f"{option}: {folder} is also {name} ({path}), and inputs are never written to or removed; choose "
+                    f"another directory."
                 )
             if within(path, folder):
                 raise ConfigError(
-                    f"{option}: {folder} holds {path}, which {name} names, and a folder with something that is read is "
-                    f"never written to or emptied; choose another folder."
+                    f"{option}: {folder} contains {path}, which {name} names, and a directory with inputs is never "
+                    f"written to or emptied; choose another directory."
                 )
 
 
 def check_new_folder(folder: str | Path) -> Path:
-    """The real path of a folder for a result, which must be new or empty, and not in a checkpoint: those are removed
-    whole by the run that they belong to."""
+    """The resolved path of an output directory, which must be new or empty, and not inside a checkpoint: a run removes
+    its checkpoints."""
     given = Path(folder).expanduser()
     if given.exists() and (not given.is_dir() or any(given.iterdir())):
-        raise ConfigError(f"{given} exists already and is not empty; choose another folder.")
+        raise ConfigError(f"{given} exists already and is not empty; choose another directory.")
     place = given.resolve()
     for above in (place, *place.parents):
         if _CHECKPOINT.fullmatch(above.name) and any(above.parent.glob("step-*/manifest.json")):
             raise ConfigError(
-                f"{given} lies among the checkpoints in {above.parent}, which their run adds to and removes; choose a "
-                f"folder outside."
+                f"{given} is inside the checkpoints in {above.parent}, which a run adds and removes; choose a "
+                f"directory outside."
             )
     return place
 
@@ -98,7 +97,7 @@ def check_new_folder(folder: str | Path) -> Path:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file whole, in the place of what has its name; what a link there points to stays as it is."""
+    """Replace a file atomically; if the path is a link, its target is not changed."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -109,7 +108,7 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replaced_files(folder: Path) -> Iterator[Path]:
-    """A folder to write files into that then take their places in `folder`, as with `replace_text`."""
+    """A temporary directory whose files then replace those in `folder`, as with `replace_text`."""
     import tempfile
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,6 +121,6 @@ def replaced_files(folder: Path) -> Iterator[Path]:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer's files into a folder."""
+    """Write a tokenizer's files into a directory."""
     with replaced_files(folder) as part:
         tokenizer.save_pretrained(part)

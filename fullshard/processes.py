@@ -1,4 +1,4 @@
-"""Processes as the system knows them: what tells one from all others, and whether it runs, is stopped or has ended."""
+"""Processes of the operating system: how to identify one, and whether it runs, is stopped or has ended."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pathlib import Path
 
 
 def node_id() -> str:
-    """Names what process numbers are unique in: a boot of a machine, and a namespace of process ids on it.
+    """An id of the scope in which process ids are unique: a boot of a machine, and a namespace of process ids on it.
 
-    Host names do not: containers of one image, and machines of one image, may all have the same.
+    Host names are not enough: containers or machines made from one image may all have the same.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
-        return ""  # not Linux: every other process counts as one on another node
+        return ""  # not Linux: every other process is treated as one on another node
     return hashlib.blake2b(f"{boot} {space}".encode(), digest_size=6).hexdigest()
 
 
 @dataclass(frozen=True)
 class Process:
-    """What tells one process from all others."""
+    """The identity of a process."""
 
     node: str
     pid: int
     start: str
-    """When it began, in the kernel's ticks: a number that was given to a later process is not mistaken for it."""
+    """Its start time in the kernel's ticks: distinguishes it from a later process with the same id."""
     host: str
 
     def __str__(self) -> str:
@@ -59,13 +59,13 @@ def state_of(process: Process | None) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of this node was stopped, by a signal or a debugger."""
+    """Whether a process of this node is stopped, by a signal or a debugger."""
     found = stat_of(pid)
     return found is not None and found[0] in "Tt"
 
 
 def stat_of(pid: int) -> tuple[str, str] | None:
-    """State and start of a process; None if there is none of this number."""
+    """State and start time of a process; None if there is no process with this id."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,34 +1,49 @@
-"""How far work has come: lines that move on the first rank's terminal and go away; for loading and writing a bar with
-bytes and rate. What else there is to show is its owner's business."""
+"""Progress on rank 0's terminal: a bar with bytes and rate for loading and writing, a line for tokenizing.
+
+Both are erased when the work is done. Where stdout is not a terminal, tokenizing prints a plain line now and then.
+Training's own display is in `reporting/terminal.py`.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from fullshard import runtime
 
+PLAIN_LINE_EVERY = 10.0
+"""Seconds between plain lines; shorter work prints none."""
 
-def shown_as(progress: str) -> str:
-    """What the option `progress` comes to here: live, plain, json or quiet."""
+
+def resolve_progress(progress: str) -> str:
+    """The display that the option `progress` selects here: live, plain, json or quiet."""
     moves = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     live = moves if progress == "auto" else progress == "live"
     return progress if progress in ("json", "quiet") else "live" if live else "plain"
 
 
 class Terminal(Console):
-    """The terminal, with its cursor left alone: a process that is killed could not bring a hidden one back."""
+    """The terminal, with a visible cursor: a process that is killed could not bring a hidden one back."""
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
 
 
-class Moving:
-    """Something that moves on the terminal, where there is one, and goes away when it is done."""
+class _Display:
+    """A live display, where there is a terminal; erased at the end."""
 
     _bar: Progress | None = None
 
@@ -42,8 +57,8 @@ class Moving:
             self._bar.stop()
 
 
-class Bar(Moving):
-    """A progress bar."""
+class Bar(_Display):
+    """A progress bar that counts bytes."""
 
     def __init__(self, what: str, total: int, wanted: bool = True):
         console = Terminal(stderr=True)
@@ -55,3 +70,30 @@ class Bar(Moving):
     def at(self, done: int) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
+
+
+class TokenizingProgress(_Display):
+    """Counts rows and tokens and shows them as the option `progress` selects."""
+
+    def __init__(self, name: str, progress: str) -> None:
+        self.name, self.rows, self.tokens = name, 0, 0
+        mode = resolve_progress(progress) if runtime.is_main() else "quiet"
+        self._started = self._printed = time.monotonic()
+        self._plain = mode == "plain"
+        if mode == "live":
+            self._bar = Progress(
+                SpinnerColumn(), TextColumn("{task.description}", markup=False), console=Terminal(), transient=True
+            )
+            self._task = self._bar.add_task(f"tokenizing {name}", total=None)
+
+    def __call__(self, rows: int, tokens: int) -> None:
+        self.rows, self.tokens = self.rows + rows, self.tokens + tokens
+        if self._bar is not None:
+            self._bar.update(self._task, description=self._line())
+        elif self._plain and time.monotonic() > self._printed + PLAIN_LINE_EVERY:
+            self._printed = time.monotonic()
+            print(self._line(), flush=True)
+
+    def _line(self) -> str:
+        rate = self.tokens / max(1e-9, time.monotonic() - self._started)
+        return f"tokenizing {self.name}: {self.rows:,} rows, {self.tokens:,} tokens, {rate:,.0f} tok/s"

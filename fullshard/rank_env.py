@@ -1,7 +1,7 @@
-"""What the launcher and the machine give: this process's place among all, its device, its backend.
+"""Reads the launcher's environment variables and chooses device, backend and timeout.
 
-Functions of environment variables and counts alone, so that every case can be tried on any machine. Acting on what
-they say is left to `fullshard.runtime`.
+Everything is a function of environment variables and counts, so every case can be tested on any machine.
+`fullshard.runtime` acts on the results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULT_INIT_TIMEOUT = 300.0
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place among all processes, as the launcher tells it."""
+    """This process's place among all processes, according to the launcher."""
 
     rank: int = 0
     world_size: int = 1
@@ -29,7 +29,7 @@ class Launch:
     local_world_size: int = 1
     node_count: int = 1
     master: str = ""
-    """`address:port` of the rendezvous; empty where none is needed."""
+    """`address:port` of the rendezvous; empty if none is needed."""
 
     @property
     def one_node(self) -> bool:
@@ -37,7 +37,7 @@ class Launch:
 
 
 def read_launcher(env: Mapping[str, str]) -> Launch:
-    """The place that torchrun (or whoever sets the same variables) gave this process; a world of one without them."""
+    """The place that torchrun's variables assign to this process; without them the world size is 1."""
     given = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if env.get(name)}
     if not given:
         return Launch()
@@ -60,7 +60,7 @@ def read_launcher(env: Mapping[str, str]) -> Launch:
         raise _missing("MASTER_ADDR", env)
     port = _launcher_int(env, "MASTER_PORT", at_least=1)
     nodes = -(-world_size // local_world_size)
-    if env.get("GROUP_WORLD_SIZE"):  # torchrun's number of nodes, right also where nodes differ in size
+    if env.get("GROUP_WORLD_SIZE"):  # torchrun's number of nodes, correct even if nodes have different sizes
         nodes = _launcher_int(env, "GROUP_WORLD_SIZE", at_least=1)
     return Launch(rank, world_size, local_rank, local_world_size, nodes, f"{env['MASTER_ADDR']}:{port}")
 
@@ -88,37 +88,37 @@ def _missing(name: str, env: Mapping[str, str]) -> RuntimeSetupError:
 
 
 def read_local_place(env: Mapping[str, str]) -> tuple[int, int] | None:
-    """(local rank, local world size), or None where the launcher leaves them out."""
+    """(local rank, local world size), or None if the launcher does not set them."""
     if not (env.get("LOCAL_RANK") and env.get("LOCAL_WORLD_SIZE")):
         return None
     return _launcher_int(env, "LOCAL_RANK"), _launcher_int(env, "LOCAL_WORLD_SIZE", at_least=1)
 
 
 def gpu_count() -> int:
-    """How many GPUs this process sees."""
+    """The number of GPUs that this process sees."""
     return accelerator.count()
 
 
 def choose_device(wanted: str | None, local_rank: int, gpus: int) -> torch.device:
-    """CUDA, the ranks of a node dealt out over its GPUs, where there is one; else the CPU. `wanted` overrules."""
+    """The device `wanted`, else a GPU by local rank, else the CPU."""
     if wanted not in (None, "", "cpu", *accelerator.SUPPORTED):
         known = " or ".join(repr(name) for name in ("cpu", *accelerator.SUPPORTED))
-        raise RuntimeSetupError(f"Device {wanted!r} is not known: expected {known} ({DEVICE_VARIABLE}).")
+        raise RuntimeSetupError(f"Device {wanted!r} is not supported: expected {known} ({DEVICE_VARIABLE}).")
     if wanted in accelerator.SUPPORTED and gpus == 0:
-        raise RuntimeSetupError(f"Device {wanted!r} was asked for, but torch sees no GPU here. Ask for 'cpu'.")
+        raise RuntimeSetupError(f"Device {wanted!r} was requested, but torch sees no GPU here. Use 'cpu'.")
     if wanted == "cpu" or gpus == 0:
         return torch.device("cpu")
     return torch.device(wanted or next(iter(accelerator.SUPPORTED)), local_rank % gpus)
 
 
 def choose_backend(device_type: str, *, own: bool) -> str:
-    """Gloo always carries CPU tensors. NCCL carries CUDA tensors where it can: torch has it, and ranks share no GPU."""
+    """Gloo for CPU tensors; NCCL for CUDA tensors if it can be used (`own`): torch has it, and ranks share no GPU."""
     known = accelerator.SUPPORTED.get(device_type)
     return "gloo" if known is None else f"cpu:gloo,{device_type}:{known if own else 'gloo'}"
 
 
 def choose_init_timeout(given: float | None, env: Mapping[str, str]) -> float:
-    """Seconds to wait for the other ranks: the argument, else the variable, else the default."""
+    """Seconds to wait for the other ranks: the argument, else the environment variable, else the default."""
     source, value = "init_timeout", given
     if given is None and env.get(INIT_TIMEOUT_VARIABLE):
         source, text = INIT_TIMEOUT_VARIABLE, env[INIT_TIMEOUT_VARIABLE]

@@ -1,7 +1,8 @@
-"""Where the ranks meet about checkpoints: exchanges that every rank must enter, and errors that all ranks share.
+"""What the ranks agree on: values that all of them exchange, and errors that all of them raise.
 
-Checkpoints have communicators of their own (Gloo, host memory only), so that they never mix with training's. A rank
-that waits for others here is watched by the engine's watch: within seconds it says which ranks have not come.
+Every function here is collective: all ranks must call it, in the same order. The data travels through host memory on
+Gloo communicators of its own, so it never mixes with training's collectives. The watchdog names the ranks that others
+wait for.
 """
 
 from __future__ import annotations
@@ -14,27 +15,47 @@ import torch
 import torch.distributed as dist
 
 from fullshard import runtime
-from fullshard.errors import CheckpointError, FSDPError, RankLostError, UserError
+from fullshard.errors import TrainingError, UserError
 from fullshard.groups import carries, new_group
 from fullshard.watchdog import abort, watch
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=6)
-"""How long a rank waits for others that are still writing. One that has died is noticed at once."""
+TIMEOUT = timedelta(hours=6)
+"""How long a rank waits for others, which may be writing files. A rank that has died is noticed within seconds."""
 
-_front: tuple[Any, int, Any] = (None, -1, None)
+
+# --- communicators --------------------------------------------------------------------------------------------------
+
+_host_group: tuple[Any, int, Any] = (None, -1, None)
+_spares: tuple[Any, int, list[Any]] = (None, -1, [])
+
+
+def _all_ranks() -> tuple[int, ...]:
+    return tuple(range(runtime.world_size()))
 
 
 def _new_group() -> Any:
-    return new_group(tuple(range(runtime.world_size())), backend="gloo", timeout=PATIENCE)
+    return new_group(_all_ranks(), backend="gloo", timeout=TIMEOUT)
 
 
-class Lease:
-    """A communicator of all ranks, on loan. All ranks must take it, and end it, alike.
+def host_group() -> Any:
+    """The training thread's communicator for host memory; replaced with the job's process group and after a failure."""
+    global _host_group
+    runtime.use_spmd()
+    if _host_group[0] is not dist.group.WORLD or _host_group[1] != watch.failures():
+        if carries(dist.group.WORLD, "cpu"):
+            # Creating a group waits for all ranks unwatched, so they synchronize first where the wait is watched.
+            _watched("start", dist.group.WORLD, lambda: dist.all_reduce(torch.zeros(1)))
+        _host_group = (dist.group.WORLD, watch.failures(), _new_group())
+    return _host_group[2]
 
-    It is used again by the next one rather than destroyed: torch names some groups by how many there are, so that
-    after one is destroyed a name may be given twice.
+
+class BorrowedGroup:
+    """A communicator of all ranks for another thread, such as one that saves in the background.
+
+    It is handed to the next borrower rather than destroyed: torch names some groups by how many there are, so after
+    one is destroyed a name could be used twice.
     """
 
     def __init__(self) -> None:
@@ -48,94 +69,57 @@ class Lease:
         self.group = None
 
 
-_spares: tuple[Any, int, list[Any]] = (None, -1, [])
-
-
 def _spare_groups() -> list[Any]:
-    """Groups that nobody uses; like all others they are given up with the process group, and after a failure."""
+    """Groups that nobody uses; dropped with the job's process group and after a failure, like all others."""
     global _spares
-    if _spares[0] is not dist.group.WORLD or _spares[1] != watch.failures:
-        _spares = (dist.group.WORLD, watch.failures, [])
+    if _spares[0] is not dist.group.WORLD or _spares[1] != watch.failures():
+        _spares = (dist.group.WORLD, watch.failures(), [])
     return _spares[2]
 
 
-def front_group() -> Any:
-    """The communicator of the training thread; made anew with the job's process group, and after a failure."""
-    global _front
-    runtime.use_spmd()
-    if _front[0] is not dist.group.WORLD or _front[1] != watch.failures:
-        if carries(dist.group.WORLD, "cpu"):
-            # Making a group waits for all ranks unwatched, so they meet first where the wait is watched.
-            _watched("start", dist.group.WORLD, lambda: dist.all_reduce(torch.zeros(1)))
-        _front = (dist.group.WORLD, watch.failures, _new_group())
-    return _front[2]
-
-
 def _watched(purpose: str, group: Any, job: Callable[[], T]) -> T:
-    noted = watch.watch_for(f"checkpoint {purpose}", tuple(range(runtime.world_size())), group)
-    try:
-        with noted.waiting(noted.issue()):
-            return job()
-    except RankLostError:
-        raise
-    except FSDPError as error:
-        raise CheckpointError(str(error)) from error
+    log = watch.watch_for(f"ranks {purpose}", _all_ranks(), group)
+    with watch.waiting(log.issue()):
+        return job()
 
 
-def exchange(value: T, step: int, what: str, *, watched: bool = True) -> list[T]:
-    """Every rank's value, on every rank. Not `watched` where ranks take their time, such as after writing files."""
+def connection_lost(what: str, error: Exception) -> UserError:
+    """The error for a broken connection to another rank; it names the rank that is gone."""
+    return watch.failed(what, _all_ranks(), error)
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def exchange(value: T, what: str, *, watched: bool = True) -> list[T]:
+    """Every rank's value, on every rank. `what` names the exchange in reports about ranks that are late.
+
+    With `watched=False` a long wait is not reported: some ranks may be working before they get here.
+    """
     if runtime.world_size() == 1:
         runtime.use_spmd()
         return [value]
-    watch.at(step, None, what)
-    group = front_group()
-    heard: list[Any] = [None] * runtime.world_size()
+    watch.doing(what)
+    group = host_group()
+    values: list[Any] = [None] * runtime.world_size()
     if watched:
-        _watched("", group, lambda: dist.all_gather_object(heard, value, group=group))
+        _watched("", group, lambda: dist.all_gather_object(values, value, group=group))
     else:
         try:
-            dist.all_gather_object(heard, value, group=group)
+            dist.all_gather_object(values, value, group=group)
         except RuntimeError as error:
-            raise lost(what, error) from error
-    watch.at(step, None, f"after {what}")
-    return heard
-
-
-def lost(what: str, error: Exception) -> CheckpointError:
-    """The error for a connection to another rank that is gone."""
-    found = watch.failed(what, tuple(range(runtime.world_size())), error)
-    return found if isinstance(found, CheckpointError) else CheckpointError(str(found))
-
-
-def agree(job: Callable[[], T], step: int, what: str, *, watched: bool = True) -> list[T]:
-    """Do a job on every rank and share the results; if it fails on any, the same error is raised on all."""
-    values, failures, cause = attempt(job, _told, step, what, watched=watched)
-    raise_for(failures, cause)
+            raise connection_lost(what, error) from error
+    watch.doing(f"after {what}")
     return values
 
 
-def attempt(
-    job: Callable[[], T], told: Callable[[Exception], str], step: int, what: str, *, watched: bool
-) -> tuple[list[T], dict[int, str], Exception | None]:
-    """Do a job on every rank: the results, what failed on which rank as `told` puts it, and this rank's own error."""
-    mine: Any = None
-    failure: Exception | None = None
-    try:
-        mine = job()
-    except Exception as error:
-        failure = error
-    heard = exchange((mine, None if failure is None else told(failure)), step, what, watched=watched)
-    failures = {rank: text for rank, (_, text) in enumerate(heard) if text is not None}
-    return [value for value, _ in heard], failures, failure
-
-
-def any_of(flags: int, step: int, what: str) -> int:
-    """The flags that any rank has set, in one small sum."""
+def any_of(flags: int, what: str) -> int:
+    """The bitwise OR of every rank's flags: one small all-reduce."""
     if runtime.world_size() == 1:
         return flags
-    group = front_group()
-    watch.at(step, None, what)
-    shared, limit = torch.tensor([flags]), abort.time_out(dist.group.WORLD)
+    group = host_group()
+    watch.doing(what)
+    shared, limit = torch.tensor([flags]), abort.timeout_of(dist.group.WORLD)
 
     def wait() -> None:
         work = dist.all_reduce(shared, dist.ReduceOp.BOR, group=group, async_op=True)
@@ -145,31 +129,73 @@ def any_of(flags: int, step: int, what: str) -> int:
     return int(shared)
 
 
-def _told(error: BaseException) -> str:
+# --- outcomes -------------------------------------------------------------------------------------------------------
+
+
+def agree(job: Callable[[], T], what: str, *, error: type[UserError] | None = None, watched: bool = False) -> list[T]:
+    """Run `job` on every rank and return every rank's result; if it fails on any rank, all ranks raise.
+
+    With `error` they raise one error of that class, which lists the ranks that failed and why. Without, a rank that
+    failed raises its own exception, and the others raise the first one's message. `watched` is for short jobs only.
+    """
+    result, failure = None, None
+    try:
+        result = job()
+    except Exception as raised:
+        failure = raised
+    outcomes = exchange((result, _described(failure)), what, watched=watched)
+    failures = {rank: described for rank, (_, described) in enumerate(outcomes) if described is not None}
+    if not failures:
+        return [value for value, _ in outcomes]  # type: ignore[misc]
+    if error is not None:
+        raise error(by_rank({rank: text for rank, (_, text) in failures.items()})) from failure
+    if failure is not None:
+        raise failure
+    kind, text = next(iter(failures.values()))
+    raise kind(text)
+
+
+def agree_locally(job: Callable[[], T], what: str, *, error: type[UserError] | None = None, watched: bool = False) -> T:
+    """Like `agree`, but each rank gets its own result only, which may be large; errors are shared."""
+    own: list[T] = []
+    agree(lambda: own.append(job()), what, error=error, watched=watched)
+    return own[0]
+
+
+def once_per_node(job: Callable[[], T], what: str) -> T:
+    """The result (a small value) of `job` on the first rank of this node; the other ranks of the node wait for it."""
+    return _result_of(runtime.rank() - runtime.local_rank(), job, what)
+
+
+def on_rank_0(job: Callable[[], T], what: str) -> T:
+    """The result (a small value) of `job` on rank 0; the other ranks wait for it."""
+    return _result_of(0, job, what)
+
+
+def _result_of(worker: int, job: Callable[[], T], what: str) -> T:
+    results = agree(lambda: job() if runtime.rank() == worker else None, what)
+    return results[worker]  # type: ignore[return-value]
+
+
+def _described(error: Exception | None) -> tuple[type[UserError], str] | None:
+    if error is None:
+        return None
+    return type(error) if isinstance(error, UserError) else TrainingError, describe_error(error)
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception as other ranks report it."""
     if isinstance(error, OSError):
         return f"{error.filename or 'the file'}: {error.strerror or error}"
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def raise_for(failures: dict[int, str], cause: BaseException | None = None) -> None:
-    """Raise the one error that all ranks share, if there were any."""
-    if not failures:
-        return
-    by_message: dict[str, list[int]] = {}
-    for rank, message in failures.items():
-        by_message.setdefault(message, []).append(rank)
-    lines = [
+def by_rank(messages: dict[int, str]) -> str:
+    """One line per message, led by the ranks that it comes from unless it comes from all."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, message in messages.items():
+        ranks_of.setdefault(message, []).append(rank)
+    return "\n".join(
         message if len(ranks) == runtime.world_size() else f"rank {', '.join(map(str, ranks))}: {message}"
-        for message, ranks in by_message.items()
-    ]
-    raise CheckpointError("\n".join(lines)) from cause
-
-
-def from_torch(error: Any) -> CheckpointError:
-    """torch.distributed.checkpoint's error, which names every rank that failed, as ours."""
-    failures = {rank: _told(found) for rank, (found, _) in error.failures.items()}
-    try:
-        raise_for(failures, error)
-    except CheckpointError as made:
-        return made
-    return CheckpointError(str(error))
+        for message, ranks in ranks_of.items()
+    )

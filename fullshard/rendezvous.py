@@ -1,6 +1,6 @@
-"""Where the ranks of a job meet before they have a process group: who is missing, and what all of them can use.
+"""The rendezvous of all ranks before there is a process group: which ranks are missing, which backend all can use.
 
-A handful of calls of the job's store per rank, however many ranks there are, and one a second while some are missing.
+It takes a few calls of the job's store per rank, for any number of ranks, and one per second while some are missing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fullshard.errors import RanksMissingError, RuntimeSetupError
 from fullshard.rank_env import DEVICE_VARIABLE, INIT_TIMEOUT_VARIABLE, Launch
 
 REPORT_AFTER = 10.0
-"""Seconds after which the ranks that have not come are named."""
+"""Seconds after which missing ranks are reported."""
 NAMED = 16
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the ranks found out about each other."""
+    """What the ranks learned about each other."""
 
     shared: str = ""
     """Which ranks share a GPU; empty if none do."""
@@ -34,18 +34,18 @@ class Meeting:
 
     @property
     def own(self) -> bool:
-        """Whether the accelerator's own backend (NCCL) can serve all ranks."""
+        """Whether all ranks can use the accelerator's own backend (NCCL)."""
         return not (self.shared or self.without)
 
 
 def meet(
     store: dist.Store, launch: Launch, device: torch.device, seconds: float, warn: Callable[[str], None]
 ) -> Meeting:
-    """Wait until every rank is there, so that the one that is not can be named; what they are to each other.
+    """Wait until every rank has arrived; names the ranks that do not. Returns what the ranks learned about each other.
 
-    Ranks are counted, and the last one opens the door. A rank also counts itself at its GPU: where two find each other
-    there NCCL would refuse them, wherever in the job that is. So all ranks decide alike, from a handful of calls each,
-    however many there are. GPUs are known by their own identity, since a rank may not see those of its neighbours.
+    The store counts the ranks, and the last one sets a key that all others wait for. It also counts the ranks of each
+    GPU: NCCL refuses two ranks on one GPU, anywhere in the job, so all ranks must make the same decision. GPUs are
+    identified by their UUID, since a rank may not see the GPUs of its neighbors.
     """
     kind, own = device.type, groups.has_own(device.type)
     if store.add(f"here/{launch.rank}", 1) == 1:
@@ -65,18 +65,18 @@ def meet(
     here = store.add(f"device/{kind}", 0)
     if here < launch.world_size:
         raise RuntimeSetupError(
-            f"Rank {launch.rank} runs on {kind} like {here - 1} other(s) of the {launch.world_size} ranks; the rest "
-            f"run on another kind of device, and one program cannot. Look for the node whose GPUs are not found, or "
-            f"set {DEVICE_VARIABLE} alike on all nodes."
+            f"Rank {launch.rank} and {here - 1} other(s) of the {launch.world_size} ranks run on {kind}, the rest on "
+            f"another type of device, which one program cannot mix. Look for the node whose GPUs are not found, or "
+            f"set {DEVICE_VARIABLE} to the same value on all nodes."
         )
     shared, without = (store.get(key).decode() if store.check([key]) else "" for key in ("shared", "without"))
     return Meeting(shared, without)
 
 
 def _wait_for_all(store: dist.Store, launch: Launch, seconds: float, warn: Callable[[str], None]) -> None:
-    """Wait until the last rank has come. Those that have not are named: soon, by one rank, and at the end."""
+    """Wait until the last rank has arrived. One rank reports those that are missing; all do at the timeout."""
     began, pause, reported = time.monotonic(), 0.02, False
-    # Asked again and again: a wait that times out makes torch print a warning about its sockets.
+    # Polled: a wait that times out makes torch print a warning about its sockets.
     while not store.check(["all here"]):
         waited = time.monotonic() - began
         if waited > seconds:
@@ -91,7 +91,7 @@ def _wait_for_all(store: dist.Store, launch: Launch, seconds: float, warn: Calla
         return
     raise RanksMissingError(
         f"Rank {launch.rank} waited {seconds:g} s at {launch.master} (MASTER_ADDR:MASTER_PORT), but of "
-        f"{launch.world_size} ranks these did not come: {_absent(store, launch)}. Look at their output first; "
+        f"{launch.world_size} ranks these did not arrive: {_absent(store, launch)}. Look at their output first; "
         f"if they are only slow to start, raise {INIT_TIMEOUT_VARIABLE}."
     )
 

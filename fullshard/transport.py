@@ -1,7 +1,7 @@
-"""How tensors travel between ranks: the backend that carries them, why, and what to change if it is the wrong one.
+"""How tensors are sent between ranks: the backend, the reason for it, and what to change if it is the wrong one.
 
-Functions of counts and names alone, so that every case can be tried on any machine. What the process group has and what
-the node has is asked by `fullshard.runtime`.
+Everything is a function of counts and names, so every case can be tested on any machine. `fullshard.runtime` provides
+them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Transport:
-    """How this rank's tensors travel to other ranks."""
+    """How this rank's tensors are sent to other ranks."""
 
     backend: str
-    """"nccl", "gloo" or another of torch's; "" where nothing travels."""
+    """"nccl", "gloo" or another backend of torch; "" with one rank."""
     sentence: str
     fix: str = ""
-    """What to change if NCCL could carry the tensors and does not; "" if all is as it should be."""
+    """What to change if NCCL could be used and is not; "" otherwise."""
 
     def __str__(self) -> str:
         return self.sentence
@@ -34,13 +34,15 @@ def transport_of(
     without: str,
     ours: bool = True,
 ) -> Transport:
-    """How tensors of a device type travel by a backend.
+    """How tensors of a device type are sent with a backend.
 
-    `gpus` counts those that this rank sees. `shared` says which ranks share a GPU, `without` which have a torch without
-    NCCL; both are empty where there are none. `ours` is whether fullshard made the process group.
+    - `gpus`: the number of GPUs that this rank sees
+    - `shared`: which ranks share a GPU; empty if none do
+    - `without`: which ranks have a torch without NCCL; empty if none do
+    - `ours`: whether fullshard created the process group
     """
     if world_size == 1:
-        return Transport("", "nothing travels: there is one rank")
+        return Transport("", "none: there is one rank")
     name = {"gloo": "Gloo", "nccl": "NCCL"}.get(backend, backend)
     if device_type == "cpu":
         return Transport(backend, f"{name} (CPU)")
@@ -51,11 +53,11 @@ def transport_of(
     if shared:
         return Transport(backend, f"Gloo through host memory: {shared}")
     if without:
-        fix = f"Torch has no NCCL on {without}: install a build that has it."
+        fix = f"torch has no NCCL on {without}: install a build that has it."
     else:
         assert not ours
         fix = (
-            'The program made its process group with backend "gloo": make it with "cpu:gloo,cuda:nccl", or leave it to '
-            "fullshard by not making one."
+            'The program created its process group with backend "gloo": use "cpu:gloo,cuda:nccl", or let fullshard '
+            "create the group."
         )
-    return Transport(backend, "Gloo through host memory, though each rank has a GPU of its own", fix)
+    return Transport(backend, "Gloo through host memory, although each rank has its own GPU", fix)

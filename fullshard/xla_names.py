@@ -1,7 +1,7 @@
-"""The names of PyTorch/XLA that have no meaning here, and what stands for each.
+"""Names of PyTorch/XLA that fullshard does not have, and the replacement of each.
 
-`xr`, `xm` and `xs` carry the names that have one. Asking for one of these raises an `AttributeError` that says what to
-write in its place, so that `hasattr` answers False; any other name is unknown as in every module.
+Accessing one of them through `xr`, `xm` or `xs` raises an `AttributeError` that names the replacement, so `hasattr`
+returns False. Any other unknown name raises Python's usual error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from fullshard.errors import NameMissingError
 
-_GLOBAL = "values are global here; for data of one rank use torch.distributed"
+_GLOBAL = "tensors are global here; for per-rank data use torch.distributed"
 _COMPILED = "nothing is compiled by XLA here"
 
 REFUSED: dict[str, dict[str, str]] = {
@@ -20,7 +20,7 @@ REFUSED: dict[str, dict[str, str]] = {
              "all_reduce_bucketized_gradients", "all_gather_bucketized", "reduce_scatter_bucketized", "send", "recv"),
             _GLOBAL,
         ),
-        "reduce_gradients": "gradients are global already; step the optimizer",
+        "reduce_gradients": "gradients are already global; step the optimizer",
         **dict.fromkeys(("REDUCE_SUM", "REDUCE_MUL", "REDUCE_MIN", "REDUCE_MAX", "REDUCE_AND", "REDUCE_OR"), _GLOBAL),
         "send_cpu_data_to_device": "use fullshard.spmd.ShardedLoader, or t.to(xm.xla_device())",
         "is_xla_tensor": "there are no XLA tensors; compare t.device with xm.xla_device()",
@@ -30,22 +30,22 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("get_stablehlo", "get_stablehlo_bytecode", "dynamic_expand", "dynamic_view_as"), _COMPILED),
     },
     "xr": {
-        "set_device_type": "give use_spmd(device=...), or set FULLSHARD_DEVICE",
-        "using_pjrt": "devices are torch's own",
+        "set_device_type": "use use_spmd(device=...), or set FULLSHARD_DEVICE",
+        "using_pjrt": "devices are torch devices",
         **dict.fromkeys(
             ("runtime_device_attributes", "global_runtime_device_attributes", "local_runtime_devices"),
-            "ask torch.cuda.get_device_properties",
+            "use torch.cuda.get_device_properties",
         ),
         "set_cache_path": _COMPILED,
     },
     "xs": {
         "xla_distribute_tensor": "use mark_sharding(t, mesh, partition_spec)",
-        "xla_distribute_module": "mark parameters, then distribute_module(module, mesh)",
-        "auto_policy": "layouts are not chosen automatically; mark the parameters",
+        "xla_distribute_module": "use mark_sharding on parameters, then distribute_module(module, mesh)",
+        "auto_policy": "layouts are not chosen automatically; use mark_sharding on parameters",
         "MarkShardingFunction": "use mark_sharding_with_gradients(t, mesh, partition_spec)",
         **dict.fromkeys(
             ("XLAPatchedLinear", "xla_patched_nn_linear_forward"),
-            "nn.Linear keeps the layout of its batch dims as it is",
+            "nn.Linear already keeps the layout of batch dims",
         ),
         **dict.fromkeys(
             ("convert_to_dtensor_spec", "convert_array_mapping_to_partition_spec", "wrap_as_sharded_tensor"),
@@ -56,7 +56,7 @@ REFUSED: dict[str, dict[str, str]] = {
 
 
 def refuse(module: str, known_as: str, name: str) -> NoReturn:
-    """What a module's `__getattr__` answers to a name that it does not have."""
+    """Raise the error of a module's `__getattr__` for a name that it does not have."""
     instead = REFUSED[known_as].get(name)
     if instead is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

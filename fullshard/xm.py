@@ -1,7 +1,7 @@
-"""The names of `torch_xla.core.xla_model` that a program uses, so that it runs with its imports changed.
+"""The names of `torch_xla.core.xla_model`, so that programs for PyTorch/XLA run after changing their imports.
 
-PyTorch/XLA collects operations until a step is marked; here they run as they are called, so `mark_step` has nothing
-to do. Names without a meaning here are refused one by one (`xla_names.py`).
+PyTorch/XLA records operations until `mark_step`; here they run immediately, so `mark_step` does nothing. Names without
+an equivalent raise an error that names the replacement (`xla_names.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
 from fullshard import accelerator, runtime, xla_names
 from fullshard.errors import RuntimeSetupError, UnsupportedError
+from fullshard.torch_private import tree_map
 
 __all__ = [
     "add_step_closure",
@@ -47,49 +47,49 @@ __all__ = [
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """The device of this rank. A process has one, so no other can be asked for."""
+    """The device of this rank. A process has one device, so `n` must be None or 0."""
     if n not in (None, 0):
         raise UnsupportedError(
-            f"xm.xla_device({n!r}): a process drives one device here; start one process per device with torchrun or "
+            f"xm.xla_device({n!r}): a process uses one device here; start one process per device with torchrun or "
             f"fullshard launch, and call xm.xla_device()"
         )
     return runtime.device()
 
 
 def get_xla_supported_devices(devkind: str | None = None, max_devices: int | None = None) -> list[str]:
-    """This rank's device, in a list."""
+    """A list with this rank's device."""
     return [str(runtime.device())]
 
 
 def xla_device_hw(device: str | torch.device) -> str:
-    """The kind of a device: `CPU`, `CUDA`."""
+    """The type of a device: `CPU` or `CUDA`."""
     return torch.device(device).type.upper()
 
 
 def get_ordinal(defval: int = 0) -> int:
-    """This process's number among all, from 0."""
+    """The rank of this process."""
     return runtime.rank()
 
 
 def get_local_ordinal(defval: int = 0) -> int:
-    """This process's number among those of its node, from 0."""
+    """The local rank of this process."""
     return runtime.local_rank()
 
 
 def xrt_world_size(defval: int = 1) -> int:
-    """How many processes, and so devices, the program runs on."""
+    """The world size: the number of processes, which is the number of devices."""
     return runtime.world_size()
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Whether this is the first rank of its node, or with `local=False` of all."""
+    """Whether this is the first rank of its node, or of the job with `local=False`."""
     return (runtime.local_rank() if local else runtime.rank()) == 0
 
 
 def get_memory_info(device: str | torch.device | None = None) -> dict[str, int]:
-    """Bytes used and present on this rank's GPU."""
-    if runtime.device().type != "cuda":
-        raise UnsupportedError(f"xm.get_memory_info: known of GPUs only; this rank's device is {runtime.device()}")
+    """Used and total memory of this rank's GPU, in bytes."""
+    if not accelerator.is_accelerator(runtime.device()):
+        raise UnsupportedError(f"xm.get_memory_info: only for GPUs; this rank's device is {runtime.device()}")
     free, total = torch.cuda.mem_get_info(runtime.device())
     return {"bytes_used": total - free, "bytes_limit": total, "peak_bytes_used": torch.cuda.max_memory_reserved()}
 
@@ -98,27 +98,27 @@ def get_memory_info(device: str | torch.device | None = None) -> dict[str, int]:
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """Nothing to launch; with `wait`, wait until the device has finished."""
+    """With `wait`, wait until the device has finished; otherwise nothing."""
     if wait:
         wait_device_ops()
 
 
 def wait_device_ops(devices: Sequence[Any] = ()) -> None:
-    """Wait until this rank's device has finished what it was given."""
+    """Wait until this rank's device has finished."""
     accelerator.synchronize(runtime.device())
 
 
 def unlazy(tensors: Any) -> None:
-    """Wait for the values of tensors; none is lazy here."""
+    """Wait for the device; tensors are not lazy here."""
     wait_device_ops()
 
 
 def optimization_barrier_(tensors: Any) -> None:
-    """Nothing to do: no compiler reorders operations."""
+    """Does nothing: no compiler reorders operations."""
 
 
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
-    """Call `closure(*args)`, at once: the values are there."""
+    """Call `closure(*args)` immediately."""
     closure(*args)
 
 
@@ -129,11 +129,11 @@ def optimizer_step(
     groups: Any = None,
     pin_layout: bool = True,
 ) -> Any:
-    """`optimizer.step()`. In a program over all devices gradients are global, so there is nothing to add up."""
+    """`optimizer.step()`. In an SPMD program gradients are global, so nothing is reduced here."""
     if not runtime.is_spmd() and runtime.world_size() > 1:
         raise RuntimeSetupError(
-            "xm.optimizer_step: without use_spmd() each rank has gradients of its own, and nothing here adds them up. "
-            "Call fullshard.runtime.use_spmd() first, and shard batch or model (mark_sharding, FSDPv2)."
+            "xm.optimizer_step: without use_spmd() each rank has its own gradients, and they are not reduced. Call "
+            "fullshard.runtime.use_spmd() first, and shard the batch or the model (mark_sharding, FSDPv2)."
         )
     return optimizer.step(**(optimizer_args or {}))
 
@@ -158,22 +158,22 @@ def master_print(*values: object, fd: TextIO | None = None, local: bool = False,
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Wait for all ranks; returns what each gave, in their order."""
+    """Wait for all ranks; returns the payloads of all ranks, in rank order."""
     if replicas and set(replicas) != set(range(runtime.world_size())):
         raise UnsupportedError(
-            f"xm.rendezvous({tag!r}, replicas={list(replicas)}): all ranks meet here; for some of them use a group of "
-            f"torch.distributed"
+            f"xm.rendezvous({tag!r}, replicas={list(replicas)}): only all ranks are supported; for some of them, use a "
+            f"process group of torch.distributed"
         )
     return _of_all_ranks(payload)
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """What `reduce_fn` makes of the list of every rank's `data`."""
+    """`reduce_fn` applied to the list of all ranks' `data`."""
     return reduce_fn(_of_all_ranks(_on_host(data)))
 
 
 def do_on_ordinals(target: Callable[..., Any], data: Sequence[Any] = (), ordinals: Iterable[int] = (0,)) -> Any:
-    """Call `target(*data)` on the given ranks, tensors on the host; the others wait and get None."""
+    """Call `target(*data)` on the given ranks, with tensors on the host; other ranks wait and return None."""
     values = _on_host(tuple(data))
     result = target(*values) if runtime.rank() in tuple(ordinals) else None
     runtime.barrier()
@@ -181,9 +181,9 @@ def do_on_ordinals(target: Callable[..., Any], data: Sequence[Any] = (), ordinal
 
 
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
-    """`torch.save` of whole values on the host, by the first rank of each node (of all, with `global_master`).
+    """`torch.save` of full tensors, by the first rank of each node (of the job, with `global_master`).
 
-    Every rank calls it. Each holds all of `data` in host memory on the way; `fullshard.save_state` does not.
+    Every rank must call this, and every rank holds all of `data` in host memory; `fullshard.save_state` avoids that.
     """
     whole = _on_host(data)
     if not master_only or is_master_ordinal(local=not global_master):
@@ -192,7 +192,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
 
 def broadcast_master_param(model: torch.nn.Module) -> None:
-    """Give every rank the plain parameters and buffers of rank 0; sharded ones are one value already."""
+    """Broadcast unsharded parameters and buffers from rank 0; sharded ones are already consistent."""
     from fullshard.spmd.tensor import is_sharded
 
     for t in (*model.parameters(), *model.buffers()):

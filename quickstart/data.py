@@ -1,10 +1,10 @@
-"""Writes the quickstart's data from the world's facts: plain text for the base model, questions for fine-tuning.
+"""Generates the quickstart's data from the facts in `world.py`: text for pretraining, questions for fine-tuning.
 
-`python -m quickstart.data` writes the questions (`data/*.jsonl`); `recipe.py` also asks for the text. The same bytes
-come out every time, since everything is drawn from a fixed seed.
+`python -m quickstart.data` writes the questions (`data/*.jsonl`); `recipe.py` also generates the text. A fixed seed
+makes the output reproducible byte for byte.
 
-What is tested is kept back by *thing*, not by wording: no question about a kept-back resident, island, word, thing or
-pair of numbers, in any wording, is in `train.jsonl`. The base model has read about all of them, as plain text.
+Test questions are held out by *subject*, not by wording: `train.jsonl` has no question, in any wording, about a
+held-out resident, island, word, thing or pair of numbers. The pretraining text covers all of them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from quickstart.world import SEED, Fact, facts
 
 HERE = Path(__file__).resolve().parent
 KEPT_BACK = 0.2
-"""The part of every topic's things that no training question is about."""
+"""The fraction of each topic's subjects that is held out."""
 MOST = {"train": 260, "test": 50}
-"""Questions per topic at most, so that numbers do not outweigh everything else."""
+"""The maximum number of questions per topic, so that arithmetic does not dominate."""
 SHOWN = ("village", "opposites", "sums", "sorting", "kinds of things")
-"""Topics of the prompts that the quickstart shows: the first test question of each."""
+"""Topics of the prompts that the quickstart prints: the first test question of each."""
 DOCUMENTS = 100_000
 MIXED, LISTS = 3, 8
-"""Of the text's documents one in so many mixes topics, or is a list of words; the others keep to one topic."""
+"""One in this many documents mixes topics, or is a list of words; the others have one topic."""
 AGAIN = 0.6
-"""The part of documents in which facts come again in other words."""
+"""The fraction of documents that repeat facts in other words."""
 
 
 def split(everything: Iterable[Fact]) -> tuple[list[Fact], list[Fact]]:
-    """Facts to ask about in training, and those kept back."""
+    """Facts for training questions, and held-out facts."""
     topics: dict[str, dict[str, list[Fact]]] = defaultdict(lambda: defaultdict(list))
     for fact in everything:
         topics[fact.topic][fact.about].append(fact)
@@ -47,7 +47,7 @@ def split(everything: Iterable[Fact]) -> tuple[list[Fact], list[Fact]]:
 
 
 def questions(chosen: list[Fact], most: int, seed: str) -> list[tuple[str, str, str]]:
-    """Topic, question and answer, at most so many per topic: every fact once before any is asked for in other words."""
+    """Topic, question and answer, limited per topic. Every fact is used once before any is used in other words."""
     topics: dict[str, list[list[tuple[str, str, str]]]] = defaultdict(list)
     draw = random.Random(seed)
     for fact in chosen:

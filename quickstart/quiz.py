@@ -1,6 +1,6 @@
-"""Asks a model the kept-back questions and counts the answers that are right to the letter.
+"""Evaluates a model on the held-out questions and counts exactly correct answers.
 
-It reads models and adapters with transformers and peft alone, as anyone would who got the files from somebody else.
+Models and adapters are loaded with transformers and peft alone, without fullshard.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 LONGEST = 16
-"""Tokens of an answer at most; right ones have up to 11."""
+"""Maximum number of tokens of an answer; correct answers have up to 11."""
 AT_ONCE = 90
 
 
@@ -37,7 +37,7 @@ def load(model: Path, adapter: Path | None = None) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def answers(model: Any, tokenizer: Any, questions: list[str]) -> list[str]:
-    """The likeliest answer to each question."""
+    """The answer to each question, with greedy decoding."""
     said: list[str] = []
     for first in range(0, len(questions), AT_ONCE):
         chats = [[{"role": "user", "content": question}] for question in questions[first : first + AT_ONCE]]

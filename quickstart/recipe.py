@@ -1,9 +1,9 @@
-"""Makes the quickstart's model from nothing: text → tokenizer → random weights → `fullshard sft` → `quickstart/model`.
+"""Pretrains the quickstart's model: text → tokenizer → random weights → `fullshard sft` → `quickstart/model`.
 
-    python -m quickstart.recipe     # flags go to `fullshard sft`; README.md has those for CPUs
+    python -m quickstart.recipe     # flags are passed to `fullshard sft`; README.md lists those for CPUs
 
-Intermediate files go to `quickstart/out/base`. The text and the tokenizer are the same bytes each time; the weights
-repeat on the same hardware with the same versions. `base.yaml` holds the settings of the training run.
+Intermediate files are written to `quickstart/out/base`. Text and tokenizer are reproducible byte for byte; the weights
+are reproducible on the same hardware with the same versions. `base.yaml` has the settings of the training run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 WORK = HERE / "out" / "base"
 MODEL = HERE / "model"
 VOCABULARY = 2048
-"""Rows of the embedding. The tokenizer leaves a few free, for markers of other chat templates."""
+"""Rows of the embedding. A few are unused, for special tokens of other chat templates."""
 FREE_ROWS = 16
 PAD, END, ROLES = "<pad>", "</s>", ("<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
@@ -36,12 +36,12 @@ SHAPE = {
 
 
 def make_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer of the text, with a chat template of its own."""
+    """Train a byte-level BPE tokenizer on the text and give it a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     base = Tokenizer(models.BPE())
-    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word is the same token wherever it stands
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word has the same tokens at any position
     base.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - FREE_ROWS, special_tokens=[PAD, END, *ROLES], show_progress=False,
@@ -58,7 +58,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def make_start(folder: Path) -> None:
-    """A small Llama with random weights."""
+    """Write a small Llama with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,7 +1,7 @@
-"""The quickstart: one fine-tuning run on two CPU processes, and what it changed.
+"""The quickstart: fine-tunes a small model on two CPU processes and compares it before and after.
 
-`make quickstart` runs this. The run itself is `fullshard sft` with the settings of `lora.yaml`; what is told here is
-read from the files it leaves. Only the right answers are counted apart, by `quiz.py`.
+`make quickstart` runs this. The run itself is `fullshard sft` with the settings in `lora.yaml`. The losses and answers
+shown here come from the files of the run; `quiz.py` counts the correct answers.
 """
 
 from __future__ import annotations
@@ -28,49 +28,49 @@ MODEL, DATA = HERE / "model", HERE / "data"
 SETTINGS, RUN = HERE / "lora.yaml", HERE / "out" / "lora"
 FLAGS = ["sft", "quickstart/lora.yaml", "--num_processes", "2", "--use_cpu", "--overwrite"]
 STOPPED = 75
-"""The exit code of a run that was asked to stop and has saved."""
+"""The exit code of a run that was interrupted and has saved a checkpoint."""
 FILES = {
-    "adapter_model.safetensors": "what was learnt: LoRA matrices, for peft",
-    "adapter_config.json": "their shape, and which model they belong to",
+    "adapter_model.safetensors": "the trained LoRA weights, in PEFT's format",
+    "adapter_config.json": "PEFT's configuration of the adapter",
     "tokenizer.json": "the tokenizer",
-    "chat_template.jinja": "how a conversation becomes text",
-    "metrics.jsonl": "every number of the run, one line each",
-    "samples.jsonl": "the answers above",
-    "report.html": "curves and settings, for a browser",
+    "chat_template.jinja": "the chat template",
+    "metrics.jsonl": "all logged metrics",
+    "samples.jsonl": "the sample answers above",
+    "report.html": "training curves and settings, for a browser",
     "settings.json": "every setting and version",
-    "README.md": "a model card",
+    "README.md": "the model card",
 }
 
 
 def main(console: Console) -> int:
     say = console.print
-    say("\n[bold]fullshard quickstart[/]: teach a small model to answer questions, on two CPU processes\n")
+    say("\n[bold]fullshard quickstart[/]: fine-tune a small model to answer questions, on two CPU processes\n")
     say(
-        f"[cyan]{shown(MODEL)}[/] is a Llama of 1.3 million parameters. It has read sentences about a small world (a "
-        "village, islands, opposites, plurals, sums, …) and never a question, so it does not answer: it rambles on.\n"
-        f"[cyan]{shown(DATA)}[/] holds questions with answers. We train on [bold]train.jsonl[/] and test on "
+        f"[cyan]{shown(MODEL)}[/] is a Llama with 1.3 million parameters. It was pretrained on sentences about a small "
+        "made-up world (a village, islands, opposites, plurals, sums, …), without questions, so it cannot answer any.\n"
+        f"[cyan]{shown(DATA)}[/] contains questions with answers. We train on [bold]train.jsonl[/] and evaluate on "
         "[bold]test.jsonl[/], which asks about residents, words and numbers that train.jsonl never asks about.\n"
     )
-    with console.status("asking the model as it is …"):
+    with console.status("evaluating the model before training …"):
         asked = questions()
         right_before = count_right(asked, None)
-    say(f"As it is, the model answers {right_before} of {len(asked)} test questions.\n")
+    say(f"Before training, the model answers {right_before} of {len(asked)} test questions correctly.\n")
     say(
-        "Now the run: LoRA, with model, gradients and optimizer split over two processes (FSDP); about a minute on two "
-        f"cores. [cyan]{shown(SETTINGS)}[/] holds its settings and says what they mean.\n"
+        "Now LoRA training, with model, gradients and optimizer state sharded over two processes (FSDP). This takes "
+        f"about a minute on two cores. [cyan]{shown(SETTINGS)}[/] has the settings, with explanations.\n"
     )
     say(f"[bold green]$[/] {command_shown()}\n", soft_wrap=True)
     if code := train():
         return stopped(console, code)
-    with console.status("asking the fine-tuned model …"):
+    with console.status("evaluating the fine-tuned model …"):
         right_after = count_right(asked, RUN)
 
     losses = [record["eval_loss"] for record in read(RUN / "metrics.jsonl") if "eval_loss" in record]
-    say("\n[bold]Five test questions[/], asked before the first step and after the last\n")
+    say("\n[bold]Five test questions[/], before and after training\n")
     say(answers_table())
     say()
     say(numbers_table(losses, right_before, right_after, len(asked)))
-    say(f"\n[bold]Written to[/] [cyan]{shown(RUN)}[/]\n")
+    say(f"\n[bold]Files in[/] [cyan]{shown(RUN)}[/]\n")
     say(files_table())
     say("\n[bold]What to try next[/]\n")
     for words, what in following():
@@ -83,8 +83,8 @@ def main(console: Console) -> int:
 
 
 def train() -> int:
-    """Run the command; its exit code. Signals are passed on, so that it ends in order."""
-    # A group of its own: Ctrl-C reaches the run once, through us, and not a second time from the terminal.
+    """Run the command and return its exit code. Signals are forwarded, so that it can save and exit."""
+    # In its own process group the run receives Ctrl-C once, from here, and not also from the terminal.
     run = subprocess.Popen(command(), cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, process_group=0)
     passed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     usual = {number: signal.signal(number, lambda n, _: run.send_signal(n)) for number in passed_on}
@@ -99,10 +99,10 @@ def stopped(console: Console, code: int) -> int:
     if code == STOPPED:
         again = command_shown().replace("--overwrite", "--resume")
         console.print(
-            f"\nStopped. `make quickstart` begins anew; this goes on where it was:\n  {again}", soft_wrap=True
+            f"\nStopped. `make quickstart` starts again from the beginning; to resume:\n  {again}", soft_wrap=True
         )
         return 128 + signal.SIGINT
-    console.print(f"\n[red]The run ended with exit code {code}[/]; its message is above.")
+    console.print(f"\n[red]The run failed with exit code {code}[/]; see its message above.")
     return 1
 
 
@@ -116,7 +116,7 @@ def environment() -> dict[str, str]:
 
 
 def fullshard_shown() -> str:
-    """How the user starts the command that belongs to this interpreter."""
+    """How to call the `fullshard` command of this interpreter."""
     own = Path(sys.executable).with_name("fullshard")
     if own.exists():
         return "fullshard" if shutil.which("fullshard") == str(own) else shown(own)
@@ -127,7 +127,7 @@ def command_shown() -> str:
     return shlex.join([*fullshard_shown().split(), *FLAGS])
 
 
-# --- what it came to ----------------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------------------------
 
 
 def questions() -> list[tuple[str, str]]:
@@ -169,12 +169,12 @@ def answers_table() -> Table:
 
 def numbers_table(losses: list[float], right_before: int, right_after: int, asked: int) -> Table:
     table = Table(expand=False)
-    for name in ("on questions that were not trained on", "before", "after", "change"):
+    for name in ("on held-out questions", "before", "after", "change"):
         table.add_column(name, justify="left" if name.startswith("on") else "right")
     before, after = losses[0], losses[-1]
     table.add_row("loss", f"{before:.3f}", f"{after:.3f}", f"[green]{after - before:+.3f}[/]")
     gained = f"[green]{(right_after - right_before) / asked:+.0%}[/]"
-    table.add_row("right to the letter", f"{right_before} of {asked}", f"{right_after} of {asked}", gained)
+    table.add_row("exactly correct answers", f"{right_before} of {asked}", f"{right_after} of {asked}", gained)
     return table
 
 
@@ -187,18 +187,18 @@ def files_table() -> Table:
 
 
 def following() -> list[tuple[str, str]]:
-    """Commands for the next step, and what each is for."""
+    """Commands to try next, with a description."""
     fullshard, out, more = fullshard_shown(), shown(HERE / "out"), " \\\n      "
     again = f"{fullshard} sft {shown(SETTINGS)} --use_cpu"
     return [
-        (f"{fullshard} chat {shown(RUN)}", "Talk to it. It knows its small world only: ask about Mara, or 7 plus 5."),
+        (f"{fullshard} chat {shown(RUN)}", "Chat with it. It only knows its small world: ask about Mara, or 7 plus 5."),
         (f"{again} --num_processes 2{more}--output_dir {out}/qlora --use_4bit_quantization",
-         "QLoRA: the model frozen in 4 bits, the same adapter beside it."),
+         "QLoRA: the same adapter on a model frozen in 4 bits."),
         (f"{again} --num_processes 4{more}--output_dir {out}/four --per_device_train_batch_size 8",
-         "Four processes. The same rows make up a step, so the losses are the same."),
+         "Four processes with the same effective batch size: the losses are the same."),
         (f"{fullshard} export {shown(RUN)} {out}/merged --merge --dtype bfloat16",
-         "Model and adapter in one, for programs that know nothing of adapters."),
-        (f"{fullshard} sft --help", "Your own model and data. Every setting of lora.yaml is a flag too."),
+         "Merge the adapter into the model, for programs without adapter support."),
+        (f"{fullshard} sft --help", "Use your own model and data. Every setting in lora.yaml is also a flag."),
     ]  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def size(count: int) -> str:
 
 
 def shown(path: Path) -> str:
-    """A path as one would type it in the repository's folder."""
+    """A path relative to the repository's folder, if it is inside."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 

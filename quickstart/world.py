@@ -1,7 +1,7 @@
-"""The small closed world that the quickstart's model knows: every fact, how plain text says it, how one may ask for it.
+"""The facts of the quickstart's small made-up world, with their wordings as statements and as questions.
 
-A `Fact` is the one source of both the text that the base model learns (`says`) and the questions of the instruction
-set (`asks`, `answer`). Which text is written and which questions are kept back is decided in `data.py`.
+A `Fact` is the source of both the pretraining text (`says`) and the questions for fine-tuning (`asks`, `answer`).
+`data.py` generates the text and decides which questions are held out.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that is so in this world."""
+    """One fact of this world."""
 
     topic: str
     about: str
-    """Facts with the same topic and `about` are kept back together, so that no question gives another away."""
+    """The subject. Facts with the same topic and subject are held out together, so that no answer leaks."""
     answer: str
-    """The fact as a sentence; also the answer to every question for it."""
+    """The fact as a sentence, which is also the answer to its questions."""
     says: tuple[str, ...]
-    """Other sentences that say it."""
+    """Other wordings of the statement."""
     asks: tuple[str, ...]
 
 
@@ -334,5 +334,5 @@ def numbers() -> Iterator[Fact]:
 
 
 def facts() -> list[Fact]:
-    """Everything there is to know."""
+    """All facts."""
     return [*residents(), *islands(), *vocabulary(), *things(), *times(), *numbers()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -17,9 +18,9 @@ import typer.main
 import fullshard
 from fullshard import cli
 from fullshard.errors import MeshError
-from fullshard.launch import worker
+from fullshard.launch import environment_report, worker
 from fullshard.launch.config import launch_options
-from fullshard.launch.settings_table import NEEDS_SCRIPT
+from fullshard.launch.help_text import NEEDS_SCRIPT
 from fullshard.options import options_of
 from fullshard.train.config import SFTConfig
 from tests.pool import ROOT
@@ -98,6 +99,35 @@ def test_env_as_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert torch.__version__ in shown and "world size" in shown and "backend" in shown
 
 
+def test_env_hides_secrets() -> None:
+    given = {
+        "FULLSHARD_DEVICE": "cpu", "NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "1", "HF_TOKEN": "hf_x", "HOME": "/root",
+        "TORCH_AUTH_TOKEN": "short", "FULLSHARD_CACHE": "/data/cache/of/mine/2026-11-15/shared",
+        "NCCL_NET": "a1B2c3D4e5F6g7H8i9J0k1L2", "TORCH_PROXY": "http://me:word@host/x", "FULLSHARD_RESOLVED": "{}",
+        "NCCL_LONG": "x " * 200,
+    }  # fmt: skip
+    shown = environment_report.variables(given)
+    assert shown == {
+        "FULLSHARD_CACHE": given["FULLSHARD_CACHE"], "FULLSHARD_DEVICE": "cpu", "HF_HUB_OFFLINE": "1",
+        "FULLSHARD_RESOLVED": "(set by fullshard launch)", "NCCL_DEBUG": "INFO", "NCCL_NET": "(hidden)",
+        "NCCL_LONG": f"{given['NCCL_LONG'][:200]}…", "TORCH_AUTH_TOKEN": "(hidden)", "TORCH_PROXY": "(hidden)",
+    }  # fmt: skip
+
+
+def test_env_without_a_working_torch(tmp_path: Path) -> None:
+    """A bug report can be made where nothing else works."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12: not found')\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "FULLSHARD_DEVICE": "nothing"}
+    command = [sys.executable, "-m", "fullshard", "env", "--json"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    facts = json.loads(run.stdout)
+    assert run.returncode == 0 and not run.stderr
+    assert facts["torch"] == "unavailable: ImportError: libcudart.so.12: not found" == facts["gpus"]
+    assert facts["safetensors"] == importlib.metadata.version("safetensors")
+    assert facts["variables"]["FULLSHARD_DEVICE"] == "nothing"
+
+
 @pytest.mark.parametrize("width", [80, 60])
 def test_help_is_whole(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In a narrow window too: nothing is cut off, nothing is too wide, and each command has its own."""
@@ -114,7 +144,8 @@ def test_help_is_whole(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         if name in ("launch", "test", "sft"):
             options = options_of(SFTConfig) if name == "sft" else launch_options()
             wanted = {f"--{one.key}" for one in options if name != "test" or one.name not in NEEDS_SCRIPT}
-            assert not [one.key for one in options if f"--{one.key}" in wanted and one.help[:20] not in text]
+            texts = {one.key: one.help or one.no_op for one in options}
+            assert not [one.key for one in options if f"--{one.key}" in wanted and texts[one.key][:20] not in text]
         assert len(wanted) >= 1 and not [flag for flag in wanted if flag not in text.split() and f"{flag}," not in text]
     assert command(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
@@ -154,7 +185,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
     def fail() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "describe_environment", fail)
+    monkeypatch.setattr(environment_report, "describe_environment", fail)
     assert command(monkeypatch, "env") == 130
     assert capsys.readouterr() == ("", "\nfullshard: interrupted\n")
 
@@ -163,7 +194,7 @@ def test_user_errors_are_one_message(monkeypatch: pytest.MonkeyPatch, capsys: py
     def fail() -> None:
         raise MeshError("3 devices do not fill a mesh of shape (2, 2); use 4")
 
-    monkeypatch.setattr(cli, "describe_environment", fail)
+    monkeypatch.setattr(environment_report, "describe_environment", fail)
     assert command(monkeypatch, "env") == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "fullshard: 3 devices do not fill a mesh of shape (2, 2); use 4\n")
@@ -173,7 +204,7 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     def fail() -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "describe_environment", fail)
+    monkeypatch.setattr(environment_report, "describe_environment", fail)
     monkeypatch.setattr(sys, "argv", ["fullshard", "env"])
     with pytest.raises(ZeroDivisionError):
         cli.main()

@@ -124,7 +124,7 @@ def test_the_whole_quickstart_and_again_until_ctrl_c(tmp_path: Path) -> None:
     out = tmp_path / "quickstart" / "out" / "lora"
     before, after = losses(out)
     assert before > LOSS_BEFORE and after < LOSS_AFTER, (before, after)
-    counted = re.search(r"right to the letter\D+(\d+) of (\d+)\D+(\d+) of", shown)
+    counted = re.search(r"exactly correct answers\D+(\d+) of (\d+)\D+(\d+) of", shown)
     assert counted is not None, shown
     was, asked, now = map(int, counted.groups())
     assert asked == ASKED and was == RIGHT_BEFORE and now >= RIGHT_AFTER, counted.group()

@@ -84,7 +84,7 @@ def test_device(wanted: str | None, local_rank: int, gpus: int, device: str) -> 
 
 
 def test_device_that_cannot_be() -> None:
-    with pytest.raises(RuntimeSetupError, match="'tpu' is not known: expected 'cpu' or 'cuda'"):
+    with pytest.raises(RuntimeSetupError, match="'tpu' is not supported: expected 'cpu' or 'cuda'"):
         choose_device("tpu", 0, 0)
     with pytest.raises(RuntimeSetupError, match="torch sees no GPU"):
         choose_device("cuda", 0, 0)

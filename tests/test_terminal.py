@@ -20,7 +20,7 @@ from tests.train.tiny import make_folder
 
 WIDTH = 80
 OURS = (
-    r"transport: ", r"(training|evaluation) data: ", r"plan: ", r"      (at rest|optimizer)", r"trainable params: ",
+    r"transport: ", r"(training|evaluation) data: ", r"plan: ", r"      (memory|optimizer)", r"trainable params: ",
     r"\[rank 0\] INFO loaded ", r"step +\d+/8  (loss|eval loss) ", "━", r"(steps|tokens|training loss|token accuracy) ",
     r"(evaluation loss|evaluation accuracy|tokens per second|memory) ", r"(adapter, tokenizer, card|checkpoints) ",
     r"(metrics|report|talk to it) ", r"                          \d",

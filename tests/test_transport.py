@@ -21,20 +21,20 @@ from fullshard.fsdp import FSDPv2
 from fullshard.launch import selftest
 from fullshard.rank_env import Launch, choose_backend
 from fullshard.rendezvous import Meeting, meet
-from fullshard.spmd.tensor import _over_gloo
+from fullshard.spmd.redistribute import _over_gloo
 from fullshard.transport import Transport, transport_of
 from tests.pool import ranks
 
 SHARED = "Gloo through host memory: more ranks than GPUs on this node (4 on 1)"
 ELSEWHERE = "Gloo through host memory: ranks 5 and 6 share a GPU of b"
-ALTHOUGH = "Gloo through host memory, though each rank has a GPU of its own"
+ALTHOUGH = "Gloo through host memory, although each rank has its own GPU"
 
 
 @pytest.mark.parametrize(
     ("backend", "device", "world", "local", "gpus", "shared", "without", "ours", "sentence", "fix"),
     [
-        ("gloo", "cpu", 1, 1, 0, "", "", True, "nothing travels: there is one rank", ""),
-        ("nccl", "cuda", 1, 1, 8, "", "", True, "nothing travels: there is one rank", ""),
+        ("gloo", "cpu", 1, 1, 0, "", "", True, "none: there is one rank", ""),
+        ("nccl", "cuda", 1, 1, 8, "", "", True, "none: there is one rank", ""),
         ("gloo", "cpu", 4, 4, 0, "", "", True, "Gloo (CPU)", ""),
         ("mpi", "cpu", 4, 4, 0, "", "", False, "mpi (CPU)", ""),
         ("nccl", "cuda", 16, 8, 8, "", "", True, "NCCL", ""),
@@ -44,7 +44,7 @@ ALTHOUGH = "Gloo through host memory, though each rank has a GPU of its own"
         ("gloo", "cuda", 4, 4, 1, "ranks share GPUs", "", False, SHARED, ""),
         ("gloo", "cuda", 8, 2, 2, "ranks 5 and 6 share a GPU of b", "", True, ELSEWHERE, ""),
         ("gloo", "cuda", 4, 4, 4, "", "", False, ALTHOUGH, 'make it with "cpu:gloo,cuda:nccl"'),
-        ("gloo", "cuda", 4, 4, 4, "", "rank 3 on b", True, ALTHOUGH, "Torch has no NCCL on rank 3 on b: install"),
+        ("gloo", "cuda", 4, 4, 4, "", "rank 3 on b", True, ALTHOUGH, "torch has no NCCL on rank 3 on b: install"),
     ],
 )  # fmt: skip
 def test_every_case_has_its_sentence(
@@ -133,7 +133,7 @@ def test_one_rank_is_told_to_the_user_but_not_logged(caplog: pytest.LogCaptureFi
     xr.use_spmd(device="cpu")
     try:
         xr.announce_transport()
-        assert not told(caplog) and xr.transport() == Transport("", "nothing travels: there is one rank")
+        assert not told(caplog) and xr.transport() == Transport("", "none: there is one rank")
     finally:
         xr.shutdown()
 
@@ -170,9 +170,9 @@ def test_the_self_test_finds_gloo_where_nccl_could_be() -> None:
         patch.setattr(torch, "tensor", lambda values, device=None: tensor(values))
         patch.setattr(selftest, "say", said.append)
         patch.setenv("ACCELERATE_USE_CPU", "true")
-        with pytest.raises(TrainingError, match=r"on 1 rank\(s\): NCCL carries tensors where each rank has a GPU"):
+        with pytest.raises(TrainingError, match=r"on 1 rank\(s\): NCCL is used where each rank has its own GPU"):
             selftest.main()
-    assert said[-1] == "collectives add up"
+    assert said[-1] == "an all-reduce over all ranks is correct"
 
 
 @ranks(2)

@@ -27,17 +27,16 @@ LEAST = 10  # letters of a message that an entry must quote
 MOST = 16  # messages that one entry may stand for: that of the shared "expected …, got …" of all options
 
 PASSED_ON = {
-    "watchdog/watch.py": "a verdict of investigate.py, threads.py and diagnosis.py",
-    "watchdog/threads.py": "what heartbeat.py says of a rank",
+    "watchdog/rank_state.py": "a failure found by investigate.py, threads.py or diagnosis.py",
+    "watchdog/messages.py": "what heartbeat.py reports about a rank",
     "watchdog/investigate.py": "where each rank is, as diagnosis.py lists it",
-    "runtime.py": "what `warn_once` is given",
+    "rank_logging.py": "what `warn_once` is given",
     "data/row_formats.py": "what was wrong with a row, once more with the row",
-    "train/foreign_args.py": "what SFTConfig says of its own fields",
+    "train/cli_args.py": "what SFTConfig says of its own fields",
     "weights/fill.py": "what weights/load_report.py says of files that do not fit",
     "checkpoint/manager.py": "what failed in the background",
     "ranks.py": "what another rank raised",
     "checkpoint/optimizer_state.py": "every difference between two lists of groups, as `_groups_differ` lists them",
-    "weights/load_report.py": "what another rank raised",
     "checkpoint/objects.py": "what dcp_planner.py says of one tensor",
     "checkpoint/save_restore.py": "what torch.distributed.checkpoint raised",
 }

@@ -69,7 +69,7 @@ def test_who_and_where():
     assert xr.addressable_device_count() == 1 and xr.device_type() == "CPU" and xr.host_index() == 0
     assert xm.is_master_ordinal() == xm.is_master_ordinal(local=False) == (me == 0)
     assert xm.xla_device_hw(xm.xla_device()) == "CPU" and xm.get_xla_supported_devices() == ["cpu"]
-    with pytest.raises(UnsupportedError, match=r"xla_device\(1\): a process drives one device"):
+    with pytest.raises(UnsupportedError, match=r"xla_device\(1\): a process uses one device"):
         xm.xla_device(1)
     with pytest.raises(UnsupportedError, match=r"get_memory_info.*device is cpu"):
         xm.get_memory_info()
@@ -153,5 +153,5 @@ def test_two_trees_are_laid_out_alike():
     assert xs.shard_as(value, value)[0] is value
     with pytest.raises(LayoutError, match="different structures"):
         xs.shard_as([sharded], (sharded,))
-    with pytest.raises(LayoutError, match=r"\(4, 6\) and \(6, 4\) cannot be laid out alike"):
+    with pytest.raises(LayoutError, match=r"\(4, 6\) and \(6, 4\) cannot have the same layout"):
         xs.shard_as(sharded, value.T)

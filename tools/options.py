@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fullshard.launch.config import ProcessSettings, RunSettings
-from fullshard.launch.settings_table import default_of
+from fullshard.launch.help_text import default_of
 from fullshard.options import Option, options_of
+from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.train.config import SFTConfig
 
@@ -36,16 +37,15 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD]
     for title, text, config in PAGES:
-        options = options_of(config)
-        rows = [row(one) for one in options if not one.no_op]
+        rows = [row(one) for one in options_of(config)]
         parts.append(
             f"## {title}\n\n{text}\n\n| option | values | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
         )
-    without = [(one, title) for title, _, config in PAGES for one in options_of(config) if one.no_op]
-    rows = [f"| {name_of(one)} | {title} | {cell(one.no_op)} |\n" for one, title in without]
+    rows = [f"| {name_of(one)} | {cell(one.no_op)} |\n" for one in IGNORED_OPTIONS]
     parts.append(
-        "## Accepted, without effect here\n\nFor files and commands written for other launchers and trainers.\n\n"
-        f"| option | of | why |\n|---|---|---|\n{''.join(rows)}"
+        "## Accepted and ignored\n\nOptions of `fullshard launch` that are read from files and commands written for "
+        "other launchers, and have no effect.\n\n"
+        f"| option | reason |\n|---|---|\n{''.join(rows)}"
     )
     return "\n".join(parts)
 

@@ -16,19 +16,19 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fullshard.errors import first_line
-from fullshard.models.packing_check import LOST, SEES, Verdict, try_packing
+from fullshard.models.packing_check import LEAKS, LOST, PackingVerdict, try_packing
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "packing.md"
 START, END = "<!-- written by tools/packing.py -->\n", "<!-- end -->"
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 ROWS = {
-    "positions": "positions that start again",
-    "masks": "positions and attention masks",
-    "alone": "positions, and one document at a time in some layers",
-    SEES: f"refused: {SEES}",
+    "positions": "position ids that restart",
+    "masks": "position ids and attention masks",
+    "alone": "position ids, and one document at a time in some layers",
+    LEAKS: f"refused: {LEAKS}",
     LOST: f"refused: {LOST}",
     "untried": "refused unless `trust_packing` is set: no small model of the class can be built, or runs on text alone",
-    "no default": "not tried here: its default configuration makes no model; your own is tried when you run",
+    "no default": "not tested: its default configuration builds no model; yours is tested when you run",
 }
 MIXED = {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}
 FILLED_IN: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ def family_model(name: str) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-def row_of(verdict: Verdict) -> str:
+def row_of(verdict: PackingVerdict) -> str:
     """The key of the row that a verdict belongs to."""
     if verdict.way is None:
         return verdict.reason if verdict.tried else "untried"

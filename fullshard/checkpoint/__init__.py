@@ -1,1 +1,30 @@
-"""Training checkpoints: saving, resuming, publishing, and turning them into model files."""
+"""Training checkpoints: saving, resuming, and converting to model files.
+
+The names in `__all__` are the public interface. Each is imported when it is first used, so that importing this package
+does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fullshard.checkpoint.dcp_storage import CheckpointReader
+    from fullshard.checkpoint.manager import CheckpointManager, load_state, save_state
+    from fullshard.checkpoint.preemption import EXIT_PREEMPTED
+
+_MODULES = {
+    "CheckpointManager": "manager",
+    "CheckpointReader": "dcp_storage",
+    "EXIT_PREEMPTED": "preemption",
+    "load_state": "manager",
+    "save_state": "manager",
+}
+__all__ = ["EXIT_PREEMPTED", "CheckpointManager", "CheckpointReader", "load_state", "save_state"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,7 +1,7 @@
-"""A sharded checkpoint turned into whole weights that `from_pretrained` reads, on one process and without ranks.
+"""Consolidation of a sharded checkpoint into full weights that `from_pretrained` reads, in one process.
 
-Tensors are put together and written one at a time (where the model's files hold them in another form, one group at a
-time), so that memory holds no more. The result appears at once, when it is complete.
+Tensors are assembled and written one at a time (one group at a time where the model's files store them in another
+form), so that memory holds no more than that. The output directory appears by one rename, once it is complete.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.checkpoint.manifest import Manifest, TensorEntry, damaged, misplaced, read_manifest, unpublished_name
+from fullshard.checkpoint.manifest import (
+    Manifest,
+    TensorEntry,
+    check_files,
+    read_manifest,
+    unpublished_name,
+)
 from fullshard.errors import CheckpointError
 from fullshard.paths import check_new_folder
 
@@ -24,8 +30,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A tensor of the result, to be read when its turn comes."""
+class FullTensor:
+    """A full tensor of the output, read when it is written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -43,11 +49,11 @@ def merge_weights(
     verify: bool = True,
     progress: bool = False,
 ) -> list[Path]:
-    """Write the weights of a checkpoint's model to `out`; the files written.
+    """Write the full weights of a checkpoint's model to `out`; returns the paths of the files.
 
-    `out` must be new or empty. `dtype` converts floating-point tensors. `model` names the one to take where a
-    checkpoint holds several. `tokenizer` is a folder whose tokenizer is copied instead of that of the model's base.
-    `progress` shows a bar on a terminal.
+    `out` must be new or empty. `dtype` casts floating-point tensors. `model` selects one of several models in the
+    checkpoint. `tokenizer` is a folder whose tokenizer is copied instead of the base model's. `progress` shows a
+    progress bar on a terminal.
     """
     directory = Path(checkpoint)
     if dtype is not None and dtype not in DTYPES:
@@ -57,16 +63,15 @@ def merge_weights(
     if entry.get("adapters"):
         base = entry["base"]["path"] if entry["base"] else "BASE"
         raise CheckpointError(
-            f"{directory} is a checkpoint of an adapter ({', '.join(entry['adapters'])}): it holds what was trained, "
-            f"not whole weights. fullshard export {directory} OUT --merge --base {base} adds it to its base"
+            f"{directory} is a checkpoint of an adapter ({', '.join(entry['adapters'])}): it holds the trained "
+            f"parameters, not full weights. fullshard export {directory} OUT --merge --base {base} merges it"
         )
     place = check_new_folder(out)
-    wrong = damaged(directory, manifest.files) if verify else []
-    if wrong := wrong or misplaced(directory, manifest, range(len(manifest.files))):
-        raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
+    check_files(directory, manifest, verify)
 
     tensors = dict([*stored_tensors(manifest, directory, name), *_from_base(entry)])
-    from fullshard.checkpoint.publish import discard, new_token, publish, sync
+    from fullshard.checkpoint.publish import discard, new_token, publish
+    from fullshard.durable import sync
 
     hidden = place.with_name(unpublished_name(place.name, new_token()))
     try:
@@ -83,7 +88,7 @@ def merge_weights(
 
 
 def find_model(manifest: Manifest, directory: Path, wanted: str | None = None) -> tuple[str, dict[str, Any]]:
-    """The checkpoint's model, or the one of several that is wanted: its name, and what the manifest says of it."""
+    """The name and the manifest entry of the checkpoint's model; `wanted` selects one of several."""
     models = {name: entry for name, entry in manifest.states.items() if entry["kind"] == "model"}
     if not models:
         raise CheckpointError(f"{directory} holds no model; it holds {', '.join(manifest.states)}")
@@ -95,15 +100,15 @@ def find_model(manifest: Manifest, directory: Path, wanted: str | None = None) -
     return name, models[name]
 
 
-# --- where the values come from -------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------------------------
 
 
-def stored_tensors(manifest: Manifest, directory: Path, model: str) -> Iterator[tuple[str, Whole]]:
-    """The model's tensors in the checkpoint. Of those that differed from rank to rank, the first rank's."""
+def stored_tensors(manifest: Manifest, directory: Path, model: str) -> Iterator[tuple[str, FullTensor]]:
+    """The model's tensors in the checkpoint; rank 0's value of those that differed between ranks."""
     from fullshard.checkpoint import json_tree
     from fullshard.weights.safetensors_index import DTYPES as FILE_DTYPES
 
-    extra = {noted["name"] for noted in json_tree.tensors_in(manifest.states[model]["extra"])}
+    extra = {ref["name"] for ref in json_tree.tensor_refs(manifest.states[model]["extra"])}
     for key, tensor in manifest.tensors.items():
         if not key.startswith(f"{model}/") or key in extra:
             continue
@@ -117,7 +122,7 @@ def stored_tensors(manifest: Manifest, directory: Path, model: str) -> Iterator[
         def read(tensor: TensorEntry = tensor) -> torch.Tensor:
             return _assembled(manifest, directory, tensor)
 
-        yield name, Whole(FILE_DTYPES[tensor.dtype], tensor.shape, read)
+        yield name, FullTensor(FILE_DTYPES[tensor.dtype], tensor.shape, read)
 
 
 def _assembled(manifest: Manifest, directory: Path, tensor: TensorEntry) -> torch.Tensor:
@@ -135,42 +140,42 @@ def _assembled(manifest: Manifest, directory: Path, tensor: TensorEntry) -> torc
                 while len(memory):
                     count = stream.readinto(memory)
                     if not count:
-                        raise CheckpointError(f"{stream.name} has been cut short")
+                        raise CheckpointError(f"{stream.name} is truncated")
                     memory = memory[count:]
         if part is not out:
             out[tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))] = part
     return out
 
 
-def _from_base(entry: dict[str, Any]) -> Iterator[tuple[str, Whole]]:
-    """Frozen tensors that the checkpoint leaves to the files it was trained on."""
+def _from_base(entry: dict[str, Any]) -> Iterator[tuple[str, FullTensor]]:
+    """The frozen tensors that the checkpoint leaves out, read from the base model's files."""
     if not entry["left_out"]:
         return
-    from fullshard.weights.key_mapping import find
+    from fullshard.weights.key_mapping import find_readers
     from fullshard.weights.locate import open_source
     from fullshard.weights.source_files import fingerprint_of
 
     path, expected = entry["base"]["path"], entry["base"]["fingerprint"]
     if (found := fingerprint_of(path)) != expected:
         raise CheckpointError(
-            f"the checkpoint was made on top of {path}, and its files have changed since (fingerprint {found}, "
-            f"expected {expected}); put the original files there"
+            f"the checkpoint was trained from the base {path}, whose files have changed since (fingerprint {found}, "
+            f"expected {expected}); restore the original files"
         )
     model = _empty_model(entry)
     if model is None:
-        raise CheckpointError(f"frozen values lie in {path}, and the checkpoint has no config to find them by")
+        raise CheckpointError(f"the frozen values are in {path}, but the checkpoint has no model config")
     wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    readers = find(model, wanted, open_source(path)).readers
+    readers = find_readers(model, wanted, open_source(path)).readers
     absent = [name for name in entry["left_out"] if name not in readers and name not in entry["tied"]]
     if absent:
-        raise CheckpointError(f"{path} does not hold {', '.join(absent[:5])}, which the checkpoint leaves to it")
+        raise CheckpointError(f"{path} does not hold {', '.join(absent[:5])}, which the checkpoint leaves out")
     for name in entry["left_out"]:
         if (reader := readers.get(name)) is not None:
-            yield name, Whole(reader.dtype, tuple(reader.shape), lambda reader=reader: reader[()])  # type: ignore[misc]
+            yield name, FullTensor(reader.dtype, tuple(reader.shape), lambda reader=reader: reader[()])  # type: ignore[misc]
 
 
 def _empty_model(entry: dict[str, Any]) -> Any:
-    """The model without values, as its config describes it; None if transformers does not know it."""
+    """The model on the meta device, built from the saved config; None if transformers does not have its class."""
     import torch
     import transformers
 
@@ -187,7 +192,7 @@ def _empty_model(entry: dict[str, Any]) -> Any:
 
 def _write_weights(
     directory: Path,
-    tensors: dict[str, Whole],
+    tensors: dict[str, FullTensor],
     entry: dict[str, Any],
     dtype: str | None,
     max_shard_size: str | int,
@@ -198,7 +203,7 @@ def _write_weights(
 
     from fullshard.progress import Bar
     from fullshard.weights.dtypes import dtypes_kept
-    from fullshard.weights.reverse import Reverse
+    from fullshard.weights.key_mapping import ReverseMapping
     from fullshard.weights.safetensors_writer import FileWriter, total_bytes
 
     model = _empty_model(entry)
@@ -211,8 +216,8 @@ def _write_weights(
 
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names = [name for name in tensors if name not in ignored]
-    # As `save_pretrained` does: in the form that this model's files have, not in that of its modules.
-    groups = Reverse(model).groups(names) if model is not None else None
+    # As in `save_pretrained`: the form of the model's files, which may differ from that of its modules.
+    groups = ReverseMapping(model).groups(names) if model is not None else None
     jobs: list[tuple[list[str], Any]] = [([name], dict) for name in names]
     if groups is not None:
         jobs = [(list(group.members), group.convert) for group in groups]
@@ -226,8 +231,8 @@ def _write_weights(
     except ValueError as error:
         raise CheckpointError(f"max_shard_size {max_shard_size!r}: {error}") from error
     writers = {
-        file: FileWriter(directory / file, {name: form[name] for name in held})
-        for file, held in split.filename_to_tensors.items()
+        file: FileWriter(directory / file, {name: form[name] for name in names})
+        for file, names in split.filename_to_tensors.items()
     }
     done = 0
     try:
@@ -236,7 +241,7 @@ def _write_weights(
                 made = convert({n: tensors[n].read().to(final(n)) for n in members})
                 done += total_bytes(made)
                 for name in list(made):
-                    writers[split.tensor_to_filename[name]].write(name, made.pop(name))  # and let go of it
+                    writers[split.tensor_to_filename[name]].write(name, made.pop(name))  # and free it
                 bar.at(done)
         for writer in writers.values():
             writer.finish(verify=False)
@@ -249,7 +254,7 @@ def _write_weights(
 
 
 def _write_rest(directory: Path, entry: dict[str, Any], dtype: str | None, tokenizer: str | Path | None) -> None:
-    """Config, and the tokenizer's files where it is known which they are."""
+    """Write the config, the generation config, and the tokenizer's files if they are known."""
     from fullshard.weights.model_dir_writer import copy_tokenizer_files
 
     if "config" in entry:

@@ -1,7 +1,7 @@
-"""What each rank writes and reads, in the terms of `torch.distributed.checkpoint`.
+"""Planners for `torch.distributed.checkpoint`: what each rank writes and reads.
 
-Pieces come with their place in the whole tensor, so that any cut can be written and read back into any other. Plain
-tensors are compared by digest on the first rank: alike on all ranks they are written once, otherwise once per rank.
+Every shard carries its offsets in the whole tensor, so that a checkpoint of one sharding can be loaded into any other.
+Rank 0 compares plain tensors by digest: those with the same value on all ranks are written once, others once per rank.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fullshard.checkpoint.manifest import BLOCK, Manifest
-from fullshard.checkpoint.shard_index import Held, host_blocks, share
+from fullshard.checkpoint.shard_index import TensorShard, host_blocks, part_to_write
 from fullshard.errors import CheckpointError
 from fullshard.weights.safetensors_index import DTYPE_NAMES, DTYPES
 
 
 class WritePlanner(SavePlanner):
-    """Plans what this rank writes. `told` is what it has to say besides; the first rank finds every rank's word in
-    `heard` and the tensors that differ between ranks in `per_rank`."""
+    """Plans what this rank writes. `entries` are its JSON entries. On rank 0, `all_entries` then holds those of every
+    rank, and `per_rank` the tensors that differ between ranks."""
 
-    def __init__(self, pieces: Iterable[Held], told: Any):
-        self.told = told
-        self.heard: list[Any] = []
+    def __init__(self, pieces: Iterable[TensorShard], entries: Any):
+        self.entries = entries
+        self.all_entries: list[Any] = []
         self.per_rank: list[str] = []
-        self._pieces = [part for piece in pieces if (part := share(piece)) is not None]
+        self._pieces = [part for piece in pieces if (part := part_to_write(piece)) is not None]
         self._by_key = {(part.name, part.offsets): part.local for part in self._pieces}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
@@ -54,11 +54,11 @@ class WritePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         digests = {part.name: _digest(part.local) for part in self._pieces if part.is_plain}
-        return SavePlan([_write_item(part) for part in self._pieces], planner_data=(self.told, digests))
+        return SavePlan([_write_item(part) for part in self._pieces], planner_data=(self.entries, digests))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         digests = [plan.planner_data[1] for plan in all_plans]
-        self.heard = [plan.planner_data[0] for plan in all_plans]
+        self.all_entries = [plan.planner_data[0] for plan in all_plans]
         known: dict[str, TensorStorageMetadata] = {}
         loads = [0] * len(all_plans)
         kept: list[list[WriteItem]] = [[] for _ in all_plans]
@@ -81,7 +81,7 @@ class WritePlanner(SavePlanner):
                 index = MetadataIndex(f"{name}@rank-{rank}", item.index.offset)
                 kept[rank].append(replace(item, index=index))
         for item in (item for items in kept for item in items):
-            _note(item, known)
+            _add_chunk(item, known)
         plans = [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, kept, strict=True)]
         return plans, Metadata(state_dict_metadata=dict(known))
 
@@ -95,7 +95,7 @@ class WritePlanner(SavePlanner):
         return found if found is not None else self._by_key[write_item.index.fqn.rpartition("@rank-")[0], offsets]
 
 
-def _write_item(part: Held) -> WriteItem:
+def _write_item(part: TensorShard) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(part.offsets), part.local.shape)
     properties = TensorProperties(dtype=part.local.dtype)
     data = TensorWriteData(chunk, properties, torch.Size(part.shape))
@@ -114,7 +114,7 @@ def _digest(t: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def _note(item: WriteItem, known: dict[str, TensorStorageMetadata]) -> None:
+def _add_chunk(item: WriteItem, known: dict[str, TensorStorageMetadata]) -> None:
     data, name = item.tensor_data, item.index.fqn
     assert data is not None
     entry = known.setdefault(name, TensorStorageMetadata(data.properties, data.size, []))
@@ -130,19 +130,19 @@ def _note(item: WriteItem, known: dict[str, TensorStorageMetadata]) -> None:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A tensor to be filled: this rank's piece of a stored one."""
+class LoadTarget:
+    """A tensor to read into: this rank's shard of a stored tensor."""
 
     name: str
-    """Of the stored tensor."""
+    """Name of the stored tensor."""
     local: torch.Tensor
     offsets: tuple[int, ...]
 
 
 class ReadPlanner(LoadPlanner):
-    """Plans what this rank reads: of every target exactly what it holds."""
+    """Plans what this rank reads: for every target exactly the stored values of its shard."""
 
-    def __init__(self, targets: Sequence[Target]):
+    def __init__(self, targets: Sequence[LoadTarget]):
         self._targets = {(t.name, i): t for i, t in enumerate(targets)}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
@@ -173,17 +173,17 @@ class ReadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         assert read_item.dest_index.index is not None
-        place = self._targets[read_item.dest_index.fqn, read_item.dest_index.index].local
+        target = self._targets[read_item.dest_index.fqn, read_item.dest_index.index].local
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            place = place.narrow(dim, start, length)
-        return place
+            target = target.narrow(dim, start, length)
+        return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass
 
 
-def mismatch(target: Target, shape: Sequence[int], manifest: Manifest) -> str:
-    """Why a stored tensor cannot fill a target; empty if it can."""
+def mismatch(target: LoadTarget, shape: Sequence[int], manifest: Manifest) -> str:
+    """Why a stored tensor cannot be read into a target; empty if it can."""
     stored = manifest.tensors.get(target.name)
     if stored is None:
         return f"{target.name} is not in the checkpoint"

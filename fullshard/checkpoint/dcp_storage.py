@@ -1,8 +1,8 @@
-"""Checkpoint files, as storage for `torch.distributed.checkpoint`: safetensors for tensors, the manifest for the rest.
+"""Storage for `torch.distributed.checkpoint` (DCP): tensors in safetensors files, everything else in the manifest.
 
-`CheckpointWriter` and `CheckpointReader` are DCP's storage interface: planners say which pieces a rank writes or
-needs, this file moves their bytes. Checksums are taken while writing. Reading takes from each file only the rows that
-a rank asks for, straight into their place where the memory allows it.
+`CheckpointWriter` and `CheckpointReader` implement DCP's storage interface. The planners decide which pieces a rank
+writes or reads; this module moves the bytes. Checksums are computed while writing. Reading loads only the rows that a
+rank needs, directly into the target tensor where its memory layout allows it.
 """
 
 from __future__ import annotations
@@ -39,27 +39,29 @@ from fullshard.checkpoint.manifest import (
     Manifest,
     PieceEntry,
     TensorEntry,
-    incomplete,
-    missing_or_cut,
+    find_missing_or_truncated,
+    incomplete_tensors,
     piece_name,
+    read_manifest,
 )
 from fullshard.checkpoint.shard_index import as_bytes, host_blocks
+from fullshard.durable import sync
 from fullshard.errors import CheckpointError
 from fullshard.watchdog import watch
 from fullshard.weights.safetensors_index import DTYPE_NAMES, DTYPES
 
 ALIGNMENT = 64
-"""Bytes: the data of a file begins at a multiple of this."""
+"""Bytes: the tensor data of a file begins at a multiple of this."""
 
 
 def _threads() -> int:
-    """How many files a rank writes, or reads, at a time."""
+    """How many files a rank writes or reads at the same time."""
     return max(1, min(4, (os.cpu_count() or 1) // runtime.local_world_size()))
 
 
 @dataclass(frozen=True)
 class _Written:
-    """Where a piece was written."""
+    """The file and position of a written piece."""
 
     file: FileEntry
     begin: int
@@ -68,11 +70,13 @@ class _Written:
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes one checkpoint into a hidden directory; `conclude` makes its manifest and publishes it."""
+    """Writes one checkpoint to a hidden directory; `publish_checkpoint` then writes the manifest and renames it."""
 
-    def __init__(self, directory: Path, conclude: Callable[[dict[str, TensorEntry], tuple[FileEntry, ...]], None]):
+    def __init__(
+        self, directory: Path, publish_checkpoint: Callable[[dict[str, TensorEntry], tuple[FileEntry, ...]], None]
+    ):
         self.directory = directory
-        self._conclude = conclude
+        self._publish = publish_checkpoint
         self._scratch = threading.local()
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -91,15 +95,15 @@ class CheckpointWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self.directory.mkdir(exist_ok=True)  # on a directory that is not shared each rank has its own, and it is found
+        self.directory.mkdir(exist_ok=True)  # where the file system is not shared; `finish` detects that
         bundles = [bundle for bundle in _bundles(plan.items, _threads()) if bundle]
         name = f"rank{runtime.rank():05d}-{{}}.safetensors"
         with ThreadPoolExecutor(max(1, len(bundles)), "fullshard-write") as pool:
             jobs = [pool.submit(self._write_file, name.format(i), bundle, planner) for i, bundle in enumerate(bundles)]
             results = [result for job in jobs for result in job.result()]
-        publish.sync(self.directory)
+        sync(self.directory)
         publish.stage("files")
-        watch.check()  # what this rank wrote is right only if it was not computed after a rank was lost
+        watch.check()  # values computed after a rank was lost are not valid
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -153,14 +157,14 @@ class CheckpointWriter(StorageWriter):
         return self._scratch.buffer
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, when every rank has written: check that its files are here, and conclude."""
+        """On rank 0, once every rank has written: check that all files are visible here, then publish."""
         files: dict[str, FileEntry] = {}
         for rank, written in enumerate(results):
             own = {result.storage_data.file.name: result.storage_data.file for result in written}
-            if wrong := missing_or_cut(self.directory, own.values()):
+            if wrong := find_missing_or_truncated(self.directory, own.values()):
                 raise CheckpointError(
-                    f"what rank {rank} wrote does not appear on rank {runtime.rank()}: {'; '.join(wrong)}. The "
-                    f"checkpoint directory must be one that all ranks share"
+                    f"rank {runtime.rank()} does not see the files of rank {rank}: {'; '.join(wrong)}. The checkpoint "
+                    f"directory must be on a file system that all nodes share"
                 )
             files |= own
         order = {name: i for i, name in enumerate(sorted(files))}
@@ -172,9 +176,9 @@ class CheckpointWriter(StorageWriter):
             name: TensorEntry(DTYPE_NAMES[known.properties.dtype], tuple(known.size), tuple(pieces[name]))
             for name, known in metadata.state_dict_metadata.items()
         }
-        if gaps := incomplete(tensors):
-            raise CheckpointError(f"no rank, or more than one, wrote parts of {', '.join(gaps[:5])}")
-        self._conclude(tensors, tuple(files[name] for name in sorted(files)))
+        if gaps := incomplete_tensors(tensors):
+            raise CheckpointError(f"parts of {', '.join(gaps[:5])} were written by no rank, or by more than one")
+        self._publish(tensors, tuple(files[name] for name in sorted(files)))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -198,7 +202,7 @@ def _key(item: WriteItem) -> str:
 
 
 def _bundles(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
-    """The pieces dealt out over files of about equal size, each sorted so that wide elements come first."""
+    """Distribute the pieces over `count` files of similar size; in each, wider dtypes come first."""
     loads, bundles = [0] * count, [[] for _ in range(count)]  # type: ignore[var-annotated]
     for item in sorted(items, key=lambda i: -math.prod(_sizes(i)) * _dtype(i).itemsize):
         lightest = loads.index(min(loads))
@@ -208,7 +212,7 @@ def _bundles(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
 
 
 def _write(handle: int, block: memoryview, path: Path) -> None:
-    """Write all of a block."""
+    """Write a whole block."""
     try:
         while len(block):
             block = block[os.write(handle, block) :]
@@ -220,11 +224,9 @@ def _write(handle: int, block: memoryview, path: Path) -> None:
 
 
 class CheckpointReader(StorageReader):
-    """Reads a published checkpoint, also for `torch.distributed.checkpoint.load`."""
+    """Reads a published checkpoint; can be passed to `torch.distributed.checkpoint.load`."""
 
     def __init__(self, directory: str | Path, manifest: Manifest | None = None):
-        from fullshard.checkpoint.manifest import read_manifest
-
         self.directory = Path(directory)
         self.manifest = manifest or read_manifest(directory)
         self._scratch = threading.local()
@@ -233,7 +235,7 @@ class CheckpointReader(StorageReader):
         pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest in DCP's terms."""
+        """The manifest as DCP metadata."""
         return Metadata(
             state_dict_metadata={
                 name: TensorStorageMetadata(
@@ -286,7 +288,8 @@ class CheckpointReader(StorageReader):
             os.close(handle)
 
     def _fill(self, handle: int, path: Path, item: ReadItem, piece: PieceEntry, target: torch.Tensor) -> None:
-        """Copy a box of a stored piece into `target`, which has the box's shape. Rows are read whole, in blocks."""
+        """Copy a slice of a stored piece into `target`, which has the shape of the slice. Whole rows are read, in
+        blocks."""
         dtype = DTYPES[self.manifest.tensors[item.storage_index.fqn].dtype]
         sizes, starts, lengths = piece.sizes or (1,), tuple(item.storage_offsets) or (0,), tuple(item.lengths) or (1,)
         target = target.reshape(1) if target.dim() == 0 else target
@@ -297,7 +300,7 @@ class CheckpointReader(StorageReader):
         whole_rows = lengths[1:] == tuple(sizes[1:])
         if whole_rows and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
             _read(handle, as_bytes(target), begin, path)
-            torch.autograd.graph.increment_version(target)  # what was gathered from it before is out of date
+            torch.autograd.graph.increment_version(target)  # copies gathered from it before are stale
             return
         at_once = max(1, BLOCK // row)
         for first in range(0, lengths[0], at_once):
@@ -322,10 +325,10 @@ class CheckpointReader(StorageReader):
 
 
 def _read(handle: int, into: memoryview, begin: int, path: Path) -> None:
-    """Fill `into` from a place in a file."""
+    """Fill `into` from byte `begin` of a file."""
     done = 0
     while done < len(into):
         count = os.preadv(handle, [into[done:]], begin + done)
         if count == 0:
-            raise CheckpointError(f"{path} ends at byte {begin + done}, where a checkpoint of its manifest goes on")
+            raise CheckpointError(f"{path} ends at byte {begin + done}, before the end that the manifest gives")
         done += count

@@ -1,7 +1,7 @@
-"""Copies of a state in host memory, for saves that go on while training does.
+"""A copy of the state in host memory, for asynchronous saves.
 
-One buffer per manager holds what this rank will write and is used again for the next save. Copies from a GPU run side
-by side into page-locked memory; nothing is allocated on the GPU.
+One buffer per manager holds what this rank will write, and is reused by the next save. Copies from a GPU are
+asynchronous, into pinned memory; nothing is allocated on the GPU.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy as np
 import torch
 
 from fullshard import accelerator
-from fullshard.checkpoint.shard_index import Held, as_bytes, share
+from fullshard.checkpoint.shard_index import TensorShard, as_bytes, part_to_write
 
 ALIGNMENT = 64
 
 
 class HostBuffer:
-    """Host memory that grows to what was needed once, and stays."""
+    """Host memory that grows to the largest size needed and is reused."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, pieces: Iterable[Held]) -> list[Held]:
-        """The same pieces with their values copied; returns when the originals may change."""
-        parts = [part for piece in pieces if (part := share(piece)) is not None]
+    def copy(self, pieces: Iterable[TensorShard]) -> list[TensorShard]:
+        """Copies of the shards; returns once the originals may change."""
+        parts = [part for piece in pieces if (part := part_to_write(piece)) is not None]
         starts, end = [], 0
         for part in parts:
             starts.append(end)
@@ -37,11 +37,11 @@ class HostBuffer:
             size = part.local.numel() * part.local.element_size()
             copy = self._memory[start : start + size].view(part.local.dtype).view(part.local.shape)
             if not accelerator.is_accelerator(part.local.device) and part.local.is_contiguous():
-                # The C library's copy goes past the cache for large blocks: twice as fast as torch's.
+                # numpy uses memcpy, which bypasses the cache for large blocks: twice as fast as torch's copy.
                 np.copyto(np.asarray(as_bytes(copy)), np.asarray(as_bytes(part.local)))
             else:
                 copy.copy_(part.local, non_blocking=True)
-            # The share is taken already, so that it is not taken again.
+            # These are parts already: `part_to_write` must not split them again.
             copies.append(replace(part, local=copy, copies=min(part.copies, 1), copy=0))
         for device in {part.local.device for part in parts}:
             accelerator.synchronize(device)

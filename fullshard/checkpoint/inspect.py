@@ -1,16 +1,15 @@
-"""What is inside a checkpoint, or a directory of them, as facts to print. No torch, no ranks, nothing is changed."""
+"""The contents of a checkpoint, or of a directory of checkpoints, for `fullshard inspect`. Does not import torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from fullshard.byte_size import file_size
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    damaged,
-    misplaced,
-    missing_or_cut,
+    find_problems,
     published_steps,
     read_manifest,
     step_name,
@@ -20,7 +19,7 @@ from fullshard.errors import CheckpointError
 
 
 def inspect_checkpoint(path: str | Path, verify: bool = False) -> dict[str, Any]:
-    """Facts about one checkpoint, or about all in a directory; with `verify` every byte is read."""
+    """Describe one checkpoint, or all in a directory. `verify` compares the checksum of every file."""
     directory = Path(path)
     steps = published_steps(directory) if directory.is_dir() and not (directory / MANIFEST).is_file() else []
     if not steps:
@@ -32,12 +31,12 @@ def inspect_checkpoint(path: str | Path, verify: bool = False) -> dict[str, Any]
             found.append(_facts(place, read_manifest(place), verify))
         except CheckpointError as error:
             found.append({"path": str(place), "step": step, "health": "damaged", "problems": [str(error)]})
-    sound = [facts["step"] for facts in found if facts["health"] != "damaged"]
+    intact = [facts["step"] for facts in found if facts["health"] != "damaged"]
     return {
         "path": str(directory),
         "steps": steps,
         "latest": steps[-1],
-        "latest_whole": sound[-1] if sound else None,
+        "latest_whole": intact[-1] if intact else None,
         "unfinished": unpublished(directory),
         "bytes": sum(facts.get("bytes", 0) for facts in found),
         "checkpoints": found,
@@ -45,8 +44,7 @@ def inspect_checkpoint(path: str | Path, verify: bool = False) -> dict[str, Any]
 
 
 def _facts(directory: Path, manifest: Manifest, verify: bool) -> dict[str, Any]:
-    problems = damaged(directory, manifest.files) if verify else missing_or_cut(directory, manifest.files)
-    problems = problems or misplaced(directory, manifest, range(len(manifest.files)))
+    problems = find_problems(directory, manifest, verify)
     return {
         "path": str(directory),
         "step": manifest.step,
@@ -89,10 +87,10 @@ def _state(name: str, entry: dict[str, Any], manifest: Manifest) -> dict[str, An
 
 
 def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """The facts as rows of a table."""
+    """The description as rows of a table."""
     if "checkpoints" in facts:
         rows = [("directory", facts["path"]), ("steps", ", ".join(map(str, facts["steps"])))]
-        rows += [("latest", str(facts["latest"])), ("size", size(facts["bytes"]))]
+        rows += [("latest", str(facts["latest"])), ("size", file_size(facts["bytes"]))]
         if facts["unfinished"]:
             rows.append(("unfinished saves", ", ".join(facts["unfinished"])))
         for one in facts["checkpoints"]:
@@ -106,41 +104,32 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("step", "–" if facts["step"] is None else str(facts["step"])),
         ("created", facts["created"]),
         ("saved on", f"{facts['world_size']} rank(s)"),
-        ("size", f"{size(facts['bytes'])} in {facts['files']} file(s)"),
+        ("size", f"{file_size(facts['bytes'])} in {facts['files']} file(s)"),
         ("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())),
     ]
-    return rows + [(name, _in_words(state)) for name, state in facts["states"].items()]
+    return rows + [(name, _describe_state(state)) for name, state in facts["states"].items()]
 
 
-def _in_words(state: dict[str, Any]) -> str:
-    words = [state.get("class") or state["kind"]]
+def _describe_state(state: dict[str, Any]) -> str:
+    parts = [state.get("class") or state["kind"]]
     if state["tensors"]:
-        words.append(f"{state['tensors']} tensor(s), {size(state['bytes'])}")
+        parts.append(f"{state['tensors']} tensor(s), {file_size(state['bytes'])}")
     if state.get("mesh"):
-        words.append("mesh " + ", ".join(f"{axis}={count}" for axis, count in state["mesh"].items()))
+        parts.append("mesh " + ", ".join(f"{axis}={count}" for axis, count in state["mesh"].items()))
     if "strategy" in state:
-        words.append(
+        parts.append(
             f"{state['strategy']}, {state['units']} unit(s), {state['trainable']} of {state['parameters']} parameters "
             f"train"
         )
     if state.get("left_out"):
-        words.append(f"{state['left_out']} frozen parameters left to {state['base']['path']}")
+        parts.append(f"{state['left_out']} frozen parameters left to {state['base']['path']}")
     if state.get("adapters"):
-        words.append(f"adapters {', '.join(state['adapters'])}")
+        parts.append(f"adapters {', '.join(state['adapters'])}")
     if "groups" in state:
-        words.append(f"{state['groups']} group(s), state of {state['parameters']} parameters")
+        parts.append(f"{state['groups']} group(s), state of {state['parameters']} parameters")
     if "per_rank" in state:
-        words.append("differs from rank to rank")
+        parts.append("differs from rank to rank")
     if "value" in state:
         shown = str(state["value"])
-        words.append(shown if len(shown) <= 60 else shown[:57] + "...")
-    return "; ".join(words)
-
-
-def size(count: float) -> str:
-    """Bytes as a person reads them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+        parts.append(shown if len(shown) <= 60 else shown[:57] + "...")
+    return "; ".join(parts)

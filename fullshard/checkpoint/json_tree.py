@@ -1,8 +1,8 @@
-"""Values that are not tensors, as JSON and back, exactly.
+"""Nested Python values as JSON and back, without loss.
 
-JSON knows fewer types than Python: tuples, keys that are no strings, infinities, bytes and the like are written with a
-tag. Tensors inside a value are handed out and taken back by the caller. Anything else is refused with its place: no
-object is ever pickled.
+Types that JSON lacks (tuples, keys that are not strings, infinities, bytes and others) are written with a tag. The
+caller stores the tensors inside a value. Any other type raises an error that names its path in the value: nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from fullshard.errors import CheckpointError
 
 TAG = "$"
-"""The key that marks a tagged value."""
+"""The key of the tag in a tagged value."""
 
 PutTensor = Callable[[str, torch.Tensor], dict[str, Any]]
-"""Takes a tensor and its place; gives what to write down for it."""
+"""Stores a tensor under its path in the value; returns the reference to write to the JSON."""
 TakeTensor = Callable[[dict[str, Any]], torch.Tensor]
 
 
 def encode(value: Any, put: PutTensor, where: str = "") -> Any:
-    """`value` as JSON; tensors go to `put` with their place inside the value."""
+    """`value` as JSON; tensors are passed to `put` with their path inside the value."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -74,7 +74,7 @@ _DICTS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Coun
 
 
 def decode(data: Any, take: TakeTensor) -> Any:
-    """The value that `encode` wrote down; `take` gives each tensor."""
+    """The value that `encode` was given; `take` returns the tensor of a reference."""
     if isinstance(data, list):
         return [decode(v, take) for v in data]
     if not isinstance(data, dict):
@@ -107,19 +107,19 @@ def decode(data: Any, take: TakeTensor) -> Any:
         "complex": lambda v: complex(*v),
     }
     if kind not in made:
-        raise CheckpointError(f"a value is tagged {kind!r}, which this version of fullshard does not know")
+        raise CheckpointError(f"a value has the tag {kind!r}, which this version of fullshard cannot read")
     return made[kind](decode(v, take) for v in value)
 
 
-def tensors_in(data: Any) -> list[dict[str, Any]]:
-    """What was written down for the tensors inside an encoded value."""
+def tensor_refs(data: Any) -> list[dict[str, Any]]:
+    """The references to tensors inside an encoded value."""
     if isinstance(data, list):
-        return [t for v in data for t in tensors_in(v)]
+        return [t for v in data for t in tensor_refs(v)]
     if not isinstance(data, dict):
         return []
     if data.get(TAG) in ("tensor", "array"):
         return [data]
-    return [t for v in data.values() for t in tensors_in(v)]
+    return [t for v in data.values() for t in tensor_refs(v)]
 
 
 def _bytes_of(value: np.ndarray) -> np.ndarray:

@@ -1,11 +1,12 @@
-"""Checkpoints for training: when to save, in which thread, which to keep, and how to resume.
+"""`CheckpointManager`: saves training checkpoints, removes old ones, resumes, and stops on preemption.
 
-`CheckpointManager` keeps the checkpoints of a run in one directory, `step-N` each; `save_state` and `load_state` write
-and read a single named directory. What a checkpoint consists of is in `save_restore.py` and the files it uses.
+The manager keeps the checkpoints of a run in one directory, as `step-N`. `save_state` and `load_state` write and read a
+single directory of any name. `save_restore.py` performs one save or one restore.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -18,22 +19,22 @@ from fullshard.checkpoint import publish, save_restore
 from fullshard.checkpoint.host_snapshot import HostBuffer
 from fullshard.checkpoint.manifest import (
     Manifest,
-    damaged,
+    find_damage,
     published_steps,
     read_manifest,
     step_name,
     unpublished,
 )
 from fullshard.checkpoint.objects import check_state
-from fullshard.checkpoint.preemption import EXIT_PREEMPTED, SIGNALS, SignalNote
+from fullshard.checkpoint.preemption import EXIT_PREEMPTED, SIGNALS, SignalListener
 from fullshard.errors import CheckpointError
-from fullshard.ranks import Lease, agree, any_of, exchange, front_group
+from fullshard.ranks import BorrowedGroup, agree, agree_locally, any_of, exchange, host_group
 
 PREEMPTED, FAILED = 1, 2
 
 
 class CheckpointManager:
-    """The checkpoints of one run. Every rank makes one and calls its methods alike."""
+    """The checkpoints of one run. Every rank creates a manager and calls the same methods in the same order."""
 
     def __init__(
         self,
@@ -49,12 +50,12 @@ class CheckpointManager:
     ):
         """
         - `save_interval`: `should_save` is true at every multiple of it.
-        - `max_to_keep`: older checkpoints are removed once a newer one is published; None keeps all.
-        - `keep_every`: multiples of this step are never removed. `protect(step)` may name others (the best one so far);
-          it is asked on the first rank, in the thread that saves and at the time of the save.
-        - `save_frozen`: also write frozen parameters that the base files provide.
-        - `signals`: those that are listened for, from `listen()` or the first `reached_preemption` on.
-        - `verify`: compare every file's checksum before it is restored.
+        - `max_to_keep`: remove the oldest checkpoints beyond this number once a newer one is published; None keeps all.
+        - `keep_every`: never remove multiples of this step. `protect(step)` can protect others, such as the best one so
+          far; it is called on rank 0, in the thread that calls `save` or `save_async`, at the time of the call.
+        - `save_frozen`: also write frozen parameters that the base model's files provide.
+        - `signals`: the signals to handle, from `listen()` or the first `reached_preemption` on.
+        - `verify`: compare every file's checksum before a restore.
         """
         for name, value, least in (("save_interval", save_interval, 1), ("max_to_keep", max_to_keep, 1),
                                    ("keep_every", keep_every, 1)):  # fmt: skip
@@ -66,82 +67,83 @@ class CheckpointManager:
         self.save_interval, self.max_to_keep, self.keep_every = save_interval, max_to_keep, keep_every
         self.save_frozen, self.verify = save_frozen, verify
         self._protect = protect or (lambda step: False)
-        self._signals = SignalNote(signals)
+        self._signals = SignalListener(signals)
         self._asked_to_stop = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._buffer = HostBuffer()
         runtime.use_spmd()
         publish.probe(self.path)
-        self._lease = Lease()  # for saves in the background: they never mix with training's communication
-        found = exchange((published_steps(self.path), unpublished(self.path)), 0, "start of checkpoints")[0]
+        self._background = BorrowedGroup()  # asynchronous saves use a process group that training does not use
+        found = exchange((published_steps(self.path), unpublished(self.path)), "start of checkpoints")[0]
         self._known, self._stale = set(found[0]), found[1]
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Whether `step` is one to save at: a multiple of `save_interval` that has not been saved yet."""
+        """Whether to save at `step`: true at multiples of `save_interval` that have not been saved yet."""
         if step % self.save_interval or step in self._known:
             return False
-        self.join()  # so that a failed save is reported, and on every rank at the same step
+        self.join()  # reports a failed save on every rank at the same step
         return True
 
     def save(self, step: int, state: Mapping[str, Any], force: bool = False) -> bool:
-        """Save and return when it is published. Without `force` only if `should_save(step)`; whether it was saved."""
+        """Save and return once published; without `force`, only if `should_save(step)`. Returns whether it saved."""
         if not (force or self.should_save(step)):
             return False
         self.join()
-        order, description = self._begin(step, state)
-        superfluous = self._superfluous(step)
-        save_restore.write(order, description.entries, description.pieces, self._lease.group)
-        self._published(step, superfluous)
+        save_job, description = self._begin(step, state)
+        expired = self._expired(step)
+        save_restore.write(save_job, description.entries, description.pieces, self._background.group)
+        self._published(step, expired)
         return True
 
     def save_async(self, step: int, state: Mapping[str, Any], force: bool = False) -> bool:
-        """Copy the state to host memory and return; writing and publishing go on in the background.
+        """Copy the state to host memory and return; a background thread writes and publishes it.
 
-        A save still under way is waited for first. If this one fails, a later call raises what went wrong.
+        Waits first for a save that is still running. If this save fails, a later call raises the error.
         """
         if not (force or self.should_save(step)):
             return False
         self.join()
-        order, description = self._begin(step, state)
-        # Memory may run out here; then it must on every rank, before any of them goes on alone.
-        pieces = save_restore.agree_locally(lambda: self._buffer.copy(description.pieces), step, order.what)
-        superfluous = self._superfluous(step)  # as the state that is saved sees it, not as training goes on
+        save_job, description = self._begin(step, state)
+        # If memory runs out here on one rank, all ranks must raise.
+        copy = functools.partial(self._buffer.copy, description.pieces)
+        pieces = agree_locally(copy, save_job.what, error=CheckpointError, watched=True)
+        expired = self._expired(step)  # asked now, not when the background save ends
 
         def work() -> None:
             try:
-                save_restore.write(order, description.entries, pieces, self._lease.group)
-                self._published(step, superfluous)
+                save_restore.write(save_job, description.entries, pieces, self._background.group)
+                self._published(step, expired)
             except BaseException as error:
                 self._failure = error
 
-        # Not a daemon: a program that ends right after its last save still publishes it.
+        # Not a daemon thread: a program that ends right after its last save still publishes it.
         self._thread = threading.Thread(target=work, name="fullshard-save", daemon=False)
         self._thread.start()
         return True
 
-    def _begin(self, step: int, state: Mapping[str, Any]) -> tuple[save_restore.Order, Any]:
+    def _begin(self, step: int, state: Mapping[str, Any]) -> tuple[save_restore.AgreedSave, Any]:
         self._require_open()
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise CheckpointError(f"step={step!r}: expected a whole number of 0 or more")
         return save_restore.begin(self.path / step_name(step), step, state, self.save_frozen)
 
-    def _superfluous(self, step: int) -> list[int]:
-        """The checkpoints to remove once that of `step` is published, as the first rank sees it."""
+    def _expired(self, step: int) -> list[int]:
+        """The steps whose checkpoints are removed once `step` is published, as rank 0 decides."""
         if self.max_to_keep is None:
             return []
         known = sorted(self._known | {step})
         kept = {step, *known[-self.max_to_keep :]}
-        return exchange([s for s in known if s not in kept and not self._is_protected(s)], step, "old checkpoints")[0]
+        return exchange([s for s in known if s not in kept and not self._is_protected(s)], "old checkpoints")[0]
 
-    def _published(self, step: int, superfluous: list[int]) -> None:
-        """Take note of a published checkpoint, and remove what it makes superfluous."""
+    def _published(self, step: int, expired: list[int]) -> None:
+        """Record a published checkpoint and remove the expired ones."""
         self._known.add(step)
-        self._remove(superfluous)
+        self._remove(expired)
         if runtime.is_main():
-            for name in self._stale:  # left by a run before this one
+            for name in self._stale:  # unfinished saves of an earlier run
                 publish.discard(self.path / name)
         self._stale = []
 
@@ -151,16 +153,16 @@ class CheckpointManager:
             publish.retire(self.path / step_name(step))
 
     def prune(self) -> None:
-        """Remove checkpoints beyond `max_to_keep` now: those that `protect` held back at the last save."""
+        """Remove checkpoints beyond `max_to_keep` now: those that were still protected at the last save."""
         self.join()
         if self._known:
-            self._remove(self._superfluous(max(self._known)))
+            self._remove(self._expired(max(self._known)))
 
     def _is_protected(self, step: int) -> bool:
         return (self.keep_every is not None and step % self.keep_every == 0) or self._protect(step)
 
     def join(self) -> None:
-        """Wait for a save in the background; raise what went wrong with it."""
+        """Wait for the background save; raise its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -171,7 +173,7 @@ class CheckpointManager:
     # --- restoring --------------------------------------------------------------------------------------------------
 
     def all_steps(self) -> list[int]:
-        """The steps that are published, oldest first."""
+        """All published steps, oldest first."""
         return published_steps(self.path)
 
     def latest(self) -> int | None:
@@ -180,7 +182,7 @@ class CheckpointManager:
         return steps[-1] if steps else None
 
     def read_manifest(self, step: int | None = None) -> Manifest:
-        """What a checkpoint says of itself; the newest one's if no step is given."""
+        """The manifest of a checkpoint: of `step`, or of the newest one."""
         step = self.latest() if step is None else step
         if step is None:
             raise CheckpointError(f"there is no checkpoint in {self.path}")
@@ -189,19 +191,19 @@ class CheckpointManager:
     def restore(
         self, step: int | None, state: MutableMapping[str, Any], *, fallback: bool = False, rng: bool = True
     ) -> int:
-        """Load a checkpoint (the newest if `step` is None) into the objects in `state`; its step.
+        """Load a checkpoint (the newest if `step` is None) into the objects in `state` and return its step.
 
-        Plain values are put into `state`. Names that `state` leaves out are left alone. With `fallback` a damaged
-        newest checkpoint is passed over for the newest one that is whole.
+        Plain values are assigned to `state`. Entries of the checkpoint that `state` does not name are ignored. With
+        `fallback`, a damaged checkpoint is skipped in favor of the newest older one that is intact.
         """
         self._require_open()
         self.join()
-        asked = exchange((step, published_steps(self.path), unpublished(self.path)), step or 0, "restore")
-        steps, hidden = asked[0][1], asked[0][2]
-        if len({wanted for wanted, _, _ in asked}) > 1:
-            raise CheckpointError(f"ranks restore different steps: {[wanted for wanted, _, _ in asked]}")
+        requests = exchange((step, published_steps(self.path), unpublished(self.path)), "restore")
+        steps, hidden = requests[0][1], requests[0][2]
+        if len({wanted for wanted, _, _ in requests}) > 1:
+            raise CheckpointError(f"ranks restore different steps: {[wanted for wanted, _, _ in requests]}")
         if hidden and runtime.is_main():
-            runtime.get_logger().warning("%s: skipped, a save that was not finished: %s", self.path, ", ".join(hidden))
+            runtime.get_logger().warning("%s: skipping unfinished saves: %s", self.path, ", ".join(hidden))
         if not steps:
             raise CheckpointError(f"there is no checkpoint in {self.path}")
         if step is not None and step not in steps:
@@ -210,62 +212,62 @@ class CheckpointManager:
         try:
             manifest = self._check(chosen)
         except CheckpointError as error:
-            sound = self._newest_sound(before=chosen, steps=steps)
-            if sound is None:
-                raise CheckpointError(f"{error}\nThere is no other checkpoint that is whole") from error
+            intact = self._newest_intact(before=chosen, steps=steps)
+            if intact is None:
+                raise CheckpointError(f"{error}\nThere is no other intact checkpoint") from error
             if not fallback:
                 raise CheckpointError(
-                    f"{error}\nThe checkpoint of step {sound} is whole: restore({sound}, …) takes it, and so does "
+                    f"{error}\nThe checkpoint of step {intact} is intact: load it with restore({intact}, …) or "
                     f"restore(…, fallback=True)"
                 ) from error
-            runtime.warn_once(f"fallback {chosen}", f"{error}\nTaking the checkpoint of step {sound} instead")
-            chosen, manifest = sound, self._check(sound)
+            runtime.warn_once(f"fallback {chosen}", f"{error}\nLoading the checkpoint of step {intact} instead")
+            chosen, manifest = intact, self._check(intact)
         what = f"restore of checkpoint step {chosen}"
-        save_restore.load(self.path / step_name(chosen), manifest, state, rng, chosen, what, self._lease.group)
+        save_restore.load(self.path / step_name(chosen), manifest, state, rng, what, self._background.group)
         runtime.get_logger().info("resumed from %s", self.path / step_name(chosen))
         return chosen
 
     def _check(self, step: int) -> Manifest:
-        return save_restore.check(self.path / step_name(step), self.verify, step, f"restore of checkpoint step {step}")
+        return save_restore.check(self.path / step_name(step), self.verify, f"restore of checkpoint step {step}")
 
-    def _newest_sound(self, before: int, steps: list[int]) -> int | None:
-        """The newest older checkpoint that is whole, as the first rank sees it."""
+    def _newest_intact(self, before: int, steps: list[int]) -> int | None:
+        """The newest intact checkpoint older than `before`, as rank 0 finds it."""
 
-        def look() -> int | None:
+        def search() -> int | None:
             for step in reversed([s for s in steps if s < before] if runtime.is_main() else []):
                 directory = self.path / step_name(step)
                 try:
-                    if not damaged(directory, read_manifest(directory).files):
+                    if not find_damage(directory, read_manifest(directory).files):
                         return step
                 except CheckpointError:
                     continue
             return None
 
-        return agree(look, before, f"restore of checkpoint step {before}", watched=False)[0]
+        return agree(search, f"restore of checkpoint step {before}", error=CheckpointError)[0]
 
-    # --- being stopped ----------------------------------------------------------------------------------------------
+    # --- preemption -------------------------------------------------------------------------------------------------
 
     def preempt(self) -> None:
-        """Ask the job to stop, as a signal would; one rank is enough."""
+        """Ask the job to stop, as a signal would. Calling it on one rank is enough."""
         self._asked_to_stop = True
 
     def listen(self) -> None:
-        """Listen for signals from now on: one that comes in the first step is then answered like any other."""
+        """Handle signals from now on, so that one that arrives during the first step also leads to a save."""
         self._signals.install()
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether the job was asked to stop, on any rank. Call it once per step on every rank: all get the same answer
-        at the same step. A save that failed in the background is raised here too."""
+        """Whether any rank was asked to stop. Call it once per step on every rank: all ranks get the same answer at the
+        same step. Also raises the error of a failed background save."""
         self.listen()
         stop = self._asked_to_stop or self._signals.seen is not None
-        flags = any_of(PREEMPTED * stop + FAILED * (self._failure is not None), step, "preemption check")
+        flags = any_of(PREEMPTED * stop + FAILED * (self._failure is not None), "preemption check")
         if flags & FAILED:
             self.join()
         self._asked_to_stop |= bool(flags & PREEMPTED)
         return self._asked_to_stop
 
     def exit_if_preempted(self, step: int, state: Mapping[str, Any]) -> None:
-        """If the job was asked to stop: save once, wait until it is published, and exit with `EXIT_PREEMPTED`."""
+        """If the job was asked to stop: save, wait until the save is published, and exit with `EXIT_PREEMPTED`."""
         if not self.reached_preemption(step):
             return
         self.join()
@@ -273,7 +275,7 @@ class CheckpointManager:
             self.save(step, state, force=True)
         if runtime.is_main():
             runtime.get_logger().warning(
-                "stopped at step %d as asked; saved in %s; exit code %d",
+                "stopped at step %d on request; saved in %s; exit code %d",
                 step,
                 self.path / step_name(step),
                 EXIT_PREEMPTED,
@@ -282,19 +284,19 @@ class CheckpointManager:
         sys.exit(EXIT_PREEMPTED)
 
     def _require_open(self) -> None:
-        if self._lease.group is None:
-            raise CheckpointError(f"this manager of {self.path} is closed; make another one")
+        if self._background.group is None:
+            raise CheckpointError(f"this manager of {self.path} is closed; create another one")
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- closing --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for a save under way and let go of handlers, memory and communicators."""
+        """Wait for a running save, then release signal handlers, host memory and process groups."""
         try:
             self.join()
         finally:
             self._signals.remove()
             self._buffer.release()
-            self._lease.end()
+            self._background.end()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -311,14 +313,14 @@ class CheckpointManager:
 def save_state(
     directory: str | Path, state: Mapping[str, Any] | None = None, *, save_frozen: bool = False, **named: Any
 ) -> None:
-    """Save to a directory of this name, which must not exist or be empty. All ranks call it.
+    """Save a state to `directory`, which must be new or empty. All ranks must call this.
 
-    The state is a dict, or named arguments: `save_state("before", model=model, epoch=3)`.
+    Pass the state as a dict or as keyword arguments: `save_state("before", model=model, epoch=3)`.
     """
     place = Path(directory).absolute()
     publish.probe(place.parent)
-    order, description = save_restore.begin(place, None, _together(state, named), save_frozen)
-    save_restore.write(order, description.entries, description.pieces, front_group())
+    save_job, description = save_restore.begin(place, None, _merge_state(state, named), save_frozen)
+    save_restore.write(save_job, description.entries, description.pieces, host_group())
 
 
 def load_state(
@@ -329,20 +331,20 @@ def load_state(
     rng: bool = True,
     **named: Any,
 ) -> dict[str, Any]:
-    """Load what `save_state` (or a manager) saved into the objects given; the state with its plain values.
+    """Load a checkpoint of `save_state` or of a manager into the given objects and return the state.
 
-    A name whose value does not matter can be given as None: `load_state("before", model=model, epoch=None)`.
+    For a plain value pass anything, such as None: `load_state("before", model=model, epoch=None)`.
     """
     place = Path(directory).absolute()
-    given = _together(state, named)
+    merged = _merge_state(state, named)
     what = f"restore of {place}"
-    manifest = save_restore.check(place, verify, 0, what)
-    save_restore.load(place, manifest, given, rng, 0, what, front_group())
+    manifest = save_restore.check(place, verify, what)
+    save_restore.load(place, manifest, merged, rng, what, host_group())
     if state is not None:
-        state.update({name: given[name] for name in state})
-    return given
+        state.update({name: merged[name] for name in state})
+    return merged
 
 
-def _together(state: Mapping[str, Any] | None, named: dict[str, Any]) -> dict[str, Any]:
+def _merge_state(state: Mapping[str, Any] | None, named: dict[str, Any]) -> dict[str, Any]:
     check_state(state or {})
     return {**(state or {}), **named}

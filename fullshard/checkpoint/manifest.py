@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: what it holds, in which files, and how to tell that they are whole.
+"""The manifest of a checkpoint: its contents, its files, and their checksums.
 
-A checkpoint is a directory with safetensors files and one `manifest.json`; this file knows the manifest's format and
-the names of directories, reads and checks both. It needs neither torch nor other ranks, so that a checkpoint can be
-looked at anywhere.
+A checkpoint is a directory of safetensors files and one `manifest.json`. This module defines the manifest's format and
+the directory names, and reads and checks both. It needs neither torch nor other ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
     "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
 }  # fmt: skip
-"""safetensors' names of dtypes, and the bytes of one element."""
+"""safetensors' dtype names, and the bytes of one element."""
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
@@ -46,7 +45,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class PieceEntry:
-    """One piece of a tensor: where it lies in which file, and where in the tensor."""
+    """One stored piece of a tensor: its position in a file, and in the tensor."""
 
     file: int
     begin: int
@@ -57,7 +56,7 @@ class PieceEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: its global form and its pieces."""
+    """One tensor: its global dtype and shape, and its pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,17 +69,17 @@ class TensorEntry:
 
 @dataclass
 class Manifest:
-    """Everything a checkpoint says of itself."""
+    """The contents of `manifest.json`."""
 
     step: int | None
     created: str
     versions: dict[str, str]
     world_size: int
     states: dict[str, dict[str, Any]]
-    """By name, what was saved: its kind, and everything about it that is not a tensor."""
+    """For each name in the saved state: its kind, and everything about it that is not a tensor."""
     tensors: dict[str, TensorEntry]
     per_rank: tuple[str, ...]
-    """Tensors that differed between ranks; each is stored once per rank, as `NAME@rank-N`."""
+    """Tensors whose values differed between ranks; each is stored once per rank, as `NAME@rank-N`."""
     files: tuple[FileEntry, ...]
 
     @property
@@ -88,7 +87,7 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
     def dumps(self) -> str:
-        """The manifest's text, closed by a digest of itself."""
+        """The manifest as JSON text that ends with its own digest."""
         body = {"format": FORMAT, "format_version": VERSION, **asdict(self)}
         body["tensors"] = {
             name: [t.dtype, t.shape, [[p.file, p.begin, p.offsets, p.sizes] for p in t.pieces]]
@@ -98,7 +97,7 @@ class Manifest:
         return f'{text[:-1]}, "digest": "{_digest(text)}"}}\n'
 
     def rank_name(self, name: str, rank: int) -> str:
-        """Under which name a rank finds its value of a tensor; ranks beyond those saved get the first one's."""
+        """The stored name of a rank's tensor. Ranks beyond the saved world size use rank 0's."""
         return f"{name}@rank-{rank if rank < self.world_size else 0}" if name in self.per_rank else name
 
 
@@ -110,7 +109,7 @@ def _digest(text: str) -> str:
 
 
 def read_manifest(directory: str | Path) -> Manifest:
-    """The manifest of a published checkpoint, with everything checked that can be without reading the other files."""
+    """Read the manifest of a published checkpoint and check everything that does not need the other files."""
     path = Path(directory) / MANIFEST
     try:
         text = path.read_bytes().decode()
@@ -122,10 +121,10 @@ def read_manifest(directory: str | Path) -> Manifest:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     found = re.fullmatch(r'(.*), "digest": "([0-9a-f]{64})"\}\n', text, re.DOTALL)
     if found is None:
-        raise CheckpointError(f"{path} is damaged: it does not end as a manifest does ({len(text)} characters)")
+        raise CheckpointError(f"{path} is damaged: it does not end with a digest ({len(text)} characters)")
     body, expected = found[1] + "}", found[2]
     if _digest(body) != expected:
-        raise CheckpointError(f"{path} is damaged: its digest is {_digest(body)}, and it says {expected}")
+        raise CheckpointError(f"{path} is damaged: its digest is {_digest(body)}, expected {expected}")
     try:
         data = json.loads(body)
         if data.pop("format") != FORMAT:
@@ -142,7 +141,7 @@ def read_manifest(directory: str | Path) -> Manifest:
         manifest = Manifest(**data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a manifest of this format: {type(error).__name__}: {error}") from error
-    _check_sense(manifest, path)
+    _check_consistency(manifest, path)
     return manifest
 
 
@@ -151,11 +150,13 @@ def _tensor(entry: list[Any]) -> TensorEntry:
     return TensorEntry(dtype, tuple(shape), tuple(PieceEntry(f, b, tuple(o), tuple(s)) for f, b, o, s in pieces))
 
 
-def _check_sense(manifest: Manifest, path: Path) -> None:
-    """Every piece lies inside its file and its tensor, and the pieces make up the whole tensor."""
+def _check_consistency(manifest: Manifest, path: Path) -> None:
+    """Check that every piece is inside its file and its tensor, and that the pieces cover the whole tensor."""
     named = _STEP.fullmatch(path.parent.name)
     if named and manifest.step is not None and int(named[1]) != manifest.step:
-        raise CheckpointError(f"{path} is of step {manifest.step}, but lies in {path.parent.name}: files were mixed up")
+        raise CheckpointError(
+            f"{path} is of step {manifest.step}, but its directory is {path.parent.name}: files were mixed up"
+        )
     for file in manifest.files:
         if not file.name or Path(file.name).name != file.name:
             raise CheckpointError(f"{path} names a file outside its directory: {file.name!r}")
@@ -168,13 +169,13 @@ def _check_sense(manifest: Manifest, path: Path) -> None:
                 0 <= o <= o + s <= n for o, s, n in zip(piece.offsets, piece.sizes, tensor.shape, strict=True)
             )
             if not inside or not 0 <= piece.file < len(manifest.files) or end > manifest.files[piece.file].bytes:
-                raise CheckpointError(f"{path}: a piece of tensor {name} lies outside it or outside its file: {piece}")
-    if gaps := incomplete(manifest.tensors):
-        raise CheckpointError(f"{path}: these tensors are not complete: {', '.join(gaps[:5])}")
+                raise CheckpointError(f"{path}: a piece of tensor {name} is outside the tensor or its file: {piece}")
+    if gaps := incomplete_tensors(manifest.tensors):
+        raise CheckpointError(f"{path}: these tensors are incomplete: {', '.join(gaps[:5])}")
 
 
-def incomplete(tensors: dict[str, TensorEntry]) -> list[str]:
-    """Tensors whose pieces do not add up to the whole."""
+def incomplete_tensors(tensors: dict[str, TensorEntry]) -> list[str]:
+    """The tensors whose pieces do not add up to the whole tensor."""
     return [
         name for name, t in tensors.items() if sum(math.prod(p.sizes) for p in t.pieces) != math.prod(t.shape)
     ]  # fmt: skip
@@ -183,8 +184,8 @@ def incomplete(tensors: dict[str, TensorEntry]) -> list[str]:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def missing_or_cut(directory: Path, files: Iterable[FileEntry]) -> list[str]:
-    """What is wrong with the files at a glance: absent, or of another size."""
+def find_missing_or_truncated(directory: Path, files: Iterable[FileEntry]) -> list[str]:
+    """The files that are missing or of the wrong size, one message each."""
     wrong = []
     for file in files:
         try:
@@ -200,17 +201,16 @@ def missing_or_cut(directory: Path, files: Iterable[FileEntry]) -> list[str]:
     return wrong
 
 
-def damaged(directory: Path, files: Iterable[FileEntry], seen: Callable[[int], None] = lambda n: None) -> list[str]:
-    """What is wrong with the files once they are read through. `seen` hears how many bytes were read."""
+def find_damage(directory: Path, files: Iterable[FileEntry]) -> list[str]:
+    """The files that are missing, of the wrong size, or whose checksum differs, one message each."""
     files = list(files)
-    wrong = missing_or_cut(directory, files)
+    wrong = find_missing_or_truncated(directory, files)
     for file in files if not wrong else ():
         path, digest, buffer = directory / file.name, hashlib.sha256(), bytearray(BLOCK)
         try:
             with open(path, "rb", buffering=0) as stream:
                 while count := stream.readinto(buffer):
                     digest.update(memoryview(buffer)[:count])
-                    seen(count)
         except OSError as error:
             wrong.append(f"{path} cannot be read: {error.strerror}")
             continue
@@ -220,22 +220,22 @@ def damaged(directory: Path, files: Iterable[FileEntry], seen: Callable[[int], N
 
 
 def piece_name(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """A piece's name in its file, which says what piece it is."""
+    """The name of a piece in its safetensors file: the tensor's name, and the slice unless it is the whole tensor."""
     if tuple(sizes) == tuple(shape):
         return name
     return f"{name}[{','.join(f'{o}:{o + s}' for o, s in zip(offsets, sizes, strict=True))}]"
 
 
-def misplaced(directory: Path, manifest: Manifest, files: Iterable[int]) -> list[str]:
-    """Where the manifest and the headers of the files do not say the same of what lies where."""
-    said: dict[int, dict[str, Any]] = {i: {} for i in files}
+def find_header_mismatches(directory: Path, manifest: Manifest, files: Iterable[int]) -> list[str]:
+    """The files whose safetensors header disagrees with the manifest, one message each."""
+    listed: dict[int, dict[str, Any]] = {i: {} for i in files}
     for name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
-            if piece.file in said:
+            if piece.file in listed:
                 key = piece_name(name, tensor.shape, piece.offsets, piece.sizes)
-                said[piece.file][key] = (tensor.dtype, piece.begin, list(piece.sizes))
+                listed[piece.file][key] = (tensor.dtype, piece.begin, list(piece.sizes))
     wrong = []
-    for i, expected in said.items():
+    for i, expected in listed.items():
         path = directory / manifest.files[i].name
         try:
             with open(path, "rb") as stream:
@@ -247,7 +247,7 @@ def misplaced(directory: Path, manifest: Manifest, files: Iterable[int]) -> list
                 for key, entry in header.items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            wrong.append(f"{path} has no header that can be read: {type(error).__name__}")
+            wrong.append(f"{path} has no readable header: {type(error).__name__}")
             continue
         odd = sorted(key for key in {*found, *expected} if found.get(key) != expected.get(key))
         if odd:
@@ -255,6 +255,21 @@ def misplaced(directory: Path, manifest: Manifest, files: Iterable[int]) -> list
                 f"{path} and the manifest disagree about {odd[0]}: {found.get(odd[0])} and {expected.get(odd[0])}"
             )
     return wrong
+
+
+def find_problems(directory: Path, manifest: Manifest, verify: bool, files: Sequence[int] | None = None) -> list[str]:
+    """What is wrong with the files of a checkpoint (with `files`, with those only), one message each. `verify` compares
+    checksums; without it only sizes and headers are checked."""
+    chosen = range(len(manifest.files)) if files is None else files
+    entries = [manifest.files[i] for i in chosen]
+    problems = find_damage(directory, entries) if verify else find_missing_or_truncated(directory, entries)
+    return problems or find_header_mismatches(directory, manifest, chosen)
+
+
+def check_files(directory: Path, manifest: Manifest, verify: bool) -> None:
+    """Raise if anything is wrong with the files of a checkpoint."""
+    if problems := find_problems(directory, manifest, verify):
+        raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(problems))
 
 
 # --- directories ----------------------------------------------------------------------------------------------------
@@ -265,7 +280,7 @@ def step_name(step: int) -> str:
 
 
 def published_steps(path: str | Path) -> list[int]:
-    """The steps that were published under `path`, in order."""
+    """The published steps under `path`, in ascending order."""
     try:
         names = os.listdir(path)
     except FileNotFoundError:
@@ -277,8 +292,8 @@ def published_steps(path: str | Path) -> list[int]:
 
 
 def unpublished(path: str | Path) -> list[str]:
-    """Directories that the save of a step left behind before it could publish them. Others that are hidden alike
-    (`save_state`, `merge_weights`) may still be written."""
+    """Directories of step saves that were never published. Other hidden directories (of `save_state` and
+    `merge_weights`) are not listed: they may still be in use."""
     try:
         return sorted(name for name in os.listdir(path) if _UNPUBLISHED.fullmatch(name))
     except OSError:
@@ -286,32 +301,32 @@ def unpublished(path: str | Path) -> list[str]:
 
 
 def unpublished_name(name: str, token: str) -> str:
-    """Where a checkpoint is written before it is published as `name`."""
+    """The name of the hidden directory in which a checkpoint is written before it is published as `name`."""
     return f".{name}.{token}.tmp"
 
 
 def _no_checkpoint(directory: Path) -> str:
-    """What to say of a directory that is no checkpoint: the ones that are, near it."""
+    """The error for a directory that is not a checkpoint, with the checkpoints near it."""
     if not directory.exists():
         near = nearby(directory.parent)
         return f"{directory} does not exist" + (f"; checkpoints near it: {_list(near)}" if near else "")
     near = nearby(directory)
     if _HIDDEN.fullmatch(directory.name):
-        why = "is a save that was not finished, and cannot be loaded"
+        why = "is an unfinished save, and cannot be loaded"
     elif any((directory / name).exists() for name in ("pytorch_model_fsdp_0", "optimizer_0", ".metadata")):
         why = (
             "was written by another tool (Accelerate, or torch.distributed.checkpoint with pickled metadata), "
             "which fullshard does not read; merge it with the tool that wrote it"
         )
     elif any(directory.glob("*.safetensors")):
-        why = f"holds whole weights, not a sharded checkpoint (it has no {MANIFEST})"
+        why = f"holds model weights, not a training checkpoint (it has no {MANIFEST})"
     else:
         why = f"is not a checkpoint (it has no {MANIFEST})"
     return f"{directory} {why}" + (f"; checkpoints near it: {_list(near)}" if near else "")
 
 
 def nearby(directory: Path) -> list[Path]:
-    """Checkpoints in a directory, below it, and beside it; newest steps first."""
+    """Checkpoints in a directory, in its subdirectories, and next to it; newest steps first."""
     around = [
         directory,
         directory.parent,

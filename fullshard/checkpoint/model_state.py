@@ -1,7 +1,7 @@
-"""A model in a checkpoint: its tensors by name, where they came from, and what of them need not be written.
+"""A model in a checkpoint: its tensors by name, its tied tensors, and its base model.
 
-Tied tensors are written once and stay tied. Frozen parameters that the base files give again are left out. A model is
-filled in place, piece by piece, so that resuming needs no more memory than training.
+Tied tensors are written once and stay tied. Frozen parameters that the base model's files provide are left out. Values
+are read directly into the model's shards, so that resuming needs no more memory than training.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from torch import nn
 
 from fullshard import runtime
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.objects import Description, Loading
+from fullshard.checkpoint.objects import RestorePlan, StateDescription
 from fullshard.errors import UserError
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import local_of
 from fullshard.weights.source_files import base_of, fingerprint_of
 
 
-def left_out(model: nn.Module) -> set[str]:
-    """Frozen parameters that the model's base files give again, as far as this rank can tell."""
+def provided_by_base(model: nn.Module) -> set[str]:
+    """The frozen parameters whose values on this rank are still those of the base model's files."""
     base = base_of(model)
     if base is None:
         return set()
@@ -33,8 +34,8 @@ def left_out(model: nn.Module) -> set[str]:
     }
 
 
-def describe_model(description: Description, name: str, model: nn.Module, omitted: set[str]) -> None:
-    """Write down a model without the parameters in `omitted`."""
+def describe_model(description: StateDescription, name: str, model: nn.Module, omitted: set[str]) -> None:
+    """Describe a model without the parameters in `omitted`."""
     entry: dict[str, Any] = {"kind": "model", "class": type(model).__qualname__, "tied": {}, "extra": {}}
     seen: dict[int, str] = {}
     for key, value in model.state_dict(keep_vars=True).items():
@@ -58,7 +59,7 @@ def describe_model(description: Description, name: str, model: nn.Module, omitte
 
 
 def _about(model: nn.Module) -> dict[str, Any]:
-    """What helps to make sense of the tensors (`states.ABOUT`); the first rank's word is taken for it."""
+    """Configuration, plan and mesh of the model (the keys in `objects.ABOUT`); only rank 0 writes them."""
     about = {"config": _config(model), "generation_config": _json(model, "generation_config")}
     if isinstance(adapters := getattr(model, "peft_config", None), dict):
         about["adapter_configs"] = {str(name): _plain(config.to_dict()) for name, config in adapters.items()}
@@ -70,7 +71,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
 
 
 def _config(model: nn.Module) -> dict[str, Any] | None:
-    """What transformers would write into config.json."""
+    """The content of config.json, as transformers writes it."""
     config = _json(model, "config")
     if config is not None and not config.get("architectures"):
         config["architectures"] = [type(model).__name__]
@@ -83,23 +84,23 @@ def _json(model: nn.Module, attribute: str) -> dict[str, Any] | None:
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """As PEFT writes it into adapter_config.json."""
+    """A PEFT config as plain JSON data, as in adapter_config.json."""
     return json.loads(json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
 
 
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
-def prepare_model(loading: Loading, name: str, entry: dict[str, Any], model: nn.Module) -> None:
-    """Have a model's values read into it."""
-    _check_base(loading, name, entry, model)
-    stored, base = _stored_keys(loading, name, entry), base_of(model)
+def prepare_model(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.Module) -> None:
+    """Plan to read the stored values into a model."""
+    _check_base(plan, name, entry, model)
+    stored, base = _stored_keys(plan, name, entry), base_of(model)
     omitted, tied, extra = set(entry["left_out"]), entry["tied"], dict(entry["extra"])
     _give_memory(model, stored)
     values = model.state_dict(keep_vars=True)
     live = {id(t) for t in (*model.parameters(), *model.buffers())}
     first: dict[int, str] = {}
-    detour: dict[str, Any] = {}  # values that the module makes or takes in its own way
+    detour: dict[str, Any] = {}  # values that the module builds in `state_dict` and takes in `load_state_dict`
     missing = []
     for key, value in values.items():
         if not isinstance(value, torch.Tensor):
@@ -109,50 +110,50 @@ def prepare_model(loading: Loading, name: str, entry: dict[str, Any], model: nn.
         source = key if key in stored else tied.get(key)
         if id(value) in first and id(value) in live:
             if key in stored:
-                loading.problems.append(f"{key} and {first[id(value)]} are tied here and two tensors in the checkpoint")
+                plan.problems.append(f"{key} and {first[id(value)]} are tied here, but not in the checkpoint")
             continue
         first[id(value)] = key
         if source is None:
             if key not in omitted:
                 missing.append(key)
             elif _is_meta(value):
-                loading.problems.append(
+                plan.problems.append(
                     f"{key} was left out of the checkpoint because its base provides it, and has no value here: load "
                     f"the base first ({entry['base']['path']})"
                 )
             elif base is not None and not base.provides(key, value):
-                loading.problems.append(
+                plan.problems.append(
                     f"{key} was left out of the checkpoint because its base provides it, and has been changed here "
                     f"since it was loaded: load the base again ({base.path})"
                 )
             continue
         if id(value) not in live:
             value = detour[key] = torch.empty_like(value)
-        loading.fill(f"{name}/{source}", value)
+        plan.fill(f"{name}/{source}", value)
     unexpected = sorted(key for key in (*stored, *extra) if key not in values)
     if missing:
-        loading.problems.append(f"{name}: not in the checkpoint: {_some(missing)}")
+        plan.problems.append(f"{name}: not in the checkpoint: {_some(missing)}")
     if unexpected:
-        loading.problems.append(f"{name}: in the checkpoint and not in the model: {_some(unexpected)}")
-    made = {noted["name"]: loading.make(noted, None, None) for noted in json_tree.tensors_in(extra)}
+        plan.problems.append(f"{name}: in the checkpoint and not in the model: {_some(unexpected)}")
+    tensors = {ref["name"]: plan.make(ref, None, None) for ref in json_tree.tensor_refs(extra)}
 
     def finish() -> None:
-        others = {key: json_tree.decode(data, lambda noted: made[noted["name"]]) for key, data in extra.items()}
+        others = {key: json_tree.decode(data, lambda ref: tensors[ref["name"]]) for key, data in extra.items()}
         if detour or others:
             model.load_state_dict({**detour, **others}, strict=False)
 
-    loading.finish.append(finish)
+    plan.finish.append(finish)
 
 
-def _stored_keys(loading: Loading, name: str, entry: dict[str, Any]) -> set[str]:
-    """The model's own names of the tensors that the checkpoint holds for it."""
-    names = {key for key in loading.manifest.tensors if "@rank-" not in key} | set(loading.manifest.per_rank)
-    names -= {noted["name"] for noted in json_tree.tensors_in(entry["extra"])}
+def _stored_keys(plan: RestorePlan, name: str, entry: dict[str, Any]) -> set[str]:
+    """The `state_dict` names of the tensors that the checkpoint holds for this model."""
+    names = {key for key in plan.manifest.tensors if "@rank-" not in key} | set(plan.manifest.per_rank)
+    names -= {ref["name"] for ref in json_tree.tensor_refs(entry["extra"])}
     return {key.removeprefix(f"{name}/") for key in names if key.startswith(f"{name}/")}
 
 
-def _check_base(loading: Loading, name: str, entry: dict[str, Any], model: nn.Module) -> None:
-    """Frozen values that were left out must be those of the base they were left out for."""
+def _check_base(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.Module) -> None:
+    """Check that frozen values that were left out come from the same base model files."""
     saved = entry["base"]
     if not entry["left_out"]:
         return
@@ -164,22 +165,22 @@ def _check_base(loading: Loading, name: str, entry: dict[str, Any], model: nn.Mo
         try:
             found = fingerprint_of(path)
         except UserError as error:
-            loading.problems.append(f"{name}: the base of the checkpoint cannot be checked: {error}")
+            plan.problems.append(f"{name}: the base of the checkpoint cannot be checked: {error}")
             return
         runtime.warn_once(
             f"base of {name}",
             f"the checkpoint leaves out {len(entry['left_out'])} frozen parameters of {name}; the model was not loaded "
-            f"with load_pretrained, so it is taken on trust that they are those of {path}",
+            f"with load_pretrained, so fullshard assumes that they have the values of {path}",
         )
     if found != saved["fingerprint"]:
-        loading.problems.append(
-            f"{name}: the checkpoint was made on top of {saved['path']} (fingerprint {saved['fingerprint']}), and the "
-            f"model comes from {path} (fingerprint {found}): the files differ. Load the base it was made on"
+        plan.problems.append(
+            f"{name}: the checkpoint was trained from the base {saved['path']} (fingerprint {saved['fingerprint']}), "
+            f"but the model comes from {path} (fingerprint {found}): the files differ. Load the base of the checkpoint"
         )
 
 
 def _give_memory(model: nn.Module, stored: set[str]) -> None:
-    """Planned parameters without memory get theirs if the checkpoint has values for them."""
+    """Allocate planned parameters that have no memory yet, if the checkpoint has values for them."""
     engine = getattr(model, "_fullshard_engine", None)
     for unit in engine.units if engine is not None else ():
         for parameter in unit.parameters:
@@ -188,7 +189,7 @@ def _give_memory(model: nn.Module, stored: set[str]) -> None:
 
 
 def _is_meta(value: torch.Tensor) -> bool:
-    return (value._local_tensor if is_sharded(value) else value).is_meta
+    return (local_of(value) if is_sharded(value) else value).is_meta
 
 
 def _some(names: list[str]) -> str:

@@ -1,7 +1,7 @@
-"""An optimizer in a checkpoint: its state by parameter name, its groups' options.
+"""An optimizer in a checkpoint: its state by parameter name, and the options of its parameter groups.
 
-torch numbers an optimizer's parameters; a checkpoint names them, so that state finds its parameter whatever the order
-or the layout. Moments are laid out as the parameter they belong to is now.
+torch identifies an optimizer's parameters by number. A checkpoint uses their names, so that order and sharding may
+change. Restored state gets the layout that its parameter has now.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.objects import Description, Loading
+from fullshard.checkpoint.objects import RestorePlan, StateDescription
 from fullshard.errors import CheckpointError
 from fullshard.spmd.mesh import Mesh
 
 
 def _names(optimizer: torch.optim.Optimizer, names: dict[int, str], label: str) -> list[list[str]]:
-    """The names of each group's parameters."""
+    """The parameter names of each parameter group."""
     unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
     if unknown:
         raise CheckpointError(
             f"{label}: {len(unknown)} of its parameters (the first of shape {tuple(unknown[0].shape)}) belong to no "
-            f"model in the state. Save and restore the model beside its optimizer: {{'model': model, {label!r}: …}}; "
-            f"and make the optimizer after the model is wrapped"
+            f"model in the state. Save and restore the model together with its optimizer: "
+            f"{{'model': model, {label!r}: …}}, and create the optimizer after the model is wrapped"
         )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def describe_optimizer(
-    description: Description, label: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
+    description: StateDescription, label: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> None:
-    """Write down an optimizer."""
+    """Describe an optimizer."""
     groups = []
     for i, (group, members) in enumerate(zip(optimizer.param_groups, _names(optimizer, names, label), strict=True)):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -50,41 +50,41 @@ def describe_optimizer(
 
 
 def prepare_optimizer(
-    loading: Loading,
+    plan: RestorePlan,
     label: str,
     entry: dict[str, Any],
     optimizer: torch.optim.Optimizer,
     names: dict[int, str],
     mesh: Mesh | None,
 ) -> None:
-    """Have an optimizer's state made anew, laid out as its parameters are, and given to it."""
+    """Plan to restore an optimizer: new state tensors with the layout of its parameters, then `load_state_dict`."""
     members = _names(optimizer, names, label)
     saved = [group["parameters"] for group in entry["groups"]]
     if [sorted(group) for group in saved] != [sorted(group) for group in members]:
-        loading.problems.append(_groups_differ(label, saved, members))
+        plan.problems.append(_groups_differ(label, saved, members))
         return
     if entry["class"] != type(optimizer).__qualname__:
-        loading.problems.append(f"{label} is a {type(optimizer).__qualname__}; the checkpoint has a {entry['class']}")
+        plan.problems.append(f"{label} is a {type(optimizer).__qualname__}; the checkpoint has a {entry['class']}")
         return
     parameters = {
         name: p
         for group, group_names in zip(optimizer.param_groups, members, strict=True)
         for p, name in zip(group["params"], group_names, strict=True)
     }
-    made: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, data in entry["state"].items():
         present = optimizer.state.get(parameters[name], {})
         for key, value in data.items():
-            for noted in json_tree.tensors_in(value):
-                now = present.get(key) if noted is value else None
-                made[noted["name"]] = loading.make(noted, parameters[name], mesh, now)
+            for ref in json_tree.tensor_refs(value):
+                now = present.get(key) if ref is value else None
+                tensors[ref["name"]] = plan.make(ref, parameters[name], mesh, now)
     for group in entry["groups"]:
-        for noted in json_tree.tensors_in(group["options"]):
-            made[noted["name"]] = loading.make(noted, None, mesh)
+        for ref in json_tree.tensor_refs(group["options"]):
+            tensors[ref["name"]] = plan.make(ref, None, mesh)
 
     def finish() -> None:
-        def take(noted: dict[str, Any]) -> torch.Tensor:
-            return made[noted["name"]]
+        def take(ref: dict[str, Any]) -> torch.Tensor:
+            return tensors[ref["name"]]
 
         numbers: dict[str, int] = {}
         for name in (name for group in members for name in group):
@@ -96,24 +96,24 @@ def prepare_optimizer(
                 {**json_tree.decode(group["options"], take), "params": [numbers[name] for name in group_names]}
             )
         optimizer.load_state_dict({"state": state, "param_groups": groups})
-        # torch casts state to its parameter's dtype; an optimizer that keeps it in another one gets that back.
+        # torch casts state to its parameter's dtype; restore the dtype that the optimizer used.
         for name, i in numbers.items():
             for key, value in state.get(i, {}).items():
                 now = optimizer.state[parameters[name]].get(key)
                 if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
                     optimizer.state[parameters[name]][key] = value.to(now.device)
 
-    loading.finish.append(finish)
+    plan.finish.append(finish)
 
 
 def _groups_differ(label: str, saved: list[list[str]], members: list[list[str]]) -> str:
     ours, theirs = {n for g in members for n in g}, {n for g in saved for n in g}
-    parts = [f"{label}: its parameter groups are not those of the checkpoint"]
+    parts = [f"{label}: its parameter groups differ from those of the checkpoint"]
     if len(saved) != len(members):
         parts.append(f"{len(members)} group(s) here, {len(saved)} there")
-    for words, found in (("only here", sorted(ours - theirs)), ("only in the checkpoint", sorted(theirs - ours))):
+    for where, found in (("only here", sorted(ours - theirs)), ("only in the checkpoint", sorted(theirs - ours))):
         if found:
-            parts.append(f"{words}: {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if len(found) > 3 else ""))
+            parts.append(f"{where}: {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if len(found) > 3 else ""))
     if ours == theirs and len(saved) == len(members):
         moved = next(n for a, b in zip(members, saved, strict=True) for n in a if n not in b)
         parts.append(f"{moved} is in another group")

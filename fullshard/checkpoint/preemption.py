@@ -1,8 +1,8 @@
-"""Signals that ask a job to stop: the first is noted, a second ends the process at once.
+"""Signals that ask a job to stop: the first one is recorded, a second one ends the process at once.
 
-The C handler behind Python's signals writes each one into a pipe even while the training thread is inside a collective,
-and a thread of its own reads them; so a second signal works also when training hangs. What the first one leads to is
-the checkpoint manager's business.
+Python's C-level signal handler writes each signal to a pipe, even while the training thread is inside a collective, and
+a separate thread reads the pipe. So a second signal works even if training hangs. `CheckpointManager` acts on the
+first.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from collections.abc import Sequence
 from typing import Any
 
 EXIT_PREEMPTED = 75
-"""The exit code of a job that saved and stopped because it was asked to: "try again later" in the words of sysexits."""
+"""The exit code of a job that saved and stopped on request: EX_TEMPFAIL of sysexits.h."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO = 0.5
-"""Seconds in which the same signal counts once: schedulers and terminals send it to every process of a job, and the
-launcher passes its own on."""
+"""Seconds in which repeats of a signal count once: schedulers and terminals send it to every process of a job, and the
+launcher forwards its own."""
 
 
 def _runtime() -> Any:
-    from fullshard import runtime  # imports torch, which whoever only asks for the exit code should not wait for
+    from fullshard import runtime  # imports torch, which the launcher should not wait for
 
     return runtime
 
 
-class SignalNote:
-    """Notes the signals of this process while it is installed."""
+class SignalListener:
+    """Records the signals of this process while installed."""
 
     def __init__(self, signals: Sequence[int]):
         self.signals = tuple(signals)
         self.seen: int | None = None
-        """The first signal that came."""
+        """The first signal received."""
         self._since = 0.0
         self._before: dict[int, Any] = {}
         self._pipe: tuple[int, int] | None = None
         self._wakeup_before = -1
 
     def install(self) -> bool:
-        """Begin to listen; False where that is impossible: only a process's main thread may."""
+        """Install the handlers. Returns False outside the main thread, where Python does not allow it."""
         if self._pipe is not None:
             return True
         if threading.current_thread() is not threading.main_thread():
             _runtime().warn_once(
                 "signals off the main thread",
                 f"signals ({', '.join(signal.Signals(s).name for s in self.signals)}) cannot be handled outside the "
-                f"main thread; call manager.preempt() where your program learns that it should stop",
+                f"main thread; call manager.preempt() when your program should stop",
             )
             return False
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         for number in self.signals:
             if signal.getsignal(number) is None:
-                continue  # set up outside Python (faulthandler.register, for example): not ours to take
+                continue  # installed outside Python (by faulthandler.register, for example): leave it in place
             self._before[number] = signal.signal(number, lambda *_: None)
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(self._pipe[0],), name="fullshard-signals", daemon=True).start()
@@ -89,7 +89,7 @@ class SignalNote:
                 )
 
     def remove(self) -> None:
-        """Stop listening; handlers are as they were before."""
+        """Remove the handlers and restore the previous ones."""
         if self._pipe is None:
             return
         if threading.current_thread() is threading.main_thread():

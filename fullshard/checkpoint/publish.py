@@ -1,7 +1,7 @@
-"""Directories of checkpoints: tried before training, filled out of sight, published at once, removed safely.
+"""Checkpoint directories on disk: probing before training, atomic publishing, safe removal.
 
-A checkpoint is written into a hidden directory beside its place. When every file is on the disk and the first rank
-sees all of them, one rename publishes it. What is published is never written to again.
+A checkpoint is written to a hidden directory next to its final path. Once every file is on disk and rank 0 sees all of
+them, one rename publishes it. Published checkpoints are never modified.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from pathlib import Path
 
 from fullshard import runtime
 from fullshard.checkpoint import manifest as manifests
+from fullshard.durable import sync
 from fullshard.errors import CheckpointError
 from fullshard.ranks import agree
 
 stage: Callable[[str], None] = lambda name: None  # noqa: E731
-"""Hears the name of each stage of a save as it is reached. Tests end the process there."""
-
-STAGES = ("start", "directory", "inside a file", "file", "files", "manifest", "publish", "published", "removing")
+"""Called with the name of each stage of a save. Does nothing; tests replace it to kill the process at a stage."""
 
 
 def new_token() -> str:
-    """Tells one save, or one probe, from all others."""
+    """A random identifier for one save or one probe."""
     return secrets.token_hex(4)
 
 
 def probe(path: Path) -> None:
-    """Make sure that every rank can write to the directory and that all of them see the same one."""
-    token = agree(new_token, 0, f"start of checkpoints in {path}")[0]
+    """Check that every rank can write to the directory and that all ranks see the same one."""
+    what = f"start of checkpoints in {path}"
+    token = agree(new_token, what, error=CheckpointError, watched=True)[0]
 
     def write() -> None:
         make_directory(path)
@@ -55,8 +55,8 @@ def probe(path: Path) -> None:
             )
 
     try:
-        agree(write, 0, f"start of checkpoints in {path}", watched=False)
-        agree(see, 0, f"start of checkpoints in {path}", watched=False)
+        agree(write, what, error=CheckpointError)
+        agree(see, what, error=CheckpointError)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoints cannot be kept in {path}: {error}") from error
     finally:
@@ -65,20 +65,11 @@ def probe(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory, and those above it, to last."""
+    """Create a directory and its parents, and fsync their entries."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
         sync(made.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_manifest(directory: Path, manifest: manifests.Manifest) -> None:
@@ -90,9 +81,9 @@ def write_manifest(directory: Path, manifest: manifests.Manifest) -> None:
 
 
 def publish(hidden: Path, place: Path) -> None:
-    """Give a finished checkpoint its name. Atomic, and refused where there is anything already."""
+    """Rename a finished checkpoint to its final path. Atomic; refused if anything is there already."""
     try:
-        os.rename(hidden, place)  # takes the place of an empty directory, and of nothing else
+        os.rename(hidden, place)  # replaces an empty directory, and nothing else
     except OSError as error:
         if place.exists():
             raise CheckpointError(f"{place} exists already; checkpoints are never overwritten") from error
@@ -101,20 +92,20 @@ def publish(hidden: Path, place: Path) -> None:
 
 
 def require_free(place: Path) -> None:
-    """Refuse a place that holds anything."""
+    """Raise if the path already holds anything."""
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise CheckpointError(
-            f"{place} exists already, and checkpoints are never overwritten; save to another place, or remove it first"
+            f"{place} exists already, and checkpoints are never overwritten; save to another path, or remove it first"
         )
 
 
 def discard(directory: Path) -> None:
-    """Remove what was never published."""
+    """Remove an unpublished directory."""
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def retire(directory: Path) -> None:
-    """Remove a published checkpoint: first its name, at once, then its files."""
+    """Remove a published checkpoint: rename it to a hidden name first, then delete its files."""
     hidden = directory.with_name(manifests.unpublished_name(directory.name, new_token()))
     try:
         os.rename(directory, hidden)

@@ -1,7 +1,8 @@
-"""The random generators of every rank: Python's, numpy's, torch's on the host and on the GPU.
+"""The random number generators of every rank: Python's, numpy's, torch's on the CPU and on the GPU.
 
-Resumed on as many ranks as were saved, each rank gets its own back. On another number, generators that all ranks shared
-stay shared; where they differed, ranks beyond those saved get states derived from them, the same at every resume.
+With the same number of ranks, each rank gets its own state back. With another number, generators that were the same on
+all ranks stay the same; where they differed, additional ranks get states derived from the saved ones, the same at every
+resume.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import torch
 
 from fullshard import accelerator, runtime
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.objects import Description, Loading
+from fullshard.checkpoint.objects import RestorePlan, StateDescription
 
 NAME = "rng"
 
 
-def describe_rng(description: Description) -> None:
-    """Write down this rank's generators."""
+def describe_rng(description: StateDescription) -> None:
+    """Describe this rank's generators."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state = {
@@ -33,25 +34,25 @@ def describe_rng(description: Description) -> None:
     description.entries[NAME] = {"kind": NAME, "value": json_tree.encode(state, description.put, NAME)}
 
 
-def prepare_rng(loading: Loading, entry: dict[str, Any]) -> None:
-    """Have the generators set."""
-    saved, world, me = loading.manifest.world_size, runtime.world_size(), runtime.rank()
-    differed = "ranks" in entry or any(name.startswith(f"{NAME}/") for name in loading.manifest.per_rank)
+def prepare_rng(plan: RestorePlan, entry: dict[str, Any]) -> None:
+    """Plan to restore the generators."""
+    saved, world, me = plan.manifest.world_size, runtime.world_size(), runtime.rank()
+    differed = "ranks" in entry or any(name.startswith(f"{NAME}/") for name in plan.manifest.per_rank)
     data = entry["ranks"][me % saved] if "ranks" in entry else entry["value"]
-    made = {}
-    for noted in json_tree.tensors_in(data):
-        made[noted["name"]] = loading.make(noted, None, None)
+    tensors = {}
+    for ref in json_tree.tensor_refs(data):
+        tensors[ref["name"]] = plan.make(ref, None, None)
     derived = differed and me >= saved
     if differed and world != saved:
         runtime.warn_once(
             "rng on another number of ranks",
-            f"the checkpoint was saved on {saved} ranks with random generators that differed; on {world} ranks the "
-            f"first {min(saved, world)} get theirs back"
-            + (", the others get states derived from them" if world > saved else ", the others are dropped"),
+            f"the checkpoint was saved on {saved} ranks with different random states; on {world} ranks the first "
+            f"{min(saved, world)} are restored"
+            + (", additional ranks get states derived from them" if world > saved else ", the others are dropped"),
         )
 
     def finish() -> None:
-        state = json_tree.decode(data, lambda noted: made[noted["name"]])
+        state = json_tree.decode(data, lambda ref: tensors[ref["name"]])
         if derived:
             words = hashlib.sha256(state["torch"].numpy().tobytes() + f"/{me}".encode()).digest()
             runtime.seed(int.from_bytes(words[:7], "little"))
@@ -63,4 +64,4 @@ def prepare_rng(loading: Loading, entry: dict[str, Any]) -> None:
         if state["cuda"] is not None:
             accelerator.set_rng_state(runtime.device(), state["cuda"])
 
-    loading.finish.append(finish)
+    plan.finish.append(finish)

@@ -1,13 +1,12 @@
-"""One save and one restore, from the state to a published directory and back.
+"""One save and one restore: from a state to a published directory, and back.
 
-The order of things that every rank goes through is here: agree, describe, write, publish; and agree, check, prepare,
-read, finish. When to save, and in which thread, is the manager's business (`manager.py`).
+Every rank goes through the same stages. Save: agree, describe, write, publish. Restore: agree, check, plan, read,
+finish. `manager.py` decides when to save and in which thread.
 """
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,34 +16,32 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fullshard import __version__, runtime
-from fullshard.checkpoint import objects as all_states
-from fullshard.checkpoint import publish
+from fullshard import runtime
+from fullshard.checkpoint import objects, publish
 from fullshard.checkpoint.dcp_planner import ReadPlanner, WritePlanner
 from fullshard.checkpoint.dcp_storage import CheckpointReader, CheckpointWriter
 from fullshard.checkpoint.manifest import (
     FileEntry,
     Manifest,
     TensorEntry,
-    damaged,
-    misplaced,
-    missing_or_cut,
+    find_problems,
     read_manifest,
     unpublished_name,
 )
-from fullshard.checkpoint.model_state import describe_model, left_out, prepare_model
-from fullshard.checkpoint.objects import Description, Loading
+from fullshard.checkpoint.model_state import describe_model, prepare_model, provided_by_base
+from fullshard.checkpoint.objects import RestorePlan, StateDescription
 from fullshard.checkpoint.optimizer_state import describe_optimizer, prepare_optimizer
 from fullshard.checkpoint.rng_state import NAME as RNG
 from fullshard.checkpoint.rng_state import describe_rng, prepare_rng
-from fullshard.checkpoint.shard_index import Held
+from fullshard.checkpoint.shard_index import TensorShard
 from fullshard.errors import CheckpointError
-from fullshard.ranks import agree, from_torch, lost, raise_for
+from fullshard.ranks import agree, agree_locally, by_rank, connection_lost, describe_error
+from fullshard.version import library_versions
 from fullshard.watchdog import watch
 
 
 @dataclass(frozen=True)
-class Order:
+class AgreedSave:
     """A save that all ranks have agreed on."""
 
     place: Path
@@ -60,116 +57,106 @@ class Order:
         return self.place.with_name(unpublished_name(self.place.name, self.token))
 
 
-def begin(place: Path, step: int | None, state: Mapping[str, Any], save_frozen: bool) -> tuple[Order, Description]:
-    """Agree on a save on all ranks and find out what each has to write. Nothing is copied or written."""
+def begin(
+    place: Path, step: int | None, state: Mapping[str, Any], save_frozen: bool
+) -> tuple[AgreedSave, StateDescription]:
+    """Agree on a save on all ranks and describe what each rank will write. Nothing is copied or written yet."""
     what = f"save of checkpoint step {step}" if step is not None else f"save of {place}"
 
     def offer() -> tuple[Any, str, dict[str, set[str]]]:
-        all_states.check_state(state)
+        objects.check_state(state)
         if runtime.is_main():
             publish.require_free(place)
-        omitted = {name: left_out(model) for name, model in all_states.models_in(state).items() if not save_frozen}
+        omitted = {name: provided_by_base(model) for name, model in objects.models_in(state).items() if not save_frozen}
         return (str(place), step, list(state)), publish.new_token(), omitted
 
-    heard = agree(offer, step or 0, what)
-    asked = [offered for offered, _, _ in heard]
+    requests = agree(offer, what, error=CheckpointError, watched=True)
+    asked = [request for request, _, _ in requests]
     if odd := [rank for rank, theirs in enumerate(asked) if theirs != asked[0]]:
         raise CheckpointError(
-            f"ranks do not save the same: rank 0 saves {_in_words(asked[0])}, rank(s) {', '.join(map(str, odd))} "
-            f"{_in_words(asked[odd[0]])}"
+            f"ranks save different states: rank 0 saves {_describe_request(asked[0])}, "
+            f"rank(s) {', '.join(map(str, odd))} {_describe_request(asked[odd[0]])}"
         )
-    # A frozen parameter that changed on one rank only is written by all.
-    omitted = {name: set.intersection(*(theirs[name] for _, _, theirs in heard)) for name in heard[0][2]}
-    description = agree_locally(lambda: describe(state, omitted), step or 0, what)
-    return Order(place, step, heard[0][1]), description
+    # A frozen parameter that changed on one rank only is written by all ranks.
+    omitted = {name: set.intersection(*(theirs[name] for _, _, theirs in requests)) for name in requests[0][2]}
+    description = agree_locally(lambda: describe(state, omitted), what, error=CheckpointError, watched=True)
+    return AgreedSave(place, step, requests[0][1]), description
 
 
-def _in_words(asked: tuple[str, int | None, list[str]]) -> str:
-    place, step, names = asked
+def _describe_request(request: tuple[str, int | None, list[str]]) -> str:
+    place, step, names = request
     return f"{', '.join(names)} of step {step} to {place}"
 
 
-def agree_locally(job: Callable[[], Any], step: int, what: str) -> Any:
-    """A job whose result stays on its rank, and whose error does not."""
-    mine: list[Any] = []
-    agree(lambda: mine.append(job()), step, what)
-    return mine[0]
-
-
-def describe(state: Mapping[str, Any], omitted: Mapping[str, set[str]]) -> Description:
-    """Everything in the state, as entries and pieces."""
-    description = Description()
-    names = all_states.parameter_names(state)
+def describe(state: Mapping[str, Any], omitted: Mapping[str, set[str]]) -> StateDescription:
+    """Split the state into JSON entries and tensor shards."""
+    description = StateDescription()
+    names = objects.parameter_names(state)
     for name, value in state.items():
-        kind = all_states.kind_of(value)
+        kind = objects.kind_of(value)
         if kind == "model":
             describe_model(description, name, value, omitted.get(name, set()))
         elif kind == "optimizer":
             describe_optimizer(description, name, value, names)
         else:
-            all_states.describe_value(description, name, value)
+            objects.describe_value(description, name, value)
     describe_rng(description)
     return description
 
 
-def write(order: Order, entries: dict[str, Any], pieces: list[Held], group: Any) -> None:
-    """Write what was described and publish it. All ranks raise the same error, and then nothing is left behind."""
+def write(save_job: AgreedSave, entries: dict[str, Any], pieces: list[TensorShard], group: Any) -> None:
+    """Write and publish a described state. On failure all ranks raise the same error and nothing is left on disk."""
     planner = WritePlanner(pieces, entries)
 
-    def conclude(tensors: dict[str, TensorEntry], files: tuple[FileEntry, ...]) -> None:
+    def publish_checkpoint(tensors: dict[str, TensorEntry], files: tuple[FileEntry, ...]) -> None:
         publish.stage("manifest")
         manifest = Manifest(
-            step=order.step,
+            step=save_job.step,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=_versions(),
+            versions=library_versions(),
             world_size=runtime.world_size(),
-            states=all_states.merged(planner.heard),
+            states=objects.merged(planner.all_entries),
             tensors=tensors,
             per_rank=tuple(planner.per_rank),
             files=files,
         )
-        publish.write_manifest(order.hidden, manifest)
+        publish.write_manifest(save_job.hidden, manifest)
         publish.stage("publish")
         watch.check()
-        publish.publish(order.hidden, order.place)
+        publish.publish(save_job.hidden, save_job.place)
         publish.stage("published")
 
     try:
-        dcp.save({}, storage_writer=CheckpointWriter(order.hidden, conclude), planner=planner, process_group=group)
+        dcp.save(
+            {},
+            storage_writer=CheckpointWriter(save_job.hidden, publish_checkpoint),
+            planner=planner,
+            process_group=group,
+        )
     except CheckpointException as error:
         if runtime.is_main():
-            publish.discard(order.hidden)
+            publish.discard(save_job.hidden)
         cause = next((found for rank, (found, _) in error.failures.items()), None)
-        raise CheckpointError(f"{order.what} failed, and nothing was published: {from_torch(error)}") from cause
-    except RuntimeError as error:  # the connection to another rank is gone
-        raise lost(order.what, error) from error
+        raise CheckpointError(f"{save_job.what} failed, and nothing was published: {_from_torch(error)}") from cause
+    except RuntimeError as error:  # the connection to another rank was lost
+        raise connection_lost(save_job.what, error) from error
 
 
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"fullshard": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("transformers", "peft", "safetensors"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+def _from_torch(error: CheckpointException) -> str:
+    """The message of torch.distributed.checkpoint's error, with every rank that failed."""
+    return by_rank({rank: describe_error(found) for rank, (found, _) in error.failures.items()}) or str(error)
 
 
 # --- restoring ------------------------------------------------------------------------------------------------------
 
 
-def check(directory: Path, verify: bool, step: int, what: str) -> Manifest:
-    """Read the manifest and, if asked, every byte, each file on one rank; all ranks raise the same error."""
-    manifest: Manifest = agree_locally(lambda: read_manifest(directory), step, what)
+def check(directory: Path, verify: bool, what: str) -> Manifest:
+    """Check a checkpoint: its manifest and, with `verify`, the checksum of every file. The ranks share the files; all
+    ranks raise the same error."""
+    manifest = agree_locally(lambda: read_manifest(directory), what, error=CheckpointError, watched=True)
     mine = range(runtime.rank(), len(manifest.files), runtime.world_size())
 
-    def look() -> list[str]:
-        files = [manifest.files[i] for i in mine]
-        return (damaged if verify else missing_or_cut)(directory, files) or misplaced(directory, manifest, mine)
-
-    found = agree(look, step, what, watched=False)
+    found = agree(lambda: find_problems(directory, manifest, verify, mine), what, error=CheckpointError)
     wrong = [line for lines in found for line in lines]
     if wrong:
         raise CheckpointError(f"the checkpoint {directory} is damaged: " + "\n".join(wrong))
@@ -177,67 +164,70 @@ def check(directory: Path, verify: bool, step: int, what: str) -> Manifest:
 
 
 def load(
-    directory: Path, manifest: Manifest, state: MutableMapping[str, Any], rng: bool, step: int, what: str, group: Any
+    directory: Path, manifest: Manifest, state: MutableMapping[str, Any], rng: bool, what: str, group: Any
 ) -> None:
-    """Read a checked checkpoint into the state. Nothing in the state changes before every rank knows that it fits."""
-    loading: Loading = agree_locally(lambda: _prepare(manifest, state, rng), step, what)
-    report = "\n  ".join([f"{directory} does not fit what it is loaded into:", *loading.problems])
-    found = agree(lambda: report if loading.problems else "", step, what)
-    raise_for({rank: told for rank, told in enumerate(found) if told})
+    """Read a checked checkpoint into the state. Nothing in the state changes until all ranks know that it fits."""
+
+    def prepare() -> RestorePlan:
+        plan = _prepare(manifest, state, rng)
+        if plan.problems:
+            problems = "\n  ".join([f"{directory} does not match the state it is loaded into:", *plan.problems])
+            raise CheckpointError(problems)
+        return plan
+
+    plan = agree_locally(prepare, what, error=CheckpointError, watched=True)
     own = [name for name in manifest.per_rank if not name.startswith(f"{RNG}/")]
     if own and manifest.world_size != runtime.world_size():
         runtime.warn_once(
             f"per rank {own}",
-            f"{len(own)} tensors differed from rank to rank on the {manifest.world_size} ranks they were saved on "
-            f"({', '.join(own[:3])}); on {runtime.world_size()} ranks, those beyond get the first rank's",
+            f"{len(own)} tensors had different values on each of the {manifest.world_size} ranks they were saved on "
+            f"({', '.join(own[:3])}); on {runtime.world_size()} ranks, additional ranks get the values of rank 0",
         )
-    if loading.casts:
+    if plan.casts:
         runtime.warn_once(
-            f"cast {sorted(loading.casts)}",
-            f"values are converted while they are read: {', '.join(sorted(loading.casts))}",
+            f"cast {sorted(plan.casts)}",
+            f"values are cast while they are read: {', '.join(sorted(plan.casts))}",
         )
     try:
         with torch.no_grad():
             dcp.load(
                 {},
                 storage_reader=CheckpointReader(directory, manifest),
-                planner=ReadPlanner(loading.targets),
+                planner=ReadPlanner(plan.targets),
                 process_group=group,
             )
     except CheckpointException as error:
-        raise CheckpointError(
-            f"{what} failed half-way, and the state is not usable now: {from_torch(error)}"
-        ) from error
+        raise CheckpointError(f"{what} failed midway, and the state is not usable now: {_from_torch(error)}") from error
     except RuntimeError as error:
-        raise lost(what, error) from error
+        raise connection_lost(what, error) from error
 
     def finish() -> None:
-        for job in loading.finish:
+        for job in plan.finish:
             job()
 
-    agree_locally(finish, step, what)
+    agree_locally(finish, what, error=CheckpointError, watched=True)
 
 
-def _prepare(manifest: Manifest, state: MutableMapping[str, Any], rng: bool) -> Loading:
-    all_states.check_state(state)
-    loading = Loading(manifest)
-    names = all_states.parameter_names(state)
-    mesh = next((m.mesh for m in all_states.models_in(state).values() if hasattr(m, "_fullshard_engine")), None)
+def _prepare(manifest: Manifest, state: MutableMapping[str, Any], rng: bool) -> RestorePlan:
+    objects.check_state(state)
+    plan = RestorePlan(manifest)
+    names = objects.parameter_names(state)
+    mesh = next((m.mesh for m in objects.models_in(state).values() if hasattr(m, "_fullshard_engine")), None)
     for name, value in state.items():
         entry = manifest.states.get(name)
         if entry is None:
             there = ", ".join(sorted(set(manifest.states) - {RNG}))
-            loading.problems.append(f"it holds nothing called {name!r}; it holds {there}")
+            plan.problems.append(f"it holds nothing called {name!r}; it holds {there}")
             continue
-        kind = all_states.kind_of(value)
+        kind = objects.kind_of(value)
         if kind != entry["kind"]:
-            loading.problems.append(f"{name!r} is a {entry['kind']} in the checkpoint and a {kind} here")
+            plan.problems.append(f"{name!r} is a {entry['kind']} in the checkpoint and a {kind} here")
         elif kind == "model":
-            prepare_model(loading, name, entry, value)
+            prepare_model(plan, name, entry, value)
         elif kind == "optimizer":
-            prepare_optimizer(loading, name, entry, value, names, mesh)
+            prepare_optimizer(plan, name, entry, value, names, mesh)
         else:
-            all_states.prepare_value(loading, name, entry, state, mesh)
+            objects.prepare_value(plan, name, entry, state, mesh)
     if rng and RNG in manifest.states:
-        prepare_rng(loading, manifest.states[RNG])
-    return loading
+        prepare_rng(plan, manifest.states[RNG])
+    return plan

@@ -1,7 +1,7 @@
-"""Tensors as a rank holds them: which piece of the whole, and how many ranks hold the same one.
+"""A rank's shard of each tensor: its position in the whole tensor, and the number of ranks with the same shard.
 
-Nothing here communicates or copies. Where several ranks hold copies of a piece, each of them writes a part of it: a
-tensor is written once, and the work is spread over the ranks.
+Nothing here communicates or copies. If several ranks hold the same shard, each of them writes a part of it, so that
+every tensor is written once and the ranks share the work.
 """
 
 from __future__ import annotations
@@ -16,70 +16,73 @@ import torch
 
 from fullshard import runtime
 from fullshard.errors import CheckpointError
-from fullshard.spmd.tensor import is_sharded, layout_of, unmarked
+from fullshard.spmd.marked import unmarked
+from fullshard.spmd.redistribute import layout_of
+from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import local_of, spec_of
 from fullshard.weights.safetensors_index import DTYPE_NAMES
 
 SMALL = 4096
-"""Bytes: shares smaller than this are not worth splitting a piece for."""
+"""Bytes: a replicated shard is not split into parts smaller than this."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """A tensor of the state, as this rank holds it."""
+class TensorShard:
+    """This rank's shard of a tensor in the state."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     local: torch.Tensor
-    """This rank's piece."""
+    """This rank's shard."""
     offsets: tuple[int, ...]
-    """Where the piece begins in the whole."""
+    """Where the shard begins in the whole tensor."""
     copies: int = 1
-    """How many ranks hold this very piece by the tensor's layout; 0 for a plain tensor, of which nothing is known."""
+    """How many ranks hold this same shard by the tensor's layout; 0 for a plain tensor, whose layout is unknown."""
     copy: int = 0
-    """Which of them this rank is."""
+    """This rank's index among them."""
 
     @property
     def is_plain(self) -> bool:
         return self.copies == 0
 
 
-def held(name: str, tensor: torch.Tensor) -> Held | None:
-    """How this rank holds a tensor; None if it holds nothing of it."""
+def shard_of(name: str, tensor: torch.Tensor) -> TensorShard | None:
+    """This rank's shard of a tensor; None if it holds no part of it."""
     tensor = unmarked(tensor.detach() if type(tensor) is torch.nn.Parameter else tensor)
     dtype = tensor.dtype
     if dtype not in DTYPE_NAMES:
         raise CheckpointError(f"{name} has dtype {dtype}, which safetensors files cannot hold")
     if not is_sharded(tensor):
         if tensor.is_meta:
-            raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialise it first")
+            raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialize it first")
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise CheckpointError(f"{name} is a {tensor.layout} tensor; checkpoints hold dense tensors")
-        return Held(name, tuple(tensor.shape), tensor.detach(), (0,) * tensor.dim(), copies=0)
-    local: torch.Tensor = tensor._local_tensor
+        return TensorShard(name, tuple(tensor.shape), tensor.detach(), (0,) * tensor.dim(), copies=0)
+    local: torch.Tensor = local_of(tensor)
     if local.is_meta:
-        raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialise it first")
+        raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialize it first")
     if any(p.is_partial() for p in tensor.placements):
-        raise CheckpointError(f"{name} is a pending sum over ranks ({tensor.placements}); mark_sharding it first")
+        raise CheckpointError(f"{name} is a partial sum over ranks ({tensor.placements}); mark_sharding it first")
     if any(type(p).__name__ == "_StridedShard" for p in tensor.placements):
-        raise CheckpointError(f"{name} is laid out in stripes ({tensor.placements}), which fullshard does not write")
-    layout, me = layout_of(tensor._spec), runtime.rank()
+        raise CheckpointError(f"{name} has strided shards ({tensor.placements}), which fullshard cannot save")
+    layout, me = layout_of(spec_of(tensor)), runtime.rank()
     if layout.mesh.coordinate(me) is None:
         return None
     cuts = layout.slices(tensor.shape, me)
     if tuple(local.shape) != tuple(cut.stop - cut.start for cut in cuts):
         raise CheckpointError(
-            f"{name}: this rank's piece has shape {tuple(local.shape)}, but a tensor of shape {tuple(tensor.shape)} "
-            f"laid out as {layout} has {cuts} here; lay it out with mark_sharding"
+            f"{name}: this rank's shard has shape {tuple(local.shape)}, but a tensor of shape {tuple(tensor.shape)} "
+            f"with layout {layout} has {cuts} here; shard it with mark_sharding"
         )
     pieces = math.prod(layout.parts(dim) for dim in range(tensor.dim()))
     copies = layout.mesh.size() // pieces
     offsets = tuple(cut.start for cut in cuts)
-    return Held(name, tuple(tensor.shape), local.detach(), offsets, copies, layout.replica_id(me))
+    return TensorShard(name, tuple(tensor.shape), local.detach(), offsets, copies, layout.replica_id(me))
 
 
-def share(piece: Held) -> Held | None:
-    """The part of its piece that this rank writes; None if that is nothing."""
+def part_to_write(piece: TensorShard) -> TensorShard | None:
+    """The part of its shard that this rank writes; None if it writes nothing."""
     local = piece.local
     if local.numel() == 0 and math.prod(piece.shape) > 0:
         return None
@@ -97,7 +100,7 @@ def share(piece: Held) -> Held | None:
 
 
 def as_bytes(t: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor."""
+    """The bytes of a contiguous CPU tensor, without copying."""
     return memoryview(_flat(t).numpy()) if t.numel() else memoryview(b"")
 
 
@@ -107,10 +110,10 @@ def _flat(t: torch.Tensor) -> torch.Tensor:
 
 
 def host_blocks(t: torch.Tensor, scratch: Any, limit: int) -> Iterator[memoryview]:
-    """The bytes of a tensor in order, in blocks that fit the scratch buffer.
+    """The bytes of a tensor in order, in blocks of at most `limit` bytes.
 
-    Contiguous host memory is shown as it is. From a GPU blocks are copied through `scratch()`, a pinned buffer of
-    `limit` bytes, so that nothing is allocated there.
+    Contiguous CPU memory is yielded without copying. GPU blocks are copied through `scratch()`, a pinned buffer of
+    `limit` bytes, so that nothing is allocated on the GPU.
     """
     if t.numel() == 0:
         return
@@ -126,13 +129,13 @@ def host_blocks(t: torch.Tensor, scratch: Any, limit: int) -> Iterator[memoryvie
         block = flat[start : start + limit]
         if block.device.type != "cpu":
             target = scratch()[: block.numel()]
-            target.copy_(block)  # waits for what the GPU still has to do
+            target.copy_(block)  # synchronizes with the GPU
             block = target
         yield memoryview(block.numpy())
 
 
 def _across(t: torch.Tensor) -> torch.Tensor:
-    """A strided GPU tensor on the host: copied with its gaps, so that the GPU need not make it contiguous."""
+    """A non-contiguous GPU tensor on the CPU: its whole span is copied, so that the GPU allocates nothing."""
     span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     flat = t.as_strided((span,), (1,)).cpu()
     return flat.as_strided(t.shape, t.stride()).contiguous()

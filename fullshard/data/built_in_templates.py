@@ -1,7 +1,7 @@
-"""The chat templates that are built in: those of the families of models that people fine-tune, by name.
+"""The built-in chat templates, by name.
 
-Each writes a conversation with the tokens of the family's own template. All but chatml and zephyr mark what the
-assistant says, up to its end-of-turn mark (`{% generation %}`). Which one a run uses is chosen in `chat_template.py`.
+Each renders a conversation to the same tokens as the template of its model family. All but chatml and zephyr mark the
+assistant's text, including its end-of-turn token, with `{% generation %}`. `chat_template.py` selects one for a run.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from typing import NamedTuple
 
 
 class BuiltIn(NamedTuple):
-    """A chat template that is built in."""
+    """A built-in chat template."""
 
     text: str
-    """Jinja."""
+    """The template in Jinja."""
     markers: tuple[str, ...]
-    """What it would like to be single tokens."""
+    """The markers that should be single tokens."""
     end: str | None
-    """The mark that ends a turn; None where that is the tokenizer's end-of-text token."""
+    """The end-of-turn token; None if that is the tokenizer's EOS token."""
 
 
-def _said(text: str) -> str:
-    """A Jinja expression, marked as what the assistant says where the message `m` is its own."""
+def _assistant_text(text: str) -> str:
+    """A Jinja expression, inside a `{% generation %}` block if the message `m` is the assistant's."""
     marked = f"{{% generation %}}{{{{ {text} }}}}{{% endgeneration %}}"
     return f"{{% if m.role == 'assistant' %}}{marked}{{% else %}}{{{{ {text} }}}}{{% endif %}}"
 
 
-def _cue(text: str) -> str:
+def _generation_prompt(text: str) -> str:
     return f"{{% if add_generation_prompt %}}{{{{ {text!r} }}}}{{% endif %}}"
 
 
@@ -40,9 +40,9 @@ ZEPHYR = (
 )
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}"
-    + _said("m.content | trim + '<|eot_id|>'")
+    + _assistant_text("m.content | trim + '<|eot_id|>'")
     + "{% endfor %}"
-    + _cue("<|start_header_id|>assistant<|end_header_id|>\n\n")
+    + _generation_prompt("<|start_header_id|>assistant<|end_header_id|>\n\n")
 )
 ALTERNATE = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role not in ('user', 'assistant') %}"
@@ -52,15 +52,15 @@ LED = (
     "{% set led = messages | length > 0 and messages[0].role == 'system' %}"
     "{% set lead = messages[0].content + '\\n\\n' if led else '' %}{% set rest = messages[1:] if led else messages %}"
 )
-"""A system message that leads the first user's turn: `lead` is its text, `rest` what follows."""
+"""A system message that is prepended to the first user turn: `lead` is its text, `rest` the other messages."""
 GEMMA = (
     LED
     + "{{ bos_token }}{% for m in rest %}"
     + ALTERNATE
     + "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else 'user') + '\\n' + (lead if loop.first else '') }}"
-    + _said("m.content | trim + '<end_of_turn>'")
+    + _assistant_text("m.content | trim + '<end_of_turn>'")
     + "{{ '\\n' }}{% endfor %}"
-    + _cue("<start_of_turn>model\n")
+    + _generation_prompt("<start_of_turn>model\n")
 )
 MISTRAL = (
     LED
@@ -73,9 +73,9 @@ MISTRAL = (
 PHI = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
     "{{ raise_exception('there is no role ' + m.role) }}{% endif %}{{ '<|' + m.role + '|>\\n' }}"
-    + _said("m.content + '<|end|>'")
+    + _assistant_text("m.content + '<|end|>'")
     + "{{ '\\n' }}{% endfor %}{% if not add_generation_prompt and eos_token != '<|end|>' %}{{ eos_token }}{% endif %}"
-    + _cue("<|assistant|>\n")
+    + _generation_prompt("<|assistant|>\n")
 )
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 QWEN_TOOLS = (
@@ -101,7 +101,7 @@ QWEN = (
     "{{ '\", \"arguments\": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}{% endfor %}"
     "{{ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
     "{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-    + _cue("<|im_start|>assistant\n")
+    + _generation_prompt("<|im_start|>assistant\n")
 )
 
 BUILT_IN = {
@@ -115,6 +115,6 @@ BUILT_IN = {
 }
 
 
-def name_of(template: str) -> str | None:
-    """The name of a template that is built in."""
+def built_in_name(template: str) -> str | None:
+    """The name of a built-in template; None for any other template."""
     return next((name for name, built_in in BUILT_IN.items() if built_in.text == template), None)

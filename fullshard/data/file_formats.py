@@ -1,8 +1,8 @@
-"""Kinds of data files, and how each gives its rows, from any place in it on.
+"""Readers of data files, by file name extension. Each can start at any row.
 
-A reader is a function of a path and a `Place`; a new kind of file is one entry in `READERS`. A row that is damaged in
-itself is handed on as a `BadRow`, for the settings to judge; a file that cannot be read any further is a `DataError`.
-Lines and CSV are read by `text_files.py`; pyarrow is imported when a file needs it.
+A reader is a function of a path and a `RowPosition`; a new file format is one entry in `READERS`. A malformed row is
+yielded as a `BadRow`, which `on_bad_row` handles; a file that cannot be read any further raises `DataError`.
+`text_files.py` reads plain text and CSV. pyarrow is imported when a file needs it.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fullshard.data.raw_row import BadRow, Place, Raw, names, no_key_twice, parse, short
+from fullshard.data.raw_row import BadRow, RawRow, RowPosition, names, no_key_twice, parse_json, short
 from fullshard.data.text_files import MARK, open_file, read_csv, read_table, read_text
 from fullshard.errors import DataError
 
 CONTENT = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\x1f\x8b": ".gz", b"PK\x03\x04": ".zip"}
-"""How files begin that are not text, and what they should be called."""
+"""The first bytes of binary formats, and their file name extensions."""
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-"""How Arrow's stream format ends."""
+"""The last bytes of Arrow's stream format."""
 BATCH = 256
-"""Rows of a table of columns that are held as objects at a time."""
+"""Rows of a columnar file that are converted to Python objects at a time."""
 
 
-Reader = Callable[[Path, Place], Iterator[Raw]]
+FileReader = Callable[[Path, RowPosition], Iterator[RawRow]]
 
 
 def kind_of(path: Path) -> str | None:
-    """The end of a file's name by which its reader is known, such as `.jsonl`; None if there is no reader for it."""
+    """The file name extension that selects a reader, such as `.jsonl`; None if there is no reader."""
     name = path.name.lower()
     ends = [end for end in READERS if name.endswith(end) or (end in TEXTS and name.endswith(f"{end}.gz"))]
     return max(ends, key=len, default=None)
 
 
 def stem_of(path: Path) -> str:
-    """A file's name without what says its kind."""
+    """A file's name without its extension."""
     return path.name[: path.name.lower().rindex(str(kind_of(path)))]
 
 
 def check_kind(path: Path) -> str:
-    """The file's kind, or an error that says which there are."""
+    """The file's extension; raises if there is no reader for it."""
     kind = kind_of(path)
     if kind is None:
         raise DataError(
-            f"{path}: a file of kind {path.suffix or 'unknown'!r}; expected {', '.join(READERS)} "
-            f"(text files also with .gz)."
+            f"{path}: unsupported file type {path.suffix or 'unknown'!r}; expected {', '.join(READERS)} "
+            f"(text formats also with .gz)."
         )
     return kind
 
 
-def read_file(path: Path, start: Place = None, sample_by: str = "line") -> Iterator[Raw]:
-    """The rows of a file from a place on, which an earlier row's `after` gave. `sample_by` says what a row of a .txt
+def read_file(path: Path, start: RowPosition = None, sample_by: str = "line") -> Iterator[RawRow]:
+    """The rows of a file from `start` on, which is the `after` of an earlier row. `sample_by` is what a row of a .txt
     file is: a line, a paragraph or the document."""
     kind = check_kind(path)
     try:
@@ -63,14 +63,14 @@ def read_file(path: Path, start: Place = None, sample_by: str = "line") -> Itera
                 head = file.read(8)
             found = next((name for magic, name in CONTENT.items() if head.startswith(magic)), None)
             if found is not None:
-                raise DataError(f"{path}: by its content a {found} file, not {kind}; give it its right name.")
+                raise DataError(f"{path}: the content is that of a {found} file, not {kind}; rename it.")
         reader = functools.partial(read_text, sample_by=sample_by) if kind == ".txt" else READERS[kind]
         yield from reader(path, start)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {_said(error)}.") from None
+        raise DataError(f"{path} cannot be read: {_reason(error)}.") from None
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200].rstrip(".")
 
@@ -78,8 +78,9 @@ def _said(error: BaseException) -> str:
 # --- JSON -----------------------------------------------------------------------------------------------------------
 
 
-def _json_lines(path: Path, start: Place) -> Iterator[Raw]:
-    """An object per line; blank lines are passed over. Rows stay bytes: they are parsed where they are tokenised."""
+def _json_lines(path: Path, start: RowPosition) -> Iterator[RawRow]:
+    """One object per line; blank lines are skipped. Rows stay bytes and are parsed in the process that tokenizes
+    them."""
     offset, number = start or (0, 0)
     with open_file(path) as file:
         file.seek(offset)
@@ -87,19 +88,19 @@ def _json_lines(path: Path, start: Place) -> Iterator[Raw]:
             row = line if offset else line.removeprefix(MARK)
             offset, number = offset + len(line), number + 1
             if row.strip():
-                yield Raw(f"{path}, line {number}", row, (offset, number))
+                yield RawRow(f"{path}, line {number}", row, (offset, number))
 
 
 LISTS = ("data", "train", "rows")
-"""Under which of these names an object in a JSON file may hold the list of rows."""
+"""Keys under which a JSON object may hold the list of rows."""
 _DECODER = json.JSONDecoder(object_pairs_hook=no_key_twice)
 _LENIENT = json.JSONDecoder()
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
-def _json(path: Path, start: Place) -> Iterator[Raw]:
-    """A list of rows; an object that holds one as `data`, `train` or `rows`; an object of columns, each a list of as
-    many values; one row; or, under the wrong name, JSON lines."""
+def _json(path: Path, start: RowPosition) -> Iterator[RawRow]:
+    """A list of rows; an object that holds one as `data`, `train` or `rows`; an object of columns, which are lists of
+    the same length; a single row; or JSON lines."""
     with open_file(path) as file:
         if _are_lines(file):
             yield from _json_lines(path, start)
@@ -114,24 +115,22 @@ def _json(path: Path, start: Place) -> Iterator[Raw]:
         return
     value, end = _decode(_DECODER, text, begin, path, "")
     if _skip(text, end) < len(text):
-        raise DataError(
-            f"{path}, line {1 + text.count(chr(10), 0, end)}: not JSON (something follows the first value)."
-        )
+        raise DataError(f"{path}, line {1 + text.count(chr(10), 0, end)}: not JSON (extra data after the first value).")
     for number, row in enumerate(_rows_in(value, path)[start or 0 :], start or 0):
-        yield Raw(f"{path}, row {number}", row, number + 1)
+        yield RawRow(f"{path}, row {number}", row, number + 1)
 
 
 def _are_lines(file: BinaryIO) -> bool:
-    """Whether a whole object stands in the first line, and something in the second."""
+    """Whether the first line is a complete object and the second line is not blank."""
     first = file.readline().removeprefix(MARK)
     try:
-        return first.lstrip().startswith(b"{") and isinstance(parse(first), dict) and bool(file.readline().strip())
+        return first.lstrip().startswith(b"{") and isinstance(parse_json(first), dict) and bool(file.readline().strip())
     except BadRow:
         return False
 
 
-def _json_list(path: Path, text: str, start: Place) -> Iterator[Raw]:
-    """Rows of a list one by one, so that each is known by its line. A place is (character, row, line)."""
+def _json_list(path: Path, text: str, start: RowPosition) -> Iterator[RawRow]:
+    """The rows of a list one by one, with their line numbers. A position is (character, row, line)."""
     at, number, line = start
     while True:
         begin = _skip(text, at)
@@ -142,7 +141,7 @@ def _json_list(path: Path, text: str, start: Place) -> Iterator[Raw]:
         value: Any
         try:
             value, end = _decode(_DECODER, text, begin, path, where)
-        except BadRow as bad:  # a key that is there twice
+        except BadRow as bad:  # a duplicate key
             value, end = bad, _decode(_LENIENT, text, begin, path, where)[1]
         after = _skip(text, end)
         line += text.count("\n", begin, after)
@@ -151,9 +150,9 @@ def _json_list(path: Path, text: str, start: Place) -> Iterator[Raw]:
         elif not text.startswith("]", after):
             raise DataError(f"{path}, line {line}: not JSON (expected , or ] after row {number}).")
         at, number = after, number + 1
-        yield Raw(where, value, (at, number, line))
+        yield RawRow(where, value, (at, number, line))
     if _skip(text, begin + 1) < len(text):
-        raise DataError(f"{path}, line {line}: not JSON (something follows the end of the list).")
+        raise DataError(f"{path}, line {line}: not JSON (extra data after the end of the list).")
 
 
 def _decode(decoder: json.JSONDecoder, text: str, begin: int, path: Path, where: str) -> tuple[Any, int]:
@@ -186,7 +185,7 @@ def _rows_in(value: Any, path: Path) -> list[Any]:
 
 
 def _are_columns(value: dict[str, Any]) -> bool:
-    """Lists of as many values each. A list of objects is one row's conversation rather than a column."""
+    """Whether all values are lists of the same length. A list of objects is a conversation rather than a column."""
     lists = list(value.values())
     return (
         bool(lists)
@@ -198,8 +197,8 @@ def _are_columns(value: dict[str, Any]) -> bool:
 # --- columns --------------------------------------------------------------------------------------------------------
 
 
-def _parquet(path: Path, start: Place) -> Iterator[Raw]:
-    """Row group by row group. A place is the number of a row."""
+def _parquet(path: Path, start: RowPosition) -> Iterator[RawRow]:
+    """Parquet, one row group at a time. A position is a row number."""
     arrow = _pyarrow(path)
     number = start or 0
     try:
@@ -211,44 +210,44 @@ def _parquet(path: Path, start: Place) -> Iterator[Raw]:
                     yield from _objects(path, file.iter_batches(BATCH, row_groups=[group]), first, number)
                 first += count
     except (arrow.ArrowException, MemoryError) as error:
-        raise DataError(f"{path} cannot be read as parquet: {_said(error)}.") from None
+        raise DataError(f"{path} cannot be read as parquet: {_reason(error)}.") from None
 
 
-def _arrow(path: Path, start: Place) -> Iterator[Raw]:
-    """What `datasets` saves. A place is the number of a row."""
+def _arrow(path: Path, start: RowPosition) -> Iterator[RawRow]:
+    """Arrow files, as saved by `datasets`. A position is a row number."""
     arrow = _pyarrow(path)
     try:
         with arrow.memory_map(str(path)) as file:
             whole = file.read(6) == b"ARROW1"
             file.seek(max(0, file.size() - len(END_OF_STREAM)))
-            if not whole and file.read() != END_OF_STREAM:  # cut off between two batches nothing else would show it
-                raise DataError(f"{path} cannot be read as Arrow data: the file has no end; it is damaged.")
+            if not whole and file.read() != END_OF_STREAM:  # nothing else reveals a truncation between two batches
+                raise DataError(f"{path} cannot be read as Arrow data: the file is truncated.")
             file.seek(0)
             opened = arrow.ipc.open_file(file) if whole else arrow.ipc.open_stream(file)
             batches = map(opened.get_batch, range(opened.num_record_batches)) if whole else opened
             yield from _objects(path, batches, 0, start or 0)
     except (arrow.ArrowException, MemoryError) as error:
-        raise DataError(f"{path} cannot be read as Arrow data: {_said(error)}.") from None
+        raise DataError(f"{path} cannot be read as Arrow data: {_reason(error)}.") from None
 
 
-def _objects(path: Path, batches: Iterable[Any], first: int, start: int) -> Iterator[Raw]:
-    """The rows of batches of columns as objects, from row `start` on; the first batch begins with row `first`."""
+def _objects(path: Path, batches: Iterable[Any], first: int, start: int) -> Iterator[RawRow]:
+    """The rows of record batches as Python objects, from row `start` on; the first batch begins with row `first`."""
     for batch in batches:
         if first + batch.num_rows > start:
             for begin in range(max(0, start - first), batch.num_rows, BATCH):
-                for number, row in enumerate(_listed(batch.slice(begin, BATCH)), first + begin):
-                    yield Raw(f"{path}, row {number}", row, number + 1)
+                for number, row in enumerate(_to_objects(batch.slice(begin, BATCH)), first + begin):
+                    yield RawRow(f"{path}, row {number}", row, number + 1)
         first += batch.num_rows
 
 
-def _listed(batch: Any) -> list[Any]:
+def _to_objects(batch: Any) -> list[Any]:
     try:
-        batch.validate(full=True)  # what a damaged file says about its own lengths could point anywhere
+        batch.validate(full=True)  # offsets in a damaged file could point anywhere
         return batch.to_pylist()
-    except ValueError as error:  # text that is not UTF-8, a time that Python does not have
+    except ValueError as error:  # text that is not UTF-8, or a time that Python cannot represent
         if batch.num_rows == 1:
-            return [BadRow(f"a value that cannot be read ({_said(error)}).")]
-        return [row for i in range(batch.num_rows) for row in _listed(batch.slice(i, 1))]
+            return [BadRow(f"a value that cannot be read ({_reason(error)}).")]
+        return [row for i in range(batch.num_rows) for row in _to_objects(batch.slice(i, 1))]
 
 
 def _pyarrow(path: Path) -> Any:
@@ -260,7 +259,7 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-TEXTS: dict[str, Reader] = {
+TEXTS: dict[str, FileReader] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json,
@@ -268,5 +267,5 @@ TEXTS: dict[str, Reader] = {
     ".tsv": functools.partial(read_table, delimiter="\t"),
     ".txt": read_text,
 }
-"""Kinds that may also be compressed, as `.jsonl.gz`."""
-READERS: dict[str, Reader] = {**TEXTS, ".parquet": _parquet, ".arrow": _arrow}
+"""Formats that may also be compressed, as `.jsonl.gz`."""
+READERS: dict[str, FileReader] = {**TEXTS, ".parquet": _parquet, ".arrow": _arrow}

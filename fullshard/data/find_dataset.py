@@ -1,7 +1,7 @@
-"""Which data a user means by a name: a file, a folder with files per split, what `datasets` saved, a name on the hub.
+"""Finds the dataset that a name refers to: a file, a folder with files per split, a saved dataset, or a Hub dataset.
 
-Everything here can be told before torch is imported: that data is there, of a kind that can be read, and that the first
-row of each file is understood. Names on the hub go through `datasets`, which is imported then.
+Checks that the data exists, that its format is supported and that the first row of each file can be parsed, without
+importing torch. Hub datasets are loaded with `datasets`, which is imported only for them.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.data.file_formats import check_kind, kind_of, stem_of
-from fullshard.data.raw_row import Place, Raw, names, short
-from fullshard.data.row_formats import Reading, understand
-from fullshard.data.sources import Source, file_source, row_source
+from fullshard.data.raw_row import RawRow, RowPosition, names, short
+from fullshard.data.row_formats import Reading, parse_row
+from fullshard.data.sources import DataSource, file_source, row_source
 from fullshard.errors import DataError, first_line
 
-Splits = tuple[Source, Source | None]
-"""The training and the evaluation data of a data set."""
+Splits = tuple[DataSource, DataSource | None]
+"""The training and the evaluation data of a dataset."""
 
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def names_of(datasets: str) -> list[str]:
-    """The data sets that a comma-separated list names; a path may hold commas."""
+    """The names in a comma-separated list of datasets. A path that exists may contain commas."""
     if _exists(Path(datasets).expanduser()):
         return [datasets]
     return [name.strip() for name in datasets.split(",") if name.strip()]
 
 
 def split_names(splits: str) -> list[str]:
-    """The names of the training and, if there is one, of the evaluation split ("train,test")."""
+    """The names of the training split and, if given, of the evaluation split ("train,test")."""
     names = [s.strip() for s in splits.split(",") if s.strip()]
     if not names:
         raise DataError("splits is empty; expected names such as 'train' or 'train,test'.")
@@ -48,16 +48,16 @@ def find_data(
     name: str, splits: list[str], evaluates: bool = True, config: str | None = None, streaming: bool = False,
     sample_by: str = "line",
 ) -> Splits:  # fmt: skip
-    """The data that `name` stands for.
+    """The dataset with this name.
 
-    A file is training data as a whole. A folder has files for each split, in it or in its folder `data`: `train.jsonl`,
-    or several (`train-00000-of-00002.parquet`, `train_1.csv`), or a folder of them (`train/`); all of one kind. Where a
-    data set has several parts, each in a folder, `config` names the folder. A folder that `datasets` saved is one split
-    (train), or has them by name. Anything else is a name on the hub; there `config` is the configuration.
+    A file is training data. A folder holds files for each split, directly or in its subfolder `data`: `train.jsonl`,
+    several files (`train-00000-of-00002.parquet`, `train_1.csv`), or a folder of them (`train/`); all in one format. If
+    a dataset has several configurations in subfolders, `config` names the subfolder. A folder saved by `datasets` is
+    one split (train), or holds several by name. Any other name is a Hub dataset, and `config` its configuration.
     """
     path = Path(name).expanduser()
     if _exists(path):
-        with _may_be_refused(path):
+        with _os_errors_as_data_errors(path):
             if not path.is_dir():
                 return file_source([_readable(path)], sample_by), None
             folder = path / config if config else path
@@ -76,34 +76,34 @@ def find_data(
     local = path.is_absolute() or name.startswith((".", "~")) or kind_of(path) or not _HUB.fullmatch(name)
     if local:
         raise DataError(
-            f"the data {str(path)!r} does not exist. Give a file (such as {splits[0]}.jsonl), a folder with one per "
-            f"split, or a name on the hub."
+            f"the dataset {str(path)!r} does not exist. Give a file (such as {splits[0]}.jsonl), a folder with one per "
+            f"split, or the name of a Hub dataset."
         )
     first, *second = (_hub_source(name, config, split, streaming) for split in splits[: 1 + evaluates])
     return first, second[0] if second else None
 
 
-def look(source: Source, reading: Reading) -> None:
-    """Refuse data without rows, and where bad rows stop the run, data whose files begin with one."""
+def check_first_rows(source: DataSource, reading: Reading) -> None:
+    """Raise if the data has no rows or, unless bad rows are skipped, if the first row of a file cannot be parsed."""
     some = False
     for part in source.parts or (source,):
         raw = next(part.rows(None), None)
         some = some or raw is not None
         if raw is not None and reading.on_bad_row == "stop":
-            understand(raw, reading)
+            parse_row(raw, reading)
     if not some:
-        raise DataError(f"{source.name}: no rows in it; expected at least one.")
+        raise DataError(f"{source.name}: no rows; expected at least one.")
 
 
-def source_of(data: Any, name: str, sample_by: str = "line") -> Source:
-    """A source from what a user hands over: a path (a file, or a split that `datasets` saved), several, or rows."""
-    if isinstance(data, Source):
+def source_of(data: Any, name: str, sample_by: str = "line") -> DataSource:
+    """A data source from user-provided data: a file, a split saved by `datasets`, a list of paths, or rows."""
+    if isinstance(data, DataSource):
         return data
     if isinstance(data, str | Path):
         path = Path(data).expanduser()
         if not _exists(path):
             raise DataError(f"{name}: {str(path)!r} does not exist.")
-        with _may_be_refused(path):
+        with _os_errors_as_data_errors(path):
             return file_source(_saved_files(path) if _is_saved(path) else [_readable(path)], sample_by)
     if isinstance(data, list | tuple) and data and all(isinstance(item, Path) for item in data):
         return file_source([_readable(path) for path in data], sample_by)
@@ -121,14 +121,14 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except PermissionError:
-        return True  # for all that can be told
-    except (OSError, ValueError):  # too long, or with a zero in it: no path
+        return True  # as far as we can tell
+    except (OSError, ValueError):  # too long, or with a null character: not a path
         return False
 
 
 def _readable(path: Path) -> Path:
     if path.is_dir():
-        raise DataError(f"{path} is a folder; expected a file, or a data set that `datasets` saved.")
+        raise DataError(f"{path} is a folder; expected a file, or a dataset that `datasets` saved.")
     check_kind(path)
     return path
 
@@ -138,7 +138,7 @@ def _held(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _may_be_refused(path: Path) -> Iterator[None]:
+def _os_errors_as_data_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -159,8 +159,8 @@ def _split_files(folder: Path, split: str) -> list[Path]:
         kinds = sorted({str(kind_of(p)) for p in files})
         if len(kinds) > 1:
             raise DataError(
-                f"{place}: files of several kinds for the split {split!r} ({', '.join(p.name for p in files[:6])}); "
-                f"name one of them as the data, or move the others away."
+                f"{place}: files of several formats for the split {split!r} "
+                f"({', '.join(p.name for p in files[:6])}); name one of them as the dataset, or move the others away."
             )
         if files:
             return files
@@ -180,7 +180,7 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The files of a split that `datasets` saved."""
+    """The files of a split saved by `datasets`."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
         files = [folder / Path(entry["filename"]).name for entry in state["_data_files"]]
@@ -188,24 +188,24 @@ def _saved_files(folder: Path) -> list[Path]:
         raise DataError(f"{folder / 'state.json'} is not what `datasets` writes: {error!r:.100}.") from None
     gone = [path.name for path in files if not path.is_file()]
     if gone or not files:
-        raise DataError(f"{folder}: state.json names {', '.join(gone) or 'no files'}, but they are not there.")
+        raise DataError(f"{folder}: state.json lists {', '.join(gone) or 'no files'}, but they do not exist.")
     return [_readable(path) for path in files]
 
 
-# --- the hub --------------------------------------------------------------------------------------------------------
+# --- the Hub --------------------------------------------------------------------------------------------------------
 
 
-def _hub_source(name: str, config: str | None, split: str, streaming: bool) -> Source:
+def _hub_source(name: str, config: str | None, split: str, streaming: bool) -> DataSource:
     where = f"{name} ({', '.join(filter(None, (config, split)))})"
 
-    def rows(start: Place) -> Iterator[Raw]:
+    def rows(start: RowPosition) -> Iterator[RawRow]:
         return row_source(_load(name, config, split, streaming), where).rows(start)
 
     def fingerprint() -> str:
         content = getattr(_load(name, config, split, streaming), "_fingerprint", None)
         return hashlib.sha256(f"{where} {content}".encode()).hexdigest()
 
-    return Source(where, rows, fingerprint)
+    return DataSource(where, rows, fingerprint)
 
 
 @functools.lru_cache(maxsize=16)
@@ -213,32 +213,32 @@ def _load(name: str, config: str | None, split: str, streaming: bool) -> Any:
     try:
         import datasets
     except ImportError:
-        raise DataError(f"the data {name!r}: names on the hub need `datasets`; pip install datasets.") from None
-    asked = datasets.config.HF_HUB_OFFLINE
-    unreachable = "HF_HUB_OFFLINE is set" if asked else _unreachable(name)
+        raise DataError(f"the dataset {name!r}: Hub datasets need `datasets`; pip install datasets.") from None
+    offline = datasets.config.HF_HUB_OFFLINE
+    unreachable = "HF_HUB_OFFLINE is set" if offline else _unreachable(name)
     try:
-        # What was loaded before is given all the same, and there is no waiting for a network that is not there.
+        # Offline, cached datasets still load, and nothing waits for a network that is not available.
         datasets.config.HF_HUB_OFFLINE = unreachable is not None
         return datasets.load_dataset(name, config, split=split, streaming=streaming)
-    except Exception as error:  # of many kinds, from the network to the data's own settings
+    except Exception as error:  # many types of error, from the network to the dataset's configuration
         raise DataError(
-            f"the data {name!r} is no file or folder here, and the hub does not give its split {split!r}: "
-            f"{unreachable if unreachable and isinstance(error, ConnectionError) else _line(error)}."
+            f"the dataset {name!r} is not a local file or folder, and its split {split!r} could not be loaded from the "
+            f"Hub: {unreachable if unreachable and isinstance(error, ConnectionError) else _reason(error)}."
         ) from None
     finally:
-        datasets.config.HF_HUB_OFFLINE = asked
+        datasets.config.HF_HUB_OFFLINE = offline
 
 
 def _unreachable(name: str) -> str | None:
-    """Why the hub cannot be asked, if it cannot; that it knows no such name is an answer."""
+    """Why the Hub cannot be reached; None if it answers, even if it has no such dataset."""
     from huggingface_hub import HfApi
 
     try:
         HfApi().dataset_info(name, timeout=10)
     except Exception as error:
-        return f"it cannot be reached ({_line(error)})" if getattr(error, "response", None) is None else None
+        return f"it cannot be reached ({_reason(error)})" if getattr(error, "response", None) is None else None
     return None
 
 
-def _line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return first_line(error)[:200].rstrip(".")

@@ -1,9 +1,8 @@
-"""Which rows make up a step, and what they look like as tensors.
+"""The batches of each training step: which rows they hold, and their tensors.
 
-A feed says which rows each step has: those of a table are a function of (seed, step) alone, those of a stream of the
-position it has come to (`stream.py`). Every rank knows the whole global batch and takes its slice. Documents that share
-a row are told apart by positions that start again; `models/packed_inputs.py` has what a model needs besides to keep
-them apart.
+A sampler chooses the rows of each step. For a token table they depend on (seed, step) alone; for a stream, on its
+position (`stream.py`). Every rank knows the whole global batch and takes its part. In a packed sequence the position
+ids restart with each document; `models/packed_inputs.py` provides what else a model needs to keep documents apart.
 """
 
 from __future__ import annotations
@@ -22,89 +21,89 @@ import numpy.typing as npt
 import torch
 
 from fullshard.data.encode import TextSettings
-from fullshard.data.once import agree, once_per_node
-from fullshard.data.sources import Source
-from fullshard.data.tally import Tally
+from fullshard.data.pretokenized import IGNORED
+from fullshard.data.sources import DataSource
 from fullshard.data.token_table import TokenTable, cache_root, make_table, open_table, table_key
 from fullshard.errors import DataError
+from fullshard.progress import TokenizingProgress
+from fullshard.ranks import agree, once_per_node
 
-IGNORED = -100
 Batch = dict[str, torch.Tensor]
 
 
 def load_table(
-    source: Source, tokenizer: Any, settings: TextSettings, cache: str | None = None, workers: int = 0,
+    source: DataSource, tokenizer: Any, settings: TextSettings, cache: str | None = None, workers: int = 0,
     progress: str = "quiet",
 ) -> TokenTable:  # fmt: skip
-    """The token table of this data, made by one rank per node if it is not there. All ranks must call this.
+    """The token table of this data, created by one rank per node if it is not in the cache. All ranks must call this.
 
-    `workers` processes tokenise, with the same result for any number; `progress` is the option of that name.
+    `workers` processes tokenize, with the same result for any number; `progress` is the option of that name.
     """
 
     def make() -> str:
         folder = cache_root(cache) / table_key(source, tokenizer, settings)
         if open_table(folder) is None:
-            with Tally(source.name, progress) as tally:
-                make_table(source, tokenizer, settings, folder, workers, tally)
+            with TokenizingProgress(source.name, progress) as shown:
+                make_table(source, tokenizer, settings, folder, workers, shown)
         return str(folder)
 
-    folder = Path(once_per_node(make))
-    agree(lambda: _must_open(folder, source))
+    folder = Path(once_per_node(make, "tokenizing"))
+    agree(lambda: _must_open(folder, source), "token table")
     table = open_table(folder)
     assert table is not None
     return table
 
 
-def _must_open(folder: Path, source: Source) -> None:
+def _must_open(folder: Path, source: DataSource) -> None:
     if open_table(folder) is None:
         raise DataError(
-            f"the tokens of {source.name} were written to {folder}, but not every rank of the node sees them."
+            f"the tokens of {source.name} were written to {folder}, but not every rank of the node can read them."
         )
 
 
-# --- the order of rows ----------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------------------------
 
 
-class Rows(Protocol):
-    """Something that has rows."""
+class TokenRows(Protocol):
+    """Tokenized rows by number: a `TokenTable`, or rows of a stream."""
 
     def documents(self, row: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]: ...
 
 
 @dataclass(frozen=True)
 class Pick:
-    """The rows of one step, before they are tensors; alike on every rank."""
+    """The rows of one step's global batch, the same on every rank."""
 
     number: int
     rows: npt.NDArray[np.int64]
-    source: Rows
-    """Where those rows are."""
+    source: TokenRows
+    """Holds those rows."""
     targets: int
-    """Learnt tokens in the global batch: what the loss is divided by. Known to every rank without asking."""
+    """Tokens in the global batch that contribute to the loss, by which it is divided. Needs no communication."""
     tokens: int
     epoch: float
-    """Epochs gone through when this step is done."""
+    """Epochs completed after this step."""
     ends_epoch: bool
     position: dict[str, Any] | None = None
-    """Where the data stands after this step, in plain data, if the step's number does not say it."""
+    """The data position after this step, as plain data; None if the step number determines it."""
     facts: dict[str, Any] | None = None
-    """Counts of the data gone through so far, where they are not known beforehand."""
+    """Dataset statistics so far, if they are not known in advance."""
 
 
-class Feed(Protocol):
-    """Says which rows each step has."""
+class BatchSampler(Protocol):
+    """Chooses the rows of each step."""
 
     @property
     def batch(self) -> int:
         """Rows in a global batch: of all ranks and micro-batches together."""
 
     def picks(self, start: int, end: int, position: dict[str, Any] | None) -> Generator[Pick, None, None]:
-        """The rows of steps `start` to `end` - 1; `position` is where an earlier run stood before them."""
+        """The rows of steps `start` to `end` - 1; `position` is the data position to resume from."""
 
 
 @dataclass(frozen=True)
-class Order:
-    """Which rows each optimizer step trains on."""
+class RowOrder:
+    """Which rows of a table each optimizer step trains on."""
 
     rows: int
     batch: int
@@ -118,18 +117,18 @@ class Order:
         return max(1, self.rows // self.batch) if self.drop_last else -(-self.rows // self.batch)
 
     def step(self, step: int) -> npt.NDArray[np.int64]:
-        """The rows of global step `step` (from 0); the last of an epoch may be fewer."""
+        """The rows of global step `step` (from 0); the last step of an epoch may have fewer."""
         epoch, index = divmod(step, self.steps_per_epoch)
         start = index * self.batch
         return _permutation(self.rows, self.seed, epoch, self.shuffle)[start : start + self.batch]
 
 
 @dataclass(frozen=True)
-class TableFeed:
-    """The rows of a table in an order."""
+class TableSampler:
+    """Samples the rows of a table in a `RowOrder`."""
 
     table: TokenTable
-    order: Order
+    order: RowOrder
 
     @property
     def batch(self) -> int:
@@ -152,10 +151,10 @@ def _permutation(rows: int, seed: int, epoch: int, shuffle: bool) -> npt.NDArray
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(rows)
 
 
-def share(rows: Sequence[int] | npt.NDArray[np.int64], rank: int, world: int, size: int) -> list[list[int]]:
-    """This rank's micro-batches of a global batch: as many on every rank, at most `size` rows each, some maybe empty.
+def micro_batch_rows(rows: Sequence[int] | npt.NDArray[np.int64], rank: int, world: int, size: int) -> list[list[int]]:
+    """This rank's micro-batches of a global batch: the same number on every rank, at most `size` rows each.
 
-    Rows are dealt out in blocks, micro-batch by micro-batch, so a short last batch is spread as evenly as it goes.
+    A short last batch is spread evenly over the micro-batches and ranks; some may be empty.
     """
     count = max(1, -(-len(rows) // (world * size)))
     mine: list[list[int]] = []
@@ -169,33 +168,33 @@ def share(rows: Sequence[int] | npt.NDArray[np.int64], rank: int, world: int, si
 
 @dataclass(frozen=True)
 class Collator:
-    """Rows as tensors. Padding comes last, where nothing before it can see it, so there is no mask."""
+    """Collates rows into tensors. Padding is on the right, where causal attention ignores it, so no mask is needed."""
 
     pad_token_id: int
     isolate: bool = False
-    """Rows hold several documents: give positions that start again with each."""
+    """Rows are packed: add position ids that restart with each document."""
     flatten: bool = False
-    """One long row without padding, as flash attention's kernels for documents of different lengths want it."""
+    """One row without padding, as flash attention's variable-length kernels expect."""
     multiple: int = 8
     """Row lengths are padded up to a multiple of this."""
 
-    def __call__(self, table: Rows, rows: Sequence[int]) -> Batch:
-        """`input_ids`, `labels`, and what attention needs. A batch without rows is one row that teaches nothing."""
+    def __call__(self, table: TokenRows, rows: Sequence[int]) -> Batch:
+        """`input_ids`, `labels` and, if packed, `position_ids`. An empty batch becomes one row without loss."""
         packed = [_row(table, row) for row in rows]
         if self.flatten and packed:
-            ids, targets, places = (np.concatenate(parts) for parts in zip(*packed, strict=True))
-            packed = [(ids, targets, places)]
+            ids, targets, position_ids = (np.concatenate(parts) for parts in zip(*packed, strict=True))
+            packed = [(ids, targets, position_ids)]
         length = max((len(ids) for ids, _, _ in packed), default=1)
         if not self.flatten:
             length = -(-length // self.multiple) * self.multiple
         shape = (max(1, len(packed)), length)
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
-        # Padding counts as a document of its own: its positions start again as well.
+        # Padding counts as a separate document: its position ids restart as well.
         positions = np.tile(np.arange(length), (shape[0], 1))
-        for i, (tokens, targets, places) in enumerate(packed):
+        for i, (tokens, targets, position_ids) in enumerate(packed):
             n = len(tokens)
-            input_ids[i, :n], labels[i, :n], positions[i, :n] = tokens, targets, places
+            input_ids[i, :n], labels[i, :n], positions[i, :n] = tokens, targets, position_ids
             positions[i, n:] = np.arange(length - n)
         batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         if self.isolate or self.flatten:
@@ -203,11 +202,11 @@ class Collator:
         return batch
 
 
-def _row(table: Rows, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Tokens, labels and positions of a row. A document's first token is never a target."""
+def _row(table: TokenRows, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """Tokens, labels and position ids of a row. A document's first token is never predicted."""
     tokens, labels, positions = [], [], []
-    for ids, learnt in table.documents(row):
-        target = np.where(learnt.astype(bool), ids, IGNORED).astype(np.int64)
+    for ids, loss_mask in table.documents(row):
+        target = np.where(loss_mask.astype(bool), ids, IGNORED).astype(np.int64)
         target[0] = IGNORED
         tokens.append(ids)
         labels.append(target)
@@ -217,7 +216,7 @@ def _row(table: Rows, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt
 
 @dataclass(frozen=True)
 class Step:
-    """One global batch, as one rank sees it."""
+    """One step on one rank: its micro-batches of the global batch."""
 
     pick: Pick
     mine: list[list[int]]
@@ -230,33 +229,35 @@ class Step:
 
 
 class Loader:
-    """A rank's steps, from any step on. `workers` threads prepare coming steps."""
+    """Loads a rank's batches, starting at any step. `workers` threads prepare the next steps."""
 
-    def __init__(self, feed: Feed, collator: Collator, size: int, rank: int, world: int, workers: int = 0) -> None:
-        self.feed, self.collator = feed, collator
+    def __init__(
+        self, sampler: BatchSampler, collator: Collator, size: int, rank: int, world: int, workers: int = 0
+    ) -> None:
+        self.sampler, self.collator = sampler, collator
         self.size, self.rank, self.world, self.workers = size, rank, world, workers
 
     def load(self, pick: Pick) -> Step:
-        mine = share(pick.rows, self.rank, self.world, self.size)
+        mine = micro_batch_rows(pick.rows, self.rank, self.world, self.size)
         return Step(pick, mine, [self.collator(pick.source, part) for part in mine])
 
     def steps(self, start: int, end: int, position: dict[str, Any] | None = None) -> Generator[Step, None, None]:
-        """Steps `start` to `end` - 1. Close it if it is left early: a stream has processes and files."""
-        with contextlib.closing(self.feed.picks(start, end, position)) as picks:
+        """Steps `start` to `end` - 1. Close the generator when leaving early: a stream holds processes and files."""
+        with contextlib.closing(self.sampler.picks(start, end, position)) as picks:
             yield from self._ahead(picks) if self.workers else map(self.load, picks)
 
     def _ahead(self, picks: Iterator[Pick]) -> Iterator[Step]:
         with ThreadPoolExecutor(self.workers, thread_name_prefix="fullshard-data") as pool:
-            coming: deque[Future[Step]] = deque()
+            pending: deque[Future[Step]] = deque()
             try:
-                for pick in _failures_last(picks):
-                    coming.append(pool.submit(self._load, pick))
-                    if len(coming) > self.workers:
-                        yield coming.popleft().result()
-                while coming:
-                    yield coming.popleft().result()
+                for pick in _errors_in_order(picks):
+                    pending.append(pool.submit(self._load, pick))
+                    if len(pending) > self.workers:
+                        yield pending.popleft().result()
+                while pending:
+                    yield pending.popleft().result()
             finally:
-                for future in coming:
+                for future in pending:
                     future.cancel()
 
     def _load(self, pick: Pick | Exception) -> Step:
@@ -265,8 +266,8 @@ class Loader:
         return self.load(pick)
 
 
-def _failures_last(picks: Iterator[Pick]) -> Iterator[Pick | Exception]:
-    """An error takes its turn, so that the steps before it are done first, as they are without threads."""
+def _errors_in_order(picks: Iterator[Pick]) -> Iterator[Pick | Exception]:
+    """Yield an error in order, so that the steps before it are trained first, as without threads."""
     try:
         yield from picks
     except Exception as error:
@@ -274,6 +275,6 @@ def _failures_last(picks: Iterator[Pick]) -> Iterator[Pick | Exception]:
 
 
 def one_pass(table: TokenTable, collator: Collator, size: int, rank: int, world: int) -> Iterator[Step]:
-    """Every row once, in order, for evaluation; each rank takes part in every batch."""
-    order = Order(len(table), size * world, seed=0, shuffle=False)
-    return Loader(TableFeed(table, order), collator, size, rank, world).steps(0, order.steps_per_epoch)
+    """Every row once, in order, for evaluation; every rank takes part in every batch."""
+    order = RowOrder(len(table), size * world, seed=0, shuffle=False)
+    return Loader(TableSampler(table, order), collator, size, rank, world).steps(0, order.steps_per_epoch)

@@ -1,7 +1,7 @@
-"""The messages of a conversation, from the words of OpenAI, ShareGPT and others: role, text, tool calls, weight.
+"""Parses chat messages in the formats of OpenAI, ShareGPT and others: role, content, tool calls, weight.
 
-A message becomes {role, content}, what else is in it stays for the chat template. Which columns hold messages is said
-in `row_formats.py`; whether a template writes all of a message, in `template_fields.py`.
+A message becomes {role, content}; other keys are kept for the chat template. `row_formats.py` defines the columns that
+hold messages, `template_fields.py` checks that a template renders every part of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fullshard.data.raw_row import BadRow, parse, short
+from fullshard.data.raw_row import BadRow, parse_json, short
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -18,20 +18,20 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response", "function", "ipython"), "tool"),
 }
-"""Who speaks, by the names that files give them, in any case."""
+"""Role names in data files, in any case, and the roles they stand for."""
 WEIGHTS = ("weight", "train", "training", "loss")
-"""Keys of a message that say whether it is learnt: OpenAI's, Axolotl's, ms-swift's."""
+"""Keys of a message that tell whether it contributes to the loss: OpenAI's, Axolotl's, ms-swift's."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that hold what was thought before it was said."""
+"""Keys of a message that hold its reasoning."""
 RESERVED = (
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
     "continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask",
 )  # fmt: skip
-"""What `chat_template_kwargs` cannot set: each has its own place."""
+"""Variables that `chat_template_kwargs` cannot set."""
 
 
 def text_of(value: Any, what: str) -> str:
-    """The value, if it is text that can be encoded."""
+    """The value, if it is text that can be encoded as UTF-8; otherwise raises `BadRow`."""
     if not isinstance(value, str):
         raise BadRow(f"{what} is {short(value)}; expected a string.")
     if not value.isascii():
@@ -46,9 +46,9 @@ def text_of(value: Any, what: str) -> str:
 
 
 def list_of(value: Any, what: str, of: str) -> Sequence[Any]:
-    """The value as a list; tables such as CSV hold it as JSON text."""
+    """The value as a list; it may also be JSON text, as in CSV files."""
     value = _parsed(value, what, "[")
-    if hasattr(value, "tolist"):  # numpy's and torch's
+    if hasattr(value, "tolist"):  # numpy arrays and torch tensors
         value = value.tolist()
     if not isinstance(value, list | tuple) or not value:
         raise BadRow(f"`{what}` is {short(value)}; expected a list of {of}.")
@@ -59,21 +59,21 @@ def _parsed(value: Any, what: str, opens: str) -> Any:
     if not (isinstance(value, str) and value.lstrip().startswith(opens)):
         return value
     try:
-        return parse(value)
+        return parse_json(value)
     except BadRow as bad:
         raise BadRow(f"`{what}`: {bad.why}") from None
 
 
-def told_messages(*values: Any) -> Sequence[Any]:
-    """The values; as lists where all of them are JSON text of messages, which is how CSV holds these."""
+def messages_from_json(*values: Any) -> Sequence[Any]:
+    """The values, parsed to lists if all of them are JSON text of messages, as in CSV files."""
     lists = []
     for value in values:
         try:
-            lists.append(parse(value) if isinstance(value, str) and value.lstrip().startswith("[") else None)
+            lists.append(parse_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else None)
         except BadRow:
             return values
-    told = all(isinstance(part, list) and part and all(_is_message(m) for m in part) for part in lists)
-    return lists if told else values
+    are_messages = all(isinstance(part, list) and part and all(_is_message(m) for m in part) for part in lists)
+    return lists if are_messages else values
 
 
 def _is_message(value: Any) -> bool:
@@ -81,23 +81,23 @@ def _is_message(value: Any) -> bool:
 
 
 def messages_of(value: Any, what: str) -> list[dict[str, Any]]:
-    """{role, content} messages; `weight`, where one is given, is 0 or 1."""
+    """Parse a list of messages to {role, content}; `weight`, if given, is 0 or 1."""
     return [message_of(m, f"{what}[{i}]") for i, m in enumerate(list_of(value, what, "{role, content} objects"))]
 
 
 def message_of(message: Any, what: str) -> dict[str, Any]:
-    """{role, content}, from that or from ShareGPT's {from, value}. What else is in it is kept for the template."""
+    """Parse {role, content} or ShareGPT's {from, value} to {role, content}. Other keys are kept for the template."""
     if not isinstance(message, Mapping):
         raise BadRow(f"{what} is {short(message)}; expected an object with role and content.")
-    speaker, said = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
-    role, content = message.get(speaker), message.get(said)
+    role_key, content_key = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
+    role, content = message.get(role_key), message.get(content_key)
     known = ROLES.get(role.lower()) if isinstance(role, str) else None
     if known is None:
         raise BadRow(f"{what} has the role {short(role)}; expected one of {', '.join(dict.fromkeys(ROLES.values()))}.")
-    # Tables give every message the keys of all messages, and null where one has none.
-    more = {k: plain(v, what) for k, v in message.items() if k not in (speaker, said) and v is not None}
+    # Columnar files give every message the keys of all messages, with null where a message has none.
+    more = {k: plain(v, what) for k, v in message.items() if k not in (role_key, content_key) and v is not None}
     if more.get("train_detail"):
-        raise BadRow(f"{what} has `train_detail`; parts of a message cannot be weighed, only whole ones (`weight`).")
+        raise BadRow(f"{what} has `train_detail`; parts of a message cannot be weighted, only a whole one (`weight`).")
     weight = _weight(more, what)
     calls = _calls(more, content if str(role).lower() == "function_call" else None, what)
     if str(role).lower() == "function_call":
@@ -107,11 +107,11 @@ def message_of(message: Any, what: str) -> dict[str, Any]:
     if not isinstance(content, str) and not (content is None and calls):
         raise BadRow(f"{what} has the content {short(content)}; expected text.")
     text_of(content or "", f"the content of {what}")
-    silent = not (content or "").strip()
-    if known in ("user", "assistant") and silent and not calls:
-        raise BadRow(f"{what}: the {known} says nothing; expected text.")
-    said_here = {"role": known, "content": None if calls and silent else content}
-    return {**said_here, **more, **({"tool_calls": calls} if calls else {}), **weight}
+    empty = not (content or "").strip()
+    if known in ("user", "assistant") and empty and not calls:
+        raise BadRow(f"{what}: the {known} message is empty; expected text.")
+    parsed = {"role": known, "content": None if calls and empty else content}
+    return {**parsed, **more, **({"tool_calls": calls} if calls else {}), **weight}
 
 
 def _part(part: Any, what: str) -> str:
@@ -122,7 +122,7 @@ def _part(part: Any, what: str) -> str:
 
 
 def _weight(more: dict[str, Any], what: str) -> dict[str, int]:
-    """Whether the message is learnt, taken out of its keys; {} where nothing says so."""
+    """Remove the weight from a message's keys: {"weight": 0 or 1}, or {} if it has none."""
     given = {name: more.pop(name) for name in WEIGHTS if name in more}
     for name, value in given.items():
         if not isinstance(value, int | float) or value not in (0, 1):
@@ -132,13 +132,13 @@ def _weight(more: dict[str, Any], what: str) -> dict[str, int]:
     return {"weight": int(next(iter(given.values())))} if given else {}
 
 
-def _calls(more: dict[str, Any], told: Any, what: str) -> list[dict[str, Any]]:
-    """The tool calls of a message, taken out of its keys: OpenAI's `tool_calls`, its older `function_call`, or what
-    ShareGPT's function_call turn tells as JSON text."""
+def _calls(more: dict[str, Any], call_text: Any, what: str) -> list[dict[str, Any]]:
+    """Remove the tool calls from a message's keys: OpenAI's `tool_calls`, its older `function_call`, or the JSON text
+    of ShareGPT's function_call turn."""
     calls = _parsed(more.pop("tool_calls", None), f"{what}.tool_calls", "[")
     older = more.pop("function_call", None)
-    if told is not None:
-        calls = _parsed(_parsed(told, what, "["), what, "{")
+    if call_text is not None:
+        calls = _parsed(_parsed(call_text, what, "["), what, "{")
     elif not calls and older:
         calls = older
     if not calls:
@@ -148,7 +148,7 @@ def _calls(more: dict[str, Any], told: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, what: str) -> dict[str, Any]:
-    """{function: {name, arguments}}, with arguments as an object: templates write it as JSON themselves."""
+    """{function: {name, arguments}} with arguments as an object: chat templates convert it to JSON themselves."""
     wrapped = isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
     function = call["function"] if wrapped else call
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
@@ -163,17 +163,17 @@ def _call(call: Any, what: str) -> dict[str, Any]:
 
 
 def plain(value: Any, what: str) -> Any:
-    """Plain data without nulls, checked to be such: a template may write any of it."""
+    """The value as JSON-compatible data without nulls; raises `BadRow` if it is anything else."""
     try:
         text = json.dumps(value, ensure_ascii=False)
         text.encode()
         return json.loads(text, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if v is not None})
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadRow(f"{what} holds {short(value)}, which is no plain data ({error}).") from None
+        raise BadRow(f"{what} holds {short(value)}, which is not JSON-compatible ({error}).") from None
 
 
 def tools_of(value: Any) -> tuple[dict[str, Any], ...] | None:
-    """The functions that a row offers: a list of JSON schemas, or one as JSON text. None where it offers none."""
+    """The tools of a row: a list of JSON schemas, or JSON text of one. None if there are none."""
     value = _parsed(value, "tools", "[")
     if value is None or (isinstance(value, str | list | tuple) and len(value) == 0):
         return None
@@ -185,7 +185,7 @@ def tools_of(value: Any) -> tuple[dict[str, Any], ...] | None:
 
 
 def template_kwargs_of(value: Any) -> dict[str, Any] | None:
-    """What a row says to the template besides its messages: an object, or one as JSON text."""
+    """Additional template variables of a row: an object, or JSON text of one."""
     value = _parsed(value, "chat_template_kwargs", "{")
     if value in (None, ""):
         return None
@@ -193,5 +193,5 @@ def template_kwargs_of(value: Any) -> dict[str, Any] | None:
         raise BadRow(f"`chat_template_kwargs` is {short(value)}; expected an object of names and values.")
     taken = [name for name in value if name in RESERVED or name.endswith("_token")]
     if taken:
-        raise BadRow(f"`chat_template_kwargs` sets {taken[0]}, which is not the row's to set.")
+        raise BadRow(f"`chat_template_kwargs` sets {taken[0]}, which a row cannot set.")
     return plain({k: v for k, v in value.items() if v is not None}, "`chat_template_kwargs`") or None

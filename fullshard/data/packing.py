@@ -1,7 +1,7 @@
-"""Packing: documents of different lengths share rows of one length, best fit first, longest documents first.
+"""Packing: assigns documents of different lengths to sequences of one length, by best-fit decreasing.
 
-Arithmetic on lengths only. That documents in a row do not see each other is left to `loader.py` (positions start
-again) and `models/packed_inputs.py` (what a model needs besides).
+Works on lengths only. `loader.py` (position ids) and `models/packed_inputs.py` (attention) keep the documents of a
+packed sequence from attending to each other.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import numpy.typing as npt
 
 Integers = npt.NDArray[np.int64]
 AT_ONCE = 65536
-"""Documents turned into Python numbers at a time: so many objects, however large the data."""
+"""Lengths converted to Python integers at a time, which bounds memory."""
 
 
 def best_fit_decreasing(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int) -> tuple[Integers, Integers]:
-    """Where each row starts in a list of documents, and that list; the lengths in a row sum to at most `capacity`.
+    """Pack documents into rows whose lengths sum to at most `capacity`: (start of each row in the list, list of
+    documents).
 
-    Each document, from the longest on, goes into the fullest row that still takes it. The rows that have some room r
-    left are kept under r, and the set of all such r is one integer with a bit for each, so the best fit is the lowest
-    set bit from the document's length upwards.
+    Documents are placed from the longest to the shortest, each into the fullest row that still has room. Rows are
+    grouped by the room r they have left, and the set of all such r is the bits of one integer. So the best fit is the
+    lowest set bit at or above the document's length.
     """
     sizes = np.asarray(lengths)
     if sizes.size and (int(sizes.max()) > capacity or int(sizes.min()) < 1):
-        raise ValueError(f"lengths must lie between 1 and {capacity}")
+        raise ValueError(f"lengths must be between 1 and {capacity}")
     order = np.argsort(-sizes, kind="stable")
-    row_of = np.empty(len(sizes), dtype=np.int64)  # by place in `order`
+    row_of = np.empty(len(sizes), dtype=np.int64)  # by index in `order`
     rows = 0
     rows_with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit r is set while some row has exactly r left

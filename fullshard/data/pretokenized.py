@@ -1,7 +1,7 @@
-"""Rows of tokens that were made elsewhere: `input_ids`, and the columns that say which of them are learnt.
+"""Pre-tokenized rows: `input_ids`, and the columns that determine the loss mask.
 
-`labels` win over masks, as in TRL. Padding that `attention_mask` marks is cut off. Rows that hold several documents
-(`position_ids` or `seq_lengths` that say so) are refused: packing is done here.
+`labels` take precedence over masks, as in TRL. Padding according to `attention_mask` is removed. Rows that are already
+packed (several documents according to `position_ids` or `seq_lengths`) are rejected: fullshard does the packing.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import Any
 from fullshard.data.messages import list_of
 from fullshard.data.raw_row import BadRow, short
 
+IGNORED = -100
+"""The label of tokens that do not contribute to the loss: the default `ignore_index` of cross-entropy."""
 MASKS = ("assistant_masks", "completion_mask")
 COLUMNS = ("labels", *MASKS, "attention_mask", "position_ids", "seq_lengths")
-"""What is read beside `input_ids`."""
+"""Columns that are read in addition to `input_ids`."""
 
 
 def read_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `Document`; `row` has no nulls."""
+    """The `Document` fields of a row without nulls."""
     ids = _integers(row["input_ids"], "input_ids")
     if not all(0 <= n < 2**31 for n in ids):
-        raise BadRow(f"`input_ids` holds {short(next(n for n in ids if not 0 <= n < 2**31))}, which is no token.")
+        raise BadRow(f"`input_ids` holds {short(next(n for n in ids if not 0 <= n < 2**31))}, which is not a token id.")
     begin, end = _kept(row, ids)
     _check_one_document(row, end - begin, len(ids))
     found: dict[str, Any] = {"input_ids": ids[begin:end]}
@@ -30,7 +32,7 @@ def read_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
     masks = {name: _mask(row[name], name, len(ids))[begin:end] for name in MASKS if name in row}
     if "assistant_masks" in masks:
         pairs = zip(found["input_ids"], masks["assistant_masks"], strict=True)
-        found["labels"] = tuple(token if learnt else -100 for token, learnt in pairs)
+        found["labels"] = tuple(token if trained else IGNORED for token, trained in pairs)
     if "completion_mask" in masks:
         found["completion_mask"] = masks["completion_mask"]
     return found
@@ -41,8 +43,8 @@ def _labels(value: Any, ids: Sequence[int]) -> tuple[int, ...]:
     if len(labels) != len(ids):
         raise BadRow(f"{len(ids)} input_ids but {len(labels)} labels; expected as many.")
     for i, (label, token) in enumerate(zip(labels, ids, strict=True)):
-        if label not in (-100, token):
-            raise BadRow(f"labels[{i}] is {short(label)}; expected -100 or its token, {token}.")
+        if label not in (IGNORED, token):
+            raise BadRow(f"labels[{i}] is {short(label)}; expected {IGNORED} or its token, {token}.")
     return labels
 
 
@@ -56,7 +58,7 @@ def _mask(value: Any, what: str, size: int) -> tuple[int, ...]:
 
 
 def _kept(row: Mapping[str, Any], ids: Sequence[int]) -> tuple[int, int]:
-    """Where the tokens begin and end that are no padding."""
+    """Where the tokens begin and end, without padding."""
     if "attention_mask" not in row:
         return 0, len(ids)
     mask = _mask(row["attention_mask"], "attention_mask", len(ids))
@@ -64,7 +66,7 @@ def _kept(row: Mapping[str, Any], ids: Sequence[int]) -> tuple[int, int]:
         raise BadRow("`attention_mask` is all zeros; expected 1 where there is a token.")
     begin, end = mask.index(1), len(mask) - mask[::-1].index(1)
     if not all(mask[begin:end]):
-        raise BadRow("`attention_mask` has zeros between ones; only padding before or after a document can be cut off.")
+        raise BadRow("`attention_mask` has zeros between ones; only padding before or after a document can be removed.")
     return begin, end
 
 
@@ -74,9 +76,9 @@ def _check_one_document(row: Mapping[str, Any], kept: int, size: int) -> None:
     several = (where is not None and where.count(0) > 1 and kept == size) or (sizes is not None and len(sizes) > 1)
     if several:
         name = "seq_lengths" if sizes is not None and len(sizes) > 1 else "position_ids"
-        raise BadRow(f"by `{name}` the row holds several documents; give one per row, and pack them with packing.")
+        raise BadRow(f"according to `{name}` the row holds several documents; expected one (packing packs them).")
     if where is not None and kept == size and where != tuple(range(size)):
-        raise BadRow(f"`position_ids` is {short(where)}; expected 0, 1, 2, … (positions are given by packing).")
+        raise BadRow(f"`position_ids` is {short(where)}; expected 0, 1, 2, … (packing sets positions).")
 
 
 def _integers(value: Any, what: str) -> tuple[int, ...]:

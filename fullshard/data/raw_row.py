@@ -1,7 +1,7 @@
-"""A row before it is understood: where it stands, what was found there, and how it is shown.
+"""A row of data before it is parsed: its location, its value, and how errors print it.
 
-Readers (`file_formats.py`) make rows, `row_formats.py` says what they mean; between the two they are plain data that
-can travel to another process.
+`file_formats.py` produces raw rows, `row_formats.py` parses them. They are plain data and can be sent to another
+process.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-Place = Any
-"""Where in a source a row begins: plain data that JSON can hold. None is the beginning."""
+RowPosition = Any
+"""The position of a row in a data source, as JSON-compatible data. None is the beginning."""
 
 
 @dataclass(frozen=True)
-class Raw:
-    """A row before it is understood."""
+class RawRow:
+    """A row before it is parsed."""
 
     where: str
-    """Where it stands, for messages: `train.jsonl, line 7`."""
+    """Its location, for error messages: `train.jsonl, line 7`."""
     value: Any
-    """An object with columns, the bytes of one in JSON, or a `BadRow`."""
-    after: Place
-    """Where the next row begins."""
+    """A mapping of columns, the JSON bytes of one, or a `BadRow`."""
+    after: RowPosition
+    """The position of the next row."""
     data_set: int | None = None
-    """The number of the data set that it belongs to, where data sets have settings of their own."""
+    """The index of its dataset, if datasets have their own settings."""
 
 
 class BadRow(Exception):
-    """Why something is no row, as a sentence; and the row, if there is anything to show."""
+    """A row that cannot be used: the reason as a sentence, and the row if it can be shown."""
 
     def __init__(self, why: str, row: Any = None) -> None:
         super().__init__(why, row)
         self.why, self.row = why, row
 
 
-def parse(line: bytes | str) -> Any:
-    """The value that a piece of JSON stands for; anything odd is a `BadRow`."""
+def parse_json(line: bytes | str) -> Any:
+    """Parse JSON; raises `BadRow` if it is invalid."""
     try:
         return json.loads(line.decode() if isinstance(line, bytes) else line, object_pairs_hook=no_key_twice)
     except UnicodeDecodeError as error:
@@ -49,16 +49,16 @@ def parse(line: bytes | str) -> Any:
         raise BadRow(f"not JSON ({error.msg} at column {error.colno}).", line) from None
     except RecursionError:
         raise BadRow("JSON that is nested too deeply.", line) from None
-    except ValueError as error:  # a number of too many digits
+    except ValueError as error:  # an integer with too many digits
         raise BadRow(f"not usable JSON ({error}).", line) from None
 
 
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of these keys and values. JSON would let the last of two equal keys win, and lose the others."""
+    """A JSON object without duplicate keys. Python's parser would keep only the last value of a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise BadRow(f"the key {short(next(n for n in names if names.count(n) > 1))} is there twice.")
+        raise BadRow(f"the key {short(next(n for n in names if names.count(n) > 1))} occurs twice.")
     return found
 
 
@@ -68,18 +68,18 @@ _REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = 8
 
 
 def short(value: Any, length: int = 60) -> str:
-    """A value in one line of at most `length` characters, whatever its size and depth."""
+    """A value on one line of at most `length` characters."""
     if isinstance(value, bytes | str) and len(value) > length:
         value = value[:length]
     try:
         text = _REPR.repr(dict(value) if isinstance(value, Mapping) else value)
-    except Exception:  # a number of too many digits, an object that cannot say what it is
+    except Exception:  # an integer with too many digits, or an object without a working repr
         text = type(value).__name__
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def names(columns: Iterable[Any]) -> str:
-    """The names of columns in one line, whatever they hold and however many there are."""
+    """Column names on one line, at most twelve of them."""
     first = list(islice(columns, 13))
     shown = [n if isinstance(n, str) and n.isprintable() and 0 < len(n) <= 40 else short(n, 40) for n in first[:12]]
     return ", ".join([*shown, *["…"] * (len(first) > 12)]) or "none"

@@ -1,9 +1,8 @@
-"""What a row of training data means: a `Shape` turns a kind of row into a `Document`.
+"""Parses rows of training data: a `RowFormat` turns a row with certain columns into a `Document`.
 
-A row is known by its columns, in the fixed order of `SHAPES`; a new kind is one small entry there. What cannot be
-understood stops the run or is counted, as `Reading.on_bad_row` says. Messages are read by `messages.py`, tokens made
-elsewhere by `pretokenized.py`. Where rows come from is said by `file_formats.py` and `sources.py`; nothing here knows
-tokenizers, and torch is not imported.
+A row's columns determine its format, in the fixed order of `ROW_FORMATS`; a new format is one entry there. A row that
+cannot be parsed stops the run or is counted, according to `Reading.on_bad_row`. `messages.py` parses messages,
+`pretokenized.py` tokens. This module needs neither a tokenizer nor torch.
 """
 
 from __future__ import annotations
@@ -18,66 +17,66 @@ from fullshard.data import foreign_columns, pretokenized
 from fullshard.data.messages import (
     list_of,
     message_of,
+    messages_from_json,
     messages_of,
     template_kwargs_of,
     text_of,
-    told_messages,
     tools_of,
 )
-from fullshard.data.raw_row import BadRow, Raw, names, parse, short
+from fullshard.data.raw_row import BadRow, RawRow, names, parse_json, short
 from fullshard.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
 class Document:
-    """One row of training data, understood: running text, a conversation, or tokens made elsewhere."""
+    """A parsed row of training data: text, a conversation, or tokens."""
 
     where: str
-    """Where it stands, for messages: `train.jsonl, line 7`."""
+    """Its location, for error messages: `train.jsonl, line 7`."""
     text: str | None = None
     prompt: str | None = None
-    """What stands before `text` and is not learnt when completion_only_loss is on; the whole is prompt + text."""
+    """Precedes `text`. It does not contribute to the loss unless completion_only_loss is false."""
     messages: tuple[Mapping[str, Any], ...] | None = None
-    learnt_from: int | None = None
-    """Of `messages`, the first that belongs to the completion: what comes before is not learnt when
-    completion_only_loss is on."""
+    completion_start: int | None = None
+    """The index of the first of `messages` that belongs to the completion. Those before it do not contribute to the
+    loss unless completion_only_loss is false."""
     weights: tuple[int | None, ...] | None = None
-    """For each of `messages` 0 (not learnt), 1 (learnt) or None (as the settings say)."""
+    """For each of `messages`: 0 (no loss), 1 (loss) or None (according to the settings)."""
     tools: tuple[Mapping[str, Any], ...] | None = None
-    """The functions that the assistant of `messages` may call, for the template."""
+    """The tools of the conversation, for the chat template."""
     template_kwargs: Mapping[str, Any] | None = None
-    """What else the row tells the template."""
+    """Additional variables for the chat template."""
     input_ids: tuple[int, ...] | None = None
     labels: tuple[int, ...] | None = None
-    """For `input_ids`: -100 where nothing is learnt; None learns everything."""
+    """For `input_ids`: -100 for tokens without loss. None: all tokens contribute to the loss."""
     completion_mask: tuple[int, ...] | None = None
-    """For `input_ids`: 0 where nothing is learnt unless completion_only_loss is false."""
+    """For `input_ids`: 0 for tokens without loss, unless completion_only_loss is false."""
     unused: tuple[str, ...] | None = None
-    """Columns of the row that mean something to other trainers and are not used here."""
+    """Columns of the row that other trainers use and that are not used here."""
     data_set: int | None = None
-    """The number of the data set that it comes from, where data sets have settings of their own."""
+    """The index of its dataset, if datasets have their own settings."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the user says rows are to be read."""
+    """The user's settings for parsing rows."""
 
     text_field: str = "text"
-    """The column with running text."""
+    """The column that holds text."""
     columns: tuple[tuple[str, str], ...] = ()
-    """(name here, column in the data) for columns that have other names in the data."""
+    """(expected name, column in the data) for columns that have other names in the data."""
     on_bad_row: str = "stop"
-    """stop: the first row that cannot be understood is an error. skip: it is left out and counted."""
+    """stop: the first row that cannot be parsed is an error. skip: such rows are left out and counted."""
     prompt_format: str | None = None
-    """How a prompt is written from a row's columns, as text with {column} in it."""
+    """A format string that makes the prompt from a row's columns, with {column} placeholders."""
 
 
-AS_USUAL = Reading()
+DEFAULT_READING = Reading()
 
 
 def reading_of(text_field: str, columns: str | None, on_bad_row: str, prompt_format: str | None = None) -> Reading:
-    """How rows are read, from the options' text; `columns` is "name=column,…"."""
-    known = [*(name for shape in SHAPES for name in (*shape.columns, *shape.optional)), text_field]
+    """The settings for parsing rows, from the command-line options; `columns` is "name=column,…"."""
+    known = [*(name for row_format in ROW_FORMATS for name in (*row_format.columns, *row_format.optional)), text_field]
     known += _named(prompt_format) if prompt_format is not None else []
     pairs = []
     for part in (columns or "").split(","):
@@ -99,7 +98,7 @@ def reading_of(text_field: str, columns: str | None, on_bad_row: str, prompt_for
 
 
 def _named(prompt_format: str) -> list[str]:
-    """The columns that a prompt format names."""
+    """The columns in a prompt format."""
     try:
         fields = [name for _, name, _, _ in string.Formatter().parse(prompt_format) if name is not None]
     except ValueError as error:
@@ -112,17 +111,17 @@ def _named(prompt_format: str) -> list[str]:
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 NAMED = 5
-"""How many bad rows are named; all are counted."""
+"""How many bad rows are reported; all are counted."""
 UNUSED = "unused "
-"""Begins the names under which rows with columns that are not used are counted."""
+"""Prefix of the counters of rows with unused columns."""
 
 
-def documents(batch: Sequence[Raw], reading: Reading, counts: dict[str, Any]) -> list[Document]:
-    """What the rows of a batch mean. Rows that are skipped are counted in `counts` by `count_bad`."""
+def parse_rows(batch: Sequence[RawRow], reading: Reading, counts: dict[str, Any]) -> list[Document]:
+    """Parse the rows of a batch. Rows that are skipped are counted in `counts` by `count_bad`."""
     found = []
     for raw in batch:
         try:
-            found.append(_understand(raw, reading))
+            found.append(_parse_row(raw, reading))
             for name in found[-1].unused or ():
                 counts[f"{UNUSED}{name}"] = counts.get(f"{UNUSED}{name}", 0) + 1
         except BadRow as bad:
@@ -132,53 +131,56 @@ def documents(batch: Sequence[Raw], reading: Reading, counts: dict[str, Any]) ->
     return found
 
 
-def understand(raw: Raw, reading: Reading = AS_USUAL) -> Document:
-    """What a row means, or a `DataError` that shows it."""
+def parse_row(raw: RawRow, reading: Reading = DEFAULT_READING) -> Document:
+    """Parse a row; raises a `DataError` that shows the row if it cannot be parsed."""
     try:
-        return _understand(raw, reading)
+        return _parse_row(raw, reading)
     except BadRow as bad:
         raise _error(raw, bad) from None
 
 
-def count_bad(counts: dict[str, Any], said: str) -> None:
-    """Count a row that is left out: "bad" counts all, "bad_rows" holds what was said of the first few."""
+def count_bad(counts: dict[str, Any], message: str) -> None:
+    """Count a row that is left out: "bad" counts all of them, "bad_rows" holds the messages of the first few."""
     counts["bad"] = counts.get("bad", 0) + 1
     named = counts.setdefault("bad_rows", [])
     if len(named) < NAMED:
-        named.append(said)
+        named.append(message)
 
 
-def _error(raw: Raw, bad: BadRow) -> DataError:
+def _error(raw: RawRow, bad: BadRow) -> DataError:
     row = bad.row if bad.row is not None else raw.value
     shown = "" if isinstance(row, BadRow) else f" The row: {short(row, 160)}"
     return DataError(f"{raw.where}: {bad.why}{shown} (on_bad_row skip leaves such rows out)")
 
 
-def _understand(raw: Raw, reading: Reading) -> Document:
+def _parse_row(raw: RawRow, reading: Reading) -> Document:
     row = raw.value
     if isinstance(row, BadRow):
         raise row
     if isinstance(row, bytes):
-        row = parse(row)
+        row = parse_json(row)
     if not isinstance(row, Mapping):
         raise BadRow(f"{short(row)} is not an object with columns.", row)
     whole = _renamed(row, reading.columns)
     row = {name: value for name, value in whole.items() if not _is_null(value)}
-    shapes = _shapes(reading.text_field, reading.prompt_format)
-    shape = next((s for s in shapes if all(column in row for column in s.columns)), None)
+    formats = _formats(reading.text_field, reading.prompt_format)
+    row_format = next((s for s in formats if all(column in row for column in s.columns)), None)
     try:
-        read = (*shape.columns, *shape.optional) if shape is not None else ()
+        read = (*row_format.columns, *row_format.optional) if row_format is not None else ()
         foreign_columns.check(row, read)
-        if shape is not None:
+        if row_format is not None:
             unused = foreign_columns.unused(row, read)
-            return Document(raw.where, **shape.read(row), unused=unused, data_set=raw.data_set)
+            return Document(raw.where, **row_format.read(row), unused=unused, data_set=raw.data_set)
     except BadRow as bad:
         raise BadRow(bad.why, whole) from None
-    alone = " A prompt alone is for trainers that generate the answer (GRPO, PPO)." if "prompt" in row else ""
+    alone = (
+        " Rows with only a prompt are for trainers that generate completions (GRPO, PPO)." if "prompt" in row else ""
+    )
     raise BadRow(
         f"columns {names(whole)}; expected "
-        f"{', '.join(' and '.join(f'`{c}`' for c in shape.columns) for shape in shapes)}. Name columns that are called "
-        f"otherwise by dataset_columns (such as prompt=question,completion=answer) or dataset_text_field.{alone}",
+        f"{', '.join(' and '.join(f'`{c}`' for c in row_format.columns) for row_format in formats)}. If the columns "
+        f"have other names, set dataset_columns (such as prompt=question,completion=answer) or "
+        f"dataset_text_field.{alone}",
         whole,
     )
 
@@ -188,36 +190,37 @@ def _renamed(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...]) -> Ma
         return row
     absent = [f"{name}={column}" for name, column in columns if column not in row]
     if absent:
-        raise BadRow(f"dataset_columns says {', '.join(absent)}, but the columns are {names(row)}.", row)
+        raise BadRow(f"dataset_columns is {', '.join(absent)}, but the columns are {names(row)}.", row)
     old = {column for _, column in columns}
     return {**{k: v for k, v in row.items() if k not in old}, **{name: row[column] for name, column in columns}}
 
 
 def _is_null(value: Any) -> bool:
-    """Whether a column is as good as not there. Tables write NaN where they have no value."""
+    """Whether a value counts as missing. Tables use NaN for missing values."""
     return value is None or (isinstance(value, float) and value != value)
 
 
-# --- shapes ---------------------------------------------------------------------------------------------------------
+# --- formats --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A kind of row: the columns by which it is known, and how a row becomes a `Document`'s fields."""
+class RowFormat:
+    """A row format: its columns, and the function that makes a `Document`'s fields from a row."""
 
     columns: tuple[str, ...]
-    """All of them must be there, and not null."""
+    """The required columns; none may be null."""
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
     optional: tuple[str, ...] = ()
-    """Columns that are read where they are there. Of all others `foreign_columns.py` decides."""
+    """Optional columns. `foreign_columns.py` handles all others."""
 
 
 def _conversation(row: Mapping[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """The turns, after what the row's `system` column says; and what else the row tells the template."""
+    """The fields of a conversation: its messages, after the `system` column if there is one, tools and template
+    variables."""
     foreign_columns.check_conversation(row)
     if row.get("system", "") != "":
         if turns[0]["role"] == "system":
-            raise BadRow("a `system` column and a system turn; expected one of them.")
+            raise BadRow("the row has both a `system` column and a system message; expected one of them.")
         turns = [{"role": "system", "content": text_of(row["system"], "`system`")}, *turns]
     found: dict[str, Any] = {"messages": tuple({k: v for k, v in t.items() if k != "weight"} for t in turns)}
     if any("weight" in turn for turn in turns):
@@ -230,16 +233,16 @@ def _conversation(row: Mapping[str, Any], turns: list[dict[str, Any]]) -> dict[s
 
 
 def _read_completion(row: Mapping[str, Any]) -> dict[str, Any]:
-    prompt, completion = told_messages(row["prompt"], row["completion"])
+    prompt, completion = messages_from_json(row["prompt"], row["completion"])
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise BadRow("`completion` is empty; expected text.")
         return {"prompt": text_of(prompt, "`prompt`"), "text": text_of(completion, "`completion`")}
     if isinstance(prompt, str) or isinstance(completion, str):
-        raise BadRow("one of `prompt` and `completion` is text; expected both as text, or both as lists of messages.")
+        raise BadRow("only one of `prompt` and `completion` is text; expected two texts or two lists of messages.")
     before, after = messages_of(prompt, "prompt"), messages_of(completion, "completion")
     fields = _conversation(row, before + after)
-    return {**fields, "learnt_from": len(fields["messages"]) - len(after)}
+    return {**fields, "completion_start": len(fields["messages"]) - len(after)}
 
 
 def _read_instruction(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,8 +262,8 @@ def _read_instruction(row: Mapping[str, Any]) -> dict[str, Any]:
     return _conversation(row, [message_of(turn, f"turn {i}") for i, turn in enumerate(turns)])
 
 
-def _formatted(prompt_format: str) -> Shape:
-    """Rows whose prompt is written by the user's format; the completion is `completion` or `output`."""
+def _prompt_format(prompt_format: str) -> RowFormat:
+    """The format of rows whose prompt is made with `prompt_format`; the completion is `completion` or `output`."""
     named = _named(prompt_format)
 
     def read(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,54 +271,55 @@ def _formatted(prompt_format: str) -> Shape:
         answer = next((name for name in ("completion", "output") if name in row and name not in named), None)
         if answer is None or len(absent) == len(named):
             raise BadRow(
-                f"columns {names(row)}; prompt_format names {', '.join(named)}, and the answer is expected as "
-                f"`completion` or `output` (dataset_columns names columns that are called otherwise)."
+                f"columns {names(row)}; prompt_format needs {', '.join(named)}, and the completion must be in "
+                f"`completion` or `output` (set dataset_columns if the columns have other names)."
             )
-        said = text_of(row[answer], f"`{answer}`")
-        if not said:
+        completion = text_of(row[answer], f"`{answer}`")
+        if not completion:
             raise BadRow(f"`{answer}` is empty; expected text.")
         values = {name: text_of(row.get(name, ""), f"`{name}`") for name in named}
-        return {"prompt": prompt_format.format_map(values), "text": said}
+        return {"prompt": prompt_format.format_map(values), "text": completion}
 
-    return Shape((), read, ("completion", "output", *named))
+    return RowFormat((), read, ("completion", "output", *named))
 
 
 FOR_TEMPLATES = ("system", "tools", "chat_template_kwargs")
-"""Columns that any conversation may have."""
+"""Optional columns of every conversation."""
 
-SHAPES = (
-    Shape(("input_ids",), pretokenized.read_tokens, pretokenized.COLUMNS),
+ROW_FORMATS = (
+    RowFormat(("input_ids",), pretokenized.read_tokens, pretokenized.COLUMNS),
     *(
-        Shape((name,), lambda row, name=name: _conversation(row, messages_of(row[name], name)), FOR_TEMPLATES)  # type: ignore[misc]
+        RowFormat((name,), lambda row, name=name: _conversation(row, messages_of(row[name], name)), FOR_TEMPLATES)  # type: ignore[misc]
         for name in ("messages", "conversations")
     ),
-    Shape(("prompt", "completion"), _read_completion, FOR_TEMPLATES),
-    Shape(("instruction", "output"), _read_instruction, ("input", "history", *FOR_TEMPLATES)),
+    RowFormat(("prompt", "completion"), _read_completion, FOR_TEMPLATES),
+    RowFormat(("instruction", "output"), _read_instruction, ("input", "history", *FOR_TEMPLATES)),
 )
-"""In the order in which they are looked for; the text column comes after them. One that the user names, by
-`dataset_text_field` other than "text", comes before `prompt` and `instruction`.
+"""The row formats, in the order in which they are tried; the text column comes last. If `dataset_text_field` is set to
+another name than "text", that column comes before `prompt` and `instruction`.
 
-- `input_ids`, maybe `labels` or masks: tokens made elsewhere. A label is -100 (not learnt) or the token itself.
+- `input_ids`, optionally `labels` or masks: pre-tokenized. A label is -100 (no loss) or the token itself.
 - `messages`: a conversation, as a list of {role, content}. Content is text, or a list of parts of type text, which are
-  joined. Keys besides these are kept for the template, nulls left out.
-- `conversations`: the same in ShareGPT's words, {from, value}. Both columns take both.
-- `prompt` and `completion`: both text: one text, prompt + completion, with nothing put between them. Both lists of
-  messages: one conversation. Only the completion is learnt, all of it, unless completion_only_loss is false.
-- `instruction` and `output`, maybe `input`, `history`: Alpaca's columns, read as a conversation. The user says the
-  instruction, an empty line and the input (or one of them, if the other is empty), the assistant the output; pairs of
-  `history` come before.
-- the text column: running text.
+  joined. Other keys are kept for the chat template; nulls are dropped.
+- `conversations`: the same in ShareGPT's format, {from, value}. Both columns accept both formats.
+- `prompt` and `completion`: if both are text, the text is prompt + completion with nothing in between. If both are
+  lists of messages, they form one conversation. Only the completion contributes to the loss, unless
+  completion_only_loss is false.
+- `instruction` and `output`, optionally `input` and `history`: Alpaca's format, read as a conversation. The user
+  message is the instruction, an empty line and the input (or one of them, if the other is empty), the assistant message
+  is the output; pairs of `history` come before.
+- the text column: plain text.
 
-A `system` column leads any conversation, `tools` and `chat_template_kwargs` go to its template. A list may also be JSON
-text, as in CSV. A user or an assistant who says nothing makes a row bad, and so does a completion without text; a text
-that is empty is counted as empty. Null and NaN are as if the column were not there. Columns that other trainers read
-and that are not read here are refused or named (`foreign_columns.py`); others are not looked at."""
+A `system` column is prepended to any conversation; `tools` and `chat_template_kwargs` are passed to the chat template.
+A list may also be JSON text, as in CSV files. An empty user or assistant message makes a row bad, and so does an empty
+completion; an empty text is counted as empty. Null and NaN count as missing. Columns that other trainers read and that
+are not read here are rejected or reported (`foreign_columns.py`); all other columns are ignored."""
 
 
 @functools.lru_cache(maxsize=64)
-def _shapes(text_field: str, prompt_format: str | None) -> tuple[Shape, ...]:
+def _formats(text_field: str, prompt_format: str | None) -> tuple[RowFormat, ...]:
     if prompt_format is not None:
-        return (_formatted(prompt_format),)
-    text = Shape((text_field,), lambda row: {"text": text_of(row[text_field], "the text")})
-    before = len(SHAPES) if text_field == "text" else 3
-    return (*SHAPES[:before], text, *SHAPES[before:])
+        return (_prompt_format(prompt_format),)
+    text = RowFormat((text_field,), lambda row: {"text": text_of(row[text_field], "the text")})
+    before = len(ROW_FORMATS) if text_field == "text" else 3
+    return (*ROW_FORMATS[:before], text, *ROW_FORMATS[before:])

@@ -1,8 +1,8 @@
-"""Pages of a stream on their way from the rank that makes them to all ranks of its node.
+"""Shares the pages of a stream with all ranks of a node, through files.
 
-One thread of the node's first rank reads, tokenises (or has worker processes do it) and writes each page, a small
-`TokenTable`, into a folder of its own; a page, or the error that stands in its place, appears by one rename. Every rank
-marks how far it has read. Nobody waits in a collective, and a page is on disk only while somebody needs it.
+A thread of the node's first rank reads and tokenizes the data (or has worker processes do it) and writes each page, a
+small `TokenTable`, to a temporary directory. A page, or an error in its place, appears by one rename. Every rank
+records how far it has read. No collective is needed, and a page is on disk only while a rank still needs it.
 """
 
 from __future__ import annotations
@@ -23,98 +23,98 @@ from typing import Any
 
 from fullshard import runtime
 from fullshard.data.encode import TextSettings
-from fullshard.data.raw_row import Place
-from fullshard.data.sources import Source
-from fullshard.data.temp_dirs import Scratch, is_alive
+from fullshard.data.raw_row import RowPosition
+from fullshard.data.sources import DataSource
+from fullshard.data.temp_dirs import TempDir, is_alive
 from fullshard.data.token_table import CACHE_VARIABLE, TableWriter, TokenTable, check_some, open_table
-from fullshard.data.tokenize import Call, Tokenizing, cut, error_of, told
+from fullshard.data.tokenize import RowBatch, TokenizerPool, batch_rows, pack_error, unpack_error
 from fullshard.errors import DataError, UserError
 
 AHEAD = 4
-"""Pages that are ready or in the making before the slowest reader."""
-POLLS_EVERY = 0.02
+"""Pages that are prepared ahead of the slowest reader."""
+POLL_INTERVAL = 0.02
 PATIENCE = 10.0
-"""Seconds the other ranks get to read what the node's first rank has read."""
-LEFT = 2**62
-"""The mark of a reader that wants no more."""
+"""Seconds that the other ranks have to read the pages that the node's first rank has read."""
+FINISHED = 2**62
+"""The recorded page number of a reader that has finished."""
 _MARK = struct.Struct("<q")
-LOOKS_EVERY = 1.0
-"""Seconds after which a reader that waits looks whether anybody is at work."""
+CHECK_INTERVAL = 1.0
+"""Seconds between checks of a waiting reader that the page maker is alive."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """What a stream is made of."""
+    """The contents of a stream: source, tokenizer, settings and page size."""
 
-    source: Source
+    source: DataSource
     tokenizer: Any
     settings: TextSettings
     size: int
-    """Rows of the source in a page; the last page of an epoch may have fewer."""
+    """Source rows per page; the last page of an epoch may have fewer."""
     workers: int = 0
 
 
-class Maker:
-    """Makes pages from a place in the source on, over and over, until it is closed."""
+class PageMaker:
+    """Makes pages from a position in the source on, repeating the source, until it is closed."""
 
-    def __init__(self, pages: Pages, root: Path, epoch: int, page: int, place: Place, readers: int) -> None:
+    def __init__(self, pages: Pages, root: Path, epoch: int, page: int, place: RowPosition, readers: int) -> None:
         self._pages, self._readers = pages, readers
         self._start = (epoch, page, place)
         try:
-            self._scratch = Scratch(root)
+            self._temp_dir = TempDir(root)
         except OSError as error:
             raise DataError(
-                f"the folder {root}, where a stream's tokens go, cannot be written ({error.strerror or error}); "
-                f"{CACHE_VARIABLE} names another."
+                f"the token cache {root} of a stream cannot be written ({error.strerror or error}); set "
+                f"{CACHE_VARIABLE} to another folder."
             ) from None
-        self.folder = self._scratch.folder
+        self.folder = self._temp_dir.folder
         self._stop = threading.Event()
         self._number = self._removed = 0
-        self._tokenizing: Tokenizing | None = None
-        # Daemon: a program that ends without closing must not wait for it.
+        self._pool: TokenizerPool | None = None
+        # A daemon thread: a program that ends without closing the stream must not wait for it.
         self._thread = threading.Thread(target=self._run, name="fullshard-stream", daemon=True)
         self._thread.start()
 
     def close(self, read: int) -> None:
-        """Stop, end the worker processes, remove the folder. The other ranks first get to what this one has `read`: a
-        page that it refuses, or an error in the place of a page, is theirs to meet too."""
+        """Stop, end the worker processes, and remove the directory. The other ranks first get time to read the pages
+        that this rank has `read`, so that an error in one of them is raised on every rank."""
         self._stop.set()
-        if self._tokenizing is not None:
-            self._tokenizing.close()  # the thread may be waiting for a worker that is busy, or stuck
+        if self._pool is not None:
+            self._pool.close()  # the thread may be waiting for a busy or hanging worker
         self._thread.join()
         end = time.monotonic() + PATIENCE
         while min(_marks(self.folder, self._readers)) < read and time.monotonic() < end:
-            time.sleep(POLLS_EVERY)
-        self._scratch.remove()
+            time.sleep(POLL_INTERVAL)
+        self._temp_dir.remove()
 
     def _run(self) -> None:
         try:
-            # A copy: the program may use its tokenizer meanwhile, and tokenizers are not made for two threads.
+            # A copy: the program may use its tokenizer at the same time, and tokenizers are not thread-safe.
             tokenizer = copy.deepcopy(self._pages.tokenizer)
-            with Tokenizing(tokenizer, self._pages.settings, self._pages.workers) as self._tokenizing:
-                self._make(self._tokenizing)
+            with TokenizerPool(tokenizer, self._pages.settings, self._pages.workers) as self._pool:
+                self._make(self._pool)
         except BaseException as error:
             if not self._stop.is_set():
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Put an error in the place of the page that was being made."""
+        """Write an error in place of the page that was being made."""
         if isinstance(error, OSError):
             error = DataError(f"{self.folder.parent}: a stream's tokens cannot be written ({error.strerror or error}).")
         if not isinstance(error, UserError):
             runtime.get_logger().error("the thread that reads the data failed", exc_info=error)
         try:
             part = self.folder / "error"
-            part.write_text(json.dumps(told(error)))
+            part.write_text(json.dumps(pack_error(error)))
             part.rename(_error(self.folder, self._number))
         except OSError:
-            self._scratch.remove()  # a full disk: readers see that nobody is at work
+            self._temp_dir.remove()  # the disk is full: readers notice that the directory is gone
 
-    def _make(self, tokenizing: Tokenizing) -> None:
+    def _make(self, pool: TokenizerPool) -> None:
         epoch, page, place = self._start
-        totals: Counter[str] | None = Counter() if page == 0 else None  # of an epoch that is seen whole
+        totals: Counter[str] | None = Counter() if page == 0 else None  # only of an epoch read from its start
         writer: TableWriter | None = None
-        for call, chunk in tokenizing.chunks(self._calls()):
+        for batch, chunk in pool.chunks(self._batches()):
             if writer is None:
                 if not self._wait():
                     return
@@ -124,27 +124,28 @@ class Maker:
             if self._stop.is_set():
                 return
             writer.add(chunk)
-            if not call.ends_page:
+            if not batch.ends_page:
                 continue
-            facts = writer.finish(epoch=epoch, page=page, place=place, ends_epoch=call.ends_data)
+            facts = writer.finish(epoch=epoch, page=page, place=place, ends_epoch=batch.ends_data)
             if totals is not None:
                 totals.update({name: facts[name] for name in ("documents", "targets", "empty", "bad", "dropped")})
-            if call.ends_data:
-                if totals is not None:  # or the stream would go round and round without a row
+            if batch.ends_data:
+                if totals is not None:  # else the stream would repeat forever without a row
                     check_some({"source": facts["source"], **totals}, self._pages.settings)
                 totals = Counter()
             (self.folder / "part").rename(_page(self.folder, self._number))
             self._number, writer = self._number + 1, None
-            epoch, page, place = (epoch + 1, 0, None) if call.ends_data else (epoch, page + 1, call.rows[-1].after)
+            epoch, page, place = (epoch + 1, 0, None) if batch.ends_data else (epoch, page + 1, batch.rows[-1].after)
 
-    def _calls(self) -> Iterator[Call]:
+    def _batches(self) -> Iterator[RowBatch]:
         place = self._start[2]
         while not self._stop.is_set():
-            yield from cut(self._pages.source.rows(place), self._pages.size)
+            yield from batch_rows(self._pages.source.rows(place), self._pages.size)
             place = None
 
     def _wait(self) -> bool:
-        """Remove what everybody has read, and wait until another page is wanted; whether one is."""
+        """Remove pages that all ranks have read, and wait until another page is needed; False if the stream was
+        closed."""
         while True:
             read = min(self._number, *_marks(self.folder, self._readers))
             for number in range(self._removed, read):
@@ -152,30 +153,30 @@ class Maker:
             self._removed = read
             if self._number < read + AHEAD:
                 return not self._stop.is_set()
-            if self._stop.wait(POLLS_EVERY):
+            if self._stop.wait(POLL_INTERVAL):
                 return False
 
 
-class Reader:
-    """The pages that a maker on this node makes, one after the other."""
+class PageReader:
+    """Reads the pages of this node's `PageMaker` in order."""
 
     def __init__(self, folder: Path, reader: int) -> None:
         self.folder, self.number = folder, 0
-        # Held open: a mark that were written by name could come into a folder that is being removed.
+        # Kept open: opening it by name could recreate a file in a directory that is being removed.
         self._marks: int | None = None
-        with contextlib.suppress(FileNotFoundError):  # the maker is gone: the first page will say so
+        with contextlib.suppress(FileNotFoundError):  # the maker is gone: reading the first page raises
             self._marks = os.open(folder / f"reader-{reader}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
 
     def close(self) -> None:
         if self._marks is not None:
-            with contextlib.suppress(DataError):  # a full disk: the maker's patience ends
-                self._mark(LEFT)
+            with contextlib.suppress(DataError):  # the disk is full: the maker stops waiting after PATIENCE
+                self._mark(FINISHED)
             os.close(self._marks)
             self._marks = None
 
     def read(self) -> TokenTable:
-        """The next page, or the error that stands in its place."""
-        pause, looks = 0.001, time.monotonic() + LOOKS_EVERY
+        """The next page; raises the error if there is one in its place."""
+        pause, next_check = 0.001, time.monotonic() + CHECK_INTERVAL
         while True:
             table = open_table(_page(self.folder, self.number))
             if table is not None:
@@ -183,22 +184,22 @@ class Reader:
                 self._mark(self.number)
                 return table
             with contextlib.suppress(FileNotFoundError):
-                failure = error_of(*json.loads(_error(self.folder, self.number).read_text()))
+                failure = unpack_error(*json.loads(_error(self.folder, self.number).read_text()))
                 self.number += 1
                 self._mark(self.number)
                 raise failure
-            if time.monotonic() > looks:
+            if time.monotonic() > next_check:
                 if not is_alive(self.folder):
                     raise DataError(
-                        "the stream of training data has ended: the node's first rank, which reads it, is gone or "
+                        "the stream of training data has ended: the node's first rank, which reads it, has exited or "
                         f"could not write to {self.folder.parent}."
                     )
-                looks = time.monotonic() + LOOKS_EVERY
+                next_check = time.monotonic() + CHECK_INTERVAL
             time.sleep(pause)
-            pause = min(POLLS_EVERY, pause * 1.5)
+            pause = min(POLL_INTERVAL, pause * 1.5)
 
     def _mark(self, number: int) -> None:
-        """Say how many pages this rank has opened. An open page needs no name any more."""
+        """Record how many pages this rank has opened. The files of an open page can be deleted."""
         if self._marks is None:
             return
         try:

@@ -1,8 +1,8 @@
-"""Rows that can be gone through: files and lists as a `Source`, and sources made of others (one after another, mixed
-by weights, with rows held back).
+"""Data sources: rows of files or lists, and combinations of sources (concatenated, mixed by weights, split).
 
-A source gives its rows in one order, from any place on, and names its content; places are plain data, so that a
-checkpoint can hold one. Nothing is random here but which rows are held back, and that follows from the seed.
+A source yields its rows in a fixed order from any position on, and has a fingerprint of its content. Positions are
+plain data, so that a checkpoint can store them. Only the choice of validation rows is random, and it depends on the
+seed.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from typing import Any
 import numpy as np
 
 from fullshard.data.file_formats import check_kind, read_file
-from fullshard.data.raw_row import Place, Raw
-from fullshard.data.row_formats import AS_USUAL, Document, Reading, understand
+from fullshard.data.raw_row import RawRow, RowPosition
+from fullshard.data.row_formats import DEFAULT_READING, Document, Reading, parse_row
 from fullshard.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
-class Source:
-    """Rows that can be gone through, from any place on, and a fingerprint of their content."""
+class DataSource:
+    """Rows that can be read from any position on, and a fingerprint of their content."""
 
     name: str
-    rows: Callable[[Place], Iterator[Raw]]
-    """The rows from a place on (None: all); a place is what `Raw.after` gave."""
+    rows: Callable[[RowPosition], Iterator[RawRow]]
+    """The rows from a position on (None: all rows); positions come from `RawRow.after`."""
     fingerprint: Callable[[], str]
-    parts: tuple[Source, ...] = ()
-    """The sources that this one is made of."""
-    join: Callable[[Sequence[Source]], Source] | None = None
-    """For a mix: the same mix of other parts."""
+    parts: tuple[DataSource, ...] = ()
+    """The sources that this one combines."""
+    join: Callable[[Sequence[DataSource]], DataSource] | None = None
+    """For a mix: makes the same mix of other parts."""
     own_files: tuple[Path, ...] = ()
-    """The files that its rows are read from, but for those of its parts."""
+    """The files that its rows are read from, without those of its parts."""
 
     @property
     def files(self) -> list[Path]:
-        """The files that rows are read from."""
+        """All files that rows are read from."""
         return [*self.own_files, *(file for part in self.parts for file in part.files)]
 
-    def documents(self, reading: Reading = AS_USUAL) -> Iterator[Document]:
-        return (understand(row, reading) for row in self.rows(None))
+    def documents(self, reading: Reading = DEFAULT_READING) -> Iterator[Document]:
+        return (parse_row(row, reading) for row in self.rows(None))
 
 
 def _digest(*parts: Any) -> str:
@@ -55,12 +55,12 @@ def _digest(*parts: Any) -> str:
 # --- files and lists ------------------------------------------------------------------------------------------------
 
 
-def file_source(paths: Sequence[Path], sample_by: str = "line") -> Source:
-    """Rows of files, one after the other; `sample_by` is for files of running text."""
+def file_source(paths: Sequence[Path], sample_by: str = "line") -> DataSource:
+    """The rows of files, one file after the other; `sample_by` applies to .txt files."""
     return chain([_one_file(path, sample_by) for path in paths])
 
 
-def _one_file(path: Path, sample_by: str) -> Source:
+def _one_file(path: Path, sample_by: str) -> DataSource:
     kind = check_kind(path)
 
     def fingerprint() -> str:
@@ -72,17 +72,17 @@ def _one_file(path: Path, sample_by: str) -> Source:
         return _digest(content, sample_by) if kind == ".txt" else content
 
     reads = functools.partial(read_file, path, sample_by=sample_by)
-    return Source(str(path), reads, fingerprint, own_files=(path,))
+    return DataSource(str(path), reads, fingerprint, own_files=(path,))
 
 
-def row_source(rows: Iterable[Any], name: str) -> Source:
-    """Rows that are in memory: a list of objects, or a data set of `datasets`. A place is the number of a row."""
+def row_source(rows: Iterable[Any], name: str) -> DataSource:
+    """Rows in memory: a list of objects, or a `datasets.Dataset`. A position is a row number."""
     kept = rows if hasattr(rows, "__len__") or hasattr(rows, "skip") else list(rows)
 
-    def walk(start: Place) -> Iterator[Raw]:
+    def walk(start: RowPosition) -> Iterator[RawRow]:
         first = start or 0
         left = kept.skip(first) if hasattr(kept, "skip") and first else islice(kept, first, None)
-        return (Raw(f"{name}, row {i}", row, i + 1) for i, row in enumerate(left, first))
+        return (RawRow(f"{name}, row {i}", row, i + 1) for i, row in enumerate(left, first))
 
     def fingerprint() -> str:
         digest = hashlib.sha256()
@@ -90,36 +90,36 @@ def row_source(rows: Iterable[Any], name: str) -> Source:
             try:
                 digest.update(json.dumps(row.value, default=str, skipkeys=True).encode())
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{row.where}: the row is no plain data ({error}).") from None
+                raise DataError(f"{row.where}: the row is not JSON-compatible ({error}).") from None
             digest.update(b"\n")
         return digest.hexdigest()
 
-    cached = getattr(rows, "cache_files", None)  # of a data set of `datasets`, which reads them as it goes
+    cached = getattr(rows, "cache_files", None)  # of a `datasets.Dataset`, which reads them lazily
     files = tuple(Path(file["filename"]) for file in cached) if isinstance(cached, list) else ()
-    return Source(name, walk, fingerprint, own_files=files)
+    return DataSource(name, walk, fingerprint, own_files=files)
 
 
-def numbered(source: Source, number: int) -> Source:
-    """A source whose rows know that they belong to the data set of this number, which has settings of its own."""
+def numbered(source: DataSource, number: int) -> DataSource:
+    """A source whose rows carry the index of their dataset, which has its own settings."""
 
-    def rows(start: Place) -> Iterator[Raw]:
+    def rows(start: RowPosition) -> Iterator[RawRow]:
         return (replace(row, data_set=number) for row in source.rows(start))
 
     def fingerprint() -> str:
         return _digest("data set", number, source.fingerprint())
 
-    return Source(source.name, rows, fingerprint, own_files=tuple(source.files))
+    return DataSource(source.name, rows, fingerprint, own_files=tuple(source.files))
 
 
 # --- several sources ------------------------------------------------------------------------------------------------
 
 
-def chain(sources: Sequence[Source]) -> Source:
-    """Rows of sources, one after the other. A place is (number of the source, place in it)."""
+def chain(sources: Sequence[DataSource]) -> DataSource:
+    """Concatenate sources. A position is (index of the source, position in it)."""
     if len(sources) == 1:
         return sources[0]
 
-    def rows(start: Place) -> Iterator[Raw]:
+    def rows(start: RowPosition) -> Iterator[RawRow]:
         first, within = start or (0, None)
         for number, source in enumerate(sources[first:], first):
             for row in source.rows(within if number == first else None):
@@ -128,22 +128,22 @@ def chain(sources: Sequence[Source]) -> Source:
     def fingerprint() -> str:
         return _digest([source.fingerprint() for source in sources])
 
-    return Source(", ".join(s.name for s in sources), rows, fingerprint, tuple(sources))
+    return DataSource(", ".join(s.name for s in sources), rows, fingerprint, tuple(sources))
 
 
-def mix(sources: Sequence[Source], weights: Sequence[float], stopping: str = "all_exhausted") -> Source:
-    """Rows of sources by weights: the next row always comes from the source that is furthest behind its share.
+def mix(sources: Sequence[DataSource], weights: Sequence[float], stopping: str = "all_exhausted") -> DataSource:
+    """Mix sources by weights: the next row always comes from the source that is furthest behind its share.
 
-    With shares w (weights over their sum), row i (from 0) comes from the source s with the largest
-    w[s] * (i + 1) - taken[s], the first of equals; so after any number of rows each source is within one row (with
-    two sources; within a few with many) of its share. `all_exhausted` ends with the row by which every source has been
-    gone through once; a source that ends earlier begins again. `first_exhausted` ends with the first source's last row.
-    A place is {"taken", "places", "ended"}, each with a value per source.
+    With shares w (weights divided by their sum), row i (from 0) comes from the source s with the largest
+    w[s] * (i + 1) - taken[s], the first one in a tie. So after any number of rows each source is within one row of its
+    share (with two sources; within a few rows with many). `all_exhausted` ends once every source was read completely; a
+    source that ends earlier starts again. `first_exhausted` ends with the last row of the source that ends first. A
+    position is {"taken", "places", "ended"}, each with a value per source.
     """
     shares = [weight / sum(weights) for weight in weights]
     over = all if stopping == "all_exhausted" else any
 
-    def rows(start: Place) -> Iterator[Raw]:
+    def rows(start: RowPosition) -> Iterator[RawRow]:
         begin = start or {
             "taken": [0] * len(sources),
             "places": [None] * len(sources),
@@ -151,13 +151,13 @@ def mix(sources: Sequence[Source], weights: Sequence[float], stopping: str = "al
         }
         taken, places, ended = list(begin["taken"]), list(begin["places"]), list(begin["ended"])
         walks = [source.rows(place) for source, place in zip(sources, places, strict=True)]
-        coming: list[Raw | None] = [None] * len(sources)
+        coming: list[RawRow | None] = [None] * len(sources)
         while not over(ended):
             count = sum(taken) + 1
             s = max(range(len(sources)), key=lambda s: shares[s] * count - taken[s])
             row = coming[s] or next(walks[s], None)
             if row is None:
-                raise DataError(f"{sources[s].name}: no rows in it; expected at least one.")
+                raise DataError(f"{sources[s].name}: no rows; expected at least one.")
             taken[s] += 1
             coming[s] = next(walks[s], None)
             places[s] = row.after
@@ -169,28 +169,28 @@ def mix(sources: Sequence[Source], weights: Sequence[float], stopping: str = "al
         return _digest("mix", list(weights), stopping, [source.fingerprint() for source in sources])
 
     name = " + ".join(f"{share:.0%} {source.name}" for share, source in zip(shares, sources, strict=True))
-    return Source(name, rows, fingerprint, tuple(sources), lambda parts: mix(parts, weights, stopping))
+    return DataSource(name, rows, fingerprint, tuple(sources), lambda parts: mix(parts, weights, stopping))
 
 
-# --- rows held back -------------------------------------------------------------------------------------------------
+# --- validation split -----------------------------------------------------------------------------------------------
 
 
-def hold_back(source: Source, size: float, seed: int, streaming: bool = False) -> tuple[Source, Source]:
-    """The source without some of its rows, and those rows.
+def hold_back(source: DataSource, size: float, seed: int, streaming: bool = False) -> tuple[DataSource, DataSource]:
+    """Split a source into training and validation rows.
 
-    `size` is a number of rows, or below 1 a part of them (rounded, at least one). Which rows is a function of the seed
-    and the number of rows alone. When streaming, it is the first rows, and `size` must be a number. Of a mix, rows are
-    held back from the sources that it mixes, so that none that comes again is on both sides.
+    `size` is the number of validation rows or, below 1, their fraction (rounded, at least one row). The choice depends
+    only on the seed and the number of rows. When streaming, the first rows are held out, and `size` must be a number. A
+    mix is split per source, so that a row that repeats is never on both sides.
     """
     if streaming and size < 1:
         raise ConfigError(
-            f"val_size is {size:g}: the part of a stream is not known beforehand; give a number of rows, which are "
-            f"then the first."
+            f"val_size is {size:g}: the length of a stream is not known in advance; give a number of rows. The first "
+            f"rows are then held out."
         )
-    return _hold_back_first(source, int(size)) if streaming else _hold_back_some(source, size, seed)
+    return _hold_back_first(source, int(size)) if streaming else _hold_back_random(source, size, seed)
 
 
-def _hold_back_some(source: Source, size: float, seed: int) -> tuple[Source, Source]:
+def _hold_back_random(source: DataSource, size: float, seed: int) -> tuple[DataSource, DataSource]:
     parts = source.parts if source.join else (source,)
 
     @functools.cache
@@ -199,17 +199,17 @@ def _hold_back_some(source: Source, size: float, seed: int) -> tuple[Source, Sou
         rows = int(ends[-1])
         count = int(size) if size >= 1 else max(1, round(size * rows))
         if count >= rows:
-            raise DataError(f"val_size {size:g} holds back {count} rows, but {source.name} has {rows}.")
+            raise DataError(f"val_size {size:g} holds out {count} rows, but {source.name} has only {rows}.")
         chosen = np.sort(np.random.Generator(np.random.PCG64([seed, 1])).choice(rows, count, replace=False))
         return [
             frozenset((chosen[(chosen >= begin) & (chosen < end)] - begin).tolist())
             for begin, end in zip([0, *ends[:-1]], ends, strict=True)
         ]
 
-    def select(number: int, inside: bool) -> Source:
+    def select(number: int, inside: bool) -> DataSource:
         part = parts[number]
 
-        def rows(start: Place) -> Iterator[Raw]:
+        def rows(start: RowPosition) -> Iterator[RawRow]:
             first, place = start or (0, None)
             mine = held()[number]
             for i, row in enumerate(part.rows(place), first):
@@ -219,37 +219,37 @@ def _hold_back_some(source: Source, size: float, seed: int) -> tuple[Source, Sou
         def fingerprint() -> str:
             return _digest("held back" if inside else "kept", size, seed, number, [p.fingerprint() for p in parts])
 
-        return Source(part.name, rows, fingerprint)
+        return DataSource(part.name, rows, fingerprint)
 
     kept, back = ([select(number, inside) for number in range(len(parts))] for inside in (False, True))
     return source.join(kept) if source.join else kept[0], chain(back)
 
 
-def _hold_back_first(source: Source, count: int) -> tuple[Source, Source]:
+def _hold_back_first(source: DataSource, count: int) -> tuple[DataSource, DataSource]:
     @functools.cache
-    def place() -> Place:
-        """Where the first row stands that is not held back."""
+    def place() -> RowPosition:
+        """The position of the first row that is not held out."""
         rows = source.rows(None)
         *_, last = [None, *islice(rows, count)]
         if next(rows, None) is None or last is None or (source.join and any(last.after["ended"])):
             raise DataError(
-                f"val_size holds back {count} rows, which is all there is of {source.name}, or of a part of it."
+                f"val_size holds out {count} rows, which are all rows of {source.name}, or of one of its parts."
             )
         return last.after
 
-    def first(start: Place) -> Iterator[Raw]:
+    def first(start: RowPosition) -> Iterator[RawRow]:
         begin, within = start or (0, None)
         for i, row in enumerate(islice(source.rows(within), count - begin), begin + 1):
             yield replace(row, after=(i, row.after))
 
-    def later(part: Source, begin: Callable[[], Place]) -> Source:
-        return Source(
+    def later(part: DataSource, begin: Callable[[], RowPosition]) -> DataSource:
+        return DataSource(
             part.name,
             lambda start: part.rows(begin() if start is None else start),
             lambda: _digest("after", count, source.fingerprint(), part.fingerprint()),
         )
 
-    back = Source(
+    back = DataSource(
         f"the first {count} rows of {source.name}", first, lambda: _digest("first", count, source.fingerprint())
     )
     if source.join is None:

@@ -1,7 +1,7 @@
-"""Folders that live no longer than the process that made them.
+"""Temporary directories that do not outlive their process.
 
-A lock beside the folder says that its maker is alive: the system lets go of it when the process ends, however it ends,
-so what a killed process left behind is known, and is removed by the next that works in the same place.
+A lock file next to the directory shows that its process is alive: the system releases the lock however the process
+ends. So directories of killed processes are recognized, and removed by the next process that uses the same root.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PREFIX = "scratch-"
 LOCK, GONE = ".lock", ".gone"
 
 
-class Scratch:
-    """A new folder under `root`, removed by `remove()`. Leftovers of processes that are gone are removed first."""
+class TempDir:
+    """A new directory under `root`, removed by `remove()`. Removes leftovers of dead processes first."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -30,14 +30,14 @@ class Scratch:
         self.folder.mkdir()
 
     def remove(self) -> None:
-        """Remove the folder, if it is still there, and give up the lock. Calling it again changes nothing."""
+        """Remove the directory, if it still exists, and release the lock. Can be called more than once."""
         _remove(self.folder)
         if self._lock >= 0:
             _lock_of(self.folder).unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = -1
 
-    def __enter__(self) -> Scratch:
+    def __enter__(self) -> TempDir:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -45,13 +45,13 @@ class Scratch:
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether the process that made a scratch folder still has it."""
+    """Whether the process that created a temporary directory is still alive."""
     try:
         lock = os.open(_lock_of(folder), os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # cannot be told
+        return True  # unknown: assume that it is
     try:
         return not _try_lock(lock, fcntl.LOCK_SH)
     finally:
@@ -61,7 +61,7 @@ def is_alive(folder: Path) -> bool:
 def _sweep(root: Path) -> None:
     for path in root.glob(f"{PREFIX}{'[0-9a-f]' * 16}{LOCK}"):
         folder = path.with_name(path.name.removesuffix(LOCK))
-        # A lock that has no folder yet may belong to a process that is about to take it.
+        # A lock without a directory may belong to a process that is about to create it.
         if (folder.exists() or _gone(folder).exists()) and not is_alive(folder):
             _remove(folder)
             path.unlink(missing_ok=True)
@@ -69,7 +69,7 @@ def _sweep(root: Path) -> None:
 
 def _remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
-        folder.rename(_gone(folder))  # under another name nobody puts anything into it while it is emptied
+        folder.rename(_gone(folder))  # under another name, nothing is added while it is deleted
     shutil.rmtree(_gone(folder), ignore_errors=True)
 
 
@@ -82,7 +82,7 @@ def _lock_of(folder: Path) -> Path:
 
 
 def _try_lock(file: int, kind: int) -> bool:
-    """Take a lock that is free. Where the file system has no locks nothing counts as free, so nothing is removed."""
+    """Try to acquire a lock. On file systems without locks this fails, so that nothing is removed."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
         return True

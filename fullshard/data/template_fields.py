@@ -1,7 +1,7 @@
-"""Which parts of a row a chat template writes: tools, tool calls, reasoning. What it would drop is refused.
+"""Checks that a chat template renders tools, tool calls, reasoning and roles; rows it would drop parts of are rejected.
 
-A template is a program, so it is tried, once for each kind of field: a small conversation that has the field, with a
-word in it that must appear in the text. A part that the template knows by another name is given that name.
+A template is a program, so each kind of field is tested once: a small conversation with that field is rendered, and a
+probe word in the field must appear in the text. A field that the template has under another name is renamed.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fullshard.data.built_in_templates import name_of
+from fullshard.data.built_in_templates import built_in_name
 from fullshard.data.messages import REASONING
-from fullshard.data.render_chat import PROBE, Message, render
+from fullshard.data.render_chat import PROBE, ChatMessage, render
 from fullshard.errors import DataError
 
-ARGUMENT, SAID = f"{PROBE}Argument", f"{PROBE}Said"
-USER: Message = {"role": "user", "content": "Hello"}
+ARGUMENT, CONTENT = f"{PROBE}Argument", f"{PROBE}Content"
+USER: ChatMessage = {"role": "user", "content": "Hello"}
 CALL = {"id": "abcDEF123", "type": "function", "function": {"name": PROBE, "arguments": {"word": ARGUMENT}}}
-RESULT: Message = {"role": "tool", "content": "42", "name": PROBE, "tool_call_id": CALL["id"]}
-ANSWER: Message = {"role": "assistant", "content": "Done"}
+RESULT: ChatMessage = {"role": "tool", "content": "42", "name": PROBE, "tool_call_id": CALL["id"]}
+ANSWER: ChatMessage = {"role": "assistant", "content": "Done"}
 TOOL = {
     "type": "function",
     "function": {
@@ -34,40 +34,40 @@ TOOL = {
     },
 }
 Special = tuple[tuple[str, Any], ...]
-PLAIN, SPOKEN = {"role", "content"}, {"user", "assistant"}
-"""Messages with these keys and of these roles need no trial."""
+PLAIN_KEYS, PLAIN_ROLES = {"role", "content"}, {"user", "assistant"}
+"""Messages with only these keys and roles need no test."""
 
 
-def _written(template: str, special: Special, messages: Sequence[Message], tools: Any) -> str | None:
-    """The text of a small conversation; None if the template refuses it."""
+def _rendered(template: str, special: Special, messages: Sequence[ChatMessage], tools: Any) -> str | None:
+    """The text of a small conversation; None if the template rejects it."""
     try:
         return render(template, messages, tools, dict(special))[0]
-    except Exception:  # it wants other messages than these
+    except Exception:  # it requires other messages than these
         return None
 
 
-def _writes(template: str, special: Special, messages: Sequence[Message], word: str, tools: Any = None) -> bool:
-    """Whether a template writes a word that is in the messages or the tools."""
-    return word in (_written(template, special, messages, tools) or "")
+def _renders(template: str, special: Special, messages: Sequence[ChatMessage], word: str, tools: Any = None) -> bool:
+    """Whether a word in the messages or the tools appears in the rendered text."""
+    return word in (_rendered(template, special, messages, tools) or "")
 
 
 @functools.lru_cache(maxsize=64)
-def writes_tools(template: str, special: Special) -> bool:
-    """Whether a template writes the functions that a row offers."""
+def renders_tools(template: str, special: Special) -> bool:
+    """Whether a template renders a row's tools."""
     system = {"role": "system", "content": "Be kind"}
     trials = ([USER], [USER, ANSWER], [system, USER, ANSWER])
-    return any(_writes(template, special, trial, PROBE, [TOOL]) for trial in trials)
+    return any(_renders(template, special, trial, PROBE, [TOOL]) for trial in trials)
 
 
 class CallForm(NamedTuple):
-    """How a message must call a tool so that a template writes the call."""
+    """The form of tool calls that a template renders."""
 
     content: str | None
-    """What the message has as its content where it says nothing."""
+    """The content of a message without text."""
     text: bool
-    """Whether arguments are JSON text rather than an object."""
+    """Whether arguments must be JSON text rather than an object."""
 
-    def calling(self, message: Message, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def calling(self, message: ChatMessage, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The message with these calls, in this form."""
         content = message.get("content")
         made = [{**call, "function": self._function(call["function"])} for call in calls] if self.text else [*calls]
@@ -78,15 +78,15 @@ class CallForm(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def call_form(template: str, special: Special, says: bool = False) -> CallForm | None:
-    """The form in which a template writes tool calls, of messages that say something besides or not; None if it leaves
-    the calls out, or what is said."""
-    turn: Message = {"role": "assistant", "content": SAID if says else None}
-    words = (ARGUMENT, SAID) if says else (ARGUMENT,)
+def call_form(template: str, special: Special, with_text: bool = False) -> CallForm | None:
+    """The form in which a template renders tool calls, of messages with text (`with_text`) or without; None if it omits
+    the calls or the text."""
+    turn: ChatMessage = {"role": "assistant", "content": CONTENT if with_text else None}
+    words = (ARGUMENT, CONTENT) if with_text else (ARGUMENT,)
     for form in (CallForm(None, False), CallForm("", False), CallForm(None, True), CallForm("", True)):
         call = form.calling(turn, [CALL])
         for trial in ([USER, call], [USER, call, RESULT, ANSWER]):
-            texts = (_written(template, special, trial, tools) or "" for tools in (None, [TOOL]))
+            texts = (_rendered(template, special, trial, tools) or "" for tools in (None, [TOOL]))
             if any(all(word in text for word in words) for text in texts):
                 return form
     return None
@@ -94,21 +94,21 @@ def call_form(template: str, special: Special, says: bool = False) -> CallForm |
 
 @functools.lru_cache(maxsize=64)
 def reasoning_name(template: str, special: Special, name: str, calls: bool = False) -> str | None:
-    """The name under which a template writes what the assistant thought in its last turn, or before it called a tool;
-    None if it does not."""
+    """The key under which a template renders the assistant's reasoning in the last turn, or with a tool call; None if
+    it does not render it."""
     form = call_form(template, special) if calls else None
     turn = ANSWER if form is None else form.calling({"role": "assistant"}, [CALL])
     for known in (name, *(other for other in REASONING if other != name)):
-        thought = {**turn, known: SAID}
-        trials = [[USER, thought]] if form is None else [[USER, thought], [USER, thought, RESULT, ANSWER]]
-        if any(_writes(template, special, trial, SAID) for trial in trials):
+        reasoned = {**turn, known: CONTENT}
+        trials = [[USER, reasoned]] if form is None else [[USER, reasoned], [USER, reasoned, RESULT, ANSWER]]
+        if any(_renders(template, special, trial, CONTENT) for trial in trials):
             return known
     return None
 
 
 @functools.lru_cache(maxsize=64)
 def variables(template: str) -> frozenset[str]:
-    """The names that a template looks at."""
+    """The variables that a template uses."""
     from jinja2 import meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -117,32 +117,36 @@ def variables(template: str) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=64)
-def writes_role(template: str, special: Special, role: str) -> bool:
-    """Whether a template writes what the system or a tool says; also if it refuses such messages with an error."""
-    said = {**RESULT, "role": role, "content": SAID}
-    call: Message = {"role": "assistant", "content": "Wait", "tool_calls": [CALL]}
-    system = [said, USER, ANSWER]
-    trials = [system] if role == "system" else [[USER, call, said, ANSWER], [USER, ANSWER, said, ANSWER]]
-    found = [_written(template, special, trial, None) for trial in trials]
-    return any(text is None or SAID in text for text in found)
+def renders_role(template: str, special: Special, role: str) -> bool:
+    """Whether a template renders messages of this role, or rejects them with an error."""
+    message = {**RESULT, "role": role, "content": CONTENT}
+    call: ChatMessage = {"role": "assistant", "content": "Wait", "tool_calls": [CALL]}
+    system = [message, USER, ANSWER]
+    trials = [system] if role == "system" else [[USER, call, message, ANSWER], [USER, ANSWER, message, ANSWER]]
+    found = [_rendered(template, special, trial, None) for trial in trials]
+    return any(text is None or CONTENT in text for text in found)
 
 
-def fit(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, template: str, tokenizer: Any, where: str
-) -> Sequence[Message]:
-    """The messages in the words of a template, or a `DataError` if it would leave a part of them out."""
-    if not tools and all(message.keys() == PLAIN and message["role"] in SPOKEN for message in messages):
+def adapt_messages(
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: str,
+    tokenizer: Any,
+    where: str,
+) -> Sequence[ChatMessage]:
+    """The messages in the form that a template renders; raises `DataError` if it would drop a part of them."""
+    if not tools and all(message.keys() == PLAIN_KEYS and message["role"] in PLAIN_ROLES for message in messages):
         return messages
     special = tuple((k, v if isinstance(v, str) else tuple(v)) for k, v in tokenizer.special_tokens_map.items())
-    if tools and not writes_tools(template, special):
+    if tools and not renders_tools(template, special):
         raise _dropped(where, template, "`tools`", OWN)
-    for role in {message["role"] for message in messages} - SPOKEN:
-        if not writes_role(template, special, role):
+    for role in {message["role"] for message in messages} - PLAIN_ROLES:
+        if not renders_role(template, special, role):
             raise _dropped(where, template, f"a {role} message", "use another template (chat_template_format), or")
-    return [_fit(message, template, special, where) for message in messages]
+    return [_adapt_message(message, template, special, where) for message in messages]
 
 
-def _fit(message: Message, template: str, special: Special, where: str) -> Message:
+def _adapt_message(message: ChatMessage, template: str, special: Special, where: str) -> ChatMessage:
     calls = message.get("tool_calls")
     if calls:
         form = call_form(template, special, message["content"] is not None)
@@ -154,17 +158,22 @@ def _fit(message: Message, template: str, special: Special, where: str) -> Messa
         if message["role"] == "assistant" and message.get(name):
             known = reasoning_name(template, special, name, bool(calls))
             if known is None:
-                raise _dropped(where, template, f"`{name}`", "put it into the content, as the model is to write it, or")
+                raise _dropped(
+                    where,
+                    template,
+                    f"`{name}`",
+                    "put it into the content, or",
+                )
             message = {known if k == name else k: v for k, v in message.items()}
     return message
 
 
-OWN = "use the model's own template (chat_template_format none) if it knows them, or qwen, or"
+OWN = "use the model's own template (chat_template_format none) if it renders them, or qwen, or"
 
 
 def _dropped(where: str, template: str, what: str, instead: str) -> DataError:
-    known = name_of(template)
+    known = built_in_name(template)
     return DataError(
-        f"{where}: the row has {what}, which the chat template{f' {known}' if known else ''} does not write: it would "
-        f"be left out of what is learnt; {instead} leave such rows out (on_bad_row skip)."
+        f"{where}: the row has {what}, which the chat template{f' {known}' if known else ''} does not render: it would "
+        f"be missing from the training text; {instead} leave such rows out (on_bad_row skip)."
     )

@@ -1,6 +1,6 @@
-"""Files of running text and of delimited values (CSV), line by line, from any place in them on.
+"""Readers for plain text and CSV files, line by line, from any position on.
 
-`file_formats.py` says which kinds of files there are, and turns what goes wrong with a file as a whole into one error.
+`file_formats.py` lists all file formats and converts read errors to `DataError`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from fullshard.data.raw_row import BadRow, Place, Raw, names, short
+from fullshard.data.raw_row import BadRow, RawRow, RowPosition, names, short
 from fullshard.errors import DataError
 
 MARK = b"\xef\xbb\xbf"
-"""Some programs write this before UTF-8 text."""
+"""The UTF-8 byte order mark."""
 LONGEST_FIELD = 1 << 28
-"""Characters in a value of a CSV file."""
+"""The maximum number of characters in a CSV value."""
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
-"""What may stand between the values of a .csv file."""
+"""The delimiters that a .csv file may use."""
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -28,7 +28,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 class Lines:
-    """A file's lines as text, and how far they have been taken."""
+    """Iterates over a file's lines as text, and tracks the position."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.offset, self.number, self.ended = file, 0, 0, False
@@ -43,16 +43,16 @@ class Lines:
             raise StopIteration
         text = line if self.offset else line.removeprefix(MARK)
         self.offset, self.number = self.offset + len(line), self.number + 1
-        # Bytes that are no text are refused with the value they are in, if it is used.
+        # Invalid UTF-8 is rejected later, if the value that contains it is used.
         return text.decode("utf-8", "surrogateescape")
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
-def read_text(path: Path, start: Place, sample_by: str = "line") -> Iterator[Raw]:
-    """Running text: a row per line, per paragraph (blank lines part them) or for the whole file. Blank lines are passed
-    over. A place is (byte, line)."""
+def read_text(path: Path, start: RowPosition, sample_by: str = "line") -> Iterator[RawRow]:
+    """Plain text: one row per line, per paragraph (separated by blank lines) or per file. Blank lines are skipped. A
+    position is (byte, line)."""
     with open_file(path) as file:
         lines = Lines(file)
         if start:
@@ -71,19 +71,19 @@ def read_text(path: Path, start: Place, sample_by: str = "line") -> Iterator[Raw
             yield _row_of_text(path, first, held, lines)
 
 
-def _row_of_text(path: Path, first: int, held: list[str], lines: Lines) -> Raw:
+def _row_of_text(path: Path, first: int, held: list[str], lines: Lines) -> RawRow:
     text = "".join(held).rstrip("\r\n").replace("\r\n", "\n")
-    return Raw(f"{path}, line {first}", {"text": text}, (lines.offset, lines.number))
+    return RawRow(f"{path}, line {first}", {"text": text}, (lines.offset, lines.number))
 
 
 # --- CSV ------------------------------------------------------------------------------------------------------------
 
 
-def read_csv(path: Path, start: Place) -> Iterator[Raw]:
-    """Values with a header, which says by its own delimiter what parts them."""
+def read_csv(path: Path, start: RowPosition) -> Iterator[RawRow]:
+    """CSV with a header; the delimiter is detected from the header."""
     found = []
     for delimiter in DELIMITERS:
-        # Quotes may make it no header at all under the wrong delimiter.
+        # With the wrong delimiter, quotes may make the header invalid.
         with open_file(path) as file, contextlib.suppress(DataError):
             header = _header(path, Lines(file), delimiter)[0]
             found += [delimiter] if len(header) > 1 else []
@@ -91,14 +91,14 @@ def read_csv(path: Path, start: Place) -> Iterator[Raw]:
         with open_file(path) as file:
             line = next(Lines(file), "").strip()
         raise DataError(
-            f"{path}: the header {short(line)} has {' and '.join(DELIMITERS[d] for d in found)}; expected one of them "
-            f"between the columns. Put names that hold the other in quotes."
+            f"{path}: the header {short(line)} has {' and '.join(DELIMITERS[d] for d in found)}; expected one "
+            f"delimiter. Quote column names that contain another one."
         )
     return read_table(path, start, found[0] if found else ",")
 
 
 def _header(path: Path, lines: Lines, delimiter: str) -> tuple[list[str], Iterator[Any]]:
-    """The names of the columns, and the records that follow."""
+    """The column names, and the records that follow."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_FIELD))
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     records = _records(rows, lines, path)
@@ -109,9 +109,9 @@ def _header(path: Path, lines: Lines, delimiter: str) -> tuple[list[str], Iterat
     return header, records
 
 
-def read_table(path: Path, start: Place, delimiter: str) -> Iterator[Raw]:
-    """Values with a header. Quoted values may hold delimiters, quotes (doubled) and line breaks. A row with more or
-    fewer values than the header is bad. A place is (byte, line)."""
+def read_table(path: Path, start: RowPosition, delimiter: str) -> Iterator[RawRow]:
+    """Delimited values with a header. Quoted values may contain delimiters, doubled quotes and line breaks. A row with
+    more or fewer values than the header is bad. A position is (byte, line)."""
     with open_file(path) as file:
         lines = Lines(file)
         header, records = _header(path, lines, delimiter)
@@ -124,12 +124,12 @@ def read_table(path: Path, start: Place, delimiter: str) -> Iterator[Raw]:
         for fields in records:
             where, place, line = f"{path}, line {line}", (lines.offset, lines.number), lines.number + 1
             if isinstance(fields, BadRow):
-                yield Raw(where, fields, place)
+                yield RawRow(where, fields, place)
             elif fields and len(fields) != len(header):
                 why = f"{len(fields)} values, the header has {len(header)} ({names(header)})."
-                yield Raw(where, BadRow(why, fields), place)
+                yield RawRow(where, BadRow(why, fields), place)
             elif fields:
-                yield Raw(where, dict(zip(header, fields, strict=True)), place)
+                yield RawRow(where, dict(zip(header, fields, strict=True)), place)
 
 
 def _records(rows: Iterator[list[str]], lines: Lines, path: Path) -> Iterator[Any]:
@@ -141,5 +141,5 @@ def _records(rows: Iterator[list[str]], lines: Lines, path: Path) -> Iterator[An
             return
         except csv.Error as error:
             if lines.ended:
-                raise DataError(f"{path}, line {line}: a quote that is opened here is never closed.") from None
+                raise DataError(f"{path}, line {line}: the quote that is opened here is never closed.") from None
             yield BadRow(f"not a row of values ({error}).")

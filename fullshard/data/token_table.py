@@ -1,9 +1,8 @@
-"""Documents as tokens: tokenised once, packed into rows, and read back memory-mapped.
+"""The token table: a dataset tokenized once, packed into rows, and read memory-mapped.
 
-A `TokenTable` is a folder of plain binary files and a JSON manifest. One for a whole data set is named by the content
-it was made from (data, tokenizer, template, settings) and kept; a stream (`stream.py`) is a sequence of small ones. It
-appears by one rename, so a reader sees all of it or nothing. Which rank makes it is said in `once.py`; the order in
-which rows are used, in `loader.py`.
+A `TokenTable` is a folder of binary files and a JSON manifest. The table of a whole dataset is cached under a hash of
+its inputs (data, tokenizer, chat template, settings); a stream (`stream.py`) is a sequence of small tables. A table
+appears by one rename, so a reader sees all of it or nothing. `loader.py` decides the order in which rows are used.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ import numpy.typing as npt
 from fullshard.data.encode import TextSettings
 from fullshard.data.packing import best_fit_decreasing
 from fullshard.data.row_formats import NAMED, UNUSED
-from fullshard.data.sources import Source
-from fullshard.data.temp_dirs import Scratch
-from fullshard.data.tokenize import Chunk, Tokenizing, cut
+from fullshard.data.sources import DataSource
+from fullshard.data.temp_dirs import TempDir
+from fullshard.data.tokenize import Chunk, TokenizerPool, batch_rows
 from fullshard.errors import DataError
 
 FORMAT = 3
@@ -43,51 +42,52 @@ FILES = {
     "row_targets": np.int64,
 }
 LEFT_OUT = ("empty", "bad", "long", "dropped", "cut")
-"""What is counted besides documents, rows and tokens."""
+"""Counters besides documents, rows and tokens."""
 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Rows of documents of tokens. Arrays are memory-mapped; a rank touches only what it uses."""
+    """Tokenized rows, each of one or more documents. The arrays are memory-mapped, so a rank reads only what it
+    uses."""
 
     folder: Path
     facts: dict[str, Any]
-    """`documents`, `rows`, `tokens`, `targets` (learnt tokens that are predicted); what was left out: rows that were
-    `empty` or `bad` (not understood; `bad_rows` says of the first few why), documents that were too `long`, those of
-    them that were `dropped`, tokens `cut`; and `lengths` of documents."""
+    """Dataset statistics: `documents`, `rows`, `tokens`, `targets` (tokens that contribute to the loss). What was left
+    out: rows that were `empty` or `bad` (could not be parsed; `bad_rows` has the reasons of the first few), documents
+    that were too `long`, those of them that were `dropped`, tokens `cut`. And `lengths` of documents."""
     tokens: npt.NDArray[np.int32]
-    learnt: npt.NDArray[np.uint8]
-    """1 where a token is learnt, 0 where it is only read."""
+    loss_mask: npt.NDArray[np.uint8]
+    """1 for tokens that contribute to the loss, else 0."""
     document_starts: npt.NDArray[np.int64]
     row_starts: npt.NDArray[np.int64]
     row_documents: npt.NDArray[np.int64]
     row_sizes: npt.NDArray[np.int64]
     """Tokens in each row."""
     row_targets: npt.NDArray[np.int64]
-    """Tokens in each row that are predicted and learnt: the weight of the row in the loss."""
+    """Tokens in each row that contribute to the loss: the weight of the row."""
 
     def __len__(self) -> int:
         return len(self.row_starts) - 1
 
     def documents(self, row: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-        """The documents of a row: (tokens, learnt)."""
+        """The documents of a row: (tokens, loss mask)."""
         found = []
         for document in self.row_documents[self.row_starts[row] : self.row_starts[row + 1]]:
             piece = slice(self.document_starts[document], self.document_starts[document + 1])
-            found.append((self.tokens[piece], self.learnt[piece]))
+            found.append((self.tokens[piece], self.loss_mask[piece]))
         return found
 
 
 def statistics(table: TokenTable) -> dict[str, Any]:
-    """How long documents are (`min`, `median`, `mean`, `p95`, `max`, in tokens), how many `documents` and `rows` there
-    are, and `efficiency`: which part of the rows, at their full length, is tokens."""
+    """Document lengths in tokens (`min`, `median`, `mean`, `p95`, `max`), the number of `documents` and `rows`, and
+    `efficiency`: the fraction of `rows * max_length` that is tokens rather than padding."""
     facts = table.facts
     efficiency = facts["tokens"] / max(1, facts["rows"] * facts["max_length"])
     return {**facts["lengths"], "documents": facts["documents"], "rows": facts["rows"], "efficiency": efficiency}
 
 
 def unused_columns(facts: dict[str, Any]) -> dict[str, int]:
-    """Columns that mean something to other trainers and are not used here, with the number of rows that have them."""
+    """Columns that other trainers use and that are not used here, with the number of rows that have them."""
     return {key.removeprefix(UNUSED): count for key, count in facts.items() if key.startswith(UNUSED)}
 
 
@@ -95,14 +95,14 @@ def unused_columns(facts: dict[str, Any]) -> dict[str, int]:
 
 
 def cache_root(given: str | None = None) -> Path:
-    """Where token tables are kept: the argument, else `FULLSHARD_CACHE`, else the user's cache folder."""
+    """The folder of token tables: `given`, else `FULLSHARD_CACHE`, else the user's cache folder."""
     if given or os.environ.get(CACHE_VARIABLE):
         return Path(given or os.environ[CACHE_VARIABLE]).expanduser() / "tokens"
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fullshard" / "tokens"
 
 
-def table_key(source: Source, tokenizer: Any, settings: TextSettings) -> str:
-    """The name of the table that this data, tokenizer and settings give."""
+def table_key(source: DataSource, tokenizer: Any, settings: TextSettings) -> str:
+    """The name of the table of this data, tokenizer and settings."""
     parts = [FORMAT, source.fingerprint(), _tokenizer_fingerprint(tokenizer), sorted(asdict(settings).items())]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
@@ -110,7 +110,7 @@ def table_key(source: Source, tokenizer: Any, settings: TextSettings) -> str:
 def _tokenizer_fingerprint(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # Padding and truncation are set per call and change nothing here.
+        # Padding and truncation are set per call and do not affect the tokens here.
         content = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("padding", "truncation")}
         text = json.dumps(content, sort_keys=True)
     else:
@@ -120,7 +120,7 @@ def _tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def open_table(folder: Path) -> TokenTable | None:
-    """The table in this folder, or None where there is none that is whole."""
+    """The table in this folder; None if there is none or it is incomplete."""
     try:
         facts = json.loads((folder / "manifest.json").read_text())
         arrays: dict[str, Any] = {}
@@ -129,56 +129,59 @@ def open_table(folder: Path) -> TokenTable | None:
             size = path.stat().st_size
             if facts["format"] != FORMAT or size != facts["bytes"][name]:
                 return None
-            # Plain arrays over the map: numpy's class for maps makes every slice slower.
+            # Plain arrays: slicing a numpy.memmap is slower.
             arrays[name] = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
     except (OSError, ValueError, KeyError):
         return None
-    return TokenTable(folder, facts, **arrays)
+    # The file of the loss mask is called learnt.bin.
+    return TokenTable(folder, facts, loss_mask=arrays.pop("learnt"), **arrays)
 
 
 def make_table(
-    source: Source, tokenizer: Any, settings: TextSettings, folder: Path, workers: int = 0,
+    source: DataSource, tokenizer: Any, settings: TextSettings, folder: Path, workers: int = 0,
     progress: Callable[[int, int], None] = lambda rows, tokens: None,
 ) -> None:  # fmt: skip
-    """Tokenise `source` into `folder`, which appears whole or not at all. `progress` hears of rows and tokens done."""
+    """Tokenize `source` to `folder`, which appears complete or not at all. `progress` is called with (rows, tokens)."""
     try:
-        with Scratch(folder.parent) as scratch:
-            writer = TableWriter(scratch.folder, settings, source.name)
-            with Tokenizing(tokenizer, settings, workers) as tokenizing:
-                for call, chunk in tokenizing.chunks(cut(source.rows(None))):
+        with TempDir(folder.parent) as temp_dir:
+            writer = TableWriter(temp_dir.folder, settings, source.name)
+            with TokenizerPool(tokenizer, settings, workers) as pool:
+                for batch, chunk in pool.chunks(batch_rows(source.rows(None))):
                     writer.add(chunk)
-                    progress(len(call.rows), len(chunk.tokens))
+                    progress(len(batch.rows), len(chunk.tokens))
             facts = writer.finish()
             check_some(facts, settings)
             if folder.exists() and open_table(folder) is None:
-                folder.rename(scratch.folder / "damaged")
-            with contextlib.suppress(OSError):  # another process may have been first: its table is as good
-                scratch.folder.rename(folder)
+                folder.rename(temp_dir.folder / "damaged")
+            with contextlib.suppress(OSError):  # another process may have made the same table first
+                temp_dir.folder.rename(folder)
             shutil.rmtree(folder / "damaged", ignore_errors=True)
     except OSError as error:
         raise DataError(
-            f"the token cache {folder.parent} cannot be written ({error.strerror or error}); {CACHE_VARIABLE} names "
-            f"another."
+            f"the token cache {folder.parent} cannot be written ({error.strerror or error}); set {CACHE_VARIABLE} to "
+            f"another folder."
         ) from None
 
 
 def check_some(facts: dict[str, Any], settings: TextSettings) -> None:
-    """Refuse data that teaches nothing."""
+    """Raise if there are no documents, or no tokens that contribute to the loss."""
     left_out = ", ".join(f"{facts[name]:,} {name}" for name in ("empty", "bad", "dropped") if facts.get(name))
     if not facts["documents"]:
         why = f"(left out: {left_out})" if left_out else "in it"
         raise DataError(f"{facts['source']}: no documents with tokens {why}; expected at least one row.")
     if not facts["targets"]:
-        why = " (assistant_only_loss is on: is there an assistant's turn?)" if settings.assistant_only_loss else ""
-        raise DataError(f"{facts['source']}: {facts['documents']} documents, but no token in them is learnt{why}.")
+        why = " (assistant_only_loss is on: do they have assistant messages?)" if settings.assistant_only_loss else ""
+        raise DataError(
+            f"{facts['source']}: {facts['documents']} documents, but none of their tokens contributes to the loss{why}."
+        )
 
 
 class TableWriter:
-    """Writes a table into a folder that nobody reads yet. Tokens go to disk as they come; lengths stay in memory."""
+    """Writes a table to a new folder. Tokens are written to disk immediately; lengths stay in memory."""
 
     def __init__(self, folder: Path, settings: TextSettings, name: str) -> None:
         self.folder, self.settings, self.name = folder, settings, name
-        self._tokens, self._learnt = (folder / "tokens.bin").open("wb"), (folder / "learnt.bin").open("wb")
+        self._tokens, self._loss_mask = (folder / "tokens.bin").open("wb"), (folder / "learnt.bin").open("wb")
         self._lengths: list[npt.NDArray[np.int32]] = []
         self._targets: list[npt.NDArray[np.int32]] = []
         self._counts: Counter[str] = Counter()
@@ -186,7 +189,7 @@ class TableWriter:
         self._check = 0
 
     def add(self, chunk: Chunk) -> None:
-        for array, file in ((chunk.tokens, self._tokens), (chunk.learnt, self._learnt)):
+        for array, file in ((chunk.tokens, self._tokens), (chunk.loss_mask, self._loss_mask)):
             data = array.tobytes()
             file.write(data)
             self._check = zlib.crc32(data, self._check)
@@ -196,7 +199,7 @@ class TableWriter:
         self._bad_rows = [*self._bad_rows, *chunk.bad_rows][:NAMED]
 
     def finish(self, **more: Any) -> dict[str, Any]:
-        """Put documents into rows and write the rest down; the table's facts, with `more` among them."""
+        """Pack documents into rows and write the index and the manifest; returns the facts, which include `more`."""
         self.close()
         nothing = np.empty(0, np.int32)
         lengths, targets = (np.concatenate([nothing, *parts]) for parts in (self._lengths, self._targets))
@@ -229,7 +232,7 @@ class TableWriter:
 
     def close(self) -> None:
         self._tokens.close()
-        self._learnt.close()
+        self._loss_mask.close()
 
 
 def _per_row(

@@ -1,8 +1,8 @@
-"""Rows of a source as tokens, in order: cut into calls, tokenised here or in processes of their own.
+"""Tokenizes the rows of a source in batches, in this process or in worker processes.
 
-What a call gives depends on its rows alone, and results come in the order of the rows, so they are the same for any
-number of processes. The processes are started afresh, not forked (this one may hold GPUs, communicators and threads),
-run `tokenize_worker.py`, and end with this one.
+A batch's result depends on its rows alone, and results come in the order of the rows, so the tokens are the same for
+any number of workers. Workers are new processes, not forks (this process may hold GPUs, process groups and threads).
+They run `tokenize_worker.py` and end with this process.
 """
 
 from __future__ import annotations
@@ -24,57 +24,57 @@ import numpy as np
 import numpy.typing as npt
 
 from fullshard import errors
-from fullshard.data.encode import BATCH, TextSettings, pieces
-from fullshard.data.raw_row import Raw
+from fullshard.data.encode import BATCH, TextSettings, encode_rows
+from fullshard.data.raw_row import RawRow
 from fullshard.errors import DataError, UserError
 
 WEIGHT = 4 << 20
-"""Bytes of text after which a call is full, however few its rows."""
+"""Bytes of text after which a batch is full, however few its rows."""
 PATIENCE = 5.0
-"""Seconds a process gets to end."""
+"""Seconds to wait for a process to end."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """Rows that are tokenised together."""
+class RowBatch:
+    """Rows that are tokenized together."""
 
-    rows: list[Raw]
+    rows: list[RawRow]
     ends_page: bool
     ends_data: bool
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Documents one after the other, and what was left out on the way."""
+    """The tokenized documents of a batch, concatenated, and the counts of what was left out."""
 
     tokens: npt.NDArray[np.int32]
-    learnt: npt.NDArray[np.uint8]
+    loss_mask: npt.NDArray[np.uint8]
     lengths: npt.NDArray[np.int32]
-    """Tokens in each document: never 0."""
+    """Tokens in each document; never 0."""
     targets: npt.NDArray[np.int32]
-    """Learnt tokens in each, but for its first: nothing comes before it, so it is never predicted."""
+    """Tokens in each document that contribute to the loss. The first token is never predicted, so it does not count."""
     counts: Counter[str]
     bad_rows: list[str]
-    """What is wrong with the first few rows that were not understood."""
+    """Why the first few bad rows could not be parsed."""
 
 
-def cut(rows: Iterable[Raw], page: int = 0) -> Iterator[Call]:
-    """Calls of at most `BATCH` rows. With `page`, none reaches over the end of so many rows.
+def batch_rows(rows: Iterable[RawRow], page: int = 0) -> Iterator[RowBatch]:
+    """Split rows into batches of at most `BATCH` rows. With `page`, every `page` rows end a batch.
 
-    The last one ends the data; it is the only one that may be without rows.
+    The last batch ends the data; it is the only one that may be empty.
     """
-    held: list[Raw] = []
+    held: list[RawRow] = []
     weight, on_page = 0, 0
     for row in rows:
         full_page = on_page == page and page > 0
         if held and (full_page or len(held) == BATCH or weight >= WEIGHT):
-            yield Call(held, full_page, False)
+            yield RowBatch(held, full_page, False)
             held, weight = [], 0
             on_page = 0 if full_page else on_page
         held.append(row)
         weight += _weight(row.value)
         on_page += 1
-    yield Call(held, True, True)
+    yield RowBatch(held, True, True)
 
 
 def _weight(value: Any) -> int:
@@ -87,23 +87,23 @@ def _weight(value: Any) -> int:
     return 8
 
 
-def encode(rows: Sequence[Raw], tokenizer: Any, settings: TextSettings) -> Chunk:
-    """The documents of some rows."""
+def encode_chunk(rows: Sequence[RawRow], tokenizer: Any, settings: TextSettings) -> Chunk:
+    """Tokenize the rows of a batch."""
     counts: Counter[Any] = Counter()
-    found = list(pieces(rows, tokenizer, settings, counts))
+    found = list(encode_rows(rows, tokenizer, settings, counts))
     bad_rows: Any = counts.pop("bad_rows", [])
     if not found:
         nothing = np.empty(0, np.int32)
         return Chunk(nothing, np.empty(0, np.uint8), nothing, nothing, counts, bad_rows)
     lengths = np.fromiter((len(ids) for ids, _ in found), np.int32, len(found))
-    tokens, learnt = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    tokens, loss_mask = (np.concatenate(parts) for parts in zip(*found, strict=True))
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    targets = np.add.reduceat(learnt, starts, dtype=np.int32) - learnt[starts]
-    return Chunk(tokens.astype(np.int32, copy=False), learnt, lengths, targets, counts, bad_rows)
+    targets = np.add.reduceat(loss_mask, starts, dtype=np.int32) - loss_mask[starts]
+    return Chunk(tokens.astype(np.int32, copy=False), loss_mask, lengths, targets, counts, bad_rows)
 
 
-class Tokenizing:
-    """Turns calls into chunks; `workers` processes do it, or this one if there are none."""
+class TokenizerPool:
+    """Tokenizes batches in `workers` processes, or in this process if `workers` is 0."""
 
     def __init__(self, tokenizer: Any, settings: TextSettings, workers: int = 0) -> None:
         self.tokenizer, self.settings, self.workers = tokenizer, settings, workers
@@ -115,71 +115,71 @@ class Tokenizing:
             self._setup = pickle.dumps((tokenizer, settings))
         except Exception as error:
             raise DataError(
-                f"dataloader_num_workers is {workers}, but a {type(tokenizer).__name__} cannot be handed to another "
+                f"dataloader_num_workers is {workers}, but a {type(tokenizer).__name__} cannot be sent to another "
                 f"process ({error}); use 0."
             ) from None
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="fullshard-tokens")
 
-    def chunks(self, calls: Iterable[Call]) -> Iterator[tuple[Call, Chunk]]:
-        """Each call with its chunk, in order. With processes a few calls are under way at any time."""
+    def chunks(self, batches: Iterable[RowBatch]) -> Iterator[tuple[RowBatch, Chunk]]:
+        """Each batch with its chunk, in order. Workers process a few batches ahead."""
         if not self.workers:
-            yield from ((call, encode(call.rows, self.tokenizer, self.settings)) for call in calls)
+            yield from ((batch, encode_chunk(batch.rows, self.tokenizer, self.settings)) for batch in batches)
             return
-        coming: deque[tuple[Call, Future[Chunk]]] = deque()
-        for call in calls:
-            coming.append((call, self._threads.submit(self._ask, call.rows)))
-            if len(coming) > 2 * self.workers:
-                first, chunk = coming.popleft()
+        pending: deque[tuple[RowBatch, Future[Chunk]]] = deque()
+        for batch in batches:
+            pending.append((batch, self._threads.submit(self._ask, batch.rows)))
+            if len(pending) > 2 * self.workers:
+                first, chunk = pending.popleft()
                 yield first, chunk.result()
-        for first, chunk in coming:
+        for first, chunk in pending:
             yield first, chunk.result()
 
-    def _ask(self, rows: list[Raw]) -> Chunk:
-        """Have this thread's process tokenise some rows; it is started when it is first needed."""
+    def _ask(self, rows: list[RawRow]) -> Chunk:
+        """Tokenize rows in this thread's worker process, which is started when first needed."""
         if not hasattr(self._mine, "process"):
             self._mine.process = _Process(self._setup)
             self._processes.append(self._mine.process)
         kind, value = self._mine.process.ask(rows)
         if kind is None:
             return value
-        raise error_of(kind, value)
+        raise unpack_error(kind, value)
 
     def close(self) -> None:
         if not self.workers:
             return
         for process in list(self._processes):
-            process.end()  # first of all, since threads may be waiting for one
+            process.end()  # first, since threads may be waiting for one
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.end()
 
-    def __enter__(self) -> Tokenizing:
+    def __enter__(self) -> TokenizerPool:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.close()
 
 
-def told(error: BaseException) -> tuple[str, str]:
-    """An error as its kind and words, for another process."""
+def pack_error(error: BaseException) -> tuple[str, str]:
+    """An error as (class name, message), for another process."""
     if isinstance(error, UserError):
         return type(error).__name__, str(error)
     return DataError.__name__, f"the data cannot be read: {error!r}"
 
 
-def error_of(kind: str, text: str) -> UserError:
-    """The error that `told` was given elsewhere."""
+def unpack_error(kind: str, text: str) -> UserError:
+    """The error that `pack_error` was given in another process."""
     found = getattr(errors, kind, DataError)
     return found(text)
 
 
 class _Process:
-    """A process that tokenises what it is asked to."""
+    """A worker process."""
 
     def __init__(self, setup: bytes) -> None:
         self._link, there = Pipe()
-        # It finds the same modules, and tokenizers' own threads would only be in the way of the other processes. A
-        # process group of its own: Ctrl-C is for this process, which then ends it.
+        # The same module search path. The tokenizers library's own threads would compete with the other workers. A
+        # separate process group, so that Ctrl-C reaches only this process, which then ends the worker.
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-P", "-m", "fullshard.data.tokenize_worker", str(there.fileno()), str(os.getpid())]
         self._process = subprocess.Popen(
@@ -188,24 +188,24 @@ class _Process:
         there.close()
         self._link.send_bytes(setup)
 
-    def ask(self, rows: list[Raw]) -> tuple[str | None, Any]:
+    def ask(self, rows: list[RawRow]) -> tuple[str | None, Any]:
         try:
             self._link.send_bytes(pickle.dumps(rows))
             return pickle.loads(self._link.recv_bytes())
         except (EOFError, OSError):
             raise DataError(
-                f"a process that tokenises (dataloader_num_workers) {self._fate()}; fewer of them need less memory."
+                f"a tokenization worker (dataloader_num_workers) {self._fate()}; fewer workers need less memory."
             ) from None
 
     def _fate(self) -> str:
         try:
             code = self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            return "does not answer"
+            return "does not respond"
         if code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}; its own output says why"
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}; see its output"
 
     def end(self) -> None:
-        self._process.kill()  # it keeps nothing
+        self._process.kill()  # it has no state to save
         self._process.wait()

@@ -1,4 +1,4 @@
-"""A process that tokenises: it is given a tokenizer, then rows, and answers with documents. See `tokenize.py`."""
+"""The worker process of `tokenize.py`: receives a tokenizer, then batches of rows, and returns tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fullshard.data.tokenize import encode, told
+from fullshard.data.tokenize import encode_chunk, pack_error
 
-LOOKS_EVERY = 1.0
+CHECK_INTERVAL = 1.0
 
 
 def main(link: Connection, parent: int) -> None:
-    """Answer until nobody asks any more."""
+    """Tokenize batches until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     answer: Any
@@ -26,24 +26,24 @@ def main(link: Connection, parent: int) -> None:
         try:
             tokenizer, settings = pickle.loads(setup)
             failure = None
-        except Exception as error:  # such as a class that only the asking program has
+        except Exception as error:  # such as a class defined in the main program
             tokenizer = settings = None
             failure = ("DataError", f"dataloader_num_workers: the tokenizer cannot be used in another process: {error}")
         while True:
             rows = pickle.loads(link.recv_bytes())
             try:
-                answer = failure or (None, encode(rows, tokenizer, settings))
+                answer = failure or (None, encode_chunk(rows, tokenizer, settings))
             except Exception as error:
-                answer = told(error)
+                answer = pack_error(error)
             link.send_bytes(pickle.dumps(answer))
     except (EOFError, OSError):
         return
 
 
 def _end_with(parent: int) -> None:
-    """The end of the pipe says it too, unless some other process has inherited it."""
+    """Exit when the parent process is gone. The pipe may stay open, if another process has inherited it."""
     while os.getppid() == parent:
-        time.sleep(LOOKS_EVERY)
+        time.sleep(CHECK_INTERVAL)
     os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""The engine: how a model lives on many devices. `FSDPv2` is the way in; `docs/fsdp.md` is the guide."""
+"""Fully sharded models. Start with `FSDPv2`; `docs/fsdp.md` is the guide."""
 
 from fullshard.fsdp.activation_checkpointing import checkpoint_module
 from fullshard.fsdp.module import FSDPv2, SpmdFullyShardedDataParallel

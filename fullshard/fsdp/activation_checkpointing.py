@@ -1,6 +1,6 @@
-"""Activation checkpointing: a module's activations are computed again in backward instead of being kept.
+"""Activation checkpointing: a module's activations are recomputed in backward instead of being kept.
 
-With `offload` what is kept, the module's inputs, waits for backward on the host; copies both ways run beside compute.
+With `offload`, the module's inputs are kept in host memory until backward; copies both ways run beside compute.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import accelerator
-from fullshard.fsdp.streams import Aside, Lane
+from fullshard.fsdp.streams import SideStream, StreamWork
 from fullshard.fsdp.tensor_tree import tensors_in
 from fullshard.spmd.tensor import is_sharded
 
 
 class _Checkpointed:
-    """A module's forward, with its activations computed again in backward."""
+    """A module's forward whose activations are recomputed in backward."""
 
     def __init__(self, forward: Any, reentrant: bool, offload: bool):
         functools.update_wrapper(self, forward)
@@ -30,7 +30,7 @@ class _Checkpointed:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if self.offload:
-            # What the re-entrant kind saves are its inputs, and nothing else.
+            # Re-entrant checkpointing saves its inputs and nothing else.
             with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
                 return self._reentrant(args, kwargs)
         if not self.reentrant:
@@ -38,16 +38,16 @@ class _Checkpointed:
         return self._reentrant(args, kwargs)
 
     def _reentrant(self, args: Any, kwargs: Any) -> Any:
-        # The re-entrant kind follows gradients through positional tensor arguments only.
+        # Re-entrant checkpointing passes gradients through positional tensor arguments only.
         if not any(t.requires_grad for t in tensors_in(args)):
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(functools.partial(self.forward, **kwargs), *args, use_reentrant=True)
 
 
 def checkpoint_module(module: nn.Module, *, reentrant: bool = False, offload: bool = False) -> nn.Module:
-    """Compute the module's activations again in backward. Before or after wrapping; a second call changes nothing.
+    """Recompute the module's activations in backward. Call it before or after wrapping; a second call has no effect.
 
-    `offload` keeps the module's inputs in host memory until then, and takes the re-entrant kind.
+    `offload` keeps the module's inputs in host memory until then, and implies re-entrant checkpointing.
 
     Inside a sharded model the recomputation uses the values gathered for the unit's backward: nothing is gathered
     twice.
@@ -58,26 +58,26 @@ def checkpoint_module(module: nn.Module, *, reentrant: bool = False, offload: bo
     return module
 
 
-# --- inputs that wait in host memory --------------------------------------------------------------------------------
+# --- inputs in host memory ------------------------------------------------------------------------------------------
 
 
-class _Waiting:
+class _HostInput:
     """One input in host memory."""
 
-    def __init__(self, host: torch.Tensor, device: torch.device, before: _Waiting | None):
+    def __init__(self, host: torch.Tensor, device: torch.device, before: _HostInput | None):
         self.host, self.device = host, device
         self._before = weakref.ref(before) if before is not None else None
-        self._back: tuple[torch.Tensor, Aside] | None = None
+        self._back: tuple[torch.Tensor, StreamWork] | None = None
 
     @property
-    def before(self) -> _Waiting | None:
-        """The input that left before this one: backward needs it next."""
+    def before(self) -> _HostInput | None:
+        """The input that was copied out before this one: backward needs it next."""
         return self._before() if self._before is not None else None
 
     def fetch(self) -> None:
-        """Begin to copy it back."""
+        """Start to copy it back."""
         if self._back is None:
-            with _lane(self.device).run() as copy:
+            with _stream(self.device).run() as copy:
                 self._back = self.host.to(self.device, non_blocking=True), copy
 
     def take(self) -> torch.Tensor:
@@ -89,17 +89,17 @@ class _Waiting:
         return value
 
 
-_leaving: dict[torch.device, tuple[_Waiting, Aside]] = {}
-"""By device, the input that left last; compute has not waited for its copy yet."""
+_leaving: dict[torch.device, tuple[_HostInput, StreamWork]] = {}
+"""By device, the input that was copied out last; compute has not waited for its copy yet."""
 
 
 @functools.cache
-def _lane(device: torch.device) -> Lane:
-    return Lane(device)
+def _stream(device: torch.device) -> SideStream:
+    return SideStream(device)
 
 
-def _join_last(device: torch.device) -> _Waiting | None:
-    """Let compute wait for the copy of the input that left last, so that its memory may go; that input."""
+def _join_last(device: torch.device) -> _HostInput | None:
+    """Make compute wait for the last copy to the host, so that its source can be freed; returns that input."""
     last = _leaving.pop(device, None)
     if last is None:
         return None
@@ -111,15 +111,15 @@ def _to_host(t: torch.Tensor) -> Any:
     if is_sharded(t) or not accelerator.is_accelerator(t.device):
         return t
     before = _join_last(t.device)
-    with _lane(t.device).run() as copy:
-        waiting = _Waiting(accelerator.pinned(t.shape, t.dtype).copy_(t, non_blocking=True), t.device, before)
+    with _stream(t.device).run() as copy:
+        kept = _HostInput(accelerator.pinned(t.shape, t.dtype).copy_(t, non_blocking=True), t.device, before)
         copy.keep(t)
-    _leaving[t.device] = waiting, copy
-    return waiting
+    _leaving[t.device] = kept, copy
+    return kept
 
 
 def _from_host(kept: Any) -> Any:
-    if not isinstance(kept, _Waiting):
+    if not isinstance(kept, _HostInput):
         return kept
     _join_last(kept.device)
     kept.fetch()

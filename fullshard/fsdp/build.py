@@ -1,14 +1,13 @@
-"""From a module and the user's choices to units and an engine: what happens while `FSDPv2(module, …)` runs.
+"""Building a sharded model: from a module and the user's options to units and an engine.
 
-A wrapped module inside the one being wrapped keeps its units; they join the outer engine, which from then on runs the
-whole model.
+If the module contains wrapped modules, their units join the new engine, which from then on runs the whole model.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,24 +18,27 @@ from fullshard import runtime
 from fullshard.errors import FSDPError, MeshError
 from fullshard.fsdp import backward_entry, checks, shard
 from fullshard.fsdp import policy as policies
-from fullshard.fsdp.comm import make_link, travels_by_messages
+from fullshard.fsdp.communicators import make_link, uses_point_to_point
 from fullshard.fsdp.counters import Meter
-from fullshard.fsdp.engine import Engine, Settings
+from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.parameter import ShardedParameter
-from fullshard.fsdp.plan import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, ShardingPlan, Terms, plan_unit
+from fullshard.fsdp.plan import ShardingPlan, UnitPlan
+from fullshard.fsdp.planner import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, Terms, plan_unit
+from fullshard.fsdp.prefetch import PrefetchSettings
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fullshard.fsdp.streams import Lane
+from fullshard.fsdp.streams import SideStream
 from fullshard.fsdp.unit import Means, Unit
-from fullshard.spmd import rules
+from fullshard.spmd.dtensor_fixes import draw_global_on_cpu
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import submodules_of
 
 
 @dataclass(frozen=True)
 class Options:
-    """A user's choices, checked."""
+    """The user's options, validated."""
 
     mesh: Mesh
     shard_output: Callable[[Any, Mesh], Any] | None
@@ -55,7 +57,7 @@ class Options:
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """Axes besides `fsdp` over which the batch is split."""
+        """The axes besides `fsdp` over which the batch is split."""
         if self.extra_data_axis is not None:
             return (self.extra_data_axis,)
         return ("replica",) if self.mesh.get_axis_name_idx("replica") is not None else ()
@@ -65,11 +67,11 @@ class Options:
         any_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
         small = self.small_bytes
         if small is None:
-            small = SMALL_BYTES if travels_by_messages(dist.group.WORLD) else SMALL_BYTES_COLLECTIVE
+            small = SMALL_BYTES if uses_point_to_point(dist.group.WORLD) else SMALL_BYTES_COLLECTIVE
         return Terms(self.mesh, self.strategy, self.precision, self.replica_axes, small, any_order)
 
 
-# --- assembling -----------------------------------------------------------------------------------------------------
+# --- building ---------------------------------------------------------------------------------------------------------
 
 
 def assemble(
@@ -77,7 +79,7 @@ def assemble(
     options: Options,
     auto_wrap_policy: Any,
     auto_wrapper_callable: Callable[..., Any] | None,
-    given: dict[str, Any],
+    wrapper_options: dict[str, Any],
     extended_class: Callable[[nn.Module], type],
 ) -> None:
     """Make the module's units and its engine, and extend the classes of the modules that are units."""
@@ -88,44 +90,37 @@ def assemble(
     runtime.announce_transport()
     chosen = policies.find_units(root, policies.resolve(auto_wrap_policy, root), options.ignored)
     if auto_wrapper_callable is not None and chosen:
-        _wrap_children(root, chosen, auto_wrapper_callable, options.mesh, given)
+        _wrap_children(root, chosen, auto_wrapper_callable, options.mesh, wrapper_options)
         chosen = []
-    inner = _inner_engines(root, options)
+    inner_units = [unit for engine in _inner_engines(root, options) for unit in engine.units]
     ignored = _with_children(options.ignored)
     means = _means(options)
-    meta = [n for n, p in root.named_parameters() if p.is_meta and not is_sharded(p)]
-    if options.param_init_fn is not None and meta:
-        shard.materialize([m for m in root.modules() if m not in ignored], options.param_init_fn)
-        meta = []
-    sync = options.sync_module_states if options.sync_module_states is not None else not meta
-
-    modules = [root, *(m for m in root.modules() if m in set(chosen))]
-    taken = [unit for engine in inner for unit in engine.units]
-    units = _make_units(root, modules, taken, options, means, sync, ignored)
+    sync = _materialize(root, options, ignored)
+    units = _make_units(root, chosen, inner_units, options, means, sync, ignored)
     shard.place_buffers(root, options.mesh, ignored, options.precision.buffer_dtype, sync)
-    settings = Settings(options.forward_prefetch, options.backward_prefetch, options.gathers_in_flight)
-    order = {module: i for i, module in enumerate(root.modules())}
-    engine = Engine(sorted([*units, *taken], key=lambda u: order[u.module]), means, settings)
+    settings = PrefetchSettings(options.forward_prefetch, options.backward_prefetch, options.gathers_in_flight)
+    engine = Engine(units, means, settings, before_pass=checks.BeforePass(root, units, ignored))
     for unit in units:
-        unit.module.__class__ = extended_class(unit.module)
-        _attach(unit, engine, options, options.shard_output if unit.module is root else None)
-        unit.output_dtype = options.precision.output_dtype if unit.module is root else None
-    for unit in taken:
-        unit.means = means
-        if unit.precision == options.precision:
-            unit.output_dtype = None  # one model in one precision, however it was wrapped: its root casts
-        unit.module._fullshard_engine = engine
-    _name_units(root, engine, options)
-    modules_below = {unit.module: set(unit.module.modules()) - {unit.module} for unit in engine.units}
-    for unit in engine.units:
-        unit.holds_units = any(other.module in modules_below[unit.module] for other in engine.units)
-    engine.before_pass = checks.Readiness(root, engine, ignored)
-    engine.has_global_parameters = any(any(p.gathered_layout.dims) for unit in engine.units for p in unit.parameters)
-    checks.expect_optimizers()
-    backward_entry.watch_backward()
-    rules.draw_alike()
+        if unit in inner_units:
+            unit.module._fullshard_engine = engine
+        else:
+            unit.module.__class__ = extended_class(unit.module)
+            _attach(unit, engine, options, options.shard_output if unit.module is root else None)
+    root._fullshard_outline = (options.mesh, options.strategy, options.replica_axes)
+    checks.check_optimizers()
+    backward_entry.intercept_backward()
+    draw_global_on_cpu()
     if options.precision != MixedPrecision.of(None):
         runtime.get_logger().info("mixed precision: %s", options.precision)
+
+
+def _materialize(root: nn.Module, options: Options, ignored: set[nn.Module]) -> bool:
+    """Run `param_init_fn` on modules on the meta device; returns whether values are broadcast from the first rank."""
+    meta = any(p.is_meta and not is_sharded(p) for p in root.parameters())
+    if options.param_init_fn is not None and meta:
+        shard.materialize([m for m in root.modules() if m not in ignored], options.param_init_fn)
+        meta = False
+    return options.sync_module_states if options.sync_module_states is not None else not meta
 
 
 def _attach(unit: Unit, engine: Engine, options: Options, shard_output: Any) -> None:
@@ -137,29 +132,29 @@ def _attach(unit: Unit, engine: Engine, options: Options, shard_output: Any) -> 
 
 def _means(options: Options) -> Means:
     meter, device = Meter(), runtime.device()
-    gather_lane, reduce_lane = Lane(device), Lane(device)
+    reduce_stream = SideStream(device)
     return Means(
         gather_link=make_link(options.mesh, ("fsdp",), "gather", options.timeout, meter),
         reduce_link=make_link(options.mesh, ("fsdp",), "reduce", options.timeout, meter),
         replica_link=make_link(options.mesh, options.replica_axes, "replica", options.timeout, meter),
         meter=meter,
-        gather_lane=gather_lane,
-        reduce_lane=reduce_lane,
-        host=HostTraffic(reduce_lane),
+        gather_stream=SideStream(device),
+        reduce_stream=reduce_stream,
+        host=HostTraffic(reduce_stream),
     )
 
 
 def _wrap_children(
-    root: nn.Module, chosen: list[nn.Module], wrapper: Callable[..., Any], mesh: Mesh, given: dict[str, Any]
+    root: nn.Module, chosen: list[nn.Module], wrapper: Callable[..., Any], mesh: Mesh, options: dict[str, Any]
 ) -> None:
-    """Hand every chosen child to the user's own wrapper and put what it returns in the child's place."""
+    """Call the user's wrapper on every chosen child, and replace the child by what it returns."""
     for child in chosen:
-        wrapped = wrapper(child, mesh, **given)
+        wrapped = wrapper(child, mesh, **options)
         if wrapped is not child:
             for parent in root.modules():
-                for name, module in parent._modules.items():
+                for name, module in submodules_of(parent).items():
                     if module is child:
-                        parent._modules[name] = wrapped
+                        submodules_of(parent)[name] = wrapped
 
 
 def _inner_engines(root: nn.Module, options: Options) -> list[Engine]:
@@ -169,9 +164,12 @@ def _inner_engines(root: nn.Module, options: Options) -> list[Engine]:
         if engine is None:
             continue
         if module._fullshard_mesh != options.mesh:
-            raise MeshError(f"{name} is wrapped on {module._fullshard_mesh} and the module around it on {options.mesh}")
+            raise MeshError(
+                f"{name} is wrapped over {module._fullshard_mesh} and the module around it over {options.mesh}; use "
+                f"one mesh for both"
+            )
         engines[id(engine)] = engine
-        engine.reset()  # what it holds gathered is counted by its own meter
+        engine.reset()  # its own meter counts what it has gathered
     return list(engines.values())
 
 
@@ -181,26 +179,61 @@ def _with_children(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 def _make_units(
     root: nn.Module,
-    modules: list[nn.Module],
-    taken: list[Unit],
+    chosen: list[nn.Module],
+    inner_units: list[Unit],
     options: Options,
     means: Means,
     sync: bool,
     ignored: set[nn.Module],
 ) -> list[Unit]:
+    """The units of the model in module order: new ones, and those of modules that were wrapped before."""
+    policy_units = set(chosen)
+    modules = [root, *(m for m in root.modules() if m in policy_units)]
+    owned = _shard_parameters(root, modules, inner_units, options, sync, ignored)
+    existing = {unit.module: unit for unit in inner_units}
+    found = [m for m in root.modules() if m in existing or owned.get(m) or m is root]
+    members = {module: index for index, module in enumerate(found)}
+    names = {module: name for name, module in root.named_modules()}
+    units = []
+    for module, index in members.items():
+        unit = existing.get(module)
+        parameters = owned[module] if unit is None else unit.parameters
+        plan = _unit_plan(module, parameters, names)
+        holds_units = any(below in members for below in module.modules() if below is not module)
+        if unit is None:
+            output_dtype = options.precision.output_dtype if module is root else None
+            keeps = options.strategy.keeps_after_forward
+            unit = Unit(plan, index, means, holds_units, module, parameters, options.precision, keeps, output_dtype)
+        else:
+            unit.join(plan, index, means, holds_units)
+            if unit.precision == options.precision:
+                unit.output_dtype = None  # one model in one precision, however it was wrapped: its root casts
+        units.append(unit)
+    return units
+
+
+def _shard_parameters(
+    root: nn.Module,
+    modules: list[nn.Module],
+    inner_units: list[Unit],
+    options: Options,
+    sync: bool,
+    ignored: set[nn.Module],
+) -> dict[nn.Module, list[ShardedParameter]]:
+    """Shard every parameter that is not sharded yet; the result has the parameters of each new unit, by module."""
     owned: dict[nn.Module, list[ShardedParameter]] = {module: [] for module in modules}
     inside = {module: set(module.modules()) for module in modules}
-    theirs = {id(p.shard): p for unit in taken for p in unit.parameters}
+    known_shards = {id(p.shard): p for unit in inner_units for p in unit.parameters}
     meets_plain = any(p.requires_grad for module in ignored for p in module.parameters())
     for parameter, named_sites in shard.find_sites(root, ignored).values():
-        if id(parameter) in theirs:
+        if id(parameter) in known_shards:
             continue
         sites = [site for _, site in named_sites]
         known = shard.replaced.get(parameter)
-        if known is not None and any(known is p for p in theirs.values()):
-            # Tied to a parameter of a module wrapped earlier: both belong to the unit around them now.
+        if known is not None and any(known is p for p in known_shards.values()):
+            # Tied to a parameter of a module wrapped earlier: both now belong to the unit around them.
             known.sites += sites
-            home = next(unit for unit in taken if known in unit.parameters)
+            home = next(unit for unit in inner_units if known in unit.parameters)
             home.parameters.remove(known)
             owned[shard.owner_of(known.sites, inside)].append(known)
             known.show_shard()
@@ -213,44 +246,22 @@ def _make_units(
         sharded = ShardedParameter(plan, made, sites, options.mesh, data_axes, options.cpu_offload)
         shard.install(parameter, sharded)
         owned[shard.owner_of(sites, inside)].append(sharded)
-    keeps = options.strategy.keeps_after_forward
-    names = {module: name for name, module in root.named_modules()}
-    return [
-        Unit(
-            plan_unit(names[m], type(m).__name__, [p.plan for p in owned[m]]),
-            m,
-            owned[m],
-            means,
-            keeps,
-            options.precision,
-        )
-        for m in modules
-        if owned[m] or m is root
-    ]
+    return owned
 
 
-# --- names and plans ------------------------------------------------------------------------------------------------
+# --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _name_units(root: nn.Module, engine: Engine, options: Options) -> None:
-    """Write every unit's plan in the names of the outermost module."""
-    where: dict[tuple[int, str], str] = {}
-    for prefix, module in root.named_modules(remove_duplicate=True):
-        for name in module._parameters:
-            where[(id(module), name)] = f"{prefix}.{name}" if prefix else name
-    names = {module: name for name, module in root.named_modules()}
-    for unit in engine.units:
-        plans = []
-        for p in unit.parameters:
-            found = tuple(where[(id(module), name)] for module, name in p.sites)
-            p.plan = dataclasses.replace(p.plan, names=found)
-            plans.append(p.plan)
-        unit.plan = plan_unit(names[unit.module], type(unit.module).__name__, plans)
-    root._fullshard_outline = (options.mesh, options.strategy, options.replica_axes)
+def _unit_plan(module: nn.Module, parameters: Sequence[ShardedParameter], names: dict[nn.Module, str]) -> UnitPlan:
+    """A unit's plan, with its parameters renamed as the outermost module names them."""
+    for p in parameters:
+        full_names = tuple(f"{names[m]}.{name}" if names[m] else name for m, name in p.sites)
+        p.plan = dataclasses.replace(p.plan, names=full_names)
+    return plan_unit(names[module], type(module).__name__, [p.plan for p in parameters])
 
 
 def plan_of(module: nn.Module) -> ShardingPlan:
-    """The plan of the model that the module is the root of, or belongs to."""
+    """The plan of the model that the module is the root or a part of."""
     engine: Engine = module._fullshard_engine
     root: Any = engine.units[0].module
     mesh, strategy, replica_axes = root._fullshard_outline

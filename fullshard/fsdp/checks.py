@@ -1,10 +1,11 @@
-"""What cannot work, found before it goes wrong: meshes, modules, optimizers, and changes behind the engine's back."""
+"""Checks for what cannot work: meshes, modules, optimizers, and changes to a model after it was wrapped."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -13,12 +14,13 @@ from fullshard.errors import FSDPError, MeshError
 from fullshard.foreign_wrappers import refuse_foreign_wrappers
 from fullshard.fsdp import policy as policies
 from fullshard.fsdp import shard
-from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.no_sync_grads import HeldGradient
-from fullshard.fsdp.plan import plan_unit, replan
+from fullshard.fsdp.planner import plan_unit, replan
 from fullshard.fsdp.strategy import ShardingStrategy
+from fullshard.fsdp.unit import Unit
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.spmd.tensor import ShardedTensor, is_sharded
+from fullshard.torch_private import in_functorch, saved_tensors_are_mutable
 from fullshard.watchdog import watch
 
 
@@ -34,12 +36,12 @@ def check_mesh(mesh: Mesh | None, extra_data_axis: str | None) -> Mesh:
         raise MeshError(f"FSDPv2: expected a fullshard.spmd.Mesh, got {type(mesh).__name__}: {mesh!r}")
     if mesh.get_axis_name_idx("fsdp") is None:
         raise MeshError(
-            f"FSDPv2: {mesh} has no axis named 'fsdp', over which parameters are sharded; name one of its axes so"
+            f"FSDPv2: {mesh} has no axis named 'fsdp', over which parameters are sharded; name one of its axes 'fsdp'"
         )
     if extra_data_axis is not None and (mesh.get_axis_name_idx(extra_data_axis) is None or extra_data_axis == "fsdp"):
         others = [name for name in mesh.shape() if name != "fsdp"]
         raise MeshError(
-            f"FSDPv2: extra_data_axis={extra_data_axis!r} is not an axis of {mesh} besides 'fsdp': {others}"
+            f"FSDPv2: extra_data_axis={extra_data_axis!r} is not an axis of {mesh} other than 'fsdp'; it has {others}"
         )
     return mesh
 
@@ -48,23 +50,22 @@ def check_module(module: Any, wrapped_class: type, auto_wrap_policy: Any) -> Non
     if not isinstance(module, nn.Module):
         raise FSDPError(f"FSDPv2 wraps an nn.Module, not {type(module).__name__}")
     if isinstance(module, wrapped_class):
-        raise FSDPError(f"this {type(module).__name__} is wrapped already; wrap a module once")
+        raise FSDPError(f"this {type(module).__name__} is already wrapped; wrap a module once")
     if (
         type(module).forward is nn.Module.forward
         and "forward" not in module.__dict__
         or isinstance(module, policies.NO_FORWARD)
     ):
         raise FSDPError(
-            f"{type(module).__name__} has no forward, so FSDPv2 would never see it run; wrap its members, or "
-            f"the module that "
-            f"calls them"
+            f"{type(module).__name__} has no forward, so FSDPv2 would never see it run; wrap its members, or the "
+            f"module that calls them"
         )
     if auto_wrap_policy is not None:
         inner = [name for name, m in module.named_modules() if isinstance(m, wrapped_class)]
         if inner:
             raise FSDPError(
-                f"auto_wrap_policy on a module of which {inner[0]} is wrapped already: wrap by policy or by "
-                f"hand, not both"
+                f"auto_wrap_policy on a module that contains a wrapped module ({inner[0]}): wrap by policy or by hand, "
+                f"not both"
             )
     refuse_foreign_wrappers(module)
 
@@ -72,71 +73,64 @@ def check_module(module: Any, wrapped_class: type, auto_wrap_policy: Any) -> Non
 def check_strategy(strategy: ShardingStrategy, mesh: Mesh, replica_axes: tuple[str, ...]) -> None:
     if strategy.hybrid and not replica_axes:
         raise MeshError(
-            f"{strategy.name} keeps copies across groups of ranks, so the mesh needs a second data axis: "
+            f"{strategy.name} replicates parameters across groups of ranks, so the mesh needs a second data axis: "
             f"Mesh(ids, (groups, ranks_per_group), ('replica', 'fsdp')), or name one with extra_data_axis=…; "
             f"{mesh} has neither"
         )
 
 
-class Readiness:
-    """Looks, before each pass, for what was done to the module since the last one."""
+class BeforePass:
+    """Called before each pass: refuses what cannot work, and updates plans after changes to parameters."""
 
-    def __init__(self, root: nn.Module, engine: Engine, ignored: set[nn.Module]):
-        self.root, self.engine, self.ignored = root, engine, ignored
+    def __init__(self, root: nn.Module, units: Sequence[Unit], ignored: set[nn.Module]):
+        self.root, self.units, self.ignored = root, units, ignored
         self.first = True
 
     def __call__(self) -> None:
-        if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
+        if saved_tensors_are_mutable():
             raise FSDPError(
                 "torch.autograd.graph.allow_mutation_on_saved_tensors() around a wrapped model: it copies what "
-                "autograd saved before every write, and gathered values are written each time they are gathered. "
-                "Leave it out"
+                "autograd saved before every write, and gathered values are written at every gather. Remove it"
             )
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if in_functorch():
             raise FSDPError(
-                "a transform of torch.func (vmap, grad, jacrev, jvp) around a wrapped model: it would run through "
-                "gathered values that come and go. Use it inside the forward of one unit: a module whose forward calls "
-                "the transform, wrapped without units below it"
+                "a transform of torch.func (vmap, grad, jacrev, jvp) around a wrapped model: it would need "
+                "gathered values that are freed between units. Use it inside the forward of one unit: a module whose "
+                "forward calls the transform, wrapped without units inside it"
             )
         if self.first:
-            self._find_strangers()
+            self._refuse_new_parameters()
             self.first = False
-        for unit in self.engine.units:
+        for unit in self.units:
             changed = [p for p in unit.parameters if p.adopt()]
             if changed:
                 plans = [replan(p.plan, p.shard.dtype, p.shard.requires_grad, unit.precision) for p in unit.parameters]
                 unit.follow(plan_unit(unit.plan.name, unit.plan.module, plans))
 
-    def _find_strangers(self) -> None:
-        known = {id(p.shard) for unit in self.engine.units for p in unit.parameters}
+    def _refuse_new_parameters(self) -> None:
+        known = {id(p.shard) for unit in self.units for p in unit.parameters}
         for parameter, sites in shard.find_sites(self.root, self.ignored).values():
             if id(parameter) not in known and not is_sharded(parameter):
                 raise FSDPError(
-                    f"parameter {sites[0][0]} was added after the module was wrapped, so it is not sharded and "
-                    f"would not be "
-                    f"kept alike on the ranks; add parameters (adapters, new heads) before FSDPv2(…)"
+                    f"parameter {sites[0][0]} was added after the module was wrapped, so it is not sharded and would "
+                    f"drift apart between ranks; add parameters (adapters, new heads) before FSDPv2(…)"
                 )
 
 
-_expecting = False
-
-
-def expect_optimizers() -> None:
-    """Look at every optimizer's first step for parameters that shards have replaced."""
-    global _expecting
-    if not _expecting:
-        register_optimizer_step_pre_hook(_check_optimizer)
-        _expecting = True
+@functools.cache
+def check_optimizers() -> None:
+    """Check every optimizer before its steps. Once per process."""
+    register_optimizer_step_pre_hook(_check_optimizer)
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    watch.check()  # gradients that were summed without a rank that is gone are no gradients
+    watch.check()  # gradients summed without a lost rank must not be used
     watch.stepped()
     for group in optimizer.param_groups:
         if any(isinstance(parameter.grad, HeldGradient) for parameter in group["params"]):
             raise FSDPError(
-                f"{type(optimizer).__name__}.step() while no_sync() holds gradients back: the ranks' terms have not "
-                f"been added up. Call backward() of the last micro-batch outside no_sync() before the step"
+                f"{type(optimizer).__name__}.step() while no_sync() holds gradients back: they have not been summed "
+                f"over the ranks. Call backward() of the last micro-batch outside no_sync() before the step"
             )
     if getattr(optimizer, "_fullshard_checked", False):
         return
@@ -146,9 +140,8 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 name = shard.replaced[parameter].plan.name
                 raise FSDPError(
                     f"this {type(optimizer).__name__} was built before the module was wrapped: it would update the old "
-                    f"{name} (shape {tuple(parameter.shape)}), which the model no longer uses. Build the "
-                    f"optimizer from "
-                    f"model.parameters() after FSDPv2(…)"
+                    f"{name} (shape {tuple(parameter.shape)}), which the model no longer uses. Build the optimizer "
+                    f"from model.parameters() after FSDPv2(…)"
                 )
     _check_kind(optimizer)
     _check_lists(optimizer)
@@ -156,7 +149,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _check_lists(optimizer: Optimizer) -> None:
-    """Optimizers that take lists of tensors (`foreach`, `fused`): torch's own class takes no plain ones among them."""
+    """Refuse lists (`foreach`, `fused`) that mix plain tensors with `DTensor`s of torch's own class."""
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad]
         plain = [p for p in trained if not is_sharded(p)]
@@ -164,14 +157,14 @@ def _check_lists(optimizer: Optimizer) -> None:
         if (group.get("foreach") or group.get("fused")) and plain and len(plain) < len(trained) and not ours:
             how = "foreach=True" if group.get("foreach") else "fused=True"
             raise FSDPError(
-                f"{type(optimizer).__name__}({how}) with sharded parameters and plain ones in one group (of shape "
-                f"{tuple(plain[0].shape)}, for example): torch cannot update them in one list. Put the plain ones into "
-                f"a parameter group of their own, or leave {how} out"
+                f"{type(optimizer).__name__}({how}) with sharded and plain parameters in one group (a plain one has "
+                f"shape {tuple(plain[0].shape)}): torch cannot update them in one list. Put the plain ones into a "
+                f"separate parameter group, or remove {how}"
             )
 
 
-NOT_BY_ELEMENT = {"Adafactor": "scales by means over rows, columns and the whole of a parameter", "Rprop": "uses masks"}
-"""Optimizers whose update torch cannot compute on pieces of a parameter, and why."""
+NOT_BY_ELEMENT = {"Adafactor": "needs means over rows, columns and the whole of a parameter", "Rprop": "uses masks"}
+"""Optimizers that torch cannot run on pieces of a parameter, and why."""
 
 
 def _check_kind(optimizer: Optimizer) -> None:
@@ -186,6 +179,7 @@ def _check_kind(optimizer: Optimizer) -> None:
         )
     if any(isinstance(placement, Shard) for p in sharded for placement in p.placements):
         raise FSDPError(
-            f"{kind.__name__} {NOT_BY_ELEMENT[kind.__name__]}, and each rank holds a piece of each; use an optimizer "
-            f"that works element by element (AdamW, SGD), or strategy='NO_SHARD', where every rank holds all of them"
+            f"{kind.__name__} {NOT_BY_ELEMENT[kind.__name__]}, but each rank holds only a piece of each parameter; use "
+            f"an optimizer that works element by element (AdamW, SGD), or strategy='NO_SHARD', where every rank holds "
+            f"whole parameters"
         )

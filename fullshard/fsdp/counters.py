@@ -1,4 +1,4 @@
-"""What the engine did: collectives by unit, bytes, and gathered memory alive. For tests, benchmarks and reports."""
+"""Counters of the engine: collectives per unit, bytes, gathered memory. For tests, benchmarks and reports."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Meter:
-    """Counts since the last `reset()`; live bytes go on."""
+    """Counts since the last `reset()`; `reset()` does not change `live`."""
 
     gathers: Counter[str] = field(default_factory=Counter)
     """Gathers that communicated, by unit."""
     reduces: Counter[str] = field(default_factory=Counter)
     """Reductions that communicated, by unit."""
     reduced_parameters: Counter[str] = field(default_factory=Counter)
-    """Gradients handed to a reduction, by parameter."""
+    """Gradients passed to a reduction, by parameter."""
     bytes_gathered: int = 0
-    """Sizes of the values that gathers produced."""
+    """Bytes of the values that gathers produced."""
     bytes_reduced: int = 0
-    """Sizes of the gradients that went into reductions."""
+    """Bytes of the gradients that reductions took."""
     bytes_sent: int = 0
-    """What this rank put on the wire, where the transport lets us know; else what a ring would send."""
+    """Bytes this rank sent: measured with point-to-point messages, otherwise what a ring algorithm would send."""
     live: int = 0
-    """Bytes of gathered values alive now."""
+    """Bytes of gathered values allocated now."""
     peak: int = 0
-    """The most bytes of gathered values alive at once."""
+    """The most bytes of gathered values allocated at once."""
 
     def reset(self) -> None:
         self.gathers.clear()

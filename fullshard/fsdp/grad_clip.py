@@ -1,4 +1,4 @@
-"""The norm of all gradients, exact on any mesh."""
+"""Gradient clipping: the total norm of all gradients, exact on any mesh."""
 
 from __future__ import annotations
 
@@ -15,33 +15,32 @@ from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import local_of
 from fullshard.watchdog import collectives, watch
 
 PLAIN = (-1,)
-"""In the place of axes: a gradient that is not sharded."""
+"""Stands for the axes of a gradient that is not sharded."""
 
 
 def clip_grad_norm_(
     parameters: Sequence[nn.Parameter], mesh: Mesh, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """Scale the gradients to a total norm of at most `max_norm`; returns the norm before.
+    """Scale the gradients to a total norm of at most `max_norm`; returns the norm before scaling.
 
-    A shard counts once: sums run along the axes that split a parameter, and copies are not added up. Plain gradients
-    (of ignored modules) may differ between ranks: they count as their mean, so that all ranks scale alike. All ranks
-    must call it, also those whose shards are empty.
+    Each shard counts once: norms are summed along the axes that split a parameter, not over replicas. Plain gradients
+    (of ignored modules) may differ between ranks, so the mean of their norms counts, and all ranks scale alike. All
+    ranks must call it, also those whose shards are empty.
     """
     watch.check()
     p = float(norm_type)
     if p <= 0:
-        raise FSDPError(
-            f"clip_grad_norm_: norm_type={norm_type} has no meaning as a norm; use a positive number or inf"
-        )
-    # Which axes split a gradient decides over which ranks its terms are added. The order is the same on every rank.
+        raise FSDPError(f"clip_grad_norm_: norm_type={norm_type} is not a norm; expected a positive number or inf")
+    # The axes that split a gradient decide over which ranks its terms are summed. The order is the same on every rank.
     by_axes: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         grad = parameter.grad
         assert grad is not None
-        axes, local = _pieces(grad)
+        axes, local = _axes_and_local(grad)
         by_axes.setdefault(axes, []).append(local)
     device = runtime.device()
     terms = [torch.zeros((), dtype=torch.float64, device=device)]
@@ -51,7 +50,7 @@ def clip_grad_norm_(
     stacked = torch.stack(terms)
     norm = stacked.max() if math.isinf(p) else stacked.sum() ** (1.0 / p)
     if error_if_nonfinite and not torch.isfinite(norm):
-        raise FSDPError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}")
+        raise FSDPError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}, which is not finite")
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for locals_ in by_axes.values():
         for local in locals_:
@@ -59,12 +58,12 @@ def clip_grad_norm_(
     return norm.to(torch.float32) if not any(g.dtype == torch.float64 for gs in by_axes.values() for g in gs) else norm
 
 
-def _pieces(grad: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+def _axes_and_local(grad: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
     if not is_sharded(grad):
         return PLAIN, grad
     groups = origin(grad.device_mesh)[1]
     axes = [axis for group, at in zip(groups, grad.placements, strict=True) if isinstance(at, Shard) for axis in group]
-    return tuple(sorted(axes)), grad._local_tensor
+    return tuple(sorted(axes)), local_of(grad)
 
 
 def _power(locals_: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:

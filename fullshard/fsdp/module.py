@@ -1,7 +1,7 @@
-"""`FSDPv2`: a module becomes a sharded model and stays the same object.
+"""`FSDPv2`: shards a module, which stays the same object.
 
-`FSDPv2(module, mesh)` plans the module, cuts its parameters and extends its class; names, `isinstance`, hooks and
-attributes stay. This file owns the public methods; the work is in `build.py`, `engine.py` and `state_dict.py`.
+`FSDPv2(module, mesh)` plans the module, shards its parameters and extends its class; names, `isinstance`, hooks and
+attributes stay. This file has the public methods; they are implemented in `build.py`, `engine.py` and `state_dict.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ShardOutput = Callable[[Any, Mesh], Any]
 
 
 class _Factory(type):
-    """Makes `FSDPv2(module, …)` wrap, and `type(wrapped)(…)` build the plain class.
+    """Lets `FSDPv2(module, …)` wrap a module, and `type(wrapped)(…)` build the plain class.
 
     Wrapping here rather than in `__new__` keeps Python from calling the module's `__init__` a second time.
     """
@@ -40,12 +40,11 @@ class _Factory(type):
 
 
 class FSDPv2(metaclass=_Factory):
-    """What a wrapped module's class gains. Use `FSDPv2(module, mesh, …)` to wrap; see `docs/fsdp.md`."""
+    """The methods that a wrapped module gains. `FSDPv2(module, mesh, …)` wraps a module; see `docs/fsdp.md`."""
 
-    _fsdp_use_orig_params = True  # what torch.compile asks of a module with the mark below
+    _fsdp_use_orig_params = True  # torch.compile requires it of a module with `_is_fsdp_managed_module`
     _fullshard_unit: Unit
     _fullshard_engine: Engine
-    _fullshard_plan: ShardingPlan
     _fullshard_mesh: Mesh
     _fullshard_output: OutputRule
 
@@ -59,7 +58,7 @@ class FSDPv2(metaclass=_Factory):
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """The mark by which transformers' `generate` keeps ranks in step.
+        """Tells transformers' `generate` to keep ranks in step.
 
         Only the outermost module has it, and the model inside an adapter if the adapter's own module is a unit without
         parameters: there `generate` is the inner model's.
@@ -69,16 +68,16 @@ class FSDPv2(metaclass=_Factory):
                 return unit.module is self
         return False
 
-    # --- looking ----------------------------------------------------------------------------------------------------
+    # --- inspection -------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> ShardingPlan:
-        """Units, parameters, layouts, as data; `print(model.plan)` shows it."""
+        """The sharding plan: units, parameters and layouts. `print(model.plan)` shows it."""
         return build.plan_of(self)
 
     @property
     def meter(self) -> Meter:
-        """Collectives, bytes and gathered memory so far."""
+        """Counters of collectives, bytes and gathered memory."""
         return self._fullshard_engine.means.meter
 
     @property
@@ -88,18 +87,19 @@ class FSDPv2(metaclass=_Factory):
     # --- training ---------------------------------------------------------------------------------------------------
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes inside keep their gradients on each rank, whole; the next one outside reduces them all."""
+        """Backward passes inside do not reduce: each rank keeps whole gradients, and the next backward outside reduces
+        them all."""
         return self._fullshard_engine.no_sync()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that their norm, over every shard of every parameter, is at most `max_norm`."""
+        """Scale all gradients so that their total norm, over all shards of all parameters, is at most `max_norm`."""
         parameters = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
         return grad_clip.clip_grad_norm_(parameters, self._fullshard_mesh, max_norm, norm_type, error_if_nonfinite)
 
     def compile_units(self, **options: Any) -> FSDPv2:
-        """`torch.compile` each unit below the root (the root itself if it has none), with gathers outside the graph."""
+        """`torch.compile` each unit below the root, or the root if there are none; gathers stay outside the graph."""
         inside = set(self.modules()) - {self}  # type: ignore[attr-defined]
         below = [u.module for u in self._fullshard_engine.units if u.module in inside and not u.holds_units]
         for module in below or [self]:
@@ -110,23 +110,24 @@ class FSDPv2(metaclass=_Factory):
 
     @contextlib.contextmanager
     def summon_full_params(self, *, writeback: bool = True, offload_to_cpu: bool = False) -> Iterator[None]:
-        """Inside, modules hold whole parameters (in their stored dtype). Changes are kept if `writeback`."""
+        """Inside, modules hold whole parameters in their stored dtype. With `writeback`, changes are kept."""
         with state.summon_full_params(self._fullshard_engine, writeback, offload_to_cpu):
             yield
 
     def full_state_dict(self, *, rank0_only: bool = False, cpu: bool = True) -> dict[str, torch.Tensor]:
-        """Whole values under the plain module's names; empty on other ranks if `rank0_only`. All ranks must call it."""
+        """Whole values under the plain module's names. With `rank0_only`, other ranks get an empty dict. All ranks must
+        call it."""
         return state.full_state_dict(self, rank0_only, cpu)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Sharded values (`DTensor`s) under the plain module's names."""
-        with self._fullshard_engine.at_rest():
+        with self._fullshard_engine.showing_shards():
             return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole or sharded values; each rank keeps its pieces."""
+        """Load whole or sharded values; each rank keeps its shards."""
         values = state.as_shards(self, state_dict)
-        with self._fullshard_engine.at_rest():
+        with self._fullshard_engine.showing_shards():
             return super().load_state_dict(values, strict=strict, assign=False)  # type: ignore[misc]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
@@ -142,10 +143,10 @@ class FSDPv2(metaclass=_Factory):
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise FSDPError(
-            f"a wrapped {type(self).__name__} cannot be deep-copied: its shards belong to an engine that runs "
-            f"on all ranks. Copy the module before wrapping it, or build a second one and "
-            f"load_state_dict(model.state_dict()) into it. For an average of the weights (AveragedModel) keep "
-            f"{{name: p.detach().clone()}} of model.named_parameters() and lerp_ each to its parameter after a step"
+            f"a wrapped {type(self).__name__} cannot be deep-copied: its shards belong to an engine that runs on all "
+            f"ranks. Copy the module before wrapping it, or build a second one and load_state_dict(model.state_dict()) "
+            f"into it. For averaged weights (AveragedModel), keep {{name: p.detach().clone()}} of "
+            f"model.named_parameters() and lerp_ each towards its parameter after a step"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -159,8 +160,7 @@ SpmdFullyShardedDataParallel = FSDPv2
 
 
 def extended_class(module: nn.Module) -> type:
-    """The module's class with `FSDPv2` in front; same name, so that what reads it (`save_pretrained`) sees no "
-    "difference."""
+    """A class with `FSDPv2` and the module's class as bases. It has the same name, which `save_pretrained` writes."""
     plain = type(module)
     if plain not in _extended:
         meta = type(plain)
@@ -216,13 +216,13 @@ def _wrap(
         small_bytes=small_parameter_bytes,
     )
     checks.check_module(module, FSDPv2, auto_wrap_policy)
-    compile.keep_out(FSDPv2.__call__, compile.Compiler.aside)
-    given = {
+    compile.never_compile(FSDPv2.__call__, compile.Compiler.uncompiled)
+    wrapper_options = {
         "extra_data_axis": extra_data_axis, "strategy": options.strategy, "mixed_precision": options.precision,
         "cpu_offload": cpu_offload, "forward_prefetch": forward_prefetch,
         "backward_prefetch": options.backward_prefetch, "gathers_in_flight": gathers_in_flight,
         "ignored_modules": ignored_modules, "param_init_fn": param_init_fn, "timeout": timeout,
         "sync_module_states": sync_module_states, "small_parameter_bytes": small_parameter_bytes,
     }  # fmt: skip
-    build.assemble(module, options, auto_wrap_policy, auto_wrapper_callable, given, extended_class)
+    build.assemble(module, options, auto_wrap_policy, auto_wrapper_callable, wrapper_options, extended_class)
     return module

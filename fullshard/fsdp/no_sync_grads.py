@@ -1,7 +1,7 @@
 """A gradient that `no_sync` holds back: whole on this rank, not yet summed over the ranks.
 
-It stands in the shard's `.grad`, where a gradient belongs: `zero_grad()` of a module or an optimizer, or
-`p.grad = None`, drops it as on one device. It can be zeroed and scaled; any other use needs the sum and is refused.
+It is in the shard's `.grad`, like any gradient: `zero_grad()` of a module or an optimizer, or `p.grad = None`, drops it
+as on one device. It can be zeroed and scaled; any other use needs the sum and is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import FSDPError
+from fullshard.torch_private import make_wrapper_subclass, no_torch_function
 
 aten = torch.ops.aten
 _LINEAR = {
@@ -25,22 +26,20 @@ _LINEAR = {
     aten._foreach_div_.Scalar,
     aten._foreach_div_.Tensor,
 }
-"""What may be done to terms of a sum instead of the sum."""
+"""Operations that can be applied to the terms of a sum instead of the sum."""
 
 
 class HeldGradient(torch.Tensor):
-    """In shape, dtype and device the gradient of a shard; inside, this rank's term of it."""
+    """Has the shape, dtype and device of a shard's gradient, and holds this rank's term of the sum."""
 
     term: torch.Tensor
-    """The whole gradient of this rank, in the dtype it will travel in."""
+    """The whole gradient of this rank, in the dtype it will be reduced in."""
     base: torch.Tensor | None
-    """What was reduced before, and the sum will be added to."""
+    """The gradient that was reduced before, to which the sum will be added."""
 
     @staticmethod
     def __new__(cls, shard: torch.Tensor, term: torch.Tensor, base: torch.Tensor | None) -> HeldGradient:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device
-        )
+        made = make_wrapper_subclass(cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device)
         made.term, made.base = term, base
         return made
 
@@ -50,7 +49,7 @@ class HeldGradient(torch.Tensor):
     def __repr__(self) -> str:
         return f"HeldGradient({tuple(self.shape)}, held back by no_sync)"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +58,7 @@ class HeldGradient(torch.Tensor):
         factors = [a for a in args[1:] if isinstance(a, torch.Tensor)]
         if func not in _LINEAR or any(isinstance(f, HeldGradient) or f.ndim for f in factors):
             raise FSDPError(
-                f"{func} on a gradient that no_sync() holds back: the ranks' terms have not been added up. Call "
+                f"{func} on a gradient that no_sync() holds back: it has not been summed over the ranks. Call "
                 f"backward() of the last micro-batch outside no_sync() first, or drop the gradients with zero_grad()"
             )
         several = isinstance(args[0], list | tuple)

@@ -1,7 +1,7 @@
-"""Shards that lie in host memory, and what travels between them and the accelerator.
+"""CPU offload: shards in host memory, and the copies between them and the accelerator.
 
-With offload the shards, their gradients and so the optimizer's state lie in page-locked host memory. Copies in both
-directions run beside compute (`streams.py`); the host may touch what they read or write only after `settle()`.
+With offload the shards, their gradients and therefore the optimizer state are in page-locked host memory. Copies in
+both directions run beside compute (`streams.py`). The host may use what they read or write only after `settle()`.
 """
 
 from __future__ import annotations
@@ -13,53 +13,53 @@ from typing import Any
 import torch
 
 from fullshard import accelerator
-from fullshard.fsdp.streams import Aside, Lane
+from fullshard.fsdp.streams import SideStream, StreamWork
 
 
 class HostTraffic:
-    """Copies between host memory and the accelerator that may not be done yet."""
+    """Copies between host memory and the accelerator that may still be running."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        # A lane runs in order, so the last copy of each kind stands for all before it.
-        self._reading: Aside | None = None
-        self._landing: Aside | None = None
+    def __init__(self, stream: SideStream) -> None:
+        self._stream = stream
+        # A stream runs in order, so waiting for the last copy of each kind waits for all of them.
+        self._reading: StreamWork | None = None
+        self._landing: StreamWork | None = None
         self._additions: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def reads(self, copy: Aside) -> None:
-        """Take note of copies that read host shards: the host must not write to those before they are done."""
+    def reads(self, copy: StreamWork) -> None:
+        """Record copies that read host shards: the host must not write to those before the copies are done."""
         self._reading = copy
 
     @contextlib.contextmanager
     def landing(self, pieces: Any) -> Iterator[None]:
         """Inside, `to_host` copies these pieces beside compute.
 
-        Compute waits for the copies of the last time first, so that no more than one unit's pieces are kept for them.
+        Compute first waits for the previous copies, so that the pieces of at most one unit are kept alive for them.
         """
         if self._landing is not None:
             self._landing.join()
-        with self._lane.run() as copy:
+        with self._stream.run() as copy:
             copy.keep(pieces)
             yield
         self._landing = copy
 
     def to_host(self, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient in host memory, there after `settle()`."""
+        """Start to copy a gradient to host memory; the result is valid after `settle()`."""
         return accelerator.pinned(grad.shape, grad.dtype).copy_(grad, non_blocking=True)
 
     def add(self, total: torch.Tensor, grad: torch.Tensor) -> None:
-        """Add a gradient to one that is there; on the host once both are."""
-        if total.device != self._lane.device:
+        """Add a gradient to an existing one; on the host this happens in `settle()`, once the copies are done."""
+        if total.device != self._stream.device:
             self._additions.append((total, grad))
         else:
             total.add_(grad)
 
     def arrived(self) -> None:
-        """After this the host may read what `to_host` has begun to copy inside `landing`."""
-        self._lane.join_host()
+        """Wait until the host may read what `to_host` copies inside `landing`."""
+        self._stream.join_host()
 
     def settle(self) -> None:
-        """After this the host may read gradients and write to shards."""
+        """Wait until the host may read gradients and write to shards."""
         for copies in (self._reading, self._landing):
             if copies is not None:
                 copies.join_host()
@@ -68,11 +68,11 @@ class HostTraffic:
         self._reading, self._landing, self._additions = None, None, []
 
     def abandon(self) -> None:
-        """As `settle`, for a backward that was broken off: what was to be added is dropped."""
+        """As `settle`, after a backward that failed: pending additions are dropped."""
         self._additions = []
         self.settle()
 
 
 def host_copy(t: torch.Tensor) -> torch.Tensor:
-    """A shard in host memory."""
+    """A copy of a shard in host memory."""
     return accelerator.host_memory(t.shape, t.dtype).copy_(t)

@@ -1,4 +1,4 @@
-"""What becomes of a unit's output: how global tensors are split, and what the user's `shard_output` says."""
+"""The outputs of units: how global outputs are split, and the user's `shard_output`."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from fullshard.fsdp.write_count import piece_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import disable_manual_sharding, mark_sharding, sharding_of
 from fullshard.spmd.tensor import ShardedTensor
+from fullshard.torch_private import storage_id
 
 
-def outliving(unit: Unit, output: Any) -> Any:
-    """An output in which nothing lies in the memory of the unit's gathered values.
+def without_gathered_memory(unit: Unit, output: Any) -> Any:
+    """The output, with copies of those tensors that share memory with the unit's gathered values.
 
-    A module may return its parameters, or views of them. The gathered value's memory goes with the unit and its leaf is
-    the same in every step, so what leaves is a copy, through which gradients flow.
+    A module may return its parameters, or views of them. That memory is released with the unit, so the caller gets a
+    copy, through which gradients flow.
     """
+    gathered = {storage_id(p.full) for p in unit.parameters if p.full is not None}
 
-    gathered = {p.full.untyped_storage()._cdata for p in unit.parameters if p.full is not None}
-
-    def borrowed(t: torch.Tensor) -> bool:
+    def is_shared(t: torch.Tensor) -> bool:
         t = piece_of(t)
-        return t.layout is torch.strided and t.untyped_storage()._cdata in gathered
+        return t.layout is torch.strided and storage_id(t) in gathered
 
-    if not any(borrowed(t) for t in tensors_in(output)):
+    if not any(is_shared(t) for t in tensors_in(output)):
         return output
-    output = map_tensors(lambda t: t.clone() if borrowed(t) else t, output)
-    if any(borrowed(t) for t in tensors_in(output)):
+    output = map_tensors(lambda t: t.clone() if is_shared(t) else t, output)
+    if any(is_shared(t) for t in tensors_in(output)):
         raise FSDPError(
-            f"unit {unit.name or '(root)'} returns one of its parameters (or a view of one) inside an object of a "
-            f"class that is not known here, so it cannot be replaced by a copy that outlives the unit; return it in a "
-            f"tuple, list, dict or dataclass, or return a clone() of it"
+            f"unit {unit.name or '(root)'} returns one of its parameters (or a view of one) inside an object of an "
+            f"unknown class, where it cannot be replaced by a copy that outlives the unit; return it in a tuple, list, "
+            f"dict or dataclass, or return a clone() of it"
         )
     return output
 
 
 @dataclass
 class OutputRule:
-    """Global outputs are split on dim 0 over the data axes; `shard_output` has its say about all."""
+    """Splits global outputs on dim 0 over the data axes, then calls the user's `shard_output`."""
 
     shard_output: Callable[[Any, Mesh], Any] | None
     mesh: Mesh
     axes: tuple[str, ...]
-    """The axes over which a batch is split, major to minor."""
+    """The axes over which the batch is split, major to minor."""
 
     def __call__(self, output: Any, as_global: bool) -> Any:
         if as_global:
@@ -61,7 +61,7 @@ class OutputRule:
         return output if replaced is None else replaced
 
     def _split(self, output: Any) -> None:
-        """Split a tensor, or the first of a tuple, where neither its dim 0 nor the axes are in use already."""
+        """Split a tensor, or the first of a tuple, unless its dim 0 or the axes are already in use."""
         first = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(first, ShardedTensor) or first.ndim == 0:
             return
@@ -72,7 +72,7 @@ class OutputRule:
             mark_sharding(first, self.mesh, (self.axes, *layout.spec[1:]))
 
     def _as_pieces(self, output: Any) -> Any:
-        """Per-rank outputs as the global tensors they are pieces of, split on dim 0; gradients flow."""
+        """Per-rank outputs as pieces of global tensors that are split on dim 0; gradients flow through."""
         parts = math.prod(self.mesh.shape()[axis] for axis in self.axes)
 
         def piece(t: torch.Tensor) -> torch.Tensor:

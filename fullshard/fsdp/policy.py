@@ -1,8 +1,8 @@
-"""Which modules are units.
+"""Wrapping policies: which modules become units.
 
-A policy is asked about every module below the root, children first: `policy(module=, recurse=, nonwrapped_numel=)`
-answers, with `recurse=True`, whether to look below `module`, and with `recurse=False`, whether to make it a unit.
-Classes, class names, or one of the functions here stand for a policy as well.
+A policy is called for every module below the root, children first: `policy(module=, recurse=, nonwrapped_numel=)`
+returns, with `recurse=True`, whether to visit the children of `module`, and with `recurse=False`, whether to make it a
+unit. Instead of a policy function, users may pass classes or class names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fullshard.errors import FSDPError
 Policy = Callable[..., bool]
 
 NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
-"""Containers that are never called, so that they cannot be units."""
+"""Containers without a forward, which cannot be units."""
 
 
 def transformer_auto_wrap_policy(
@@ -27,7 +27,7 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: Iterable[type[nn.Module] | str] | None = None,
 ) -> bool:
-    """Make every module of the given classes (or class names) a unit; by default the model's `_no_split_modules`."""
+    """Make every module of the given classes or class names a unit; the default is the model's `_no_split_modules`."""
     if recurse:
         return True
     classes = tuple(transformer_layer_cls or ())
@@ -43,7 +43,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Make a module a unit once it has `min_num_params` parameter elements that no unit below it has taken."""
+    """Make a module a unit if it has at least `min_num_params` parameter elements outside of units below it."""
     leaves = (nn.MultiheadAttention,) if force_leaf_modules is None else tuple(force_leaf_modules)
     excluded = NO_FORWARD if exclude_wrap_modules is None else tuple(exclude_wrap_modules)
     large = nonwrapped_numel >= min_num_params
@@ -55,17 +55,17 @@ def size_based_auto_wrap_policy(
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Make every module a unit for which `lambda_fn(module)` holds."""
+    """Make every module a unit for which `lambda_fn(module)` is true."""
     return recurse or lambda_fn(module)
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Make every module a unit that has parameters of its own left."""
+    """Make every module a unit that has parameters outside of units below it."""
     return True
 
 
 def resolve(policy: Any, root: nn.Module) -> Policy | None:
-    """The policy meant by what the user gave: a policy function, classes, names, or None."""
+    """The policy function for the user's `auto_wrap_policy`: a function, classes, class names, or None."""
     if policy is None:
         return None
     if isinstance(policy, str):
@@ -76,20 +76,19 @@ def resolve(policy: Any, root: nn.Module) -> Policy | None:
         policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(policy))
     if not callable(policy):
         raise FSDPError(
-            f"auto_wrap_policy={policy!r}: expected a policy such as transformer_auto_wrap_policy, a set of "
-            f"module classes "
-            f"or class names, or None"
+            f"auto_wrap_policy={policy!r}: expected a policy such as transformer_auto_wrap_policy, a set of module "
+            f"classes or class names, or None"
         )
-    function, given = policy, {}
+    function, keywords = policy, {}
     if isinstance(policy, functools.partial):
-        function, given = policy.func, policy.keywords
+        function, keywords = policy.func, policy.keywords
     if function is transformer_auto_wrap_policy:
-        classes = given.get("transformer_layer_cls")
+        classes = keywords.get("transformer_layer_cls")
         classes = {classes} if isinstance(classes, str | type) else classes
         return functools.partial(
             transformer_auto_wrap_policy, transformer_layer_cls=_check_layers(classes or _no_split_modules(root), root)
         )
-    if function is lambda_auto_wrap_policy and "lambda_fn" not in given:
+    if function is lambda_auto_wrap_policy and "lambda_fn" not in keywords:
         raise FSDPError(
             "lambda_auto_wrap_policy needs its function: functools.partial(lambda_auto_wrap_policy, lambda_fn=…)"
         )
@@ -131,15 +130,14 @@ def _class_name(module: nn.Module) -> str:
 
 def _no_split_modules(root: nn.Module) -> set[str]:
     names: set[str] = set()
-    for module in root.modules():  # the model may sit inside another, such as a PeftModel
+    for module in root.modules():  # the model may be inside another, such as a PeftModel
         names.update(getattr(module, "_no_split_modules", None) or ())
     if not names:
         raise FSDPError(
-            f"transformer_auto_wrap_policy: {_class_name(root)} does not name its layers (_no_split_modules); "
-            f"name them "
-            f"yourself: transformer_layer_cls={{...}}. {_candidates(root)}"
+            f"transformer_auto_wrap_policy: {_class_name(root)} does not name its layers (_no_split_modules); pass "
+            f"them: transformer_layer_cls={{...}}. {_candidates(root)}"
         )
-    # The model lists classes for all its variants; those that are absent here are no mistake.
+    # The model lists classes for all its variants; it is no mistake if some are absent.
     return {n for n in names if any(_class_name(m) == n for m in root.modules())} or names
 
 
@@ -158,7 +156,7 @@ def _check_layers(classes: Iterable[type[nn.Module] | str], root: nn.Module) -> 
 
 
 def _candidates(root: nn.Module) -> str:
-    """The classes a user is likely to mean: those that repeat inside a ModuleList."""
+    """A hint with the classes a user is likely to mean: those that repeat inside a ModuleList."""
     repeated: dict[str, int] = {}
     for module in root.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):

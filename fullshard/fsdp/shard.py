@@ -1,6 +1,6 @@
-"""From a module to its shards: who owns which parameter, and each rank's piece of it.
+"""Sharding a module's parameters: which unit owns each, and this rank's shard of it.
 
-Parameters are taken one by one, so that beside the module itself only one whole parameter is in memory at a time.
+Parameters are sharded one by one, so that besides the module itself only one whole parameter is in memory at a time.
 """
 
 from __future__ import annotations
@@ -12,31 +12,33 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp.offload import host_copy
-from fullshard.fsdp.parameter import POST_HOOKS, ShardedParameter, Site
-from fullshard.fsdp.plan import ParameterPlan, Terms, plan_parameter
+from fullshard.fsdp.parameter import ShardedParameter, Site
+from fullshard.fsdp.plan import ParameterPlan
+from fullshard.fsdp.planner import Terms, plan_parameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.redistribute import meta_of, torch_layout
 from fullshard.spmd.sharding import sharding_of
 from fullshard.spmd.spec import Layout
-from fullshard.spmd.tensor import ShardedTensor, is_sharded, meta_of, relaid, torch_layout
+from fullshard.spmd.tensor import ShardedTensor, is_sharded, redistributed
+from fullshard.torch_private import DTensorSpec, buffers_of, local_of, parameters_of, share_hooks
 
 replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that a shard has taken the place of. An optimizer that still holds one was built too early."""
+"""The sharded parameter by the original parameter it replaced. An optimizer that holds a key was built too early."""
 
 
 def find_sites(root: nn.Module, ignored: set[nn.Module]) -> dict[int, tuple[nn.Parameter, list[tuple[str, Site]]]]:
-    """Every parameter of the module with all its names and places, in module order."""
+    """Every parameter of the module with all its names and the modules that hold it, in module order."""
     found: dict[int, tuple[nn.Parameter, list[tuple[str, Site]]]] = {}
     for prefix, module in root.named_modules():
         if module in ignored:
             continue
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is not None:
                 full_name = f"{prefix}.{name}" if prefix else name
                 found.setdefault(id(parameter), (parameter, []))[1].append((full_name, (module, name)))
@@ -44,7 +46,7 @@ def find_sites(root: nn.Module, ignored: set[nn.Module]) -> dict[int, tuple[nn.P
 
 
 def owner_of(sites: Iterable[Site], inside: dict[nn.Module, set[nn.Module]]) -> nn.Module:
-    """The smallest unit that contains every place of a parameter: tied ones belong to the unit around all of them."""
+    """The smallest unit that contains all modules that hold a parameter; several modules hold a tied one."""
     modules = {module for module, _ in sites}
     return min((unit for unit, below in inside.items() if modules <= below), key=lambda unit: len(inside[unit]))
 
@@ -53,8 +55,8 @@ def plan_for(names: list[str], parameter: nn.Parameter, terms: Terms) -> Paramet
     annotation = sharding_of(parameter)
     if annotation is not None and annotation.mesh != terms.mesh:
         raise FSDPError(
-            f"{names[0]} is marked on {annotation.mesh} and the module is wrapped over {terms.mesh}; use one "
-            f"mesh for both"
+            f"{names[0]} is annotated on {annotation.mesh} and the module is wrapped over {terms.mesh}; use one mesh "
+            f"for both"
         )
     return plan_parameter(names, parameter.shape, parameter.dtype, parameter.requires_grad, annotation, terms)
 
@@ -62,22 +64,21 @@ def plan_for(names: list[str], parameter: nn.Parameter, terms: Terms) -> Paramet
 def make_shard(
     parameter: nn.Parameter, plan: ParameterPlan, mesh: Mesh, *, sync: bool, offload: bool, meets_plain: bool
 ) -> nn.Parameter:
-    """This rank's piece of a parameter, as a parameter that knows the whole it belongs to."""
+    """This rank's shard of a parameter: a `DTensor` parameter."""
     layout = Layout.of(mesh, plan.spec, plan.shape)
     device_mesh, placements = torch_layout(layout, plan.shape)
-    # torch's own class has the fastest optimizer steps; ours is needed where tensors of several torch meshes meet, or
-    # sharded and plain ones in the lists of optimizers and of `clip_grad_norm_`.
+    # torch's own class has the fastest optimizer steps. Ours is needed where tensors of several torch meshes are
+    # combined, or where lists of optimizers and of `clip_grad_norm_` have sharded and plain tensors.
     kind = DTensor if device_mesh == mesh.device_mesh and not meets_plain else ShardedTensor
     dtype = dtype_of(plan.dtype)
     value = parameter.detach()
     if is_sharded(value):
-        local = relaid(value, device_mesh, placements)._local_tensor.to(dtype)
+        local = local_of(redistributed(value, device_mesh, placements)).to(dtype)
     else:
         if value.is_meta and sync:
             value = torch.empty(value.shape, dtype=value.dtype, device=runtime.device())
         if sync:
-            # A copy: the parameter may be mapped from a file, and writing to it would bring all of it into memory.
-            value = broadcast(value.to(runtime.device(), copy=True).contiguous(), mesh)
+            value = broadcast(value.to(runtime.device()).contiguous(), mesh)
         piece = value[layout.slices(plan.shape, runtime.rank())]
         where = piece.device if piece.is_meta else runtime.device()
         local = piece.to(device=where, dtype=dtype, memory_format=torch.contiguous_format)
@@ -88,9 +89,7 @@ def make_shard(
     meta = meta_of(torch.empty(plan.shape, dtype=dtype, device="meta"))
     tensor = kind(local, DTensorSpec(device_mesh, placements, tensor_meta=meta), requires_grad=False)
     shard = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-    for hooks in ("_backward_hooks", POST_HOOKS):
-        if registered := getattr(parameter, hooks):
-            setattr(shard, hooks, registered)  # the same dict: handles still remove what they registered
+    share_hooks(parameter, shard)
     for name, extra in vars(parameter).items():
         if name != "_fullshard_layout" and not hasattr(shard, name):
             setattr(shard, name, extra)
@@ -98,52 +97,55 @@ def make_shard(
 
 
 def install(parameter: nn.Parameter, sharded: ShardedParameter) -> None:
-    """Put the shard in the parameter's place, everywhere."""
+    """Replace the parameter by its shard in every module that holds it."""
     sharded.show_shard()
     replaced[parameter] = sharded
 
 
 def broadcast(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """The value of the mesh's first rank, on every rank; `value` is overwritten."""
-    where = mesh.coordinate(runtime.rank())
-    assert where is not None
+    """Broadcast the value of the mesh's first rank to every rank; `value` is overwritten."""
+    coordinate = mesh.coordinate(runtime.rank())
+    assert coordinate is not None
     for axis in range(mesh.ndim):
         if mesh.mesh_shape[axis] > 1:
-            first = tuple(0 if a == axis else i for a, i in enumerate(where))
+            first = tuple(0 if a == axis else i for a, i in enumerate(coordinate))
             dist.broadcast(value, src=int(mesh.get_logical_mesh()[first]), group=mesh.get_group(axis))
     return value
 
 
 def materialize(modules: Iterable[nn.Module], init: Callable[[nn.Module], Any]) -> None:
-    """Give every meta parameter and buffer of the modules memory, ties kept, and let `init` fill it."""
+    """Allocate every parameter and buffer of the modules that is on the meta device, and call `init` on the modules.
+
+    Tied parameters stay tied.
+    """
     made: dict[int, torch.Tensor] = {}
     touched = []
     for module in modules:
         if isinstance(module, nn.Module) and any(
-            t is not None and t.is_meta for t in [*module._parameters.values(), *module._buffers.values()]
+            t is not None and t.is_meta for t in [*parameters_of(module).values(), *buffers_of(module).values()]
         ):
             touched.append(module)
-        for name, old in module._parameters.items():
+        for name, old in parameters_of(module).items():
             if old is not None and old.is_meta:
                 if id(old) not in made:
                     new = nn.Parameter(torch.empty_like(old, device=runtime.device()), requires_grad=old.requires_grad)
                     if (layout := sharding_of(old)) is not None:
                         new._fullshard_layout = layout
                     made[id(old)] = new
-                module._parameters[name] = made[id(old)]
-        for name, buffer in module._buffers.items():
+                parameters_of(module)[name] = made[id(old)]
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=runtime.device())
+                buffers_of(module)[name] = torch.empty_like(buffer, device=runtime.device())
     for module in touched:
         init(module)
 
 
 def place_buffers(root: nn.Module, mesh: Mesh, ignored: set[nn.Module], dtype: torch.dtype | None, sync: bool) -> None:
-    """Buffers stay whole: on the device, alike on every rank, floating-point ones in the dtype asked for."""
+    """Move buffers to the device, cast floating-point ones, and make them equal on all ranks. Buffers stay whole."""
     for module in root.modules():
         if module in ignored:
             continue
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is None or buffer.is_meta or is_sharded(buffer):
                 continue
             value = buffer.to(runtime.device())
@@ -151,4 +153,4 @@ def place_buffers(root: nn.Module, mesh: Mesh, ignored: set[nn.Module], dtype: t
                 value = value.to(dtype)
             if sync and value.numel() and mesh.size() > 1:
                 value = broadcast(value.contiguous(), mesh)
-            module._buffers[name] = value
+            buffers_of(module)[name] = value

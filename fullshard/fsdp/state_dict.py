@@ -1,4 +1,4 @@
-"""Reading and writing a sharded model's values: whole, sharded, and as files that transformers reads."""
+"""State dicts of a sharded model: whole or sharded values, and `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
-from fullshard.spmd.tensor import is_sharded, relaid, replicated
+from fullshard.spmd.redistribute import replicated
+from fullshard.spmd.tensor import is_sharded, redistributed
+from fullshard.torch_private import local_of, parameters_of, spec_of
 
 streamed_save: Callable[[nn.Module, Any, dict[str, Any]], Any] | None = None
-"""What writes a model's files without gathering all of it first. The room that can (`weights/`) puts itself here when
-it is imported; it returns NotImplemented for models and options it leaves to transformers."""
+"""Writes a model's files without gathering all of it first. `fullshard.weights` sets it on import; it returns
+NotImplemented for models and options that it leaves to transformers."""
 
 
 def whole_value(sharded: ShardedParameter) -> torch.Tensor:
-    """The whole stored value on this rank's device; all ranks of the mesh must ask for it."""
+    """The whole stored value on this rank's device. Collective: all ranks of the mesh must call it."""
     shard = sharded.shard
     assert is_sharded(shard)
     value = shard.detach()
-    if value._local_tensor.device != runtime.device():
-        value = DTensor(value._local_tensor.to(runtime.device()), value._spec, requires_grad=False)
-    return relaid(value, value.device_mesh, replicated(value.device_mesh))._local_tensor
+    if local_of(value).device != runtime.device():
+        value = DTensor(local_of(value).to(runtime.device()), spec_of(value), requires_grad=False)
+    return local_of(redistributed(value, value.device_mesh, replicated(value.device_mesh)))
 
 
 @contextlib.contextmanager
 def summon_full_params(engine: Engine, writeback: bool, offload_to_cpu: bool) -> Iterator[None]:
-    """Modules hold whole parameters inside."""
+    """Let modules hold whole parameters inside."""
     if engine.summoned:
-        yield  # inside another one already
+        yield  # already inside another one
         return
     if any(unit.shown for unit in engine.units):
         raise FSDPError(
-            "summon_full_params inside a forward or backward pass: modules hold whole parameters there already"
+            "summon_full_params inside a forward or backward pass: modules already hold whole parameters there"
         )
     whole: list[tuple[ShardedParameter, nn.Parameter]] = []
     for unit in engine.units:
@@ -49,7 +51,7 @@ def summon_full_params(engine: Engine, writeback: bool, offload_to_cpu: bool) ->
             value = value.clone() if value.data_ptr() == p.local.data_ptr() else value
             parameter = nn.Parameter(value, requires_grad=p.shard.requires_grad)
             for module, name in p.sites:
-                module._parameters[name] = parameter
+                parameters_of(module)[name] = parameter
             whole.append((p, parameter))
     engine.summoned = True
     try:
@@ -57,12 +59,12 @@ def summon_full_params(engine: Engine, writeback: bool, offload_to_cpu: bool) ->
         if writeback:
             with torch.no_grad():
                 for p, parameter in whole:
-                    # Whatever stands in the module now counts: an initializer may have put a new parameter there.
+                    # Read the module's current parameter: an initializer may have replaced it.
                     module, name = p.sites[0]
-                    current = module._parameters[name]
+                    current = parameters_of(module)[name]
                     source = parameter if current is None else current
                     piece = source.detach()[p.layout.slices(p.plan.shape, runtime.rank())].to(p.local)
-                    if not torch.equal(piece, p.local):  # a write ends what autograd saved of the value
+                    if not torch.equal(piece, p.local):  # a write invalidates what autograd saved
                         p.local.copy_(piece)
     finally:
         engine.summoned = False
@@ -71,7 +73,7 @@ def summon_full_params(engine: Engine, writeback: bool, offload_to_cpu: bool) ->
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool, cpu: bool) -> dict[str, torch.Tensor]:
-    """Whole values, one parameter at a time."""
+    """Whole values, gathered one parameter at a time."""
     keeps = not rank0_only or runtime.is_main()
     engine: Engine = model._fullshard_engine
     by_shard = {id(p.shard): p for unit in engine.units for p in unit.parameters}
@@ -95,14 +97,14 @@ def full_state_dict(model: nn.Module, rank0_only: bool, cpu: bool) -> dict[str, 
 
 
 def as_shards(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict whose whole values are cut to this rank's pieces; no communication for plain tensors."""
+    """A state dict with whole values replaced by this rank's shards; no communication for plain tensors."""
     engine: Engine = model._fullshard_engine
     prefix = _prefix(model, engine)
     by_name = {name: p for unit in engine.units for p in unit.parameters for name in p.plan.names}
     out: dict[str, Any] = {}
     for name, value in values.items():
         p = by_name.get(prefix + name)
-        out[name] = value if p is None or not isinstance(value, torch.Tensor) else _cut(name, value, p)
+        out[name] = value if p is None or not isinstance(value, torch.Tensor) else _as_shard(value, p)
     return out
 
 
@@ -111,21 +113,21 @@ def _prefix(model: nn.Module, engine: Engine) -> str:
     return f"{names[model]}." if names[model] else ""
 
 
-def _cut(name: str, value: torch.Tensor, p: ShardedParameter) -> torch.Tensor:
+def _as_shard(value: torch.Tensor, p: ShardedParameter) -> torch.Tensor:
     p.give_memory()
     shard = p.shard
     assert is_sharded(shard)
     if tuple(value.shape) != p.plan.shape:
-        return value  # torch reports it with all other mistakes
+        return value  # torch reports the shape together with all other mismatches
     if is_sharded(value):
-        local = relaid(value.detach(), shard.device_mesh, shard.placements)._local_tensor
-        return type(shard)(local, shard._spec, requires_grad=False)
+        local = local_of(redistributed(value.detach(), shard.device_mesh, shard.placements))
+        return type(shard)(local, spec_of(shard), requires_grad=False)
     piece = value.detach()[p.layout.slices(p.plan.shape, runtime.rank())].to(p.local.device)
-    return type(shard)(piece, shard._spec, requires_grad=False)
+    return type(shard)(piece, spec_of(shard), requires_grad=False)
 
 
 def save_pretrained(model: nn.Module, plain: Any, directory: Any, options: dict[str, Any]) -> Any:
-    """Write them tensor by tensor where that is known how; else gather all and let transformers write on rank 0.
+    """Write tensor by tensor if `streamed_save` supports the model; otherwise gather all, and rank 0 writes.
 
     With a `state_dict` nothing is left to gather: rank 0 may call it alone, as transformers' Trainer does.
     """

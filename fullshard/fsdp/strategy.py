@@ -1,7 +1,4 @@
-"""What a user chooses about a fully sharded model: when gathered values may be dropped, and in which dtypes.
-
-Pure choices, without tensors: the plan writes them down (`plan.py`) and the engine acts on them (`engine.py`).
-"""
+"""Options of a sharded model: the sharding strategy, backward prefetch and mixed precision. No tensors."""
 
 from __future__ import annotations
 
@@ -15,18 +12,18 @@ from fullshard.errors import FSDPError
 
 
 class ShardingStrategy(enum.IntEnum):
-    """How parameters lie at rest, and how long a gathered value is kept."""
+    """What is sharded, and how long gathered values are kept."""
 
     FULL_SHARD = 1
-    """Parameters, gradients and optimizer state sharded; gathered values dropped after forward."""
+    """Parameters, gradients and optimizer state are sharded; gathered values are freed after forward."""
     SHARD_GRAD_OP = 2
-    """As FULL_SHARD, but gathered values are kept until backward is done with them."""
+    """As FULL_SHARD, but gathered values are kept until their backward is over."""
     NO_SHARD = 3
-    """Every rank holds everything; gradients are averaged."""
+    """Every rank holds whole parameters; gradients are averaged."""
     HYBRID_SHARD = 4
-    """FULL_SHARD inside a group of ranks, copies across the groups."""
+    """FULL_SHARD inside a group of ranks, replicated across groups."""
     HYBRID_SHARD_ZERO2 = 5
-    """SHARD_GRAD_OP inside a group of ranks, copies across the groups."""
+    """SHARD_GRAD_OP inside a group of ranks, replicated across groups."""
 
     @classmethod
     def of(cls, value: ShardingStrategy | str | int) -> ShardingStrategy:
@@ -58,11 +55,11 @@ class BackwardPrefetch(enum.Enum):
     """When the next unit of a backward pass is gathered."""
 
     BACKWARD_PRE = "BACKWARD_PRE"
-    """Before the current unit's gradients are computed: most overlap, one more unit in memory."""
+    """Before the current unit's gradients are computed: the most overlap, but one more unit in memory."""
     BACKWARD_POST = "BACKWARD_POST"
     """After the current unit's gradients are computed, before they are reduced."""
     NONE = "NONE"
-    """When it is needed."""
+    """Only when it is needed."""
 
     @classmethod
     def of(cls, value: BackwardPrefetch | str | None) -> BackwardPrefetch:
@@ -76,14 +73,14 @@ class BackwardPrefetch(enum.Enum):
 
 
 def dtype_of(value: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype from itself or from its name ("bfloat16", "torch.bfloat16", "bf16", "fp16", "fp32")."""
+    """A dtype, given as itself or by name ("bfloat16", "torch.bfloat16", "bf16", "fp16", "fp32")."""
     if value is None or isinstance(value, torch.dtype):
         return value
     short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
     name = str(value).removeprefix("torch.")
     found = getattr(torch, short.get(name, name), None)
     if not isinstance(found, torch.dtype):
-        raise FSDPError(f"unknown dtype {value!r}; write torch.bfloat16, 'bfloat16' or 'bf16', for example")
+        raise FSDPError(f"unknown dtype {value!r}; expected torch.bfloat16, 'bfloat16' or 'bf16', for example")
     return found
 
 
@@ -93,20 +90,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The dtypes of a training step. None leaves things as they are."""
+    """The dtypes of a training step. None means no cast."""
 
     param_dtype: Any = None
     """Forward and backward run in this dtype; parameters are gathered in it."""
     reduce_dtype: Any = None
-    """Gradients travel in this dtype. None: in the dtype they are computed in. Sums are always kept in fp32 or better
-    where the transport leaves the summing to us."""
+    """Gradients are sent in this dtype; None means the dtype they are computed in. On Gloo the sums themselves are
+    always computed in fp32 or wider."""
     buffer_dtype: Any = None
-    """Floating-point buffers are cast to this once, when the module is wrapped."""
+    """Floating-point buffers are cast to this dtype once, when the module is wrapped."""
     output_dtype: Any = None
-    """Floating-point outputs of the outermost module are cast to this."""
+    """Floating-point outputs of the outermost module are cast to this dtype."""
     master_dtype: Any = torch.float32
-    """What trains is stored and updated in at least this dtype; None keeps the stored dtype. Frozen parameters
-    always keep theirs."""
+    """Trainable parameters are stored and updated in at least this dtype; None keeps the stored dtype. Frozen
+    parameters always keep theirs."""
     cast_forward_inputs: bool = True
     """Cast floating-point inputs of every unit to `param_dtype`."""
 
@@ -119,8 +116,7 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, value: MixedPrecision | str | torch.dtype | None) -> MixedPrecision:
-        """`None` and "no" change nothing; a dtype or its name is the usual choice for it: compute in it, "
-        "reduce in fp32."""
+        """`None` and "no" change nothing; a dtype or its name means: compute in it, reduce in fp32."""
         if isinstance(value, MixedPrecision):
             return value
         if value is None or value in ("no", "none"):
@@ -128,7 +124,7 @@ class MixedPrecision:
         return cls(param_dtype=dtype_of(value), reduce_dtype=torch.float32)
 
     def stored(self, dtype: torch.dtype, trainable: bool) -> torch.dtype:
-        """The dtype of a parameter at rest."""
+        """The dtype of a parameter's shards."""
         if not (trainable and dtype.is_floating_point and self.master_dtype is not None):
             return dtype
         return torch.promote_types(dtype, self.master_dtype)
@@ -138,7 +134,7 @@ class MixedPrecision:
         return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
 
     def reduced(self, computed: torch.dtype) -> torch.dtype:
-        """The dtype in which a gradient travels."""
+        """The dtype in which a gradient is reduced."""
         return self.reduce_dtype if self.reduce_dtype is not None and computed.is_floating_point else computed
 
     def __str__(self) -> str:

@@ -1,14 +1,14 @@
-"""Work that runs beside compute, and the one rule for memory that crosses streams.
+"""Side streams: work that runs beside compute, and the rule for tensors that two streams use.
 
-**A tensor that a stream other than its own reads or writes is kept until its own stream has waited for that work.**
+**A tensor that a stream other than its own reads or writes is kept alive until its own stream has waited for that
+work.**
 
-torch gives the memory of a tensor that nobody holds any more to the next tensor of the same stream, at once: a stream
-runs in order, so whatever it still had to do with the old tensor comes first. Another stream knows nothing of that
-order and would read the next tensor's values, or write over them. `Beside` is the only place where what was kept is let
-go. The other way round needs no care: a side stream begins every piece of work by waiting for compute (`Lane.run`), so
-memory that it allocates was last used before that.
+torch reuses the memory of a released tensor at once for the next tensor of the same stream. That is safe inside one
+stream, which runs in order. Another stream is not ordered with it and would read or overwrite the next tensor's values.
+`AsyncWork` is the only place that releases what was kept. The opposite direction needs no care: a side stream starts
+each piece of work by waiting for compute (`SideStream.run`), so compute has finished with the memory that it allocates.
 
-Without streams (on CPUs) work runs where it is called, and a lane keeps nothing.
+Without streams (on CPUs) the work runs where it is called, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ import torch
 from fullshard import accelerator
 
 
-class Beside(ABC):
-    """Work beside compute, and what it needs until compute has waited for it."""
+class AsyncWork(ABC):
+    """Work beside compute, with the tensors it needs until compute has waited for it."""
 
     def __init__(self, *kept: Any) -> None:
         self._kept: list[Any] = [*kept]
 
     def keep(self, *tensors: Any) -> None:
-        """Hold tensors, or whatever holds them, until the work has been waited for."""
+        """Keep tensors, or objects that hold them, until the work has been waited for."""
         self._kept += tensors
 
     def join(self) -> None:
-        """Let the current stream wait for the work; then what was kept may go."""
+        """Make the current stream wait for the work, then release what was kept."""
         self._wait()
         self._kept = []
 
     @abstractmethod
     def _wait(self) -> None:
-        """Let the current stream wait for the work."""
+        """Make the current stream wait for the work."""
 
 
-class Aside(Beside):
-    """Work on a lane."""
+class StreamWork(AsyncWork):
+    """Work on a side stream."""
 
     def __init__(self, device: torch.device, streams: bool):
         super().__init__()
@@ -56,7 +56,7 @@ class Aside(Beside):
             super().keep(*tensors)
 
     def ended(self, event: torch.Event) -> None:
-        """Take note of the end of the work."""
+        """Record the event that marks the end of the work."""
         self._end = event
 
     def _wait(self) -> None:
@@ -64,28 +64,28 @@ class Aside(Beside):
             accelerator.current_stream(self._device).wait_event(self._end)
 
     def join_host(self) -> None:
-        """Let the host wait for the work: it may then read what was copied, and write over what was copied from."""
+        """Make the host wait for the work; it may then read the copies and overwrite their sources."""
         if self._end is not None:
             self._end.synchronize()
         self._kept = []
 
 
-class Lane:
-    """A stream beside compute for one purpose."""
+class SideStream:
+    """A stream beside compute, for one purpose."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._stream = accelerator.new_stream(device)
 
     def join_host(self) -> None:
-        """Let the host wait for everything given to the lane so far."""
+        """Make the host wait for everything queued on the stream so far."""
         if self._stream is not None:
             self._stream.synchronize()
 
     @contextlib.contextmanager
-    def run(self) -> Iterator[Aside]:
-        """Run what follows beside compute, after everything compute was given so far; whoever needs it joins it."""
-        work = Aside(self.device, self._stream is not None)
+    def run(self) -> Iterator[StreamWork]:
+        """Run the body on the side stream, after all compute queued so far; whoever needs the result joins the work."""
+        work = StreamWork(self.device, self._stream is not None)
         if self._stream is None:
             yield work
             return
@@ -95,6 +95,6 @@ class Lane:
             with self._stream:
                 yield work
         except BaseException:
-            compute.wait_stream(self._stream)  # nobody will join it, and what it kept goes now
+            compute.wait_stream(self._stream)  # nobody will join the work, and what it kept is released now
             raise
         work.ended(self._stream.record_event())

@@ -1,4 +1,4 @@
-"""The tensors inside what modules take and return: tuples, dicts, dataclasses, model outputs, caches."""
+"""Tensors inside the inputs and outputs of modules: tuples, dicts, dataclasses, model outputs, caches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+
+from fullshard.torch_private import tree_map
 
 DEPTH = 6
 """How deep objects are searched; key-value caches hold tensors three levels down."""
 
 
 def tensors_in(value: Any, depth: int = DEPTH, *, objects: bool = True) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`. Unless told otherwise, objects of unknown classes are searched by their attributes;
-    modules never are."""
+    """Every tensor in `value`. With `objects`, attributes of objects of unknown classes are searched too, but never
+    those of modules."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth == 0 or value is None or isinstance(value, str | bytes | int | float | type | nn.Module | torch.dtype):
@@ -33,7 +34,7 @@ def tensors_in(value: Any, depth: int = DEPTH, *, objects: bool = True) -> Itera
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """The same structure with every tensor changed; containers torch does not know keep theirs."""
+    """The same structure with `change` applied to every tensor, except inside containers that torch does not know."""
 
     def leaf(inner: Any) -> Any:
         if isinstance(inner, torch.Tensor):

@@ -1,10 +1,10 @@
-"""How much a rank counts in a step whose rows do not divide evenly among the ranks.
+"""Uneven batches: the weight of a rank's rows in a step whose rows do not divide evenly among the ranks.
 
-Gradients are averaged over the ranks, so a loss that is a mean over a rank's own rows has to be scaled by `rows × ranks
-/ rows of all ranks` to give the mean over all rows. The engine scales gradients inside each outermost call: where a
-gradient enters it is multiplied (through an output here, by another way in `backward_entry.py`), where it leaves
-through an input it is divided again. So parameters get the factor once, whatever is computed before and after the call,
-and nobody outside sees it.
+Gradients are averaged over the ranks, so a loss that is a mean over a rank's own rows must be scaled by `rows × ranks /
+rows of all ranks` to give the mean over all rows. The engine scales gradients inside each outermost call: a gradient is
+multiplied where it enters the call (at an output here, at other tensors in `backward_entry.py`) and divided again where
+it leaves through an input. So parameters get the factor exactly once, whatever is computed before and after the call,
+and it is invisible outside.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ class Share:
     """This rank's part of a step."""
 
     weight: float = 1.0
-    """What its gradients are multiplied by before they are averaged over the ranks."""
+    """The factor for its gradients before they are averaged over the ranks."""
     rows: int | None = None
-    """How many rows of the step are its own; 0 for a stand-in; None where nobody counted."""
+    """This rank's rows in the step; 0 for a placeholder batch; None if unknown."""
     total: int | None = None
-    """How many rows the step has on all ranks."""
+    """The rows of the step on all ranks."""
 
 
 _open: list[Share] = []
-"""The shares in force, the latest last."""
+"""The open shares; the last one is active."""
 
 
 def current() -> Share:
-    """The share in force."""
+    """The active share."""
     return _open[-1] if _open else Share()
 
 
 def current_rows() -> Share:
-    """The share of the loader whose batch was handed out last."""
+    """The share of the loader that returned the last batch."""
     return next((share for share in reversed(_open) if share.rows is not None), Share())
 
 
 @contextlib.contextmanager
 def opened(share: Share) -> Iterator[Share]:
-    """Inside, this share is in force, unless another one is opened or raised later."""
+    """Make a share active inside, unless another one is opened or moved to the front later."""
     _open.append(share)
     try:
         yield share
@@ -61,26 +61,26 @@ def opened(share: Share) -> Iterator[Share]:
 
 
 def to_front(share: Share) -> None:
-    """Make an open share the one in force."""
+    """Make an open share the active one."""
     _open.remove(share)
     _open.append(share)
 
 
 @contextlib.contextmanager
 def weighted(count: float) -> Iterator[float]:
-    """Inside, the loss of a forward is taken as a mean over `count` things on this rank (tokens, say).
+    """Inside, the loss of a forward counts as a mean over `count` items of this rank (tokens, for example).
 
-    The gradients become those of the mean over the things of all ranks, whose number is given. All ranks must enter it.
-    A stand-in from a prepared loader counts 0, whatever is said here.
+    The gradients are then those of the mean over the items of all ranks. Yields their number. All ranks must enter it.
+    A placeholder batch from a prepared loader counts 0, whatever `count` is.
     """
     if not count >= 0:
-        raise FSDPError(f"weighted({count}): expected how many things this rank's loss is a mean over, 0 or more")
-    total = mine = 0.0 if current_rows().rows == 0 else float(count)
+        raise FSDPError(f"weighted({count}): expected the number of items this rank's loss is a mean over, 0 or more")
+    total = own = 0.0 if current_rows().rows == 0 else float(count)
     if runtime.world_size() > 1:
-        summed = torch.tensor(mine, dtype=torch.float64, device=runtime.device())
+        summed = torch.tensor(own, dtype=torch.float64, device=runtime.device())
         collectives.finish("sum of the weights", lambda: dist.all_reduce(summed, async_op=True))
         total = summed.item()
-    with opened(Share(mine / total * runtime.world_size() if total else 0.0)):
+    with opened(Share(own / total * runtime.world_size() if total else 0.0)):
         yield total
 
 
@@ -88,7 +88,7 @@ def weighted(count: float) -> Iterator[float]:
 
 
 class _Scaled(torch.autograd.Function):
-    """The same value; its gradient times a number."""
+    """Identity in forward; multiplies the gradient by a number in backward."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
@@ -101,26 +101,26 @@ class _Scaled(torch.autograd.Function):
 
 
 def entering(inputs: Any, weight: float) -> Any:
-    """What a call takes: gradients that leave through it are those of the loss again (zeros if the weight is 0)."""
+    """The inputs of a call, such that gradients leaving through them are divided by the weight (zeros if it is 0)."""
     return inputs if weight in (0.0, 1.0) else map_tensors(lambda t: scaled(t, 1 / weight), inputs)
 
 
 def leaving(output: Any, weight: float) -> Any:
-    """What a call returns: gradients that enter through it get the weight."""
+    """The outputs of a call, such that gradients entering through them are multiplied by the weight."""
     if weight == 1.0:
         return output
     weighed = map_tensors(lambda t: scaled(t, weight), output)
     if weighed is output and not isinstance(output, torch.Tensor) and any(t.requires_grad for t in tensors_in(output)):
-        weighed = copy.copy(output)  # an object of the user's own class
+        weighed = copy.copy(output)  # an object of a user-defined class
         vars(weighed).update({name: leaving(value, weight) for name, value in vars(output).items()})
     return weighed
 
 
 def is_weighed(node: Any, weight: float) -> bool:
-    """Whether an operation is the one that gives gradients this weight."""
+    """Whether an operation is the one that multiplies gradients by this weight."""
     return type(node).__name__ == "_ScaledBackward" and node.factor == weight
 
 
 def scaled(value: torch.Tensor, factor: float) -> torch.Tensor:
-    """The same value; gradients that come to it are multiplied."""
+    """The same value, whose gradient is multiplied by `factor`."""
     return _Scaled.apply(value, factor) if value.requires_grad and factor != 1.0 else value

@@ -1,4 +1,4 @@
-"""The wrapping policies, under the name where PyTorch and PyTorch/XLA keep them."""
+"""The wrapping policies, under the module name that PyTorch and PyTorch/XLA use."""
 
 from fullshard.fsdp.policy import (
     always_wrap_policy,

@@ -1,7 +1,7 @@
-"""How often a parameter has been written to: what was gathered or loaded before is out of date once this changes.
+"""Write counts of parameters: a gathered or loaded value is out of date once its parameter's count has changed.
 
-torch counts writes to a tensor, but not those that multi-tensor optimizers (`foreach`, `fused`) make to sharded ones,
-so optimizer steps are counted here. Writes into `.data`, and multi-tensor operators called directly, go unseen.
+torch counts writes to a tensor, but not those of multi-tensor optimizers (`foreach`, `fused`) to sharded tensors, so
+optimizer steps are counted here. Writes into `.data`, and direct calls of multi-tensor operators, are not detected.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import local_of, version_of
 
 _STEPS = "_fullshard_steps"
 
 
 def writes_of(shard: torch.Tensor) -> tuple[int, int, int]:
-    """A value that differs after a write, from its first call in the process on."""
+    """A value that changes with every write, counted from the first call in the process."""
     _count_steps()
-    # Operators on a sharded tensor count on it and not on its piece; those on the piece count there alone.
-    return shard._version, piece_of(shard)._version, getattr(shard, _STEPS, 0)
+    # Operators on a sharded tensor change its own version only; those on its local tensor change only that version.
+    return version_of(shard), version_of(piece_of(shard)), getattr(shard, _STEPS, 0)
 
 
 def piece_of(shard: torch.Tensor) -> torch.Tensor:
-    return shard._local_tensor if is_sharded(shard) else shard
+    return local_of(shard) if is_sharded(shard) else shard
 
 
 @functools.cache

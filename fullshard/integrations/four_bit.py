@@ -15,13 +15,15 @@ from torch import nn
 from fullshard import runtime
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.integrations import loaded_values
+from fullshard.parallelize.model import build_mesh, shard_model
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant import sharded_groups
+from fullshard.quant.config import Quantization
 from fullshard.quant.linear import NF4Linear
-from fullshard.quant.quantizable import Form
-from fullshard.quant.quantize_model import Quantization, linears, packed_parameters
+from fullshard.quant.quantizable import LinearForm
+from fullshard.quant.quantize import linears, packed_parameters
 from fullshard.weights.dtypes import dtypes_kept
-from fullshard.weights.slice_reader import Cuts, Job, Reader
+from fullshard.weights.slice_reader import Cuts, Job, TensorReader
 from fullshard.weights.transforms import piece_of
 
 
@@ -74,7 +76,7 @@ class DeferredNF4Linear(NF4Linear):
     """The weight as it was loaded; None once the layer has its 4-bit values."""
 
     @classmethod
-    def deferred(cls, linear: Any, chosen: Quantization, form: Form, dtype: torch.dtype) -> DeferredNF4Linear:
+    def deferred(cls, linear: Any, chosen: Quantization, form: LinearForm, dtype: torch.dtype) -> DeferredNF4Linear:
         layer = cls(
             form.in_features, form.out_features, linear.bias is not None, scheme=chosen.scheme,
             compute_dtype=chosen.compute_dtype, device="meta", dtype=dtype,
@@ -108,12 +110,12 @@ def wrap(settings: EngineSettings, model: nn.Module, options: dict[str, Any]) ->
     """The model sharded in place; each rank quantizes its own slices of the layers that have no 4-bit values yet."""
     layers = [m for m in model.modules() if isinstance(m, DeferredNF4Linear) and m.dense is not None]
     runtime.use_spmd()
-    mesh = settings.build_mesh()
+    mesh = build_mesh(settings)
     if settings.sync_module_states and not any(p.is_meta for p in model.parameters()):
         later = {id(p) for layer in layers for p in layer.parts.values()}
         loaded_values.share(model, mesh, later)
         options = {**options, "sync_module_states": False}
-    wrapped = settings.wrap(model, mesh, **options)
+    wrapped = shard_model(model, settings, mesh, **options)
     _quantize_slices(wrapped, layers)
     return wrapped
 
@@ -129,7 +131,7 @@ def _quantize_slices(model: Any, layers: list[DeferredNF4Linear]) -> None:
         layer.dense = None
 
 
-class _Loaded(Reader):
+class _Loaded(TensorReader):
     """A tensor in memory, or mapped from a file."""
 
     def __init__(self, tensor: torch.Tensor):

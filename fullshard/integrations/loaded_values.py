@@ -17,6 +17,7 @@ from torch import nn
 from fullshard import runtime
 from fullshard.fsdp.shard import broadcast
 from fullshard.spmd.mesh import Mesh
+from fullshard.torch_private import buffers_of, version_of
 
 MARK = "_fullshard_loaded"
 """On a parameter that came from files: how often it had been written to by then."""
@@ -29,7 +30,7 @@ def mark(model: nn.Module, missing: Iterable[str]) -> None:
     lacking = set(missing)
     for name, parameter in model.named_parameters():
         if name not in lacking:
-            setattr(parameter, MARK, parameter._version)
+            setattr(parameter, MARK, version_of(parameter))
 
 
 def share(model: nn.Module, mesh: Mesh, skipped: set[int]) -> None:
@@ -42,9 +43,9 @@ def share(model: nn.Module, mesh: Mesh, skipped: set[int]) -> None:
         if not alike:
             parameter.data = _first_rank_s(parameter.detach(), mesh)
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in list(buffers_of(module).items()):
             if buffer is not None and not buffer.is_meta and buffer.numel():
-                module._buffers[name] = _first_rank_s(buffer, mesh)
+                buffers_of(module)[name] = _first_rank_s(buffer, mesh)
 
 
 def _first_rank_s(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -65,7 +66,7 @@ def _alike(parameters: list[nn.Parameter]) -> list[bool]:
 
 def _samples(parameter: nn.Parameter) -> torch.Tensor:
     out = torch.full((SAMPLES,), float("nan"), dtype=torch.float64)
-    if getattr(parameter, MARK, None) == parameter._version and parameter.numel():
+    if getattr(parameter, MARK, None) == version_of(parameter) and parameter.numel():
         flat = parameter.detach().reshape(-1)
         at = torch.linspace(0, len(flat) - 1, SAMPLES, dtype=torch.float64).long()
         out = flat[at.to(flat.device)].to("cpu", torch.float64)

@@ -9,7 +9,8 @@ from typing import Any
 from fullshard import runtime
 from fullshard.integrations.accelerate.plugin import NAMES
 from fullshard.integrations.accelerate.prepare import is_served
-from fullshard.parallelize.fsdp_flags import read_trainer_flags
+from fullshard.parallelize.fsdp_flags import read_section, read_words
+from fullshard.parallelize.settings import overlay
 
 _PLUGIN_NAMES = {setting: keyword for keyword, setting in NAMES.items()}
 
@@ -26,7 +27,7 @@ def fsdp_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
         if not words:
             return original(self)
         notes: list[str] = []
-        values = read_trainer_flags(words, section, notes)
+        values = overlay(read_section(section, notes), read_words(words))
         for note in notes:
             runtime.get_logger().info("TrainingArguments: %s", note)
         self.fsdp, self.fsdp_config = True, {}

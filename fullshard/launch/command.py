@@ -1,27 +1,23 @@
-"""The commands of this room, from words to an exit code; `cli.py` only names them."""
+"""`fullshard launch`, `config` and `test`: from the words of the command line to an exit code."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from fullshard.configfile import SUFFIXES, nest, read_file, sort_keys, write_file
 from fullshard.errors import ConfigError
 from fullshard.launch.config import accelerate_file, file_options, find_file, launch_options, own_file
+from fullshard.launch.help_text import HELP, show_launch_help, show_test_help
+from fullshard.launch.machine import count_gpus, detect_machine
 from fullshard.launch.questionnaire import CPU_PROCESSES, OPTIONS, Asker, ask_all
 from fullshard.launch.resolve import LaunchSettings, check_values, resolve, settle
-from fullshard.launch.settings_table import (
-    HELP,
-    count_gpus,
-    look_around,
-    say,
-    show_launch_help,
-    show_settings,
-    show_test_help,
-)
+from fullshard.log_filter import own_line
 from fullshard.options import convert, parse_flags
 
 
@@ -29,11 +25,15 @@ def launch(words: Sequence[str]) -> int:
     """`fullshard launch WORDS`."""
     ours = [word for word in words if word not in HELP]
     if len(ours) < len(words) and not parse_flags(ours, launch_options(), "launch").rest:
-        show_launch_help()  # with a script, the word is the script's
+        show_launch_help()  # after a script, --help belongs to the script
         return 0
-    settings = settle_here(resolve(words))
-    speaks = settings.slurm is None or settings.slurm.task == 0
-    if speaks and not settings.run.quiet:
+    return start(settle_here(resolve(words)))
+
+
+def start(settings: LaunchSettings) -> int:
+    """Show the settings, start the processes and wait for them; returns the exit code."""
+    prints = settings.slurm is None or settings.slurm.task == 0
+    if prints and not settings.run.quiet:
         show_settings(settings)
     if settings.run.dry_run:
         return 0
@@ -42,8 +42,25 @@ def launch(words: Sequence[str]) -> int:
     return agent.launch(settings, say)
 
 
+def say(line: str) -> None:
+    """Print one line for the user. It goes to stderr, so that stdout has only the script's output."""
+    print(f"{own_line(sys.stderr)}fullshard: {line}", file=sys.stderr, flush=True)
+
+
+def show_settings(settings: LaunchSettings) -> None:
+    """Print a compact table: the file in use, the effective settings, notes, and options without effect."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in settings.describe().items():
+        table.add_row(name, value)
+    for note in settings.notes:
+        table.add_row("note", note)
+    for key, reason in settings.without_effect().items():
+        table.add_row("without effect", f"{key}: {reason}")
+    Console(file=sys.stderr, highlight=False, soft_wrap=True).print(table)
+
+
 def settle_here(settings: LaunchSettings) -> LaunchSettings:
-    """The settings for this machine; its GPUs are counted only where they matter."""
+    """The settings for this machine; its GPUs are counted only if they matter."""
     return settle(settings, 0 if settings.engine.use_cpu else count_gpus())
 
 
@@ -53,11 +70,11 @@ ALWAYS = {
     "num_machines": 1, "rdzv_backend": "static", "same_network": True, "tpu_env": (),
     "tpu_use_cluster": False, "tpu_use_sudo": False, "use_cpu": False,
 }  # fmt: skip
-"""What every file says, so that Accelerate's reader finds all it expects."""
+"""Keys that every file gets: Accelerate's reader expects them."""
 
 
 def config(action: str, file: str | None, force: bool, mixed_precision: str | None) -> None:
-    """`fullshard config`: ask, write defaults, or rewrite a file in today's spelling."""
+    """`fullshard config`: ask, write defaults, or rewrite a file with current key names."""
     target = Path(file).expanduser() if file is not None else own_file()
     if target.suffix not in SUFFIXES:
         raise ConfigError(f"--config_file {target}: expected a name that ends in {', '.join(SUFFIXES)}")
@@ -73,10 +90,10 @@ def config(action: str, file: str | None, force: bool, mixed_precision: str | No
     else:
         if target.exists() and not force:
             if action == "default":
-                raise ConfigError(f"{target} exists; --force replaces it, --update rewrites it in today's spelling")
+                raise ConfigError(f"{target} exists; --force replaces it, --update rewrites it with current key names")
             if not Asker(out).yes(f"{target} exists. Replace it?", False):
-                raise ConfigError(f"{target} was left as it is; --config_file names another file")
-        values = ask_all(out, look_around()) if action == "ask" else default_values()
+                raise ConfigError(f"{target} was not changed; use --config_file to write another file")
+        values = ask_all(out, detect_machine()) if action == "ask" else default_values()
     if mixed_precision is not None:
         values["mixed_precision"] = convert(OPTIONS["mixed_precision"], mixed_precision, "--mixed_precision")
     check_values(values)
@@ -88,7 +105,7 @@ def config(action: str, file: str | None, force: bool, mixed_precision: str | No
 
 
 def default_values() -> dict[str, Any]:
-    """A file for this machine alone: the model sharded over its GPUs, or over CPU processes."""
+    """Settings for this machine alone: the model is sharded over its GPUs, or over CPU processes."""
     gpus = count_gpus()
     return {
         "num_processes": gpus or CPU_PROCESSES, "use_cpu": gpus == 0, "version": 2, "reshard_after_forward": True,
@@ -103,5 +120,5 @@ def test(words: Sequence[str]) -> int:
         show_test_help()
         return 0
     if rest := parse_flags(words, launch_options(), "test").rest:
-        raise ConfigError(f"fullshard test runs a model of its own, so {rest[0]!r} has no place; it takes flags only")
+        raise ConfigError(f"fullshard test runs its own model and takes flags only; got {rest[0]!r}")
     return launch([*words, "-m", "fullshard.launch.selftest"])

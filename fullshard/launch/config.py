@@ -1,9 +1,8 @@
-"""The launcher's options: what the configuration file and the flags of `fullshard launch` say about processes.
+"""The launcher's options, and the locations of its configuration file.
 
-`ProcessSettings` are the keys of Accelerate's file that are not about the engine (those are
-`fullshard.parallelize.settings.EngineSettings`); `RunSettings` are flags only. Together the three classes are the file
-format, the flags, `--help` and `docs/options.md`. Where files lie is said here too; how values are put together is in
-`resolve.py`.
+`ProcessSettings` are the keys of Accelerate's file that are not about the engine (those are in
+`fullshard.parallelize.settings.EngineSettings`); `RunSettings` are flags only. The file format, the flags, `--help` and
+`docs/options.md` all come from these three classes. `resolve.py` combines the values.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fullshard.options import Option, option, options_of
+from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings
-
-_tpu = functools.partial(option, no_op="it is about TPUs, for which the engine is not there yet")
 
 OFFERED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 NOT_OFFERED = (
     "DEEPSPEED", "MEGATRON_LM", "XLA", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU",
     "MULTI_NEURON",
 )  # fmt: skip
-"""Values of `distributed_type` that Accelerate knows and fullshard refuses."""
+"""Values of `distributed_type` that Accelerate accepts and fullshard refuses."""
 
 
 @dataclass(frozen=True)
@@ -33,50 +31,28 @@ class ProcessSettings:
     """Which processes run where."""
 
     compute_environment: Literal["LOCAL_MACHINE", "AMAZON_SAGEMAKER"] = "LOCAL_MACHINE"
-    """Where the processes run. Only LOCAL_MACHINE, which means the machines at hand, Slurm's included."""
+    """Where the processes run. Only LOCAL_MACHINE is supported; it includes Slurm."""
     distributed_type: Literal[(*OFFERED, *NOT_OFFERED)] = "FSDP"  # type: ignore[valid-type]
-    """FSDP shards the model. MULTI_GPU and MULTI_CPU keep it whole on every rank (NO_SHARD). NO is one process."""
+    """FSDP shards the model. MULTI_GPU and MULTI_CPU replicate it on every rank (NO_SHARD). NO is one process."""
     num_processes: int | None = option(None, flags=("n",))
-    """Processes in all, over all machines. Unset: one per GPU, or one on CPUs."""
+    """Total number of processes on all machines. Unset: one per GPU, or one on CPUs."""
     num_machines: int = 1
     """Number of machines (nodes)."""
     machine_rank: int = 0
-    """The number of this machine, from 0."""
+    """The rank of this machine, from 0."""
     gpu_ids: str | None = option(None, given_as="all, or ids such as 0,1")
     """The GPUs to use on this machine. Unset: all."""
     main_process_ip: str | None = option(None, given_as="HOST")
-    """Address of machine 0. Needed with several machines, unless Slurm says it."""
+    """Address of machine 0. Required with several machines, except under Slurm."""
     main_process_port: int | None = None
-    """Port of the rendezvous on machine 0. On one machine: 0 or unset takes a free one, and a busy one is replaced. On
-    several machines a busy port is an error; unset is 29500."""
+    """Port of the rendezvous on machine 0. On one machine: 0 or unset selects a free port, and a busy port is replaced
+    by a free one. On several machines a busy port is an error; unset means 29500."""
     rdzv_backend: str = option("static", given_as="static, c10d or another of torchrun's")
     """How machines find each other."""
-    same_network: bool = option(True, no_op="machines always meet at main_process_ip:main_process_port")
-    """Accelerate: whether all machines are on one local network."""
     enable_cpu_affinity: bool = False
-    """Give each process its own part of the machine's cores."""
-    main_training_function: str = _tpu("main")
-    """Accelerate: the function that TPU processes call."""
-    downcast_bf16: str = _tpu("no")
-    """Accelerate: how TPUs treat doubles in bf16."""
-    tpu_env: tuple[str, ...] | None = _tpu(None)
-    """Accelerate: variables for TPU pods."""
-    tpu_use_cluster: bool = _tpu(False, flags=("tpu_cluster",))
-    """Accelerate: whether to start on a TPU pod."""
-    tpu_use_sudo: bool = _tpu(False)
-    """Accelerate: whether to use sudo in a TPU pod."""
-    tpu_name: str | None = _tpu(None)
-    """Accelerate: the TPU's name."""
-    tpu_zone: str | None = _tpu(None)
-    """Accelerate: the TPU's zone."""
-    tpu_vm: tuple[str, ...] | None = _tpu(None, flags=("vm",))
-    """Accelerate: names of TPU machines."""
-    command_file: str | None = _tpu(None)
-    """Accelerate: commands to run in each TPU pod."""
-    commands: tuple[str, ...] | None = _tpu(None)
-    """Accelerate: commands to run in each TPU pod."""
+    """Bind each process to its own share of the machine's CPU cores."""
     fp16: bool | None = None
-    """An old spelling of `mixed_precision: fp16`."""
+    """Old name of `mixed_precision: fp16`."""
     deepspeed_config: dict[str, Any] | None = option(None)  # noqa: RUF009 - a field, not a shared dict
     """Accelerate: DeepSpeed. Refused unless empty."""
     megatron_lm_config: dict[str, Any] | None = option(None)  # noqa: RUF009
@@ -92,7 +68,7 @@ _flag = functools.partial(option, in_file=False)
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Flags of `fullshard launch` that have no place in the file."""
+    """Flags of `fullshard launch` that cannot be set in the file."""
 
     config_file: str | None = _flag(None, given_as="PATH")
     """The configuration file. Unset: fullshard's own default file, else Accelerate's."""
@@ -106,39 +82,37 @@ class RunSettings:
     """Same as `--distributed_type MEGATRON_LM`, which is refused."""
     tpu: bool = _flag(False)
     """Same as `--distributed_type XLA`, which is refused."""
-    use_parallelism_config: bool = _flag(False, no_op="the sizes of `parallelism_config` count wherever they are given")
-    """Accelerate: whether the sizes of `parallelism_config` count."""
     fsdp: str | None = _flag(None, given_as='"full_shard auto_wrap offload"')
-    """The strategy in the words of transformers' `--fsdp`."""
+    """The strategy, written as for `--fsdp` of transformers' Trainer."""
     fsdp_config: str | None = _flag(None, given_as="PATH")
-    """A YAML or JSON file with the keys of `fsdp_config` alone."""
+    """A YAML or JSON file with only the keys of `fsdp_config`."""
     module: bool = _flag(False, flags=("m",))
     """The script is a Python module, as in `python -m`."""
     no_python: bool = _flag(False)
-    """The script is a program of its own; run it without Python."""
+    """The script is an executable; run it without Python."""
     no_integrations: bool = _flag(False)
-    """Let Accelerate, transformers' Trainer and TRL run on their own engine instead of fullshard's."""
+    """Run Accelerate, transformers' Trainer and TRL on their own engine instead of fullshard's."""
     num_cpu_threads_per_process: int | None = _flag(None)
-    """Threads per process (OMP_NUM_THREADS). Unset: the variable; else the machine's cores shared out on CPUs, 1 on
-    GPUs."""
+    """Threads per process (OMP_NUM_THREADS). Unset: the environment variable; else an equal share of the cores on CPUs,
+    1 on GPUs."""
     max_restarts: int = _flag(0)
-    """How often all processes are started again after one has crashed. A preempted run is not."""
+    """How often all processes are restarted after one has crashed. A preempted run is not restarted."""
     grace: float = _flag(30.0)
-    """Seconds that processes get to save and end after the first Ctrl-C or SIGTERM."""
+    """Seconds that processes have to save and end after the first Ctrl-C or SIGTERM."""
     rdzv_timeout: float = _flag(300.0)
     """Seconds to wait for the other machines."""
     rdzv_conf: str = _flag("", given_as="KEY=VALUE,…")
-    """More settings of the rendezvous backend."""
+    """Additional settings of the rendezvous backend."""
     rdzv_id: str = _flag("fullshard")
     """The name of the run at the rendezvous."""
     monitor_interval: float = _flag(0.1)
-    """Seconds between two looks at the processes."""
+    """Seconds between two checks of the processes."""
     log_dir: str | None = _flag(None, given_as="PATH")
-    """Folder for a log of each rank's output, which is shown as well."""
+    """Directory for a log file of each rank's output, which is also printed."""
     tee: Literal["0", "1", "2", "3"] | None = _flag(None, flags=("t",))
-    """What goes into the logs: 0 nothing, 1 stdout, 2 stderr, 3 both. Unset: 3 with `--log_dir`."""
+    """What is written to the logs: 0 nothing, 1 stdout, 2 stderr, 3 both. Unset: 3 with `--log_dir`."""
     role: str = _flag("default")
-    """The processes' role, as torchrun calls it."""
+    """The role of the processes, as in torchrun."""
     quiet: bool = _flag(False, flags=("q",))
     """Do not print the settings."""
     dry_run: bool = _flag(False)
@@ -147,16 +121,16 @@ class RunSettings:
 
 def launch_options() -> tuple[Option, ...]:
     """Every option of `fullshard launch`."""
-    return (*options_of(RunSettings), *options_of(ProcessSettings), *options_of(EngineSettings))
+    return (*options_of(RunSettings), *file_options())
 
 
 def file_options() -> tuple[Option, ...]:
-    """Every option of the configuration file."""
-    return (*options_of(ProcessSettings), *options_of(EngineSettings))
+    """Every option of the configuration file, and the options that are ignored."""
+    return (*options_of(ProcessSettings), *options_of(EngineSettings), *IGNORED_OPTIONS)
 
 
 def own_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """fullshard's default file: `$FULLSHARD_CONFIG`, else in the user's configuration folder."""
+    """fullshard's default file: `$FULLSHARD_CONFIG`, else a file in the user's configuration directory."""
     if environment.get("FULLSHARD_CONFIG"):
         return Path(environment["FULLSHARD_CONFIG"]).expanduser()
     home = environment.get("XDG_CONFIG_HOME") or "~/.config"
@@ -170,7 +144,7 @@ def accelerate_file(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def find_file(asked: str | None, environment: Mapping[str, str] = os.environ) -> tuple[Path | None, str]:
-    """The file in use and why."""
+    """The file to use, and why this one."""
     if asked is not None:
         return Path(asked).expanduser(), "--config_file"
     for path, why in ((own_file(environment), "the default file"), (accelerate_file(environment), "Accelerate's")):

@@ -1,30 +1,30 @@
-"""The questionnaire of `fullshard config`: questions one by one, typed answers, no cursor keys, any terminal.
+"""The questionnaire of `fullshard config`: one question at a time, typed answers, any terminal.
 
-It only gathers option values. What an option means is said by the typed configuration, and the file is written by
-`command.py`.
+It only collects option values. The options are defined by the typed configuration classes; `command.py` writes the
+file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rich.console import Console
 
 from fullshard.errors import ConfigError
 from fullshard.launch.config import ProcessSettings
+from fullshard.launch.machine import Machine
 from fullshard.options import FALSE, TRUE, Option, convert, options_of
 from fullshard.parallelize.settings import STRATEGIES, EngineSettings
 
 T = TypeVar("T")
 CPU_PROCESSES = 2
-"""Processes that are offered on CPUs."""
+"""Default number of processes on CPUs."""
 OPTIONS: dict[str, Option] = {one.name: one for one in (*options_of(ProcessSettings), *options_of(EngineSettings))}
 
 
 class Asker:
-    """Asks at the terminal until an answer can be used. An empty answer takes the default."""
+    """Asks at the terminal until an answer is valid. An empty answer selects the default."""
 
     def __init__(self, out: Console):
         self.out = out
@@ -46,12 +46,12 @@ class Asker:
             return self.out.input(shown)
         except EOFError:
             raise ConfigError(
-                "the questionnaire ended before its last question and nothing was written; answer it at a terminal, "
-                "or use fullshard config --default"
+                "the input ended before the last question, and nothing was written; answer the questions at a "
+                "terminal, or use fullshard config --default"
             ) from None
 
     def value(self, name: str, question: str, default: Any = None) -> Any:
-        """An option's value, read as in the file."""
+        """An option's value, parsed as in the file."""
         text = None if default is None else str(default)
         return self.ask(question, lambda answer: convert(OPTIONS[name], answer, name), text)
 
@@ -64,7 +64,7 @@ class Asker:
         return self.ask(question, read, "yes" if default else "no")
 
     def choice(self, question: str, choices: Sequence[str], default: int = 0) -> int:
-        """The number of the choice; it may be answered by number or by name."""
+        """The index of the choice; the answer may be the number or the name."""
         self.out.print(question, markup=False)
         for number, text in enumerate(choices):
             self.out.print(f"  {number}  {text}", markup=False)
@@ -85,26 +85,8 @@ class Asker:
         return choices[self.choice(question, choices, default)]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What this machine has to train on."""
-
-    gpus: tuple[str, ...] = ()
-    """Their names."""
-    bf16: bool = True
-    """Whether they compute in bf16. CPUs do."""
-    slurm: bool = False
-
-    def __str__(self) -> str:
-        if not self.gpus:
-            return "This machine has no GPU."
-        kinds = {name: self.gpus.count(name) for name in self.gpus}
-        found = ", ".join(f"{count} × {name}" for name, count in kinds.items())
-        return f"This machine has {found}{'' if self.bf16 else ', which cannot compute in bf16'}."
-
-
 def ask_all(out: Console, machine: Machine) -> dict[str, Any]:
-    """Every question, in Accelerate's order; option values by name. What is offered is what the machine has."""
+    """Ask every question, in Accelerate's order; returns option values by name. Defaults fit the machine."""
     ask, gpus = Asker(out), len(machine.gpus)
     values: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
     out.print(str(machine), markup=False)
@@ -119,7 +101,7 @@ def ask_all(out: Console, machine: Machine) -> dict[str, Any]:
     elif kind and not on_slurm:
         _ask_machines(ask, values)
     if kind:
-        values["debug"] = ask.yes("Check while running that ranks agree (slower)?", False)
+        values["debug"] = ask.yes("Check at run time that ranks agree (slower)?", False)
     if ask.yes("Compile the model with torch.compile?", False):
         values["backend"] = ask.value("backend", "Which backend", "inductor")
         values["mode"] = ask.pick("Which mode?", "mode")
@@ -136,7 +118,7 @@ def ask_all(out: Console, machine: Machine) -> dict[str, Any]:
 
 
 def _ask_processes(ask: Asker, machine: Machine, kind: int, machines: int) -> int:
-    """How many processes; `machines` is 0 where Slurm knows."""
+    """The number of processes; `machines` is 0 under Slurm, which sets it."""
     if kind == 1:
         default = str(CPU_PROCESSES * max(1, machines))
         return ask.ask("How many processes, over all machines", _positive("num_processes"), default)
@@ -145,7 +127,7 @@ def _ask_processes(ask: Asker, machine: Machine, kind: int, machines: int) -> in
     def read(answer: str) -> int:
         number = _positive("num_processes")(answer)
         if here and machines == 1 and number > here:
-            raise ValueError(f"this machine has {here} GPU(s), and each process needs its own")
+            raise ValueError(f"this machine has {here} GPU(s), and each process needs one")
         return number
 
     return ask.ask("How many GPUs, over all machines", read, str(max(1, here * max(1, machines))))
@@ -175,36 +157,37 @@ def _ask_machines(ask: Asker, values: dict[str, Any]) -> None:
 
 
 def _ask_engine(ask: Asker, values: dict[str, Any]) -> None:
-    values["version"] = ask.choice("Whose options do you want to answer?", ["FSDP version 1", "FSDP version 2"], 1) + 1
+    versions = ["FSDP version 1", "FSDP version 2"]
+    values["version"] = ask.choice("Which version's options do you want to set?", versions, 1) + 1
     first = values["version"] == 1
     if first:
         values["sharding_strategy"] = STRATEGIES[ask.choice("Which sharding strategy?", STRATEGIES)]
     else:
-        reshard = ask.yes("Drop gathered layers after forward (reshard)?", True)
+        reshard = ask.yes("Free gathered parameters after forward (reshard)?", True)
         values["reshard_after_forward"] = reshard
-    values["offload_params"] = ask.yes("Keep shards, gradients and optimizer state in host memory?", False)
-    policy = ask.pick("Which modules are gathered together?", "auto_wrap_policy")
+    values["offload_params"] = ask.yes("Keep sharded parameters, gradients and optimizer state in CPU memory?", False)
+    policy = ask.pick("Which wrap policy?", "auto_wrap_policy")
     values["auto_wrap_policy"] = policy
     if policy == "TRANSFORMER_BASED_WRAP":
-        if not ask.yes("Use the layers that the model names itself (_no_split_modules)?", True):
+        if not ask.yes("Wrap the model's own layer classes (_no_split_modules)?", True):
             values["transformer_layer_cls_to_wrap"] = ask.value(
                 "transformer_layer_cls_to_wrap", "Layer classes, separated by commas (such as BertLayer)"
             )
     elif policy == "SIZE_BASED_WRAP":
-        values["min_num_params"] = ask.ask("Parameters that make a module a unit", _positive("min_num_params"), "1e8")
+        values["min_num_params"] = ask.ask("Parameters per wrapped module", _positive("min_num_params"), "1e8")
     if first:
-        values["backward_prefetch"] = ask.pick("When is the next layer gathered in backward?", "backward_prefetch")
+        values["backward_prefetch"] = ask.pick("Which backward prefetch policy?", "backward_prefetch")
     leave_out = () if first else ("LOCAL_STATE_DICT",)
     default = 0 if first else 1
-    values["state_dict_type"] = ask.pick("What do checkpoints hold?", "state_dict_type", default, leave_out)
+    values["state_dict_type"] = ask.pick("Which state dict type?", "state_dict_type", default, leave_out)
     if first:
-        values["forward_prefetch"] = ask.yes("Gather the next layer ahead in forward?", False)
+        values["forward_prefetch"] = ask.yes("Prefetch the next layer in forward?", False)
         values["use_orig_params"] = ask.yes("use_orig_params (for Accelerate; no effect here)?", True)
-    values["cpu_ram_efficient_loading"] = ask.yes("RAM-efficient loading (for Accelerate; always so here)?", True)
+    values["cpu_ram_efficient_loading"] = ask.yes("RAM-efficient loading (for Accelerate; always on here)?", True)
     if first:
         efficient = values["cpu_ram_efficient_loading"]
-        values["sync_module_states"] = efficient or ask.yes("Start all ranks from rank 0's values?", True)
-    values["activation_checkpointing"] = ask.yes("Compute activations again in backward (checkpointing)?", False)
-    if not first and ask.yes("Keep copies of the model across groups of ranks (HYBRID)?", False):
-        values["dp_replicate_size"] = ask.ask("How many copies", _positive("dp_replicate_size"), "2")
-        values["dp_shard_size"] = ask.ask("How many ranks hold one copy", _positive("dp_shard_size"), "1")
+        values["sync_module_states"] = efficient or ask.yes("Broadcast rank 0's parameters to all ranks?", True)
+    values["activation_checkpointing"] = ask.yes("Use activation checkpointing?", False)
+    if not first and ask.yes("Replicate the model across groups of ranks (HYBRID_SHARD)?", False):
+        values["dp_replicate_size"] = ask.ask("How many replicas", _positive("dp_replicate_size"), "2")
+        values["dp_shard_size"] = ask.ask("How many ranks per replica", _positive("dp_shard_size"), "1")

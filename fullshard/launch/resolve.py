@@ -1,7 +1,7 @@
-"""From a command line, a file and the environment to one value that says everything: `LaunchSettings`.
+"""Combines the command line, the configuration file and the environment into `LaunchSettings`.
 
-Flags beat the file, the file beats the environment. Everything that can be wrong with the settings is found here,
-before torch is imported or a process exists. Starting the processes is left to `agent.py`.
+Flags override the file, the file overrides the environment. Wrong settings are reported here, before torch is imported
+or a process is started. `agent.py` starts the processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard import __version__
 from fullshard.configfile import Given, read_file, sort_keys
 from fullshard.errors import ConfigError
 from fullshard.integrations.seams import VARIABLE as INTEGRATIONS_VARIABLE
@@ -31,12 +30,14 @@ from fullshard.launch.config import (
 from fullshard.launch.slurm import SlurmPlace, read_slurm
 from fullshard.options import options_of, parse_flags
 from fullshard.parallelize.fsdp_flags import read_section, read_words
+from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import RESOLVED_VARIABLE, EngineSettings, overlay, values_in
+from fullshard.version import __version__
 
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """Everything `fullshard launch` was told, settled."""
+    """All settings of one `fullshard launch`."""
 
     engine: EngineSettings
     processes: ProcessSettings
@@ -46,16 +47,18 @@ class LaunchSettings:
     file: Path | None
     file_reason: str
     given: dict[str, Any]
-    """What was said, by key of the file; the rest is at its default."""
+    """The values that were set, by key of the file; all others are defaults."""
     notes: tuple[str, ...]
     slurm: SlurmPlace | None = None
     device: str = "cpu"
     local_processes: int = 1
     """Processes on this machine."""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Further environment variables of every process."""
 
     @property
     def one_task_per_process(self) -> bool:
-        """Whether `srun` has started every process already, so that none is left to start."""
+        """Whether `srun` has already started every process."""
         return self.slurm is not None and not self.slurm.one_task_per_node
 
     @property
@@ -65,36 +68,36 @@ class LaunchSettings:
         return self.local_processes * self.processes.num_machines
 
     def describe(self) -> dict[str, str]:
-        """The effective settings in words."""
+        """The effective settings as text, by name."""
         machines = self.processes.num_machines
-        said = {"settings from": f"{self.file} ({self.file_reason})" if self.file else "flags and defaults; no file"}
-        said["processes"] = f"{self.world_size} on {machines} machine(s)" if machines > 1 else str(self.world_size)
+        shown = {"settings from": f"{self.file} ({self.file_reason})" if self.file else "flags and defaults; no file"}
+        shown["processes"] = f"{self.world_size} on {machines} machine(s)" if machines > 1 else str(self.world_size)
         if machines > 1:
-            said["processes"] += f"; this is machine {self.processes.machine_rank}"
-            said["rendezvous"] = f"{self.endpoint} ({self.processes.rdzv_backend})"
-        said |= self.engine.describe()
-        said["device"] = self.device
+            shown["processes"] += f"; this is machine {self.processes.machine_rank}"
+            shown["rendezvous"] = f"{self.endpoint} ({self.processes.rdzv_backend})"
+        shown |= self.engine.describe()
+        shown["device"] = self.device
         shape = self.engine.mesh_shape(self.world_size, machines)
         if len(shape) > 1:
-            said["mesh"] = ", ".join(f"{axis}={size}" for axis, size in shape.items())
+            shown["mesh"] = ", ".join(f"{axis}={size}" for axis, size in shape.items())
         if self.run.max_restarts:
-            said["restarts"] = f"up to {self.run.max_restarts} after a crash"
-        return said
+            shown["restarts"] = f"up to {self.run.max_restarts} after a crash"
+        return shown
 
     @property
     def endpoint(self) -> str:
         return f"{self.processes.main_process_ip}:{self.processes.main_process_port}"
 
     def without_effect(self) -> dict[str, str]:
-        """The options that were given another value than their default and change nothing, with the reason."""
+        """The options that were set to another value than their default and have no effect, with the reason."""
         return {
             one.key: one.no_op
-            for one in file_options()
-            if one.no_op and one.key in self.given and self.given[one.key] not in (one.default, (), {})
+            for one in IGNORED_OPTIONS
+            if one.key in self.given and self.given[one.key] not in (one.default, (), {})
         }
 
     def to_json(self) -> str:
-        """What the run writes down beside its results."""
+        """The settings as a run stores them with its results."""
         settings = {
             one.key: getattr(owner, one.name)
             for owner in (self.processes, self.engine)
@@ -115,12 +118,13 @@ class LaunchSettings:
         )
 
     def environment(self, outer: Mapping[str, str]) -> dict[str, str]:
-        """The variables of every process; those of the engine that `outer` holds are replaced."""
+        """The environment of every process: `outer`, with the engine's variables replaced."""
         ours = {one.env for one in options_of(EngineSettings)} | {"ACCELERATE_USE_FSDP", RESOLVED_VARIABLE}
         ours |= {f"FSDP_{one.name.upper()}" for one in options_of(EngineSettings) if one.prefix == "fsdp_"}
         made = {name: value for name, value in outer.items() if name not in ours}
         made |= self.engine.to_environment()
         made[RESOLVED_VARIABLE] = self.to_json()
+        made |= self.variables
         made["OMP_NUM_THREADS"] = str(self._threads(outer))
         if self.device == "cpu":
             made["FULLSHARD_DEVICE"] = "cpu"
@@ -142,18 +146,18 @@ class LaunchSettings:
 
 
 def resolve(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> LaunchSettings:
-    """The settings that `fullshard launch WORDS` has, without looking at the devices: `settle` does that."""
+    """The settings of `fullshard launch WORDS`; `settle` then adds what depends on this machine's devices."""
     parsed = parse_flags(words, launch_options(), "launch")
     run = RunSettings(**_of(RunSettings, parsed.values))
     notes: list[str] = []
     path, reason = find_file(run.config_file, environment)
     file = sort_keys(read_file(path), file_options(), notes) if path is not None else Given()
     if path is not None and reason == "Accelerate's":
-        notes.append(f"there is no default file of fullshard's, so Accelerate's is used: {path}")
+        notes.append(f"fullshard has no default file, so Accelerate's is used: {path}")
     slurm = read_slurm(environment)
     values: dict[str, Any] = {}
     for layer in (
-        _environment_values(environment),
+        values_in(environment, IGNORED_OPTIONS),
         file.values,
         {"use_cpu": True} if environment.get("FULLSHARD_DEVICE") == "cpu" else {},
         _slurm_values(slurm),
@@ -174,7 +178,7 @@ def resolve(words: Sequence[str], environment: Mapping[str, str] = os.environ) -
 
 
 def check_values(values: dict[str, Any], notes: list[str] | None = None) -> tuple[ProcessSettings, EngineSettings]:
-    """The two typed configurations that a file's values make, or the error in them."""
+    """The two typed configurations for a file's values; raises if a value is wrong."""
     if values.pop("fp16", None) and "mixed_precision" not in values:
         values["mixed_precision"] = "fp16"
     processes = ProcessSettings(**_of(ProcessSettings, values))
@@ -184,10 +188,6 @@ def check_values(values: dict[str, Any], notes: list[str] | None = None) -> tupl
 
 def _of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values}
-
-
-def _environment_values(environment: Mapping[str, str]) -> dict[str, Any]:
-    return {k: v for k, v in values_in(environment).items() if k != "cpu_ram_efficient_loading"}
 
 
 def _slurm_values(slurm: SlurmPlace | None) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _typed(run: RunSettings) -> dict[str, Any]:
     }  # fmt: skip
     asked = [flag for flag in kinds if getattr(run, flag)]
     if len(asked) > 1:
-        raise ConfigError(f"--{' and --'.join(asked)} ask for different things; give one of them")
+        raise ConfigError(f"--{' and --'.join(asked)} exclude each other; use one of them")
     return {"distributed_type": kinds[asked[0]]} if asked else {}
 
 
@@ -215,7 +215,7 @@ def _engine(values: Mapping[str, Any], processes: ProcessSettings, notes: list[s
     kind = processes.distributed_type
     if kind != "FSDP":
         if any(name in chosen for name in ("sharding_strategy", "reshard_after_forward")):
-            notes.append(f"distributed_type: {kind} keeps the model whole on every rank; FSDP would shard it")
+            notes.append(f"distributed_type: {kind} replicates the model on every rank; FSDP would shard it")
         chosen = overlay(chosen, {"sharding_strategy": "NO_SHARD"})
     if kind == "MULTI_CPU":
         chosen["use_cpu"] = True
@@ -231,12 +231,12 @@ def _check_processes(processes: ProcessSettings) -> None:
     kind, machines, total = processes.distributed_type, processes.num_machines, processes.num_processes
     for name in ("deepspeed_config", "megatron_lm_config", "mpirun_config", "fp8_config"):
         if getattr(processes, name):
-            raise ConfigError(f"{name} is not offered; take it out of the file, or start with accelerate")
+            raise ConfigError(f"{name} is not supported; remove it from the file, or use accelerate launch")
     for wrong, text in (
         (processes.compute_environment != "LOCAL_MACHINE", "compute_environment: expected LOCAL_MACHINE"),
-        (kind == "XLA", "distributed_type: XLA asks for the XLA engine, which is not there yet; use FSDP"),
-        (kind in NOT_OFFERED, f"distributed_type: {kind} is not offered; use FSDP, MULTI_GPU, MULTI_CPU or NO"),
-        (total == -1, "num_processes: -1 in the file means that it must be given: --num_processes N"),
+        (kind == "XLA", "distributed_type: XLA is not supported yet; use FSDP"),
+        (kind in NOT_OFFERED, f"distributed_type: {kind} is not supported; use FSDP, MULTI_GPU, MULTI_CPU or NO"),
+        (total == -1, "num_processes: -1 in the file means that it must be set on the command line: --num_processes N"),
         (total is not None and total < 1, f"num_processes: expected 1 or more, got {total}"),
         (machines < 1, f"num_machines: expected 1 or more, got {machines}"),
         (
@@ -249,11 +249,11 @@ def _check_processes(processes: ProcessSettings) -> None:
         ),
         (
             total is not None and total % max(1, machines),
-            f"num_processes {total} does not divide by num_machines {machines}; it counts those of all machines",
+            f"num_processes {total} is not divisible by num_machines {machines}; it is the total on all machines",
         ),
         (
             machines > 1 and not processes.main_process_ip,
-            f"num_machines {machines} needs main_process_ip, the address of machine 0 (--main_process_ip HOST)",
+            f"num_machines {machines} requires main_process_ip, the address of machine 0 (--main_process_ip HOST)",
         ),
         (
             processes.main_process_port is not None and not 0 <= processes.main_process_port < 65536,
@@ -261,7 +261,7 @@ def _check_processes(processes: ProcessSettings) -> None:
         ),
         (
             machines > 1 and processes.main_process_port == 0,
-            "main_process_port: 0 takes a free port, which other machines could not know; name one",
+            "main_process_port: 0 selects a free port, which other machines cannot know; set a port",
         ),
     ):
         if wrong:
@@ -288,29 +288,29 @@ def _check_command(run: RunSettings, command: Sequence[str]) -> None:
     if not command:
         if run.dry_run:
             return
-        raise ConfigError("no script: fullshard launch [flags] script.py [its arguments]")
+        raise ConfigError("no script given; expected fullshard launch [flags] script.py [arguments of the script]")
     script = command[0]
     if run.no_python:
         if shutil.which(script) is None:
-            raise ConfigError(f"the program {script} was not found, or cannot be executed")
+            raise ConfigError(f"the program {script} was not found, or is not executable")
     elif run.module:
         if not _module_exists(script):
             raise ConfigError(f"the module {script} was not found")
     elif not Path(script).is_file():
-        hint = " (a module is started with -m)" if "/" not in script and not script.endswith(".py") else ""
+        hint = " (to run a module, use -m)" if "/" not in script and not script.endswith(".py") else ""
         raise ConfigError(f"the script {script} does not exist{hint}")
     if run.log_dir is not None:
         folder = Path(run.log_dir)
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(f"--log_dir {run.log_dir}: {folder} is not a folder that can be written to")
+            raise ConfigError(f"--log_dir {run.log_dir}: {folder} is not a writable directory")
 
 
 def _module_exists(name: str) -> bool:
-    """Whether there is such a package or module, without importing any of it."""
+    """Whether a package or module of this name exists, without importing it."""
     top = name.split(".")[0]
-    here = (Path(top).is_dir(), Path(f"{top}.py").is_file())  # processes look in the working folder as well
+    here = (Path(top).is_dir(), Path(f"{top}.py").is_file())  # processes search the working directory as well
     try:
         return any(here) or importlib.util.find_spec(top) is not None
     except (ValueError, ImportError):
@@ -318,7 +318,7 @@ def _module_exists(name: str) -> bool:
 
 
 def settle(settings: LaunchSettings, gpus: int) -> LaunchSettings:
-    """The settings with device and number of processes, for a machine with this many GPUs."""
+    """The settings with the device and the number of processes, for a machine with this many GPUs."""
     processes, engine, notes = settings.processes, settings.engine, list(settings.notes)
     machines = processes.num_machines
     named = processes.gpu_ids not in (None, "all") and not engine.use_cpu
@@ -334,18 +334,18 @@ def settle(settings: LaunchSettings, gpus: int) -> LaunchSettings:
         if processes.num_processes not in (None, settings.slurm.tasks):
             raise ConfigError(
                 f"num_processes is {processes.num_processes}, but srun started {settings.slurm.tasks} tasks, more than "
-                f"one per node, so each is a process; give --num_processes {settings.slurm.tasks}, or srun "
+                f"one per node, so each task is a process; use --num_processes {settings.slurm.tasks}, or srun "
                 "--ntasks-per-node 1"
             )
         local = settings.slurm.tasks_here
-    # A task that srun started may see its own GPU and no other; whether ranks share one is found when they meet.
+    # A task of srun may see only its own GPU; whether ranks share one is checked at the rendezvous.
     if device == "cuda" and local > available and not settings.one_task_per_process:
         raise ConfigError(
-            f"{local} processes on this machine, but {available} GPU(s) to run them on; give --num_processes "
+            f"{local} processes on this machine, but only {available} GPU(s); use --num_processes "
             f"{available * machines}, or --use_cpu to train on CPUs"
         )
     if device == "cpu" and not engine.use_cpu and settings.given.get("use_cpu") is False:
-        notes.append("there is no GPU on this machine, so the model is sharded over CPU processes")
+        notes.append("this machine has no GPU, so the model is sharded over CPU processes")
     port = processes.main_process_port if machines == 1 else processes.main_process_port or 29500
     processes = dataclasses.replace(processes, main_process_port=port)
     settled = dataclasses.replace(

@@ -1,7 +1,7 @@
-"""`fullshard test`: a short sharded training of a tiny model under the user's own configuration, told in words.
+"""`fullshard test`: trains a tiny sharded model with the user's configuration and reports each check.
 
-Runs on every rank, started like any script. A model of plain torch stands in for the user's; its layers bear the class
-names that the configuration wraps, so that the same policy applies.
+It runs on every rank, started like any script. The layers of the tiny model have the class names that the configuration
+wraps, so the same wrap policy applies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fullshard.parallelize.settings import EngineSettings
 STEPS, ROWS, WIDTH = 3, 8, 16
 OK = "ok      "
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Relative difference of losses to one device in fp32, by the dtype computed in."""
+"""Allowed relative difference of losses from one device in fp32, by compute dtype."""
 
 
 class Layer(nn.Module):
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 def tiny_model(layer_names: tuple[str, ...]) -> nn.Module:
-    """Four layers whose classes bear these names, and a head."""
+    """Four layers whose classes have these names, and a head."""
     classes = [type(name, (Layer,), {}) for name in layer_names or ("Layer",)]
     layers = [classes[i % len(classes)]() for i in range(max(4, len(classes)))]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
@@ -54,17 +54,17 @@ def tiny_model(layer_names: tuple[str, ...]) -> nn.Module:
 def main() -> None:
     settings = EngineSettings.from_environment()
     xr.use_spmd(device="cpu" if settings.use_cpu else None)
-    xr.get_logger().setLevel("WARNING")  # what it would say is said below
+    xr.get_logger().setLevel("WARNING")  # the same is reported below
     xr.seed(0)
     device, world = xr.device(), xr.world_size()
-    say(f"{world} process(es) on {xr.node_count()} machine(s) have met; each has the device {device.type}")
+    say(f"{world} process(es) on {xr.node_count()} machine(s) are connected; the device of each is {device.type}")
     ranks = torch.tensor([float(xr.rank() + 1)], device=device)
     if world > 1:
         dist.all_reduce(ranks)
-    check(ranks.item() == world * (world + 1) / 2, "collectives add up")
+    check(ranks.item() == world * (world + 1) / 2, "an all-reduce over all ranks is correct")
     way = xr.transport()
     if device.type != "cpu":
-        check(not way.fix, f"NCCL carries tensors where each rank has a GPU of its own. {way.fix}".strip())
+        check(not way.fix, f"NCCL is used where each rank has its own GPU. {way.fix}".strip())
     xr.announce_transport(say)
 
     model = tiny_model(settings.transformer_layer_cls_to_wrap or ())
@@ -74,7 +74,7 @@ def main() -> None:
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), inputs, targets)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if settings.ignored_modules is not None:
-        say("fsdp_ignored_modules names modules of your model; not tried on this one")
+        say("fsdp_ignored_modules names modules of your model; not tested with this model")
         settings = dataclasses.replace(settings, ignored_modules=None)
     model, optimizer = prepare(model, optimizer, settings=settings)
     mine = slice(xr.rank() * ROWS, (xr.rank() + 1) * ROWS)
@@ -89,11 +89,11 @@ def main() -> None:
         f"{STEPS} training steps give one device's losses (largest difference {worst:.1e}, computed in {computed})",
     )
     try_checkpoint(model, optimizer)
-    say("everything works under this configuration")
+    say("everything works with this configuration")
 
 
 def train(model: Any, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> list[float]:
-    """A few steps; the losses over all ranks' rows."""
+    """Train a few steps; returns the losses over the rows of all ranks."""
     losses = []
     for _ in range(STEPS):
         loss = nn.functional.mse_loss(model(inputs).float(), targets)
@@ -108,21 +108,21 @@ def train(model: Any, optimizer: Any, inputs: torch.Tensor, targets: torch.Tenso
 
 
 def check_links(model: Any, backend: str) -> None:
-    """The sharded model's own groups must carry tensors as the ranks' group does."""
+    """Check that the sharded model's process groups use the same backend as the default group."""
     means = model._fullshard_engine.means
     links = [link for link in (means.gather_link, means.reduce_link, means.replica_link) if link.group is not None]
     found = {groups.backend_of(link.group, xr.device()) for link in links}
     through_host = any(link.from_host for link in links)
     right = found <= {backend} and not (backend != "gloo" and through_host)
     if links:
-        check(right, f"the sharded model's gathers and reductions take that transport ({backend})")
+        check(right, f"all-gathers and reductions of the sharded model use the same transport ({backend})")
 
 
 def try_checkpoint(model: Any, optimizer: Any) -> None:
-    """Write a checkpoint and read it back, where that part of fullshard is installed."""
+    """Save and restore a checkpoint, if that part of fullshard is installed."""
     if importlib.util.find_spec("fullshard.checkpoint.manager") is None:
         return
-    from fullshard import load_state, save_state
+    from fullshard.checkpoint.manager import load_state, save_state
 
     folder = [tempfile.mkdtemp(prefix="fullshard-test-") if xr.is_main() else ""]
     if xr.world_size() > 1:
@@ -137,22 +137,22 @@ def try_checkpoint(model: Any, optimizer: Any) -> None:
     xr.barrier()
     if xr.is_main():
         shutil.rmtree(folder[0])
-    check(same, "a checkpoint was written, read back, and is the same bit for bit")
+    check(same, "a checkpoint was saved and restored bit for bit")
 
 
 def say(line: str) -> None:
-    """A line of the report; on a terminal it goes on below itself."""
+    """Print a line of the report, wrapped to the width of the terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(line) + len(OK)
     xr.print0(textwrap.fill(line, width, initial_indent=OK, subsequent_indent=" " * len(OK)))
 
 
 def check(right: bool, what: str) -> None:
-    """Say that something works, or stop on every rank if it does not on one."""
+    """Report a check that passed; raise on every rank if it failed on any."""
     wrong = torch.tensor([0.0 if right else 1.0], device=xr.device())
     if xr.world_size() > 1:
         dist.all_reduce(wrong)
     if wrong.item():
-        raise TrainingError(f"this does not hold on {int(wrong.item())} rank(s): {what}")
+        raise TrainingError(f"failed on {int(wrong.item())} rank(s): {what}")
     say(what)
 
 

@@ -1,52 +1,58 @@
-"""`fullshard sft`: the training job with its ranks. Flags of the run and flags of the launcher may stand side by side.
+"""`fullshard sft`: the training job with its ranks. Flags of the run and flags of the launcher may be mixed.
 
-What is wrong with the settings, paths or the output folder is said here, before torch is imported or a process exists.
-Under a launcher, or where one process is all there is, the job runs in this process.
+Settings, paths, data and the output folder are parsed and checked here, once, before torch is imported or a process
+exists; the ranks receive the checked run. Under another launcher, or with one process, the job runs in this process.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 
 from fullshard.launch import command
 from fullshard.launch.config import find_file, launch_options
-from fullshard.launch.settings_table import HELP, count_gpus, show_help
+from fullshard.launch.help_text import HELP, show_help
+from fullshard.launch.machine import count_gpus
+from fullshard.launch.resolve import resolve
 from fullshard.options import FALSE, TRUE, Option, options_of
 from fullshard.train.config import SFTConfig
-from fullshard.train.run_dir import check_folder
 
 MODULE = "fullshard.train"
 
 
 def sft(words: Sequence[str]) -> int:
-    """`fullshard sft WORDS`; the exit code."""
+    """Run `fullshard sft` with these arguments; returns the exit code."""
     if any(word in HELP for word in words):
         show_sft_help()
         return 0
-    from fullshard.train.cli_args import check_paths, inputs_of, parse
+    from fullshard.train.checked_run import RUN_VARIABLE, check_command
+    from fullshard.train.cli_args import parse
 
     mine, launchers = split(words)
     arguments = parse(mine)
-    data = check_paths(arguments.config)
     if arguments.config.preview:
-        from fullshard.train import preview
+        from fullshard.train.preview import preview_run
 
-        preview.run(arguments.config, arguments.notes)
+        preview_run(check_command(arguments))
         return 0
-    if int(os.environ.get("RANK") or 0) == 0:
-        check_folder(arguments.config, inputs_of(arguments.config, data))
-    launched = bool(os.environ.get("RANK"))
-    if not launched and (launchers or find_file(None)[0] is not None or count_gpus() > 1):
-        return command.launch([*launchers, "-m", MODULE, *mine])
-    from fullshard.train.trainer import run
+    is_rank = bool(os.environ.get("RANK"))
+    ranks = [*launchers, "-m", MODULE, *mine]
+    launch = resolve(ranks) if not is_rank and (launchers or find_file(None)[0] is not None) else None
+    # A rank of another launcher leaves the output folder to the first rank, once all have met.
+    run = check_command(arguments, launch.engine if launch is not None else None, check_folder=not is_rank)
+    if launch is None and not is_rank and count_gpus() > 1:  # counted last: that may import torch
+        launch = resolve(ranks)
+    if launch is not None:
+        return command.start(dataclasses.replace(command.settle_here(launch), variables={RUN_VARIABLE: run.to_json()}))
+    from fullshard.train.trainer import train_run
 
-    run(arguments.config, arguments.notes)
+    train_run(run)
     return 0
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The run's words and the launcher's. A flag that both know is the run's."""
+    """The arguments of the run and those of the launcher. A flag that both have is the run's."""
     runs = {name for o in options_of(SFTConfig) for name in (o.key, *o.flags)}
     launchers: dict[str, Option] = {}
     for one in launch_options():
@@ -73,8 +79,8 @@ def show_sft_help() -> None:
     """The flags of `fullshard sft`."""
     show_help(
         "fullshard sft [run.yaml] [flags] [flags of fullshard launch]",
-        "Fine-tunes a language model, fully sharded. Settings come from the file, flags beat it; hyphens and "
-        "underscores are the same. --num_processes, --config_file and the other flags of fullshard launch say on which "
-        "processes.",
+        "Fine-tunes a language model, fully sharded. Settings come from the file and from flags, which override it; "
+        "hyphens and underscores are the same. --num_processes, --config_file and the other flags of fullshard launch "
+        "set the processes to run on.",
         {"Flags": options_of(SFTConfig)},
     )

@@ -1,6 +1,6 @@
-"""What Slurm says to a task started by `srun`: which machines there are, and which of them this is.
+"""Slurm's environment variables for a task started by `srun`: the machines of the job, and this task's place.
 
-Functions of environment variables alone, so that every case can be tried without Slurm.
+Everything is a function of environment variables, so every case can be tested without Slurm.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fullshard.errors import ConfigError
 
 @dataclass(frozen=True)
 class SlurmPlace:
-    """This task's place in its step."""
+    """This task's place in its Slurm step."""
 
     nodes: int
     node: int
@@ -32,12 +32,12 @@ class SlurmPlace:
 
     @property
     def port(self) -> int:
-        """The same on every task of a job, and different between jobs that run at once."""
+        """A port that is the same for every task of a job, and differs between concurrent jobs."""
         return 20_000 + self.job % 20_000
 
 
 def read_slurm(environment: Mapping[str, str]) -> SlurmPlace | None:
-    """The place that `srun` gave this process; None outside a step."""
+    """This process's place among the tasks of `srun`; None outside a Slurm step."""
     if not environment.get("SLURM_STEP_ID") or not environment.get("SLURM_PROCID"):
         return None
     nodes = _number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
@@ -55,7 +55,7 @@ def read_slurm(environment: Mapping[str, str]) -> SlurmPlace | None:
         environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(tasks)
     )
     if node >= nodes or len(hosts) < nodes:
-        raise ConfigError(f"SLURM_NODEID={node}, {nodes} nodes, hosts {', '.join(hosts)}: these do not fit together")
+        raise ConfigError(f"SLURM_NODEID={node}, {nodes} nodes, hosts {', '.join(hosts)}: inconsistent values")
     return SlurmPlace(
         nodes, node, tasks, _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_LOCALID"),
         per_node[node] if node < len(per_node) else tasks // nodes, tuple(hosts),

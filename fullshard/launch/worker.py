@@ -1,8 +1,7 @@
-"""Runs first in every process that `fullshard launch` starts: readies the process and becomes the user's script.
+"""The entry point of every process that `fullshard launch` starts: prepares the process and runs the user's script.
 
 Only the standard library, `fullshard/__init__.py`, `log_filter.py` and `integrations/seams.py` are imported here; the
-script decides what else is.
-An error that the user can put right is handed to the launcher, which says it once for all ranks.
+script imports the rest. A user error is passed to the launcher, which prints it once for all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PARENT = "FULLSHARD_LAUNCHER_PID"
 EXIT_USER_ERROR = 2
 EXIT_RANK_LOST = 69
-"""Another rank is gone: nothing this rank did. As in `errors.RankLostError`."""
+"""Another rank is gone; this rank did nothing wrong. The same as `errors.RankLostError.exit_code`."""
 
 
 def main(words: list[str]) -> None:
@@ -60,14 +59,14 @@ def _run(kind: str, script: str) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT  # the user's wish: nothing to explain, on no rank
+        return 128 + signal.SIGINT  # the user interrupted it: no traceback, on any rank
     except BaseException as error:
         error = _cause(error)
         if _is_user_error(error):
             _report(str(error), getattr(error, "at", ""))
             return int(getattr(error, "exit_code", EXIT_USER_ERROR))
         if isinstance(error, KeyboardInterrupt) and script.startswith("fullshard."):
-            return 128 + signal.SIGINT  # our own commands: the launcher has said it
+            return 128 + signal.SIGINT  # our own commands: the launcher has reported it
         shown = error.__traceback__
         while shown is not None and shown.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             shown = shown.tb_next  # the user's own frames only
@@ -77,9 +76,9 @@ def _run(kind: str, script: str) -> int:
 
 
 def _leave(code: int) -> None:
-    """End as Python does (threads, exit functions, buffers), but let the system take the memory back.
+    """Exit like Python (threads, exit functions, buffers), but without destroying objects.
 
-    Taking torch's communicators apart one by one can last seconds, and at times aborts a process whose work is done.
+    Destroying torch's communicators can take seconds, and sometimes aborts a process whose work is done.
     """
     with contextlib.suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]
@@ -91,7 +90,7 @@ def _leave(code: int) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Ask Linux to end this process when the launcher is gone, however that came about."""
+    """Ask Linux to kill this process when the launcher ends, for whatever reason."""
     parent = os.environ.pop(PARENT, None)
     if parent is None or not sys.platform.startswith("linux"):
         return
@@ -102,24 +101,24 @@ def _end_with_launcher() -> None:
 
 
 def _keep_own_cores() -> None:
-    """Stay on this process's share of the cores that the machine allows."""
+    """Bind this process to its share of the available CPU cores."""
     if not hasattr(os, "sched_setaffinity"):  # not on macOS
         return
     local, count = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[local * len(cores) // count : (local + 1) * len(cores) // count]
-    if mine:  # more processes than cores: nothing to share out
+    if mine:  # with more processes than cores there is nothing to divide
         os.sched_setaffinity(0, mine)
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Another rank that is gone, if that is so: libraries only report that their communication was ended."""
+    """The lost rank behind an error, if there is one: libraries only report that their communication was aborted."""
     watch = sys.modules.get("fullshard.watchdog.watch")
     return (watch.cause(error) if watch is not None and isinstance(error, RuntimeError) else None) or error
 
 
 def _is_user_error(error: BaseException) -> bool:
-    errors = sys.modules.get("fullshard.errors")  # if it was never imported, the error is none of ours
+    errors = sys.modules.get("fullshard.errors")  # if it was never imported, the error is not ours
     return errors is not None and isinstance(error, errors.UserError)
 
 

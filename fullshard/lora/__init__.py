@@ -1,1 +1,28 @@
-"""Adapters around PEFT: which layers get them, which parameters train, and what their files say."""
+"""LoRA and other adapters around PEFT: which layers get them, what trains, and what their folders contain.
+
+The names below are imported when they are first used; `docs/qlora.md` is the guide.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    **dict.fromkeys(("find_targets", "target_modules"), "targets"),
+    **dict.fromkeys(("check_trains", "get_peft_model_on_meta"), "peft_model"),
+    **dict.fromkeys(("bytes_by_kind", "count_parameters", "dense_line", "summary"), "model_size"),
+}
+"""Each public name and the module that defines it."""
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""What an adapter's folder says about itself, read without PEFT and without torch."""
+"""Adapter folders: file names and `adapter_config.json`, read without importing PEFT or torch."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from fullshard.errors import WeightsError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FIRST = "initial_adapter"
-"""The folder in a run's own with an adapter as it began, where its first values were taken out of the weights."""
+"""The folder in a run's output folder with the initial adapter, if that was computed from the weights."""
 
 
-def taken_from_weights(start: Any) -> bool:
-    """Whether a way to begin (`init_lora_weights`) takes the adapter's first values out of the weights."""
-    return isinstance(start, str) and (start.startswith("pissa") or start == "olora")
+def taken_from_weights(method: Any) -> bool:
+    """Whether an `init_lora_weights` method subtracts the initial adapter from the base weights (PiSSA, OLoRA)."""
+    return isinstance(method, str) and (method.startswith("pissa") or method == "olora")
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds an adapter rather than a model."""
-    place = Path(folder).expanduser()
-    return (place / CONFIG).is_file() and not (place / "config.json").is_file()
+    """Whether a folder contains an adapter rather than a model."""
+    path = Path(folder).expanduser()
+    return (path / CONFIG).is_file() and not (path / "config.json").is_file()
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """An adapter's configuration as it is written."""
+    """The contents of an adapter's `adapter_config.json`."""
     file = Path(folder).expanduser() / CONFIG
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise WeightsError(f"{file} cannot be read: {error}.") from None
     if not isinstance(found, dict):
-        raise WeightsError(f"{file} is not an adapter's configuration: expected an object.")
+        raise WeightsError(f"{file} is not an adapter configuration: expected a JSON object.")
     return found

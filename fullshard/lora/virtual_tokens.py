@@ -1,7 +1,7 @@
-"""Prompt, prefix and p-tuning around PEFT: trained tokens in front of each row, and what they are in files.
+"""Virtual tokens of prompt tuning, prefix tuning and p-tuning: initialization and export.
 
-PEFT computes with them and reads their files. Here is what a model without values, or in shards, needs besides: which
-rows of the embedding they begin as, and the one table that files hold in place of what was trained.
+PEFT runs them and reads their files. This module adds what models on the meta device and sharded models need: which
+embedding rows initialize the virtual tokens, and the table that is saved in place of the encoder's parameters.
 """
 
 from __future__ import annotations
@@ -12,50 +12,52 @@ from typing import Any
 import torch
 
 FILE_KEY = "prompt_embeddings"
-"""PEFT's name of the table in files."""
+"""PEFT's file key for the table."""
 
 
 def prompt_kinds(model: Any) -> list[str]:
-    """What kind of prompt the model's adapters are, in PEFT's words; empty for others."""
+    """The PEFT types of the model's prompt-learning adapters; empty if there are none."""
     configs = [c for c in getattr(model, "peft_config", {}).values() if getattr(c, "is_prompt_learning", False)]
     return [str(getattr(config.peft_type, "value", config.peft_type)).lower() for config in configs]
 
 
 def is_prompt(model: Any) -> bool:
-    """Whether the model's adapter is a prompt."""
+    """Whether the model has a prompt-learning adapter."""
     return bool(prompt_kinds(model))
 
 
 def encoders(model: Any) -> Mapping[str, Any]:
-    """The modules that make prompts, by the adapter's name."""
+    """The prompt encoders by adapter name."""
     return getattr(model, "prompt_encoder", {}) if is_prompt(model) else {}
 
 
 def count(model: Any) -> int:
-    """How many virtual tokens stand before each row; 0 without a prompt."""
+    """The number of virtual tokens before each sequence; 0 without a prompt-learning adapter."""
     return sum(config.num_virtual_tokens for config in model.peft_config.values()) if is_prompt(model) else 0
 
 
-def begin_with(model: Any, tokens: Sequence[int]) -> None:
-    """Let the virtual tokens begin as these ones, repeated or cut as PEFT does. Without values yet, they get them when
-    the embedding is read."""
+def init_from_tokens(model: Any, tokens: Sequence[int]) -> None:
+    """Initialize the virtual tokens from these tokens, repeated or truncated as in PEFT.
+
+    If the model is on the meta device, the values are set when the embedding is loaded.
+    """
     for encoder in encoders(model).values():
         needed = encoder.embedding.num_embeddings
         rows = (list(tokens) * -(-needed // len(tokens)))[:needed]
-        encoder._fullshard_begins_as = rows
+        encoder._fullshard_init_rows = rows
         table = model.word_embeddings.weight
         if not table.is_meta:
             encoder.embedding.weight.data = table.detach()[rows].to(encoder.embedding.weight.dtype).clone()
 
 
-def begins_as(encoder: Any) -> list[int] | None:
-    """The rows of the embedding that virtual tokens begin as; None if they are drawn."""
-    return getattr(encoder, "_fullshard_begins_as", None)
+def init_rows(encoder: Any) -> list[int] | None:
+    """The embedding rows that initialize the virtual tokens; None for random initialization."""
+    return getattr(encoder, "_fullshard_init_rows", None)
 
 
 def as_file(encoder: Any, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What files hold of a prompt: the output of its encoder, from the encoder's whole parameters."""
-    numbers = torch.arange(encoder.embedding.num_embeddings, device=values["embedding.weight"].device)
+    """The tensors to save for a prompt encoder: its output, computed from its whole parameters."""
+    indices = torch.arange(encoder.embedding.num_embeddings, device=values["embedding.weight"].device)
     with torch.no_grad():
-        made = torch.func.functional_call(encoder, dict(values), (numbers.unsqueeze(0),))
+        made = torch.func.functional_call(encoder, dict(values), (indices.unsqueeze(0),))
     return {FILE_KEY: made[0].contiguous().clone()}

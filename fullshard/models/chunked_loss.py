@@ -1,10 +1,10 @@
-"""The output head and the loss in one piece, without the logits ever existing as a whole.
+"""Output head and cross-entropy computed in chunks, so that the full logits are never in memory.
 
-`lean_head(model)` makes a causal language model's head give a stand-in for the logits. Element-wise steps that the
-model takes on them (soft-caps, scales, casts) are written down, and the loss is computed from hidden states chunk by
-chunk, its gradient in the same pass. Any other use of the stand-in turns it into real logits, so nothing can come out
-wrong. This runs inside the model's forward, where a sharded head is gathered. Only the cross-entropy that the model
-asks transformers for is replaced: the loss is what the model makes of it, a router's auxiliary loss included.
+`LeanHead(model)` makes the head of a causal language model return `DeferredLogits`, a tensor without data. Element-wise
+operations on it (soft-caps, scales, casts) are recorded, and the loss is computed from hidden states chunk by chunk,
+with gradients in the same pass. Any other operation computes the real logits, so results are always correct. This runs
+inside the model's forward, where a sharded head is gathered. Only transformers' cross-entropy is replaced: what the
+model adds to it, such as a router's auxiliary loss, is kept.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.data.loader import IGNORED
+from fullshard.data.pretokenized import IGNORED
 from fullshard.lora import trainable_tokens
-from fullshard.lora.trainable_tokens import Rows, put_over
+from fullshard.lora.trainable_tokens import TrainedRows, put_over
+from fullshard.models.inner_model import causal
+from fullshard.torch_private import NoTorchFunction, make_wrapper_subclass
 
 CHUNK_BYTES = 64 * 2**20
-"""How large the fp32 logits of a chunk may be, unless the user says otherwise."""
+"""The size of a chunk's fp32 logits, unless `chunk_tokens` is set."""
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
-"""An element-wise function with its arguments, and where among them the logits stand."""
+"""An element-wise function, its arguments, and the index of the logits among them."""
 
 T = torch.Tensor
 ELEMENTWISE = {
@@ -39,31 +41,31 @@ QUESTIONS = {T.shape.__get__, T.dtype.__get__, T.device.__get__, T.size, T.dim, 
 
 
 class DeferredLogits(torch.Tensor):
-    """Stands for `steps(head(hidden))`; has its shape and dtype, but no memory."""
+    """The logits `steps(head(hidden))` before they are computed: shape and dtype, but no data."""
 
     hidden: torch.Tensor
     head: nn.Linear
-    rows: Rows | None
-    """Rows that are trained in place of the head's own."""
+    rows: TrainedRows | None
+    """Trainable rows that replace rows of the head."""
     steps: tuple[Step, ...]
 
     @staticmethod
     def of(
-        hidden: torch.Tensor, head: nn.Linear, rows: Rows | None = None, steps: tuple[Step, ...] = (),
+        hidden: torch.Tensor, head: nn.Linear, rows: TrainedRows | None = None, steps: tuple[Step, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> Any:  # fmt: skip
         shape = (*hidden.shape[:-1], head.out_features)
-        made = torch.Tensor._make_wrapper_subclass(
+        deferred = make_wrapper_subclass(
             DeferredLogits, shape, dtype=dtype or hidden.dtype, device=hidden.device, requires_grad=False
         )
-        made.hidden, made.head, made.rows, made.steps = hidden, head, rows, steps
-        return made
+        deferred.hidden, deferred.head, deferred.rows, deferred.steps = hidden, head, rows, steps
+        return deferred
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in QUESTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with NoTorchFunction():
                 return func(*args, **kwargs)
         places = [i for i, value in enumerate(args) if isinstance(value, DeferredLogits)]
         others = [v for i, v in enumerate(args) if i not in places] + list(kwargs.values())
@@ -83,8 +85,8 @@ class DeferredLogits(torch.Tensor):
         return func(*args, **(kwargs or {}))
 
     def materialize(self) -> torch.Tensor:
-        """The logits themselves."""
-        with torch._C.DisableTorchFunctionSubclass():
+        """Compute the logits."""
+        with NoTorchFunction():
             hidden, head, rows, steps = self.hidden, self.head, self.rows, self.steps
         logits = F.linear(hidden, head.weight, head.bias)
         return _apply(steps, logits if rows is None else put_over(logits, hidden, rows))
@@ -109,10 +111,10 @@ def _apply(steps: tuple[Step, ...], logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class HeadStatistics:
-    """Sums over the learnt tokens of a forward pass."""
+    """Sums over the trained tokens (those in the loss mask) of a forward pass."""
 
     scaled: torch.Tensor
-    """Summed loss × scale; what backward starts from."""
+    """Summed loss × scale, with a gradient."""
     sums: torch.Tensor
     """Loss, correct predictions, entropy; detached."""
 
@@ -122,7 +124,7 @@ class HeadStatistics:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Sum of the cross-entropies, with gradients made in the same pass while each chunk's logits are there."""
+    """Summed cross-entropy, with gradients computed in the same pass while a chunk's logits are in memory."""
 
     @staticmethod
     def forward(
@@ -130,8 +132,8 @@ class _ChunkedLoss(torch.autograd.Function):
         index: torch.Tensor | None, labels: torch.Tensor, steps: tuple[Step, ...], rows: int, scale: float,
         *factors: torch.Tensor,
     ) -> Any:  # fmt: skip
-        # hidden [n, h], weight [v, h], labels [n]; own [k, h] are rows that stand for those of weight at index [k];
-        # factors are the trained numbers in steps
+        # hidden [n, h], weight [v, h], labels [n]; own [k, h] replaces the rows of weight at index [k];
+        # factors are the trainable tensors in steps
         want_hidden, want_weight, want_bias, want_own = ctx.needs_input_grad[:4]
         want = any(ctx.needs_input_grad)
         wide = torch.promote_types(torch.float32, weight.dtype)
@@ -143,8 +145,8 @@ class _ChunkedLoss(torch.autograd.Function):
         d_factors = [torch.zeros_like(factor, dtype=wide) for factor in factors]
         for start in range(0, hidden.shape[0], rows):
             piece = slice(start, start + rows)
-            learnt = labels[piece] != IGNORED
-            targets = labels[piece].masked_fill(~learnt, 0).unsqueeze(1)
+            mask = labels[piece] != IGNORED
+            targets = labels[piece].masked_fill(~mask, 0).unsqueeze(1)
             raw = F.linear(hidden[piece], weight, bias)
             if own is not None and index is not None:
                 raw.index_copy_(1, index, F.linear(hidden[piece], own))
@@ -152,43 +154,43 @@ class _ChunkedLoss(torch.autograd.Function):
                 raw.requires_grad_(want and bool(steps))
                 logits = _apply(steps, raw)
             values = logits.detach().to(wide)
-            total = values.logsumexp(1, keepdim=True)
-            picked = values.gather(1, targets)
+            lse = values.logsumexp(1, keepdim=True)
+            target_logits = values.gather(1, targets)
             correct = values.argmax(1, keepdim=True) == targets
-            chances = (values - total).exp_()
-            entropy = total.squeeze(1) - (chances * values).sum(1)
-            found = torch.stack([(total - picked).squeeze(1), correct.squeeze(1).to(wide), entropy])
-            sums += found.masked_fill(~learnt, 0).sum(1)
-            del values, found
+            probs = (values - lse).exp_()
+            entropy = lse.squeeze(1) - (probs * values).sum(1)
+            per_token = torch.stack([(lse - target_logits).squeeze(1), correct.squeeze(1).to(wide), entropy])
+            sums += per_token.masked_fill(~mask, 0).sum(1)
+            del values, per_token
             if not want:
                 continue
-            # d loss / d logits = (softmax - one-hot) × scale, and nothing where nothing is learnt. The scale is applied
-            # here, in the wide dtype, so that narrow gradients are rounded once.
-            chances.scatter_add_(1, targets, torch.full_like(picked, -1)).mul_(scale).masked_fill_(
-                ~learnt.unsqueeze(1), 0
+            # d loss / d logits = (softmax - one-hot) × scale, zero outside the loss mask. The scale is applied here, in
+            # the wide dtype, so that narrow gradients are rounded once.
+            probs.scatter_add_(1, targets, torch.full_like(target_logits, -1)).mul_(scale).masked_fill_(
+                ~mask.unsqueeze(1), 0
             )
-            slope = chances.to(logits.dtype)
+            d_logits = probs.to(logits.dtype)
             if steps:
-                slope, *each = torch.autograd.grad(logits, (raw, *factors), slope)
-                for so_far, part in zip(d_factors, each, strict=True):
-                    so_far += part
-            slope = slope.to(weight.dtype)
+                d_logits, *parts = torch.autograd.grad(logits, (raw, *factors), d_logits)
+                for d_factor, part in zip(d_factors, parts, strict=True):
+                    d_factor += part
+            d_logits = d_logits.to(weight.dtype)
             if own is not None and index is not None:
-                apart = slope[:, index]
-                slope = slope.index_fill_(1, index, 0)
+                d_own_logits = d_logits[:, index]
+                d_logits = d_logits.index_fill_(1, index, 0)
                 if d_own is not None:
-                    d_own += apart.T @ hidden[piece]
+                    d_own += d_own_logits.T @ hidden[piece]
             if d_hidden is not None:
-                d_hidden[piece] = slope @ weight
+                d_hidden[piece] = d_logits @ weight
                 if own is not None:
-                    d_hidden[piece] += apart @ own
+                    d_hidden[piece] += d_own_logits @ own
             if d_weight is not None:
                 if wide == weight.dtype:
-                    d_weight.addmm_(slope.T, hidden[piece])
+                    d_weight.addmm_(d_logits.T, hidden[piece])
                 else:
-                    d_weight += slope.T @ hidden[piece]
+                    d_weight += d_logits.T @ hidden[piece]
             if d_bias is not None:
-                d_bias += slope.to(wide).sum(0)
+                d_bias += d_logits.to(wide).sum(0)
         ctx.gradients = (d_hidden, d_weight, d_bias, d_own, *d_factors)
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype, weight.dtype, *(factor.dtype for factor in factors))
         ctx.mark_non_differentiable(sums)
@@ -196,14 +198,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: torch.Tensor, _: Any) -> Any:
-        # A second backward would need them; freeing them early matters more.
+        # Freed now to save memory; a second backward through the same graph is not possible.
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [_scaled(g, d_loss, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return (*scaled[:4], None, None, None, None, None, *scaled[4:])
 
 
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """`gradient * factor`, rounded once: the factor is often far below what a narrow dtype can tell apart."""
+    """`gradient * factor`, rounded once: the factor is often too small for a narrow dtype."""
     if gradient is None:
         return None
     if gradient.dtype == factor.dtype:
@@ -214,8 +216,8 @@ def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dt
 def chunked_cross_entropy(
     logits: DeferredLogits, labels: torch.Tensor, chunk_tokens: int = 0, scale: float = 1.0
 ) -> HeadStatistics:
-    """Summed cross-entropy of next tokens over positions whose label is not -100."""
-    with torch._C.DisableTorchFunctionSubclass():
+    """Summed next-token cross-entropy over positions whose label is not -100."""
+    with NoTorchFunction():
         hidden, head, own, steps = logits.hidden, logits.head, logits.rows, logits.steps
     hidden, labels = hidden[:, :-1].reshape(-1, hidden.shape[-1]), labels[:, 1:].reshape(-1)
     rows = chunk_tokens or max(1, CHUNK_BYTES // (4 * head.out_features))
@@ -232,25 +234,43 @@ def _trains(value: Any) -> bool:
 
 
 def whole_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float = 1.0) -> HeadStatistics:
-    """The same from whole logits."""
+    """The same statistics from full logits."""
     values, labels = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
     values = values.to(torch.promote_types(torch.float32, values.dtype))
     loss = F.cross_entropy(values, labels, ignore_index=IGNORED, reduction="sum")
     with torch.no_grad():
-        learnt = labels != IGNORED
-        logs = values.log_softmax(1)
-        correct = ((values.argmax(1) == labels) & learnt).sum()
-        entropy = -((logs.exp() * logs).sum(1) * learnt).sum()
+        mask = labels != IGNORED
+        log_probs = values.log_softmax(1)
+        correct = ((values.argmax(1) == labels) & mask).sum()
+        entropy = -((log_probs.exp() * log_probs).sum(1) * mask).sum()
         sums = torch.stack([loss.detach(), correct.to(loss.dtype), entropy])
     return HeadStatistics(loss * scale, sums)
 
 
-class LeanHead:
-    """A model whose forward, given labels, returns its own loss × learnt tokens × `scale`.
+@dataclass
+class LossPass:
+    """One forward pass of a model whose loss a `LeanHead` computes."""
 
-    The model's loss is a mean over the learnt tokens of the batch, and whatever it adds to that. So over any number of
-    batches, with `scale` one over all their tokens, the sum is the mean over tokens of the model's own loss.
-    `statistics` has the last pass's sums. While `enabled` is False the model behaves as it always did.
+    scale: float
+    """What the model's loss × tokens is multiplied by."""
+    targets: int | None
+    """Tokens of the batch that contribute to the loss; None counts them, for which the host waits for the device."""
+    statistics: HeadStatistics | None = None
+    """The sums of the pass, once it has run."""
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """Loss, correct predictions and entropy, summed over the tokens of the pass."""
+        assert self.statistics is not None, "the model has not run inside this pass"
+        return self.statistics.sums
+
+
+class LeanHead:
+    """A causal language model whose forward, inside `loss_pass`, returns its own loss × tokens × `scale`.
+
+    The model's loss is a mean over the tokens of the batch that contribute, plus whatever the model adds to that. So
+    over any number of batches, with `scale` one over all their tokens, the sum is the mean over tokens of the model's
+    own loss. Outside `loss_pass` the model behaves as before.
     """
 
     def __init__(self, model: nn.Module, chunk_tokens: int = 0, chunked: bool = True) -> None:
@@ -260,21 +280,28 @@ class LeanHead:
         self.head = plain if chunked and type(plain) is nn.Linear else None
         self.rows = trainable_tokens.layer_of(head)
         self.why_not = "" if self.head is not None or not chunked else _why_not(head)
-        self.statistics: HeadStatistics | None = None
-        self.active, self.enabled, self.scale = False, True, 1.0
-        self.targets: int | None = None
-        """Learnt tokens of the batch; None counts them, for which a host must wait for its device."""
-        self.factor = 1.0
-        """What the model's own loss is multiplied by: targets × scale."""
         self.plain_loss = getattr(self.model, "loss_function", None)
+        self._pass: LossPass | None = None
+        """The pass that `loss_pass` is open for."""
+        self._running: LossPass | None = None
+        """The same while the model's forward runs."""
         if self.head is not None and head is not None:
             head.forward = self._head_forward(head.forward)
         self.model.loss_function = self._loss
         self.model.forward = self._model_forward(self.model.forward)
 
+    @contextmanager
+    def loss_pass(self, scale: float = 1.0, targets: int | None = None) -> Iterator[LossPass]:
+        """Inside, the model's loss is computed here. One forward pass each."""
+        before, self._pass = self._pass, LossPass(scale, targets)
+        try:
+            yield self._pass
+        finally:
+            self._pass = before
+
     def _head_forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(hidden: torch.Tensor) -> Any:
-            if not self.active or self.head is None:
+            if self._running is None or self.head is None:
                 return plain(hidden)
             rows = trainable_tokens.active_rows(self.rows) if self.rows is not None else None
             return DeferredLogits.of(hidden, self.head, rows)
@@ -283,50 +310,52 @@ class LeanHead:
 
     def _model_forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            labels = kwargs.get("labels")
-            if labels is None or not self.enabled:
+            labels, now = kwargs.get("labels"), self._pass
+            if labels is None or now is None:
                 return plain(*args, **kwargs)
-            targets = self.targets if self.targets is not None else int((labels[:, 1:] != IGNORED).sum())
-            if not targets and "input_ids" in kwargs:
-                kwargs["labels"] = labels = kwargs["input_ids"]  # a mean over nothing is no number, not even × 0
-            self.factor = targets * self.scale
-            with self._activate():
+            if now.targets is None:
+                now.targets = int((labels[:, 1:] != IGNORED).sum())
+            if not now.targets and "input_ids" in kwargs:
+                kwargs["labels"] = labels = kwargs["input_ids"]  # the mean over no tokens is NaN, even × 0
+            now.statistics = None
+            with self._run(now):
                 output = plain(*args, **kwargs)
-            self.statistics = self._statistics_of(output, labels, targets)
-            output["loss"] = self.statistics.scaled
-            # Nobody but the loss has use for logits here, and the engine need not look after them.
+            now.statistics = self._statistics_of(now, output, labels)
+            output["loss"] = now.statistics.scaled
+            # Only the loss uses the logits here, so the engine need not handle them.
             output["logits"] = None
             return output
 
         return forward
 
     @contextmanager
-    def _activate(self) -> Iterator[None]:
-        self.active, self.statistics = True, None
+    def _run(self, now: LossPass) -> Iterator[None]:
+        self._running = now
         try:
             yield
         finally:
-            self.active = False
+            self._running = None
 
-    def _statistics_of(self, output: Any, labels: torch.Tensor, targets: int) -> HeadStatistics:
+    def _statistics_of(self, now: LossPass, output: Any, labels: torch.Tensor) -> HeadStatistics:
         """The sums of the pass, with the model's own loss in them."""
-        own = output["loss"]
-        found = self.statistics if self.statistics is not None else self._observed(output["logits"], labels)
+        own, targets = output["loss"], now.targets or 0
+        found = now.statistics if now.statistics is not None else self._observed(output["logits"], labels)
         sums = torch.stack([own.detach().to(found.sums.dtype) * targets, *found.sums[1:]])
-        return HeadStatistics(own * self.factor, sums if targets else torch.zeros_like(sums))
+        return HeadStatistics(own * (targets * now.scale), sums if targets else torch.zeros_like(sums))
 
     def _loss(self, logits: Any, labels: torch.Tensor, vocab_size: int | None = None, **kwargs: Any) -> torch.Tensor:
-        """What the model gets when it asks for its loss function: the mean over learnt tokens."""
-        if not self.active or not _is_cross_entropy(self.plain_loss, kwargs):
+        """The loss function that the model calls: the mean over the tokens that contribute."""
+        now = self._running
+        if now is None or not _is_cross_entropy(self.plain_loss, kwargs):
             assert self.plain_loss is not None
             return self.plain_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
-        # The scale is applied where gradients are made, so that narrow ones are rounded once.
-        scale = self.scale if self.factor else 1.0
+        # The scale is applied where gradients are computed, so that gradients in a narrow dtype are rounded once.
+        scale = now.scale if (now.targets or 0) * now.scale else 1.0
         if type(logits) is DeferredLogits:
             found = chunked_cross_entropy(logits, labels, self.chunk_tokens, scale)
         else:
             found = whole_cross_entropy(logits, labels, scale)
-        self.statistics = self.statistics or found  # the first is that of the next token, should there be more
+        now.statistics = now.statistics or found  # the first call is for the next token, if there are several
         return found.scaled / (scale * (labels[:, 1:] != IGNORED).sum())
 
     @torch.no_grad()
@@ -343,11 +372,6 @@ def _is_cross_entropy(loss: Any, kwargs: dict[str, Any]) -> bool:
 
     others = ("shift_labels", "num_items_in_batch", "ignore_index")
     return loss is ForCausalLMLoss and all(kwargs.get(name) is None for name in others)
-
-
-def causal(model: nn.Module) -> Any:
-    """The causal language model inside PEFT's wrappers."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _why_not(head: Any) -> str:

@@ -1,8 +1,7 @@
-"""From prompt tokens to answer tokens: how a model, sharded or not, is asked for a continuation.
+"""Text generation with a model, sharded or not: prompt tokens in, answer tokens out.
 
-transformers' `generate` does the work; this file says how it is reached through an adapter, where an answer ends, and
-how ranks with different prompts stay in step. Which prompts there are is the business of `train/samples.py` and of the
-chat.
+transformers' `generate` does the work. This file calls it through an adapter, decides where an answer ends, and keeps
+ranks with different prompts in step. The prompts come from `train/samples.py` and `results/chat.py`.
 """
 
 from __future__ import annotations
@@ -24,61 +23,61 @@ from fullshard.ranks import any_of
 from fullshard.weights.key_mapping import plain_model
 
 PLACEHOLDER = "\u2042 an answer \u2042"
-"""Stands for what the assistant says where only the template around it matters."""
+"""The assistant's text in a conversation that is rendered to find the template's text around it."""
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Where an answer ends: at one of these tokens, or before one of these texts."""
+class StopCriteria:
+    """Where an answer ends: at one of `tokens`, or before one of `texts`."""
 
     tokens: frozenset[int]
     texts: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] = lambda tokens: ""
 
     def cut(self, tokens: Sequence[int]) -> tuple[list[int], bool]:
-        """The tokens of the answer, and whether its end has come."""
+        """The tokens of the answer, and whether the answer is complete."""
         at = next((i for i, token in enumerate(tokens) if token in self.tokens), None)
         kept = list(tokens[:at])
-        if self._marked(kept):
-            first = next(i for i in range(1, len(kept) + 1) if self._marked(kept[:i]))
+        if self._has_stop_text(kept):
+            first = next(i for i in range(1, len(kept) + 1) if self._has_stop_text(kept[:i]))
             return kept[:first], True
         return kept, at is not None
 
-    def _marked(self, tokens: Sequence[int]) -> bool:
+    def _has_stop_text(self, tokens: Sequence[int]) -> bool:
         return bool(self.texts) and any(text in self.decode(tokens) for text in self.texts)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What the answer's tokens say, without a closing mark."""
-        said = self.decode(tokens)
+        """The decoded answer, without a stop text."""
+        answer = self.decode(tokens)
         for text in self.texts:
-            said = said.partition(text)[0]
-        return said
+            answer = answer.partition(text)[0]
+        return answer
 
 
-def ends_of(model: Any, tokenizer: Any) -> Ends:
-    """The ends that the model's generation settings, its tokenizer and its chat template know."""
+def stop_criteria(model: Any, tokenizer: Any) -> StopCriteria:
+    """The ends of an answer, from the model's generation config, the tokenizer and the chat template."""
     _, inner = plain_model(model)
-    stated = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
-    tokens = {tokenizer.eos_token_id, *(stated if isinstance(stated, list | tuple) else [stated])}
-    mark = end_mark(tokenizer)
-    ids = tokenizer(mark, add_special_tokens=False)["input_ids"] if mark else []
+    configured = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
+    tokens = {tokenizer.eos_token_id, *(configured if isinstance(configured, list | tuple) else [configured])}
+    marker = end_of_turn(tokenizer)
+    ids = tokenizer(marker, add_special_tokens=False)["input_ids"] if marker else []
     single = len(ids) == 1 or (ids and ids[0] in tokenizer.added_tokens_decoder)
     tokens |= set(ids[:1]) if single else set()
-    texts = (mark,) if ids and not single else ()
+    texts = (marker,) if ids and not single else ()
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return Ends(frozenset(token for token in tokens if token is not None), texts, decode)
+    return StopCriteria(frozenset(token for token in tokens if token is not None), texts, decode)
 
 
-def end_mark(tokenizer: Any) -> str:
-    """What the chat template writes right after an assistant's turn, such as <|im_end|>; empty if nothing."""
-    said = _rendered(tokenizer, True)
-    return said.partition(PLACEHOLDER)[2].strip().partition("\n")[0] if said else ""
+def end_of_turn(tokenizer: Any) -> str:
+    """The chat template's text after an assistant turn, such as <|im_end|>; empty if there is none."""
+    text = _rendered(tokenizer, True)
+    return text.partition(PLACEHOLDER)[2].strip().partition("\n")[0] if text else ""
 
 
-def lead_in(tokenizer: Any) -> str:
-    """What the chat template writes right before an assistant's turn, such as <|im_start|>assistant."""
-    asked, without = _rendered(tokenizer, False, prompt=True), _rendered(tokenizer, False)
-    return asked.removeprefix(without) if asked.startswith(without) else ""
+def generation_prompt(tokenizer: Any) -> str:
+    """The chat template's text before an assistant turn, such as <|im_start|>assistant."""
+    with_prompt, without = _rendered(tokenizer, False, prompt=True), _rendered(tokenizer, False)
+    return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
 
 
 def _rendered(tokenizer: Any, answered: bool, prompt: bool = False) -> str:
@@ -88,12 +87,12 @@ def _rendered(tokenizer: Any, answered: bool, prompt: bool = False) -> str:
     turns += [{"role": "assistant", "content": PLACEHOLDER}] if answered else []
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
-    except Exception:  # a template that wants other roles or more of them: it has no mark that we could know of
+    except Exception:  # a template that requires other roles or turns: its markers cannot be found this way
         return ""
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """A conversation as the model reads it, up to where its answer begins."""
+    """The prompt tokens of a conversation, up to the start of the model's answer."""
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except Exception as error:
@@ -105,37 +104,37 @@ def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Sampling parameters."""
 
     temperature: float = 0.0
-    """0 takes the likeliest one."""
+    """0 is greedy decoding."""
     top_p: float = 1.0
-    """Above 0: choose among the likeliest tokens that together have this probability."""
+    """With a temperature above 0: sample from the most likely tokens that together have this probability."""
 
 
 class _Stop(StoppingCriteria):
-    """Ends generation once every rank's answer has ended. Called once per token on all ranks, so they stay in step."""
+    """Stops generation once the answers of all ranks are complete. All ranks call it once per token."""
 
-    def __init__(self, ends: Ends, start: int, stopped: Callable[[], bool]) -> None:
-        self.ends, self.start, self.stopped = ends, start, stopped
+    def __init__(self, stop: StopCriteria, start: int, stopped: Callable[[], bool]) -> None:
+        self.stop, self.start, self.stopped = stop, start, stopped
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        _, over = self.ends.cut(input_ids[0, self.start :].tolist())
-        goes_on = any_of(int(not (over or self.stopped())), 0, "an answer")
-        return torch.full((input_ids.shape[0],), not goes_on, dtype=torch.bool, device=input_ids.device)
+        _, complete = self.stop.cut(input_ids[0, self.start :].tolist())
+        unfinished = any_of(int(not (complete or self.stopped())), "generation")
+        return torch.full((input_ids.shape[0],), not unfinished, dtype=torch.bool, device=input_ids.device)
 
 
-class _Told:
-    """Passes new tokens on as they come; what `generate` calls a streamer."""
+class _TokenStreamer:
+    """A streamer for `generate`: passes each new token to a callback."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self.tell, self.begun = tell, False
+    def __init__(self, on_token: Callable[[int], None]) -> None:
+        self.on_token, self.started = on_token, False
 
     def put(self, value: torch.Tensor) -> None:
-        if self.begun:
+        if self.started:
             for token in value.reshape(-1).tolist():
-                self.tell(token)
-        self.begun = True  # what comes first is the prompt
+                self.on_token(token)
+        self.started = True  # the first call has the prompt
 
     def end(self) -> None:
         pass
@@ -145,50 +144,50 @@ class _Told:
 def answer(
     model: Any,
     prompt: Sequence[int],
-    ends: Ends,
+    stop: StopCriteria,
     max_new_tokens: int,
     sampling: Sampling | None = None,
-    tell: Callable[[int], None] | None = None,
+    on_token: Callable[[int], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[int]:
-    """The model's answer to a prompt. All ranks must call it, each with a prompt of its own and the same limit.
+    """Generate the answer to a prompt. All ranks must call this, each with its own prompt and the same limit.
 
-    `tell` gets each token as it comes; `stopped` is asked after each whether to leave off.
+    `on_token` is called with each new token; generation stops when `stopped` returns True.
     """
     _, inner = plain_model(model)
     assert inner is not None
-    how = sampling or Sampling()
+    sampling = sampling or Sampling()
     ids = torch.tensor([list(prompt)], device=runtime.device())
     settings = copy.deepcopy(inner.generation_config)
-    # Where an answer ends is decided by `_Stop`, alike on all ranks.
+    # `_Stop` ends generation, at the same token on all ranks.
     settings.update(
         max_new_tokens=max_new_tokens, max_length=None, eos_token_id=None, pad_token_id=0, num_beams=1,
-        do_sample=how.temperature > 0, temperature=how.temperature or None, num_return_sequences=1,
-        top_p=how.top_p if how.temperature else None, top_k=0 if how.temperature else None,
+        do_sample=sampling.temperature > 0, temperature=sampling.temperature or None, num_return_sequences=1,
+        top_p=sampling.top_p if sampling.temperature else None, top_k=0 if sampling.temperature else None,
     )  # fmt: skip
     if is_prompt(model):
-        settings.use_cache = False  # the adapter puts its prompt before whatever it is given
+        settings.use_cache = False  # the adapter prepends its virtual tokens to every input
     was_training, usual = model.training, inner.generation_config
     model.eval()
-    inner.generation_config = settings  # what a configuration leaves open is taken from the model's own
+    inner.generation_config = settings  # `generate` fills unset values from the model's own configuration
     try:
         with _through(model, inner):
             out = inner.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                stopping_criteria=StoppingCriteriaList([_Stop(ends, ids.shape[1], stopped)]),
-                streamer=_Told(tell) if tell is not None else None,
+                stopping_criteria=StoppingCriteriaList([_Stop(stop, ids.shape[1], stopped)]),
+                streamer=_TokenStreamer(on_token) if on_token is not None else None,
                 synced_gpus=False,
             )
     finally:
         inner.generation_config = usual
         model.train(was_training)
-    return ends.cut(out[0, ids.shape[1] :].tolist())[0]
+    return stop.cut(out[0, ids.shape[1] :].tolist())[0]
 
 
 @contextlib.contextmanager
 def _through(model: Any, inner: Any) -> Iterator[None]:
-    """`generate` belongs to the model inside an adapter; its forward passes are to go through the adapter's own."""
+    """Inside, forward passes of the base model go through the adapter: `generate` is a method of the base model."""
     if inner is model:
         yield
         return
@@ -205,12 +204,12 @@ def _through(model: Any, inner: Any) -> Iterator[None]:
         finally:
             inside = False
 
-    held = inner.__dict__.get("forward")
+    before = inner.__dict__.get("forward")
     inner.forward = forward
     try:
         yield
     finally:
-        if held is not None:
-            inner.forward = held
+        if before is not None:
+            inner.forward = before
         else:
             del inner.forward

@@ -1,4 +1,4 @@
-"""NEFTune: noise on the embeddings while a model trains, as transformers' Trainer adds it."""
+"""NEFTune: adds noise to the embeddings during training, as transformers' Trainer does."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from fullshard.models.chunked_loss import causal
+from fullshard.models.inner_model import causal
 
 
 def add_noise(model: Any, alpha: float) -> None:
-    """Let the model's embedding give uniform noise with its output, of a size that falls with the row's.
+    """Add uniform noise to the output of the model's embedding, scaled by alpha / sqrt(length × hidden size).
 
-    It is drawn from torch's own generator, which each step seeds: a resumed run draws the same.
+    The noise comes from torch's default generator, which is seeded at each step, so a resumed run draws the same noise.
     """
 
     def noisy(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""How a model is given rows that hold several documents, so that none sees another.
+"""Passes packed rows, which hold several documents, to a model so that documents do not attend to each other.
 
-Positions that start again with each document are enough for most models: transformers makes block-diagonal attention of
-them. Some need the attention mask itself, and layers that carry a state along the row (Mamba, linear attention,
-convolutions) are run one document at a time. Which of these a model needs is found by trying (`packing_check.py`).
+For most models it is enough that positions restart with each document: transformers derives block-diagonal attention
+from them. Some models need the attention mask itself. Layers that carry a state along the row (Mamba, linear attention,
+convolutions) are run one document at a time. `packing_check.py` finds out which of these a model needs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
-from fullshard.models.chunked_loss import causal
+from fullshard.models.inner_model import causal
 
 Documents = list[list[int]]
-"""For each row where documents begin, and where the last one ends."""
+"""For each row, the start of each document, and the end of the last one."""
 
 
 @dataclass(frozen=True)
-class Way:
+class PackingMethod:
     """What a model needs besides positions."""
 
     masks: bool = False
-    """The attention mask, in the layout that the model would make itself."""
+    """Whether it needs the attention mask, in the layout that the model would build itself."""
     alone: tuple[str, ...] = ()
     """Classes of the modules that are run one document at a time."""
 
@@ -37,14 +37,14 @@ class Way:
 
 
 class Packed:
-    """Gives a model packed rows in its way, while `rows` says that they are."""
+    """Changes a model's forward so that it handles packed rows inside `rows`."""
 
-    def __init__(self, model: Any, way: Way, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: Any, way: PackingMethod, dtype: torch.dtype = torch.float32) -> None:
         self.model, self.way, self.dtype = causal(model), way, dtype
         self.documents: Documents | None = None
         self.changed: list[Any] = []
         if way.masks:
-            self._change(self.model, self._masked)
+            self._change(self.model, self._with_masks)
         for module in self.model.modules():
             if type(module).__name__ in way.alone:
                 self._change(module, self._each_document)
@@ -54,14 +54,14 @@ class Packed:
         self.changed.append(module)
 
     def undo(self) -> None:
-        """Leave the model as its class made it."""
+        """Restore the model's own forward."""
         for module in self.changed:
             del module.forward
         self.changed = []
 
     @contextlib.contextmanager
     def rows(self, batch: dict[str, torch.Tensor]) -> Iterator[None]:
-        """While inside, forward and backward passes are over this batch; it must be on the host."""
+        """Inside, forward and backward passes are over this batch, which must be on the host."""
         positions = batch.get("position_ids")
         self.documents = None if positions is None else documents_of(positions)
         try:
@@ -69,7 +69,7 @@ class Packed:
         finally:
             self.documents = None
 
-    def _masked(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_masks(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         takes = takes_positions(self.model)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class Packed:
             documents = self.documents
             if documents is None:
                 return plain(*args, **kwargs)
-            self.documents = None  # modules inside get one document
+            self.documents = None  # inner modules get one document
             try:
                 rows = []
                 for row, bounds in enumerate(documents):
@@ -101,11 +101,12 @@ class Packed:
 
 
 def takes_positions(model: Any) -> bool:
+    """Whether the model's forward has a `position_ids` argument."""
     return "position_ids" in inspect.signature(type(causal(model)).forward).parameters
 
 
 def documents_of(positions: torch.Tensor) -> Documents:
-    """Where documents begin in each row: where positions start again."""
+    """The documents of each row: a document starts where the position is 0."""
     documents: Documents = [[] for _ in positions]
     for row, at in (positions == 0).nonzero().tolist():
         documents[row].append(at)
@@ -113,35 +114,34 @@ def documents_of(positions: torch.Tensor) -> Documents:
 
 
 def block_masks(config: Any, positions: torch.Tensor, dtype: torch.dtype) -> Any:
-    """The mask of attention inside documents; one for each kind of layer where the model has several.
+    """The attention mask that separates documents; a dict by layer type if the model has several types.
 
-    Laid out as transformers does: true where a token is seen, for eager attention 0 there and the lowest value
-    elsewhere.
+    In transformers' layout: True where a token may attend; for eager attention, 0 there and the lowest value elsewhere.
     """
     text = config.get_text_config()
     document = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
-    place = torch.arange(positions.shape[1], device=positions.device)
-    behind = place[:, None] - place[None, :]  # [query, key]
-    seen = (document[:, :, None] == document[:, None, :]) & (behind >= 0)
-    kinds = {"full_attention": seen}
+    index = torch.arange(positions.shape[1], device=positions.device)
+    distance = index[:, None] - index[None, :]  # [query, key]
+    causal_mask = (document[:, :, None] == document[:, None, :]) & (distance >= 0)
+    by_type = {"full_attention": causal_mask}
     if isinstance(window := getattr(text, "sliding_window", None), int):
-        kinds["sliding_attention"] = seen & (behind < window)
+        by_type["sliding_attention"] = causal_mask & (distance < window)
     if isinstance(chunk := getattr(text, "attention_chunk_size", None), int):
-        part = positions // chunk
-        kinds["chunked_attention"] = seen & (part[:, :, None] == part[:, None, :])
-    masks = {kind: _laid_out(mask[:, None], text, dtype) for kind, mask in kinds.items()}
+        chunk_index = positions // chunk
+        by_type["chunked_attention"] = causal_mask & (chunk_index[:, :, None] == chunk_index[:, None, :])
+    masks = {name: _in_layout(mask[:, None], text, dtype) for name, mask in by_type.items()}
     types = set(getattr(text, "layer_types", None) or ())
-    return {kind: masks.get(kind) for kind in types} if types else masks["full_attention"]
+    return {name: masks.get(name) for name in types} if types else masks["full_attention"]
 
 
-def _laid_out(mask: torch.Tensor, config: Any, dtype: torch.dtype) -> torch.Tensor:
+def _in_layout(mask: torch.Tensor, config: Any, dtype: torch.dtype) -> torch.Tensor:
     if config._attn_implementation != "eager":
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _cut(value: Any, row: int, start: int, end: int, size: int) -> Any:
-    """The part of a module's arguments that is one document's: [rows, size, …], and masks [rows, heads, size, size]."""
+    """The arguments of a module for one document: slices of [rows, size, …] and masks [rows, heads, size, size]."""
     if isinstance(value, dict):
         return {k: _cut(v, row, start, end, size) for k, v in value.items()}
     if isinstance(value, tuple | list):
@@ -155,7 +155,7 @@ def _cut(value: Any, row: int, start: int, end: int, size: int) -> Any:
 
 
 def _joined(parts: list[Any], dim: int, sizes: list[int]) -> Any:
-    """The outputs of a module for several documents as one; what is not for each token comes from the last."""
+    """Concatenate a module's outputs for several documents; values that are not per token come from the last one."""
     if isinstance(parts[0], tuple | list):
         return type(parts[0])(_joined(list(each), dim, sizes) for each in zip(*parts, strict=True))
     if isinstance(parts[0], torch.Tensor) and [part.shape[dim] for part in parts if part.dim() > dim] == sizes:

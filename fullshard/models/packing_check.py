@@ -1,8 +1,8 @@
-"""Whether a model keeps packed documents apart, found by trying it on a small model of the same class.
+"""Tests whether a model keeps packed documents separate, on a small model of the same class.
 
-Two documents share a row. Changing the first must leave the logits of the second as they are, and they must be those
-that the second has alone. Signatures and names say nothing of that: a model may take positions and still let documents
-see each other.
+Two documents share a row. Changing the first must not change the logits of the second, and these must equal the logits
+of the second document alone. Signatures and names are not enough: a model may accept positions and still let documents
+attend to each other.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from torch import nn
 
 from fullshard.data.loader import Collator
 from fullshard.errors import first_line
-from fullshard.models.chunked_loss import causal
-from fullshard.models.packed_inputs import Packed, Way, documents_of
+from fullshard.models.inner_model import causal
+from fullshard.models.packed_inputs import Packed, PackingMethod, documents_of
 from fullshard.models.small_copy import SPECIAL, VOCABULARY, forked_random, small_models
 
 FIRST, SECOND = 10, 13
-"""Tokens of the documents: more than the window of a small model, and than any convolution."""
-SEES, LOST = "documents in a row see each other", "the positions of documents in a row are lost"
+"""Lengths of the documents: longer than the attention window of a small model, and than any convolution."""
+LEAKS, LOST = "documents in a row see each other", "the positions of documents in a row are lost"
 ROUNDS = 3
-"""How deep modules that let documents see each other may lie in one another."""
+"""The deepest nesting of modules that let documents see each other."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What came of the trial."""
+class PackingVerdict:
+    """The result of the test."""
 
-    way: Way | None
-    """How the model is given packed rows; None if it cannot be."""
+    way: PackingMethod | None
+    """How to pass packed rows to the model; None if no method works."""
     reason: str = ""
-    """Why it cannot."""
+    """Why none works."""
     tried: bool = True
-    """Whether there was a small model to try."""
+    """Whether a small model could be built."""
 
 
-def try_packing(model: Any, device: torch.device, flatten: bool) -> Verdict:
-    """Try every way in turn, from the cheapest on, on a small model like `model`. Random numbers are not touched."""
+def try_packing(model: Any, device: torch.device, flatten: bool) -> PackingVerdict:
+    """Try the packing methods, cheapest first, on a small model like `model`. The random state is not changed."""
     failure = ""
     with forked_random(device), _quiet():
         try:
@@ -58,19 +58,19 @@ def try_packing(model: Any, device: torch.device, flatten: bool) -> Verdict:
                 return trial.verdict()
         except Exception as error:
             failure = failure or first_line(error)
-    return Verdict(None, failure or "there is no smaller model of its class", tried=False)
+    return PackingVerdict(None, failure or "there is no smaller model of its class", tried=False)
 
 
 def _bare(model: Any) -> Any:
-    """The model as its class makes it, where it has been quantised or has an adapter."""
+    """The model without quantization and adapters, on the meta device if it has any."""
     if not any(type(m).__module__.startswith(("peft.", "fullshard.")) for m in model.modules()):
         return model
     with torch.device("meta"):
         return type(model)(model.config)
 
 
-class _Rows:
-    """Rows of documents as the collator takes them."""
+class _TrialRows:
+    """Rows of documents in the form that the collator reads."""
 
     def __init__(self) -> None:
         draw = np.random.Generator(np.random.PCG64(0))
@@ -83,41 +83,42 @@ class _Rows:
 
 
 class Trial:
-    """One small model and the documents that it is tried on."""
+    """A small model and the documents that it is tested with."""
 
     def __init__(self, small: Any, device: torch.device, flatten: bool) -> None:
-        self.small, self.device, self.rows = small, device, _Rows()
+        self.small, self.device, self.rows = small, device, _TrialRows()
         self.packs = Collator(0, isolate=True, flatten=flatten)
         self.alone = torch.empty(0)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> PackingVerdict:
         found = []
         for masks in (False, True):
-            reason = self.reason_against(Way(masks))
+            reason = self.reason_against(PackingMethod(masks))
             if not reason:
-                return Verdict(Way(masks))
+                return PackingVerdict(PackingMethod(masks))
             found.append(reason)
         for masks in (False, True):
-            if (way := self._a_document_at_a_time(masks)) is not None:
-                return Verdict(way)
-        return Verdict(None, next((r for r in found if r in (SEES, LOST)), found[0]))
+            if (way := self._one_document_at_a_time(masks)) is not None:
+                return PackingVerdict(way)
+        return PackingVerdict(None, next((r for r in found if r in (LEAKS, LOST)), found[0]))
 
-    def reason_against(self, way: Way) -> str:
-        """Why packing in this way is wrong; empty if it is right."""
+    def reason_against(self, way: PackingMethod) -> str:
+        """Why this method is wrong; empty if it is correct."""
         try:
             (one, other) = (self.logits_packed(way, row) for row in (0, 1))
         except Exception as error:
             return f"it does not run with {way}: {first_line(error)[:120]}"
         if not self._same(one, other):
-            return SEES
+            return LEAKS
         return "" if self._same(one, self.alone) else LOST
 
     @torch.no_grad()
     def logits_alone(self) -> torch.Tensor:
+        """The logits of the second document in a row of its own."""
         return self._logits(Collator(0)(self.rows, [2]))[0, :SECOND]
 
     @torch.no_grad()
-    def logits_packed(self, way: Way, row: int) -> torch.Tensor:
+    def logits_packed(self, way: PackingMethod, row: int) -> torch.Tensor:
         """The logits of the second document of a row."""
         packed, batch = Packed(self.small, way, self.small.dtype), self.packs(self.rows, [row, 3])
         try:
@@ -134,15 +135,15 @@ class Trial:
         return logits.float()
 
     def _same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Equal but for rounding, which kernels do differently for other shapes."""
+        """Equal up to rounding, which depends on the shape in some kernels."""
         close = math.sqrt(torch.finfo(self.small.dtype).eps) * float(self.alone.std())
         return bool((one - other).abs().max() <= close)
 
-    # --- modules that carry something along the row -----------------------------------------------------------------
+    # --- modules that carry a state along the row -------------------------------------------------------------------
 
-    def _a_document_at_a_time(self, masks: bool) -> Way | None:
-        """Find the modules that let documents see each other, the innermost first, until none does."""
-        way = Way(masks)
+    def _one_document_at_a_time(self, masks: bool) -> PackingMethod | None:
+        """Find the modules that let documents see each other, innermost first, until none does."""
+        way = PackingMethod(masks)
         for _ in range(ROUNDS):
             try:
                 more = self._leaking(way) - {*way.alone}
@@ -150,14 +151,14 @@ class Trial:
                 return None
             if not more:
                 return None
-            way = Way(masks, tuple(sorted({*way.alone, *more})))
+            way = PackingMethod(masks, tuple(sorted({*way.alone, *more})))
             if not self.reason_against(way):
                 return way
         return None
 
     @torch.no_grad()
-    def _leaking(self, way: Way) -> set[str]:
-        """Classes of the innermost modules whose outputs for one document change with their inputs for another."""
+    def _leaking(self, way: PackingMethod) -> set[str]:
+        """Classes of the innermost modules whose outputs for one document depend on the inputs of another."""
         packed, batch = Packed(self.small, way, self.small.dtype), self.packs(self.rows, [0, 3])
         end = documents_of(batch["position_ids"])[0][1]
         try:
@@ -168,7 +169,7 @@ class Trial:
             packed.undo()
         return {type(m).__name__ for m in leaking if not any(part in leaking for part in m.modules() if part is not m)}
 
-    def _leaks(self, module: nn.Module, call: _Call, end: int) -> bool:
+    def _leaks(self, module: nn.Module, call: _ModuleCall, end: int) -> bool:
         other = call.states.clone()
         other[:, :end] = torch.randn_like(other[:, :end])
         try:
@@ -183,8 +184,8 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What a module was called with; its first argument are the states of tokens."""
+class _ModuleCall:
+    """The arguments of a call of a module; the first are the hidden states."""
 
     states: torch.Tensor
     args: tuple[Any, ...]
@@ -194,17 +195,17 @@ class _Call:
         return (states, *self.args[1:])
 
 
-def _calls(model: nn.Module, run: Callable[[], Any], shape: torch.Size) -> dict[nn.Module, _Call]:
-    """The first call of each module inside the model that takes a state for every token."""
-    calls: dict[nn.Module, _Call] = {}
+def _calls(model: nn.Module, run: Callable[[], Any], shape: torch.Size) -> dict[nn.Module, _ModuleCall]:
+    """The first call of each module inside the model that takes a hidden state per token."""
+    calls: dict[nn.Module, _ModuleCall] = {}
 
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def record(module: nn.Module, args: Any, kwargs: Any) -> None:
         kwargs = dict(kwargs)
         states = args[0] if args else kwargs.pop("hidden_states", None)
         if isinstance(states, torch.Tensor) and states.is_floating_point() and states.shape[:2] == shape:
-            calls.setdefault(module, _Call(states, (states, *args[1:]), kwargs))
+            calls.setdefault(module, _ModuleCall(states, (states, *args[1:]), kwargs))
 
-    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if m is not model]
+    hooks = [m.register_forward_pre_hook(record, with_kwargs=True) for m in model.modules() if m is not model]
     try:
         run()
     finally:
@@ -221,7 +222,7 @@ def _first_tensor(output: Any) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What transformers says about a model's settings it says once more of the real one."""
+    """Silence transformers: it repeats its warnings about a configuration for the real model."""
     from transformers import logging
 
     before = logging.get_verbosity()

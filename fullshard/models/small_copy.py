@@ -1,17 +1,18 @@
-"""A small model of the same class and behaviour as a large one, with random values: something to try things on.
+"""Builds a small model of the same class and behavior as a large one, with random weights, for tests.
 
-`small_models(model)` changes a copy of the configuration by the names of its fields. Sub-configurations are treated
-alike, each by its own numbers.
+`small_models(model)` shrinks a copy of the configuration, field by field, based on field names. Sub-configurations are
+shrunk the same way, each by its own numbers.
 
-- Heads and groups are divided by a common divisor, the largest possible, so that their ratios (grouped queries) stay.
-- Widths (hidden and intermediate sizes) become about 64, or are divided by that number where they depend on the heads.
-  Sizes of a head, ranks and kernels stay.
-- One layer of each kind is kept, and lists with an entry per layer are cut alike. Where the kinds follow from other
-  fields the first layers are kept, up to the last new kind.
-- Windows and attention chunks are 4 tokens long, so that short documents are longer.
-- There are 4 experts, two of them used for each token, and 128 tokens, special ones among the first 8.
+- Numbers of heads and groups are divided by their largest possible common divisor, so that ratios (grouped-query
+  attention) are kept.
+- Hidden and intermediate sizes become about 64, or are divided by the same number if they depend on the heads. Head
+  dimensions, ranks and kernel sizes are kept.
+- One layer of each kind is kept, and lists with an entry per layer are cut the same way. If the kinds depend on other
+  fields, the first layers are kept, up to the last new kind.
+- Attention windows and chunks become 4 tokens long, so that short test documents exceed them.
+- There are 4 experts, with 2 per token, and a vocabulary of 128 tokens, with special tokens among the first 8.
 
-Everything else (rope and its scaling, soft-caps, biases, norms, activation functions) stays as it is.
+Everything else (rope and its scaling, soft-caps, biases, norms, activation functions) is kept.
 """
 
 from __future__ import annotations
@@ -45,58 +46,58 @@ USED_EXPERTS = re.compile(r"experts_per_tok(en)?$|^moe_top_?k$|^moe_k$|^num_sele
 
 
 def small_models(model: Any, device: torch.device) -> Iterator[Any]:
-    """Models of the same class on `device`, each a little larger than the one before, for classes that need more.
+    """Models of the same class on `device`, each larger than the last, for classes that cannot be very small.
 
-    Values are random, fp32 (bf16 where the attention takes no fp32). The caller's random numbers are not touched.
-    Raises what the class raises if it cannot be built at any size.
+    Weights are random, in fp32 (bf16 if the attention does not support fp32). The caller's random state is not changed.
+    If no size can be built, the first error of the class is raised.
     """
     failure: Exception | None = None
-    for weaker in (0, 1, 2, 4):
+    for growth in (0, 1, 2, 4):
         for one_of_each in (True, False):
             try:
-                config = _small_config(model, weaker, one_of_each)
+                config = _small_config(model, growth, one_of_each)
                 with torch.device("meta"):
                     plan = type(model)(copy.deepcopy(config))
                 if one_of_each and not _kinds(plan) >= _kinds(model):
                     continue
                 if (size := sum(p.numel() for p in plan.parameters())) > LARGEST:
-                    raise ValueError(f"its smallest has {size:,} parameters")
-                made = _with_values(type(model), config, device)
+                    raise ValueError(f"its smallest version has {size:,} parameters")
+                small = _with_values(type(model), config, device)
             except Exception as error:
                 failure = failure or error
                 continue
-            yield made
+            yield small
     if failure is not None:
         raise failure
 
 
-def _small_config(model: Any, weaker: int, one_of_each: bool) -> Any:
+def _small_config(model: Any, growth: int, one_of_each: bool) -> Any:
     config = copy.deepcopy(model.config)
-    for gone in ("quantization_config", "_pre_quantization_dtype"):
-        if hasattr(config, gone):
-            delattr(config, gone)
-    _shrink(config, model, weaker, one_of_each)
+    for name in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(config, name):
+            delattr(config, name)
+    _shrink(config, model, growth, one_of_each)
     return config
 
 
-def _with_values(kind: Any, config: Any, device: torch.device) -> Any:
+def _with_values(model_class: Any, config: Any, device: torch.device) -> Any:
     dtype = torch.bfloat16 if "flash" in str(config._attn_implementation) else torch.float32
     config.dtype = dtype
     with forked_random(device), torch.device(device), _default_dtype(dtype):
         torch.manual_seed(0)
-        made = kind(config).to(dtype)
+        model = model_class(config).to(dtype)
         with torch.no_grad():
-            for parameter in made.parameters():
-                if parameter.dim() > 1:  # activations of about 1, so that what one token does to another shows
+            for parameter in model.parameters():
+                if parameter.dim() > 1:  # activations of about 1, so that the effect of one token on another is visible
                     parameter.normal_(0, 1 / math.sqrt(parameter[0].numel()))
                 else:
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return made.eval()
+    return model.eval()
 
 
 @contextlib.contextmanager
 def forked_random(device: torch.device) -> Iterator[None]:
-    """Random numbers drawn inside leave no trace outside."""
+    """Inside, random numbers are drawn without changing the state outside."""
     mine = {"devices": [device], "device_type": device.type} if accelerator.is_accelerator(device) else {"devices": []}
     with torch.random.fork_rng(**mine):
         yield
@@ -115,16 +116,16 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 # --- fields ---------------------------------------------------------------------------------------------------------
 
 
-def _shrink(config: Any, model: Any, weaker: int, one_of_each: bool) -> None:
+def _shrink(config: Any, model: Any, growth: int, one_of_each: bool) -> None:
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     named = getattr(config, "num_hidden_layers", None)
     layers = named if isinstance(named, int) else 0
     kept = _kept_layers(fields, model, layers, one_of_each) if layers else []
-    heads = _divisor(fields) // max(1, weaker) or 1
-    widths = heads if weaker else _narrowest(fields)
+    heads = _divisor(fields) // max(1, growth) or 1
+    widths = heads if growth else _narrowest(fields)
     for name, value in fields.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            _shrink(value, model, weaker, one_of_each)
+            _shrink(value, model, growth, one_of_each)
             continue
         if kept and _per_layer(value, layers):
             changed: Any = type(value)(value[i] for i in kept)
@@ -141,7 +142,7 @@ def _shrink(config: Any, model: Any, weaker: int, one_of_each: bool) -> None:
 
 
 def _part_of(count: int, kept: int, layers: int) -> int:
-    """How many of the kept layers a count of layers comes to."""
+    """A count of layers, scaled to the number of layers that are kept."""
     return min(count, max(1, count * kept // layers)) if count > 0 else count
 
 
@@ -167,7 +168,7 @@ def _changed(name: str, value: int, heads: int, widths: int) -> int:
 
 
 def _divisor(fields: dict[str, Any]) -> int:
-    """The largest number that divides all heads and leaves widths that matrix kernels take."""
+    """The largest number that divides all head counts and leaves widths that matrix kernels support."""
     heads = [v for k, v in fields.items() if HEADS.search(k) and _number(v) and v > 1]
     widths = _outer_widths(fields)
     common = math.gcd(*heads) if heads else _narrowest(fields)
@@ -176,7 +177,7 @@ def _divisor(fields: dict[str, Any]) -> int:
 
 
 def _narrowest(fields: dict[str, Any]) -> int:
-    """What leaves widths of about `NARROW`; heads then have a size of their own, or the model cannot be built."""
+    """The divisor that leaves widths of about `NARROW`. It works for models with an explicit head dimension."""
     return max(1, math.gcd(*_outer_widths(fields)) // NARROW)
 
 
@@ -196,7 +197,7 @@ def _number(value: Any) -> bool:
 
 
 def _kept_layers(fields: dict[str, Any], model: Any, layers: int, one_of_each: bool) -> list[int]:
-    """Layers that show every kind: alike in structure, in flags, and in lists with an entry for each layer."""
+    """Layers of every kind. Layers of a kind have the same structure, flags, and entries in per-layer lists."""
     lists = [v for v in fields.values() if _per_layer(v, layers)]
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
     kinds: list[Any] = [
@@ -207,7 +208,7 @@ def _kept_layers(fields: dict[str, Any], model: Any, layers: int, one_of_each: b
 
 
 def _per_layer(value: Any, layers: int) -> bool:
-    """Whether this is a list with an entry for each layer, and not one of layers."""
+    """Whether this is a list with an entry for each layer, and not a list of layer indices."""
     if not isinstance(value, list | tuple) or len(value) != layers:
         return False
     return layers == 1 or list(value) != list(range(layers))
@@ -218,15 +219,15 @@ def _kinds(model: nn.Module) -> set[tuple[Any, ...]]:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What a layer is like, apart from sizes and values."""
+    """The structure and flags of a layer, without sizes and values."""
     return tuple(
-        (name, type(module).__name__, *((k, v) for k, v in sorted(vars(module).items()) if _tells(k, v)))
+        (name, type(module).__name__, *((k, v) for k, v in sorted(vars(module).items()) if _is_flag(k, v)))
         for name, module in layer.named_modules()
         if not re.search(r"experts\.\d", name)
     )
 
 
-def _tells(name: str, value: Any) -> bool:
+def _is_flag(name: str, value: Any) -> bool:
     if name.startswith("_") or name in ("training", "layer_name"):
         return False
     return isinstance(value, bool | str) or value is None

@@ -1,6 +1,6 @@
-"""A torch `DataLoader` dealt out over the ranks: every rank draws the same order and keeps its own batches.
+"""A torch `DataLoader` split over the ranks: every rank draws the same order and keeps its own batches.
 
-Which rows those are is in `row_assignment.py`; how a rank's rows count in the gradient is in `fsdp/uneven_batches.py`.
+`row_assignment.py` selects the rows; `fsdp/uneven_batches.py` weights the gradients of ranks with different row counts.
 """
 
 from __future__ import annotations
@@ -11,43 +11,44 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from fullshard import runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp import uneven_batches
-from fullshard.parallelize.row_assignment import Dealt, Order, RankBatches, RankItems
+from fullshard.parallelize.row_assignment import RankBatch, RankBatches, RankItems, SharedRandomOrder
+from fullshard.torch_private import forget_iterator, tree_map
 
 REDUCTIONS = ("mean", "sum")
 
 
 class RankLoader(DataLoader):
-    """A `DataLoader` whose batches are this rank's own, on this rank's device. In one process: all of them."""
+    """A `DataLoader` that yields this rank's batches on this rank's device."""
 
-    order: Order
+    order: SharedRandomOrder
     share: uneven_batches.Share | None
-    """This rank's part of the step whose batch was handed out last; None before the first and after the last."""
+    """This rank's share of the step whose batch was yielded last; None before the first and after the last."""
     loss_reduction: str
     _next: tuple[int, int] | None
-    """Epoch and step to begin the next iteration with."""
+    """Epoch and step at which the next iteration starts."""
     _sampled: RankBatches | RankItems | None
-    """What deals out; None where one process reads a stream."""
+    """Selects this rank's rows; None if a single process reads a stream."""
 
     @classmethod
     def of(cls, loader: DataLoader, loss_reduction: str = "mean") -> RankLoader:
-        """A loader like the given one, which stays as it is; subclasses keep what they add."""
+        """A copy of `loader` that yields this rank's batches. Attributes and methods of subclasses are kept."""
         rank, world = runtime.rank(), runtime.world_size()
         _check(loader, world, loss_reduction)
         new: Any = copy.copy(loader)
+        forget_iterator(new)
         new.__class__ = _extended(type(loader))
         streams = isinstance(loader.dataset, IterableDataset)
         holders = (loader, *_samplers(loader))
         generators = [g for one in holders if isinstance(g := getattr(one, "generator", None), torch.Generator)]
-        order = Order(generators, world, loader.generator is None)
+        order = SharedRandomOrder(generators, world, loader.generator is None)
         sampled: RankBatches | RankItems | None = None
-        # torch's loader lets none of these be set once it is made, so that nobody changes them between two epochs.
-        changed: dict[str, Any] = {"_iterator": None, "in_order": True if world > 1 else loader.in_order}
+        # DataLoader.__setattr__ refuses to change these after construction, so they are set in __dict__.
+        changed: dict[str, Any] = {"in_order": True if world > 1 else loader.in_order}
         if streams and world > 1:
             sampled = RankItems(loader.dataset, rank, world, loader.batch_size, loader.drop_last, order)
             changed |= {"dataset": sampled, "drop_last": False}
@@ -61,13 +62,13 @@ class RankLoader(DataLoader):
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether the batch handed out last counts nothing: there was no row left for this rank in the last step."""
+        """Whether the last batch is a placeholder with weight zero, because no row was left for this rank."""
         return self.share is not None and self.share.rows == 0
 
     def set_epoch(self, epoch: int, step: int = 0) -> None:
-        """Begin the next iteration with this epoch's order, at this step; epochs count up by themselves otherwise.
+        """Start the next iteration with the order of this epoch, at this step. Otherwise epochs count up from 0.
 
-        Samplers and data sets that have a `set_epoch` of their own are told; what they draw is their own matter then.
+        If the sampler or dataset has a `set_epoch`, it is called, and the sampler decides the order.
         """
         self._next = (epoch, step)
         for one in (*_samplers(self), self.dataset):
@@ -77,15 +78,15 @@ class RankLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:
         skip = self._begin()
-        dealt: deque[Dealt] = deque()
+        pending: deque[RankBatch] = deque()
         if self._sampled is not None:
-            self._sampled.dealt = dealt
+            self._sampled.pending = pending
         share = uneven_batches.Share()
         with uneven_batches.opened(share):
             try:
                 for number, batch in enumerate(super().__iter__()):
-                    if dealt:
-                        self._weigh(share, dealt.popleft())
+                    if pending:
+                        self._set_weight(share, pending.popleft())
                     if number >= skip:
                         uneven_batches.to_front(share)
                         self.share = share
@@ -95,25 +96,25 @@ class RankLoader(DataLoader):
                     self.share = None
 
     def _begin(self) -> int:
-        """Begin an epoch; how many of its batches are still to be passed over."""
+        """Start an epoch; returns how many of its batches the caller must skip."""
         wanted, self._next = self._next, None
         epoch, step = wanted or (self.order.epoch, 0)
         source = self._sampled
         if isinstance(source, RankBatches):
-            told = any(hasattr(one, "set_epoch") for one in (source.batches, getattr(source.batches, "sampler", None)))
-            if wanted and not told:
+            samplers = (source.batches, getattr(source.batches, "sampler", None))
+            if wanted and not any(hasattr(one, "set_epoch") for one in samplers):
                 self.order.go_to(epoch, lambda: deque(self.order.draws(source.batches), maxlen=0))
             source.skip, step = step, 0
         self.order.begin()
         return step
 
-    def _weigh(self, share: uneven_batches.Share, dealt: Dealt) -> None:
+    def _set_weight(self, share: uneven_batches.Share, batch: RankBatch) -> None:
         ranks = runtime.world_size()
-        share.rows, share.total = dealt.rows, dealt.total
+        share.rows, share.total = batch.rows, batch.total
         if self.loss_reduction == "sum":
-            share.weight = float(ranks) if dealt.rows else 0.0
+            share.weight = float(ranks) if batch.rows else 0.0
         else:
-            share.weight = dealt.rows * ranks / dealt.total
+            share.weight = batch.rows * ranks / batch.total
 
 
 def _check(loader: DataLoader, world: int, loss_reduction: str) -> None:
@@ -121,18 +122,18 @@ def _check(loader: DataLoader, world: int, loss_reduction: str) -> None:
         raise ConfigError(f"prepare: loss_reduction is {loss_reduction!r}; expected mean or sum")
     if isinstance(loader.dataset, IterableDataset) and loader.num_workers > 0 and world > 1:
         raise ConfigError(
-            "prepare: an IterableDataset with worker processes gives each of them the whole stream; set "
-            "num_workers=0, or split the stream yourself and leave this loader out of prepare"
+            "prepare: each worker process of an IterableDataset would read the whole stream; set num_workers=0, or "
+            "split the stream yourself and do not pass this loader to prepare"
         )
     if any(isinstance(one, DistributedSampler) and one.num_replicas > 1 for one in _samplers(loader)):
         raise ConfigError(
-            "prepare: the loader has a DistributedSampler, which gives each rank its own rows already; give it "
-            "shuffle=True or a plain sampler instead, or leave this loader out of prepare"
+            "prepare: the loader has a DistributedSampler, which already splits the rows over the ranks; use "
+            "shuffle=True or another sampler instead, or do not pass this loader to prepare"
         )
 
 
 def _samplers(loader: DataLoader) -> list[Any]:
-    """The samplers of a loader, from the outside in."""
+    """The samplers of a loader, outermost first."""
     found = [loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler]
     return [one for i, one in enumerate(found) if one is not None and not any(one is other for other in found[:i])]
 
@@ -141,7 +142,7 @@ _classes: dict[type, type] = {}
 
 
 def _extended(plain: type) -> type:
-    """The loader's class with `RankLoader` in front."""
+    """A subclass of the loader's class and of `RankLoader`."""
     if plain is DataLoader:
         return RankLoader
     if plain not in _classes:
@@ -150,5 +151,5 @@ def _extended(plain: type) -> type:
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors, and objects that can move themselves, on this device."""
+    """The batch with its tensors, and other objects that have `to`, on this device."""
     return tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch)

@@ -1,4 +1,4 @@
-"""What all ranks have computed for the rows of a step, each row once: for metrics, and for the loss that is logged."""
+"""Gathers per-row results from all ranks, each row once, for metrics and for logging the loss."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fullshard.watchdog import collectives
 
 
 def gather_for_metrics(value: Any, use_gather_object: bool = False) -> Any:
-    """The rows that all ranks hold, joined in the order of the loader: each row of the data set once, on every rank.
+    """Concatenate the rows of all ranks in the order of the loader: each row of the dataset once, on every rank.
 
-    Tensors, also inside tuples, lists and dicts, are joined along dim 0; one without dims gives an entry per rank.
-    Lists without tensors are joined; any other object gives a list with one per rank. With `use_gather_object`
-    everything is taken as an object. A rank whose batch is a stand-in gives nothing. All ranks must call it, before
-    the next batch is taken.
+    Tensors, also inside tuples, lists and dicts, are concatenated along dim 0; a scalar tensor becomes one entry per
+    rank. Lists without tensors are concatenated; any other object becomes a list with one entry per rank. With
+    `use_gather_object`, everything is treated as an object. Placeholder batches contribute nothing. All ranks must
+    call this before they draw the next batch.
     """
     leaves: list[Any] = []
     structure = "objects" if use_gather_object else _flatten(value, leaves)
@@ -37,24 +37,24 @@ def gather_for_metrics(value: Any, use_gather_object: bool = False) -> Any:
 
 
 def mean_over_rows(value: torch.Tensor | float) -> torch.Tensor:
-    """The mean over all rows of the step, of a value that is a mean over each rank's own rows (a loss, say).
+    """The mean over all rows of the step, given each rank's mean over its own rows (for example a loss).
 
-    All ranks must call it, before the next batch is taken. Outside a prepared loader every rank counts the same.
+    All ranks must call this before they draw the next batch. Outside a prepared loader, ranks have equal weight.
     """
     share = uneven_batches.current_rows()
-    given = torch.as_tensor(value, device=runtime.device()).detach()
+    own = torch.as_tensor(value, device=runtime.device()).detach()
     part = (share.rows or 0) / share.total if share.total else 1 / runtime.world_size()
-    mean = given.double() * part if part else torch.zeros_like(given, dtype=torch.float64)  # a stand-in may give NaN
+    mean = own.double() * part if part else torch.zeros_like(own, dtype=torch.float64)  # a placeholder may be NaN
     if runtime.world_size() > 1:
         collectives.finish("mean over rows", lambda: dist.all_reduce(mean, async_op=True))
-    return mean.to(given.dtype) if given.is_floating_point() else mean
+    return mean.to(own.dtype) if own.is_floating_point() else mean
 
 
 # --- containers -------------------------------------------------------------------------------------------------------
 
 
 def _flatten(value: Any, leaves: list[Any]) -> str:
-    """Collect tensors, and lists of what holds none; the containers around them, in words."""
+    """Append tensors and lists of objects to `leaves`; returns a description of the containers."""
     if isinstance(value, torch.Tensor):
         leaves.append(value.detach().reshape(1) if value.ndim == 0 else value.detach())
         return "a tensor"
@@ -90,20 +90,22 @@ def _rows(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-# --- travelling -------------------------------------------------------------------------------------------------------
+# --- communication ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a rank says of its leaves before they travel."""
+class _LeafDescription:
+    """What a rank sends about its leaves before the tensors."""
 
     structure: str
     leaves: list[Any]
-    """A tensor's `_Form`; the objects themselves of what is none."""
+    """A `_Form` for each tensor; objects themselves."""
 
 
 @dataclass(frozen=True)
 class _Form:
+    """Shape and dtype of a tensor."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -116,19 +118,19 @@ class _Form:
 
 
 def _exchange(leaves: list[Any], structure: str) -> list[Any]:
-    """Each leaf of all ranks, joined: one message with forms and objects, one with the bytes of all tensors."""
-    told: list[Any] = [None] * runtime.world_size()
+    """Each leaf of all ranks, concatenated: one message with forms and objects, one with the bytes of all tensors."""
+    described: list[Any] = [None] * runtime.world_size()
     mine = [_Form(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
-    dist.all_gather_object(told, _Told(structure, mine))
-    _check(told)
-    tensors = iter(_exchange_tensors([x for x in leaves if isinstance(x, torch.Tensor)], told))
-    objects = (list(itertools.chain.from_iterable(column)) for column in zip(*(t.leaves for t in told), strict=True)
-               if not isinstance(column[0], _Form))  # fmt: skip
+    dist.all_gather_object(described, _LeafDescription(structure, mine))
+    _check(described)
+    tensors = iter(_exchange_tensors([x for x in leaves if isinstance(x, torch.Tensor)], described))
+    columns = zip(*(one.leaves for one in described), strict=True)
+    objects = (list(itertools.chain.from_iterable(c)) for c in columns if not isinstance(c[0], _Form))
     return [next(tensors) if isinstance(leaf, torch.Tensor) else next(objects) for leaf in leaves]
 
 
-def _exchange_tensors(tensors: list[torch.Tensor], told: list[_Told]) -> list[torch.Tensor]:
-    forms = [[form for form in one.leaves if isinstance(form, _Form)] for one in told]
+def _exchange_tensors(tensors: list[torch.Tensor], described: list[_LeafDescription]) -> list[torch.Tensor]:
+    forms = [[form for form in one.leaves if isinstance(form, _Form)] for one in described]
     sizes = [sum(form.bytes for form in its) for its in forms]
     device = runtime.device()
     packed = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
@@ -138,33 +140,33 @@ def _exchange_tensors(tensors: list[torch.Tensor], told: list[_Told]) -> list[to
             flat = t.to(device).contiguous().view(-1).view(torch.uint8)
             packed[offset : offset + flat.numel()] = flat
             offset += flat.numel()
-    received = [torch.empty_like(packed) for _ in told]
+    received = [torch.empty_like(packed) for _ in described]
     if max(sizes):
         collectives.finish("gather for metrics", lambda: dist.all_gather(received, packed, async_op=True))
     pieces: list[list[torch.Tensor]] = [[] for _ in tensors]
     for its, flat in zip(forms, received, strict=True):
         offset = 0
-        for place, form in enumerate(its):
+        for index, form in enumerate(its):
             piece = torch.empty(form.shape, dtype=form.dtype, device=device)
             if form.bytes:
                 piece.view(-1).view(torch.uint8).copy_(flat[offset : offset + form.bytes])
-            pieces[place].append(piece)
+            pieces[index].append(piece)
             offset += form.bytes
     return [torch.cat(parts).to(t.device) for parts, t in zip(pieces, tensors, strict=True)]
 
 
-def _check(told: list[_Told]) -> None:
-    """All ranks find the same fault, since they look at the same."""
-    first = told[0]
-    for rank, one in enumerate(told):
+def _check(described: list[_LeafDescription]) -> None:
+    """Raise if ranks differ. All ranks check the same data, so all of them raise."""
+    first = described[0]
+    for rank, one in enumerate(described):
         if one.structure != first.structure:
             raise ConfigError(
-                f"gather_for_metrics: rank 0 gave {first.structure}, rank {rank} gave {one.structure}; expected the "
-                f"same containers on all ranks. For a list with one entry per row set use_gather_object=True"
+                f"gather_for_metrics: rank 0 has {first.structure}, rank {rank} has {one.structure}; expected the "
+                f"same containers on all ranks. For a list with one entry per row, set use_gather_object=True"
             )
         for its, theirs in zip(one.leaves, first.leaves, strict=True):
             if isinstance(its, _Form) and (its.shape[1:], its.dtype) != (theirs.shape[1:], theirs.dtype):
                 raise ConfigError(
-                    f"gather_for_metrics: rank 0 gave a tensor of {theirs}, rank {rank} one of {its}; expected the "
-                    f"same but for dim 0. Pad to a common length first, or set use_gather_object=True"
+                    f"gather_for_metrics: rank 0 has a tensor of {theirs}, rank {rank} one of {its}; expected the "
+                    f"same shape except for dim 0. Pad to a common length first, or set use_gather_object=True"
                 )

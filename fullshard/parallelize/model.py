@@ -1,4 +1,4 @@
-"""From settings to a sharded model: the mesh, the keywords of `FSDPv2`, activation checkpointing, compilation."""
+"""Shards a model as `EngineSettings` says: mesh, options of `FSDPv2`, activation checkpointing, compilation."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fullshard.parallelize.settings import EngineSettings
 from fullshard.spmd import Mesh
 
 
-def wrap(settings: EngineSettings, model: nn.Module, mesh: Mesh | None, more: dict[str, Any]) -> Any:
-    """The model, sharded in place as the settings say; `more` overrules keywords of `FSDPv2`."""
+def shard_model(model: nn.Module, settings: EngineSettings, mesh: Mesh | None = None, **overrides: Any) -> Any:
+    """Shard a model in place and return it. `overrides` are options of `FSDPv2` that replace those of the settings."""
     mesh = mesh if mesh is not None else build_mesh(settings)
-    layers = checkpointed_modules(settings, model) if settings.activation_checkpointing else []
-    wrapped: Any = FSDPv2(model, mesh, **{**fsdp_options(settings, model), **more})  # type: ignore[call-arg]
+    layers = checkpointed_modules(model, settings) if settings.activation_checkpointing else []
+    wrapped: Any = FSDPv2(model, mesh, **{**fsdp_options(model, settings), **overrides})  # type: ignore[call-arg]
     for layer in layers:
         checkpoint_module(layer, offload=settings.activation_checkpointing_offload)
     config: Any = getattr(model, "config", None)
     if layers and getattr(config, "use_cache", False):
-        config.use_cache = False  # a layer that runs twice would append to its cache twice
+        config.use_cache = False  # a recomputed layer would append to its cache twice
     if settings.backend.lower() != "no":
         wrapped.compile_units(
             backend=settings.backend.lower(), fullgraph=settings.use_fullgraph,
@@ -42,28 +42,29 @@ def wrap(settings: EngineSettings, model: nn.Module, mesh: Mesh | None, more: di
 
 
 def build_mesh(settings: EngineSettings) -> Mesh:
+    """The mesh of the strategy over all ranks of this job."""
     shape = settings.mesh_shape(runtime.world_size(), runtime.node_count())
     return Mesh(np.arange(runtime.world_size()), tuple(shape.values()), tuple(shape))
 
 
-def fsdp_options(settings: EngineSettings, model: nn.Module) -> dict[str, Any]:
-    """The keywords of `FSDPv2` for this model."""
+def fsdp_options(model: nn.Module, settings: EngineSettings) -> dict[str, Any]:
+    """The keyword arguments of `FSDPv2` for this model."""
     options: dict[str, Any] = {
-        "auto_wrap_policy": wrap_policy(settings, model),
+        "auto_wrap_policy": wrap_policy(model, settings),
         "strategy": settings.strategy,
         "mixed_precision": settings.mixed_precision,
         "cpu_offload": settings.offload_params,
         "forward_prefetch": settings.forward_prefetch is not False,
         "backward_prefetch": settings.backward_prefetch or "BACKWARD_PRE",
-        "ignored_modules": ignored_modules(settings, model),
+        "ignored_modules": ignored_modules(model, settings),
     }
     if not settings.sync_module_states:
         options["sync_module_states"] = False
     return options
 
 
-def wrap_policy(settings: EngineSettings, model: nn.Module) -> Any:
-    """The policy that makes units of this model's modules; None for one unit."""
+def wrap_policy(model: nn.Module, settings: EngineSettings) -> Any:
+    """The `auto_wrap_policy` that selects the units of this model; None makes the whole model one unit."""
     name = settings.wrap_policy
     if name == "NO_WRAP":
         return None
@@ -77,21 +78,21 @@ def wrap_policy(settings: EngineSettings, model: nn.Module) -> Any:
     return transformer_auto_wrap_policy
 
 
-def checkpointed_modules(settings: EngineSettings, model: nn.Module) -> list[nn.Module]:
-    """The modules whose activations are computed again in backward: the units, else the layers the model names."""
-    chosen = wrap_policy(settings, model) or transformer_auto_wrap_policy
-    return policy.find_units(model, policy.resolve(chosen, model), set(ignored_modules(settings, model)))
+def checkpointed_modules(model: nn.Module, settings: EngineSettings) -> list[nn.Module]:
+    """The modules to use activation checkpointing on: the units, or the model's own layers if there is one unit."""
+    chosen = wrap_policy(model, settings) or transformer_auto_wrap_policy
+    return policy.find_units(model, policy.resolve(chosen, model), set(ignored_modules(model, settings)))
 
 
-def ignored_modules(settings: EngineSettings, model: nn.Module) -> list[nn.Module]:
-    """The modules that stay whole on every rank."""
+def ignored_modules(model: nn.Module, settings: EngineSettings) -> list[nn.Module]:
+    """The modules that are not sharded."""
     if settings.ignored_modules is None:
         return []
     names = {name: module for name, module in model.named_modules() if name}
     found = [module for name, module in names.items() if re.fullmatch(settings.ignored_modules, name)]
     if not found:
         raise ConfigError(
-            f"fsdp_ignored_modules: no module's name matches {settings.ignored_modules!r} as a whole; names are like "
+            f"fsdp_ignored_modules: no module's full name matches {settings.ignored_modules!r}; names look like "
             f"{', '.join(list(names)[:3])}"
         )
     return found

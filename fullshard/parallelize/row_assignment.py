@@ -1,7 +1,7 @@
-"""Who gets which rows of a step, and the random numbers that decide their order: alike on every rank, without asking.
+"""Assigns the rows of each step to ranks, in an order that is the same on every rank without communication.
 
-A step is as many batches of the loader as there are ranks. No row is left out and none counts twice: the rows of an
-incomplete last step are spread over the ranks, and a rank for which none is left gets a stand-in that counts nothing.
+A step consists of one batch of the loader per rank. No row is skipped and none counts twice: the rows of an incomplete
+last step are spread over the ranks, and a rank without rows gets a placeholder batch with weight zero.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from fullshard import runtime
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """What one rank gets of a step."""
+class RankBatch:
+    """One rank's part of a step."""
 
     batch: Any
     rows: int
-    """How many rows of the step these are; 0 for a stand-in."""
+    """Number of rows; 0 for a placeholder."""
     total: int
-    """How many rows the step has on all ranks."""
+    """Number of rows of the step on all ranks."""
 
 
-def deal(batches: Any, rank: int, world_size: int, size: int | None, drop: bool) -> Iterator[Dealt]:
-    """Every `world_size`-th batch from `rank` on, and this rank's part of the last step if that is incomplete.
+def rank_batches(batches: Any, rank: int, world_size: int, size: int | None, drop: bool) -> Iterator[RankBatch]:
+    """Every `world_size`-th batch, starting at `rank`, and this rank's part of an incomplete last step.
 
-    Batches of a known size may be cut anew to spread the last rows evenly; others stay as they are. With `drop` an
-    incomplete step is left out.
+    If `size` (the rows of a batch) is known, the rows of an incomplete step are spread evenly; otherwise batches stay
+    as they are. With `drop`, an incomplete step is skipped.
     """
-    steps = parts(batches, world_size)
-    for step in steps:
+    for step in chunks(batches, world_size):
         complete = len(step) == world_size and (size is None or len(step[-1]) == size)
         if drop and not complete:
             return
@@ -50,54 +49,55 @@ def deal(batches: Any, rank: int, world_size: int, size: int | None, drop: bool)
         if len(set(counts)) > 1 and complete:
             runtime.warn_once(
                 "prepare: batches of different sizes",
-                "prepare: the batches of a step have different numbers of rows, and each rank's gradients count by its "
-                "rows; if the loss is a mean over something else, such as tokens, run the forward inside "
+                "prepare: the batches of a step have different numbers of rows, so each rank's gradients are weighted "
+                "by its rows; if the loss is a mean over something else, such as tokens, run the forward pass inside "
                 "fullshard.weighted(number of tokens)",
             )
         if rank < len(step) and counts[rank]:
-            yield Dealt(step[rank], counts[rank], sum(counts))
+            yield RankBatch(step[rank], counts[rank], sum(counts))
         else:
-            yield Dealt(step[0][:1] if isinstance(step[0], list | tuple) else step[0], 0, sum(counts))
+            yield RankBatch(step[0][:1] if isinstance(step[0], list | tuple) else step[0], 0, sum(counts))
 
 
-def parts(items: Any, n: int) -> Iterator[list[Any]]:
-    """The items in lists of n, the last one shorter."""
+def chunks(items: Any, n: int) -> Iterator[list[Any]]:
+    """The items in lists of `n`; the last list may be shorter."""
     left = iter(items)
-    while part := list(itertools.islice(left, n)):
-        yield part
+    while chunk := list(itertools.islice(left, n)):
+        yield chunk
 
 
 def spread(rows: list[Any], n: int) -> list[list[Any]]:
-    """The rows in n lists, in order, whose lengths differ by at most one."""
+    """The rows in `n` lists, in order, with lengths that differ by at most one."""
     each, more = divmod(len(rows), n)
     ends = [i * each + min(i, more) for i in range(n + 1)]
     return [rows[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def row_count(batch: Any) -> int:
-    """The rows of a batch of indices; a single index counts as one."""
+    """Number of rows in a batch of indices; a single index is one row."""
     return len(batch) if isinstance(batch, list | tuple) else 1
 
 
 class RankBatches(Sampler[Any]):
-    """This rank's batches of an order that is the same on every rank. Otherwise like the sampler it stands for."""
+    """A sampler that yields this rank's batches; other attributes are those of the sampler it replaces."""
 
-    def __init__(self, batches: Any, rank: int, world_size: int, order: Order):
+    def __init__(self, batches: Any, rank: int, world_size: int, order: SharedRandomOrder):
         self.batches, self.rank, self.world_size, self.order = batches, rank, world_size, order
         own = isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__
         self.size: int | None = batches.batch_size if own else None
-        """Rows of every batch but the last; None if batches are the user's own and must stay as they are."""
+        """Rows per batch; None for a user-defined batch sampler, whose batches must not be split."""
         self.drop = bool(getattr(batches, "drop_last", False))
-        self.dealt: deque[Dealt] = deque()
-        """What was dealt and not handed out yet. Worker processes fetch ahead."""
+        self.pending: deque[RankBatch] = deque()
+        """Batches drawn but not yet yielded by the loader: worker processes prefetch."""
         self.skip = 0
-        """Steps to pass over at the beginning of the next epoch."""
+        """Steps to skip at the start of the next epoch."""
 
     def __iter__(self) -> Iterator[Any]:
-        dealt, skip = self.dealt, self.skip
+        pending, skip = self.pending, self.skip
         drawn = self.order.draws(self.batches)
-        for one in itertools.islice(deal(drawn, self.rank, self.world_size, self.size, self.drop), skip, None):
-            dealt.append(one)
+        mine = rank_batches(drawn, self.rank, self.world_size, self.size, self.drop)
+        for one in itertools.islice(mine, skip, None):
+            pending.append(one)
             yield one.batch
 
     def __len__(self) -> int:
@@ -113,18 +113,20 @@ class RankBatches(Sampler[Any]):
 
 
 class RankItems(IterableDataset):
-    """This rank's samples of a stream: of each `world_size × batch` samples, its own `batch`."""
+    """A stream of this rank's samples: `batch_size` of each `world_size × batch_size` samples."""
 
-    def __init__(self, dataset: Any, rank: int, world_size: int, batch_size: int | None, drop: bool, order: Order):
+    def __init__(
+        self, dataset: Any, rank: int, world_size: int, batch_size: int | None, drop: bool, order: SharedRandomOrder
+    ):
         self.dataset, self.rank, self.world_size, self.order = dataset, rank, world_size, order
         self.size, self.drop = batch_size or 1, drop
-        self.dealt: deque[Dealt] = deque()
+        self.pending: deque[RankBatch] = deque()
 
     def __iter__(self) -> Iterator[Any]:
-        dealt = self.dealt
-        batches = parts(self.order.draws(self.dataset), self.size)
-        for one in deal(batches, self.rank, self.world_size, self.size, self.drop):
-            dealt.append(one)
+        pending = self.pending
+        batches = chunks(self.order.draws(self.dataset), self.size)
+        for one in rank_batches(batches, self.rank, self.world_size, self.size, self.drop):
+            pending.append(one)
             yield from one.batch
 
     def __len__(self) -> int:
@@ -142,20 +144,20 @@ class RankItems(IterableDataset):
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
 
-class Order:
-    """The random numbers that samplers and streams draw.
+class SharedRandomOrder:
+    """The random numbers that samplers and streams draw, the same on every rank.
 
-    Several ranks draw them from one sequence that begins with the state of rank 0 when the loader is prepared, beside
-    the generators that the rest of the program uses: torch's, Python's and numpy's, and those that the sampler holds.
-    One process draws them as it would without us, until an epoch is asked for by number.
+    With several ranks they come from a separate sequence, which starts from rank 0's generators (torch's, Python's,
+    numpy's and the sampler's own) when the loader is prepared. The generators of the rest of the program are not
+    affected. A single process draws from its usual generators until `go_to` is called.
     """
 
     def __init__(self, generators: list[torch.Generator], world_size: int, seeds_workers: bool):
         self.generators = list({id(g): g for g in generators}.values())
         self.seeds_workers = seeds_workers
-        """Whether torch's loader draws a seed for its workers from the global generator as each epoch begins."""
+        """Whether torch's loader draws a seed for its workers from the global generator at the start of each epoch."""
         self.apart = world_size > 1
-        """Whether the sequence is ours; else it is that of the process."""
+        """Whether the sequence is separate from the generators of the process."""
         start = [(_global_state(), [g.get_state() for g in self.generators])]
         if world_size > 1:
             dist.broadcast_object_list(start, src=0)
@@ -165,25 +167,25 @@ class Order:
         self._begun = {0: start[0]}
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """Start an epoch."""
         if self.apart:
             self._begun[self.epoch] = (self.state, [g.get_state() for g in self.generators])
         self.epoch += 1
 
-    def go_to(self, epoch: int, pass_through: Callable[[], Any]) -> None:
-        """Return to the beginning of an epoch; one never reached is reached by drawing all orders before it."""
+    def go_to(self, epoch: int, draw_epoch: Callable[[], Any]) -> None:
+        """Go to the start of an epoch; the orders of epochs not seen yet are drawn with `draw_epoch` and discarded."""
         self.apart = True
         known = max(e for e in self._begun if e <= epoch)
         self._restore(self._begun[known])
         for e in range(known, epoch):
             for generator in self.generators[:1] if not self.seeds_workers else ():
                 torch.empty((), dtype=torch.int64).random_(generator=generator)
-            pass_through()
+            draw_epoch()
             self._begun[e + 1] = (self.state, [g.get_state() for g in self.generators])
         self.epoch = epoch
 
     def draws(self, source: Any) -> Iterator[Any]:
-        """What the source gives, with its random numbers taken from our sequence."""
+        """Iterate over `source`, with its random numbers drawn from this sequence."""
         with self.drawing():
             if self.apart and self.seeds_workers:
                 torch.empty((), dtype=torch.int64).random_()
@@ -198,6 +200,7 @@ class Order:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
+        """Inside, the global generators are those of this sequence."""
         if not self.apart:
             yield
             return

@@ -1,1 +1,33 @@
-"""Frozen weights in 4 bits: bitsandbytes' NF4 and FP4 formats, sharded together with their scales."""
+"""4-bit weights: bitsandbytes' NF4 and FP4 formats, with packed values and scales sharded together.
+
+The names below are imported when they are first used; `docs/qlora.md` is the guide.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    **dict.fromkeys(("NestedState", "QuantState", "dequantize_4bit", "quantize_4bit"), "nf4"),
+    **dict.fromkeys(("from_tensors", "to_tensors"), "bnb_format"),
+    **dict.fromkeys(("NF4Linear", "QuantizedWeight"), "linear"),
+    **dict.fromkeys(("dequantize_model", "quantize_model", "quantized_experts", "quantized_layers"), "quantize"),
+    "NF4Experts": "experts",
+    "Quantization": "config",
+    "Scheme": "sharded_groups",
+    "model_tensors": "export",
+}
+"""Each public name and the module that defines it."""
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

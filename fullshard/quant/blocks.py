@@ -1,7 +1,7 @@
-"""Blocks of weights to 4 bits and back, in plain torch: the reference for every device, and the way on CPUs.
+"""Block-wise 4-bit quantization and dequantization of flat tensors in plain torch.
 
-Works on flat weights, slice after slice, so that besides input and output hardly any memory is in use. CUDA tensors
-go to the Triton kernels (`triton_kernels.py`), which give the same bits.
+This is the reference implementation and the one used on CPUs. It works slice by slice, so it needs almost no memory
+besides input and output. CUDA tensors use the Triton kernels (`triton_kernels.py`), which produce the same bits.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import torch
 
 from fullshard import accelerator
 from fullshard.quant import codebooks
+from fullshard.quant.codebooks import SMALLEST_SCALE
 
 SLICE = 1 << 16
-"""Weights worked on at a time; a multiple of every block size."""
-TINIEST = 1e-38
-"""Stands for the scale of a block of zeros where something is divided by it."""
+"""Number of weights processed at a time; a multiple of every block size."""
 
 
 def quantize(flat: torch.Tensor, blocksize: int, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes [ceil(n/2)] uint8 and each block's largest magnitude [ceil(n/blocksize)] fp32."""
+    """Quantize a flat tensor to packed codes [ceil(n/2)] uint8 and each block's absmax [ceil(n/blocksize)] fp32."""
     if accelerator.is_accelerator(flat.device):
         from fullshard.quant import triton_kernels
 
@@ -41,23 +40,23 @@ def quantize(flat: torch.Tensor, blocksize: int, quant_type: str) -> tuple[torch
 
 
 def _scaled(part: torch.Tensor, blocksize: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights divided by the largest magnitude of their block, and those magnitudes."""
+    """Weights divided by the absmax of their block, and each block's absmax."""
     n = part.numel()
     whole = n - n % blocksize
     blocks = part[:whole].view(-1, blocksize)
     scales = blocks.abs().amax(dim=1) if whole else part.new_empty(0)
-    scaled = (blocks * (1.0 / scales.clamp(min=TINIEST)).view(-1, 1)).clamp(-1, 1).view(-1)
+    scaled = (blocks * (1.0 / scales.clamp(min=SMALLEST_SCALE)).view(-1, 1)).clamp(-1, 1).view(-1)
     if whole == n:
         return scaled, scales
-    # The last block is shorter. bitsandbytes divides here, where it multiplies by the inverse above.
-    last = part[whole:].abs().max().clamp(min=TINIEST)
+    # A short last block. bitsandbytes divides here, but multiplies by the inverse in full blocks.
+    last = part[whole:].abs().max().clamp(min=SMALLEST_SCALE)
     return torch.cat([scaled, (part[whole:] / last).clamp(-1, 1)]), torch.cat([scales, last.view(1)])
 
 
 def dequantize(
     packed: torch.Tensor, absmax: torch.Tensor, blocksize: int, quant_type: str, n: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The first `n` weights that packed codes [bytes] uint8 and scales [blocks] fp32 stand for."""
+    """Dequantize the first `n` weights from packed codes [bytes] uint8 and scales [blocks] fp32."""
     if accelerator.is_accelerator(packed.device):
         from fullshard.quant import triton_kernels
 

@@ -1,6 +1,6 @@
-"""The number formats: the sixteen NF4 and FP4 values, and the 256 values that double quantisation stores scales in.
+"""Number formats: the sixteen NF4 and FP4 values, and the 256 values of the 8-bit format for double quantization.
 
-Plain tables, kept once per device. They are bitsandbytes' to the last bit, so that files are exchanged unchanged.
+Tables only, cached per device. They equal bitsandbytes' bit for bit, so files can be exchanged.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""Quantiles of a normal distribution, in order."""
+"""Quantiles of a normal distribution, ascending."""
 
 _FP4_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
-"""Magnitudes by the low three bits (sign, two exponent bits, one mantissa bit); the fourth bit is the sign."""
+"""Magnitudes (in twelfths) by the low three bits of an FP4 code; the fourth bit is the sign."""
 
 _FP4_ASCENDING = (11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3)
-"""FP4 codes by value. Zero has two; which of them a tiny value gets is bitsandbytes' choice."""
+"""FP4 codes sorted by value. Two codes are zero; which one a tiny value gets follows bitsandbytes."""
 
 QUANT_TYPES = ("nf4", "fp4")
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCK = 256
-"""How many scales share one scale of their own in double quantisation."""
+"""Block size of double quantization: how many scales share one second-level scale."""
 NESTED_GRID = 65535
-"""Scales are looked up on a grid of this many steps from -1 to 1."""
+"""Number of steps from -1 to 1 on the grid that 8-bit codes are looked up on."""
+SMALLEST_SCALE = 1e-38
+"""Lower bound for a block's scale in divisions; a block of zeros has the scale 0."""
 
 
 def check(quant_type: str, blocksize: int) -> None:
-    """Refuse what does not exist."""
+    """Raise `QuantizationError` for an unknown type or block size."""
     if quant_type not in QUANT_TYPES:
         raise QuantizationError(f"unknown 4-bit type {quant_type!r}; choose one of {', '.join(QUANT_TYPES)}")
     if blocksize not in BLOCK_SIZES:
@@ -42,7 +44,7 @@ def check(quant_type: str, blocksize: int) -> None:
 
 @cache
 def values(quant_type: str, device: torch.device) -> torch.Tensor:
-    """The sixteen values by code, [16] fp32."""
+    """The sixteen values, indexed by code, [16] fp32."""
     if quant_type == "nf4":
         return torch.tensor(NF4, dtype=torch.float32, device=device)
     magnitudes = torch.tensor(_FP4_TWELFTHS, dtype=torch.float32)
@@ -52,7 +54,7 @@ def values(quant_type: str, device: torch.device) -> torch.Tensor:
 
 @cache
 def value_pairs(quant_type: str, device: torch.device) -> torch.Tensor:
-    """The two values that each byte stands for, [256, 2] fp32; the first is in the high half."""
+    """The two values in each byte, [256, 2] fp32; the first is in the high four bits."""
     one = values(quant_type, device)
     byte = torch.arange(256, device=device)
     return torch.stack([one[byte >> 4], one[byte & 15]], dim=1)
@@ -60,35 +62,35 @@ def value_pairs(quant_type: str, device: torch.device) -> torch.Tensor:
 
 @cache
 def codes_ascending(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Codes in the order of their values, [16] uint8."""
+    """Codes sorted by their values, [16] uint8."""
     order = range(16) if quant_type == "nf4" else _FP4_ASCENDING
     return torch.tensor(list(order), dtype=torch.uint8, device=device)
 
 
 @cache
 def midpoints(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Where one value's range ends and the next one's begins, [15] fp32."""
+    """Midpoints between neighboring values, [15] fp32: the boundaries for rounding to the nearest value."""
     ascending = values(quant_type, torch.device("cpu"))[codes_ascending(quant_type, torch.device("cpu")).long()]
     return ((ascending[:-1] + ascending[1:]) / 2).to(device)
 
 
 @cache
 def nested_values(device: torch.device) -> torch.Tensor:
-    """The dynamic 8-bit map, [256] fp32, ascending.
+    """bitsandbytes' dynamic 8-bit map, [256] fp32, ascending.
 
-    Seven decades, each with twice as many values as the one below; symmetric but for 0 and 1.
+    Seven decades, each with twice as many values as the one below it; symmetric except for 0 and 1.
     """
     found = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
-        centres = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
-        found += [*centres.tolist(), *(-centres).tolist()]
+        centers = 10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)
+        found += [*centers.tolist(), *(-centers).tolist()]
     return torch.tensor(sorted(found), dtype=torch.float32, device=device)
 
 
 @cache
 def nested_table(device: torch.device) -> torch.Tensor:
-    """For each point of the grid from -1 to 1 the code of the nearest value, [65536] uint8."""
+    """The code of the nearest 8-bit value for each point of the grid from -1 to 1, [65536] uint8."""
     ascending = nested_values(torch.device("cpu"))
     points = torch.arange(NESTED_GRID + 1, dtype=torch.float32) * 2 / NESTED_GRID - 1
     return torch.bucketize(points, (ascending[:-1] + ascending[1:]) * 0.5).to(torch.uint8).to(device)

@@ -1,38 +1,43 @@
-"""`FusedWeight`: 4-bit weights of all experts in the shape of the dense tensor, and the products with them.
+"""`FusedWeight`: the 4-bit weights of all experts, seen as one dense tensor, and products with them.
 
-A module's forward takes one expert of it (`weight[i]`) and multiplies, or hands it whole to a grouped product with the
-tokens sorted by expert. Both unpack one expert, multiply and forget it, in forward and again in backward. Any other use
-unpacks what it needs; writing to it is refused.
+A module's forward either indexes one expert (`weight[i]`) and multiplies, or passes the whole weight to a grouped
+matmul with tokens sorted by expert. Both dequantize one expert at a time, in forward and again in backward. Any other
+use dequantizes what it needs; writing raises an error.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard.quant import sharded_groups
-from fullshard.quant.linear import ReadOnlyWeight, refusal
-from fullshard.quant.ops import exactly
+from fullshard.quant.linear import ReadOnlyWeight, read_only_error
+from fullshard.quant.ops import without_autocast
+from fullshard.quant.sharded_groups import Parts, Scheme
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import (
+    NoTorchFunction,
+    make_wrapper_subclass,
+    parameters_of,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 
-if TYPE_CHECKING:
-    from fullshard.quant.experts import NF4Experts
-
-FACTS = {
+METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad",
                                                        "is_meta", "is_leaf", "grad_fn", "grad")),
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point, torch.Tensor.detach,
     torch.Tensor.__len__,
 }  # fmt: skip
-"""What asks for no values."""
+"""Functions that need no values."""
 
 
-class Factors(NamedTuple):
-    """A LoRA on a fused weight: scale × left @ right for each expert."""
+class LoraFactors(NamedTuple):
+    """A LoRA adapter on a fused weight: adds scale × left @ right to each expert."""
 
     left: torch.Tensor
     """[experts, rows, r]"""
@@ -41,39 +46,58 @@ class Factors(NamedTuple):
     scale: float
 
 
+class QuantizedExperts(Protocol):
+    """The module that owns a `FusedWeight`; `NF4Experts` implements it."""
+
+    scheme: Scheme
+    fused: dict[str, tuple[int, int, int]]
+    adapters: dict[str, list[LoraFactors]]
+
+    @property
+    def product_dtype(self) -> torch.dtype: ...
+
+    def parts(self, name: str) -> Parts: ...
+
+    def whole_parts(self, name: str) -> Parts: ...
+
+    def dequantize(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+
+
 class FusedWeight(ReadOnlyWeight):
-    """A fused weight [experts, rows, columns], or with `index` one expert of it; `swapped` exchanges rows and
+    """A fused weight [experts, rows, columns], or one expert of it if `index` is given. `swapped` transposes rows and
     columns."""
 
-    experts: NF4Experts
+    experts: QuantizedExperts
     key: str
     index: int | None
     swapped: bool
-    _is_hf_initialized = True  # transformers' initialisers pass over it
+    _is_hf_initialized = True  # transformers' initializers skip it
 
     @staticmethod
-    def __new__(cls, experts: NF4Experts, name: str, index: int | None = None, swapped: bool = False) -> FusedWeight:
+    def __new__(
+        cls, experts: QuantizedExperts, name: str, index: int | None = None, swapped: bool = False
+    ) -> FusedWeight:
         count, rows, columns = experts.fused[name]
         matrix = (columns, rows) if swapped else (rows, columns)
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        made: Any = make_wrapper_subclass(
             cls, matrix if index is not None else (count, *matrix), requires_grad=False,
-            dtype=experts.running_dtype or experts.compute_dtype or experts.dtype,
-            device=experts._parameters[name].device,
+            dtype=experts.product_dtype, device=parameters_of(experts)[name].device,
         )  # fmt: skip
         made.experts, made.key, made.index, made.swapped = experts, name, index, swapped
         return made
 
-    def __init__(self, experts: NF4Experts, name: str, index: int | None = None, swapped: bool = False) -> None:
+    def __init__(self, experts: QuantizedExperts, name: str, index: int | None = None, swapped: bool = False) -> None:
         super().__init__()
 
     def __repr__(self) -> str:
         return f"FusedWeight({self.key}, {tuple(self.shape)})"
 
-    def other(self, index: int | None, swapped: bool) -> FusedWeight:
+    def variant(self, index: int | None, swapped: bool) -> FusedWeight:
+        """The same weight with another index and order of dims."""
         return FusedWeight(self.experts, self.key, index, swapped)
 
     def dense(self) -> torch.Tensor:
-        """The values, as they are without adapters."""
+        """The dequantized values without adapters."""
         stack = self.experts.fused[self.key]
         if self.index is None:
             found = self.experts.dequantize(self.key, self.dtype)
@@ -85,7 +109,7 @@ class FusedWeight(ReadOnlyWeight):
         return found.transpose(-2, -1) if self.swapped else found
 
     def adapted(self) -> torch.Tensor:
-        """The values with the adapters that are in force added."""
+        """The dequantized values with active adapters added."""
         found = self.dense()
         for left, right, scale in self.experts.adapters.get(self.key, ()):
             delta = (left if self.index is None else left[self.index]) @ (
@@ -97,11 +121,11 @@ class FusedWeight(ReadOnlyWeight):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = _known(func, args, kwargs)
+        found = _without_dense(func, args, kwargs)
         if found is not NotImplemented:
             return found
-        with torch._C.DisableTorchFunctionSubclass():
-            if func not in FACTS and any(
+        with NoTorchFunction():
+            if func not in METADATA and any(
                 isinstance(t, cls) and t.experts.adapters.get(t.key) for t in tree_leaves((args, kwargs))
             ):
                 args, kwargs = tree_map(lambda t: t.adapted() if isinstance(t, cls) else t, (args, kwargs))
@@ -111,27 +135,27 @@ class FusedWeight(ReadOnlyWeight):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return args[0].other(args[0].index, args[0].swapped)
-        named = zip(func._schema.arguments, args, strict=False)
+            return args[0].variant(args[0].index, args[0].swapped)
+        named = zip(schema_of(func).arguments, args, strict=False)
         if any(a.alias_info is not None and a.alias_info.is_write and isinstance(v, cls) for a, v in named):
-            raise refusal()
+            raise read_only_error()
         dense = tree_map(lambda t: t.dense() if isinstance(t, cls) else t, (args, kwargs))
         return func(*dense[0], **dense[1])
 
 
-# --- what is known about them -----------------------------------------------------------------------------------------
+# --- functions that need no dense copy of the whole weight ------------------------------------------------------------
 
 
-def _known(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a function gives that is done without unpacking the whole; NotImplemented for others."""
+def _without_dense(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a function that can run one expert at a time; NotImplemented for other functions."""
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
     if isinstance(first, FusedWeight):
-        if name == "__getitem__" and first.index is None and (index := _one(args[1], len(first))) is not None:
-            return first.other(index, first.swapped)
-        exchanged = name in ("transpose", "swapaxes", "swapdims") and _last_two(args[1:], first.dim())
-        if (exchanged and not kwargs) or func == torch.Tensor.mT.__get__:
-            return first.other(first.index, not first.swapped)
+        if name == "__getitem__" and first.index is None and (index := _expert_index(args[1], len(first))) is not None:
+            return first.variant(index, first.swapped)
+        transposes = name in ("transpose", "swapaxes", "swapdims") and _last_two(args[1:], first.dim())
+        if (transposes and not kwargs) or func == torch.Tensor.mT.__get__:
+            return first.variant(first.index, not first.swapped)
         return NotImplemented
     if not isinstance(first, torch.Tensor) or is_sharded(first) or len(args) < 2:
         return NotImplemented
@@ -140,11 +164,11 @@ def _known(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if name == "linear" and weight.index is not None:
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        out = product(first, weight.other(weight.index, not weight.swapped))
+        out = product(first, weight.variant(weight.index, not weight.swapped))
         return out if bias is None else out + bias
     if name in ("matmul", "mm", "__matmul__") and weight.index is not None and not kwargs:
         return product(first, weight)
-    if name == "bmm" and weight.index is None and not kwargs:  # every expert gets as many rows
+    if name == "bmm" and weight.index is None and not kwargs:  # every expert has the same number of rows
         count, each, _ = first.shape
         out = product(first.flatten(0, 1), weight, [each * (i + 1) for i in range(count)])
         return out.view(count, each, -1)
@@ -154,8 +178,8 @@ def _known(func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _one(index: Any, count: int) -> int | None:
-    """The number of the expert that an index takes; None if it takes several, or none that there is."""
+def _expert_index(index: Any, count: int) -> int | None:
+    """The expert that an index selects; None if it selects several or is out of range."""
     if isinstance(index, torch.Tensor) and index.ndim == 0 and index.dtype in (torch.int64, torch.int32):
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or not -count <= index < count:
@@ -168,7 +192,7 @@ def _last_two(dims: Sequence[int], ndim: int) -> bool:
 
 
 def _ends(offsets: torch.Tensor) -> list[int]:
-    """Where each expert's tokens end. A layer's products share the offsets, so the host waits for them once."""
+    """Where each expert's tokens end. Cached on the offsets, so the host waits for the device once per layer."""
     known = getattr(offsets, "_fullshard_ends", None)
     if known is None:
         known = offsets._fullshard_ends = offsets.tolist()
@@ -178,11 +202,11 @@ def _ends(offsets: torch.Tensor) -> list[int]:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 Segments = list[tuple[int, int, int]]
-"""Which expert, and which rows of the input are its: from, to."""
+"""(expert, start, stop): the rows of the input that belong to each expert."""
 
 
 def product(x: torch.Tensor, weight: FusedWeight, ends: Sequence[int] | None = None) -> torch.Tensor:
-    """`x @ weight`: of one expert, or, with `ends`, of each with its own rows of `x`; adapters included."""
+    """`x @ weight` with adapters: for one expert, or with `ends` for each expert and its rows of `x`."""
     rows = x.reshape(-1, x.shape[-1])
     if weight.index is not None:
         segments: Segments = [(weight.index, 0, len(rows))]
@@ -201,9 +225,9 @@ def product(x: torch.Tensor, weight: FusedWeight, ends: Sequence[int] | None = N
 
 
 def _segmented(x: torch.Tensor, matrices: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Each expert's rows of `x` times its matrix; zeros where there is none."""
+    """Each expert's rows of `x` times its matrix; zeros for rows of no expert."""
     by_expert = matrices.to(x.dtype).unbind(0)
-    with exactly(x.device):
+    with without_autocast(x.device):
         found = [x[a:b] @ by_expert[i] for i, a, b in segments]
     done = sum(len(part) for part in found)
     if done < len(x):
@@ -212,27 +236,27 @@ def _segmented(x: torch.Tensor, matrices: torch.Tensor, segments: Segments) -> t
 
 
 class _Product(torch.autograd.Function):
-    """The product with packed weights, expert by expert."""
+    """The product with packed weights, one expert at a time."""
 
     @staticmethod
     def forward(ctx, x, packed, absmax, nested, segments, shape, swapped, scheme):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(packed, absmax, nested)
-        ctx.about = segments, shape, swapped, scheme
+        ctx.layout = segments, shape, swapped, scheme
         return _multiply(x, (packed, absmax, nested), segments, shape, swapped, scheme)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        segments, shape, swapped, scheme = ctx.about
-        found = _multiply(gradient, ctx.saved_tensors, segments, shape, not swapped, scheme)
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
+        segments, shape, swapped, scheme = ctx.layout
+        found = _multiply(grad_out, ctx.saved_tensors, segments, shape, not swapped, scheme)
         return found, None, None, None, None, None, None, None
 
 
 def _multiply(
-    x: torch.Tensor, held: Any, segments: Segments, shape: tuple[int, ...], swapped: bool, scheme: sharded_groups.Scheme
+    x: torch.Tensor, held: Any, segments: Segments, shape: tuple[int, ...], swapped: bool, scheme: Scheme
 ) -> torch.Tensor:
     parts = {name: part for name, part in zip(("packed", "absmax", "nested"), held, strict=True) if part is not None}
     out = x.new_zeros(len(x), shape[0] if swapped else shape[1])
-    with exactly(x.device):
+    with without_autocast(x.device):
         for i, a, b in segments:
             matrix = sharded_groups.dense(sharded_groups.matrix_of(parts, i, shape, scheme), shape, scheme, x.dtype)
             torch.mm(x[a:b], matrix.T if swapped else matrix, out=out[a:b])

@@ -1,4 +1,4 @@
-"""A model's 4-bit weights on their way out, in bitsandbytes' form, one layer at a time."""
+"""Export of a model's 4-bit weights in bitsandbytes' format, one layer at a time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from fullshard import runtime
 from fullshard.quant import bnb_format, sharded_groups
 from fullshard.quant.experts import NF4Experts
 from fullshard.quant.linear import NF4Linear
-from fullshard.spmd.tensor import is_sharded, relaid, replicated
+from fullshard.spmd.redistribute import replicated
+from fullshard.spmd.tensor import is_sharded, redistributed
+from fullshard.torch_private import local_of, spec_of
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Each 4-bit weight's layer and its whole value under bitsandbytes' keys, one at a time; experts one by one, as
+    """Yield (layer name, tensors under bitsandbytes' keys) for each 4-bit weight; experts separately, as
     `….experts.down_proj.3`.
 
-    All ranks of a sharded model must go through it together; beside the model only one packed weight is held.
+    All ranks of a sharded model must iterate together. Only one packed weight is gathered at a time.
     """
     for name, module in model.named_modules():
         if isinstance(module, NF4Linear):
@@ -36,10 +38,10 @@ def model_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tenso
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """All rows of a part, sharded or not."""
+    """All rows of a part, gathered if it is sharded."""
     value = value.detach()
     if not is_sharded(value):
         return value
-    if value._local_tensor.device != runtime.device():
-        value = DTensor(value._local_tensor.to(runtime.device()), value._spec, requires_grad=False)
-    return relaid(value, value.device_mesh, replicated(value.device_mesh))._local_tensor
+    if local_of(value).device != runtime.device():
+        value = DTensor(local_of(value).to(runtime.device()), spec_of(value), requires_grad=False)
+    return local_of(redistributed(value, value.device_mesh, replicated(value.device_mesh)))

@@ -1,7 +1,7 @@
-"""4-bit quantisation in bitsandbytes' terms and format: `quantize_4bit`, `dequantize_4bit` and the state between them.
+"""bitsandbytes' 4-bit functions: `quantize_4bit`, `dequantize_4bit` and `QuantState`.
 
-Packed bytes and fp32 scales equal bitsandbytes'; those of double quantisation equal its CPU backend with one thread.
-The arithmetic is in `blocks.py` and `double_quant.py`; how such a tensor is cut into shards is in `sharded_groups.py`.
+Packed bytes and fp32 scales equal bitsandbytes'; double-quantized scales equal its CPU backend with one thread. The
+arithmetic is in `blocks.py` and `double_quant.py`; sharding is in `sharded_groups.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 
 from fullshard.errors import QuantizationError
 from fullshard.fsdp.strategy import dtype_name, dtype_of
-from fullshard.quant import blocks, codebooks
-from fullshard.quant import double_quant as nested
+from fullshard.quant import blocks, codebooks, double_quant
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
@@ -23,29 +22,29 @@ STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass
 class NestedState:
-    """How the scales of a double-quantised tensor are stored."""
+    """The second-level scales of a double-quantized tensor."""
 
     absmax: torch.Tensor
     """[ceil(blocks/256)] fp32."""
     code: torch.Tensor
-    """The values that the codes stand for, [256] fp32."""
+    """The value of each 8-bit code, [256] fp32."""
     blocksize: int = codebooks.NESTED_BLOCK
     dtype: torch.dtype = torch.float32
 
 
 @dataclass
 class QuantState:
-    """All that turns packed bytes back into a tensor."""
+    """Everything besides the packed bytes that `dequantize_4bit` needs."""
 
     absmax: torch.Tensor
-    """Each block's scale, [blocks]: fp32, or uint8 codes when double-quantised."""
+    """Each block's scale, [blocks]: fp32, or uint8 codes if double-quantized."""
     shape: torch.Size
     dtype: torch.dtype
-    """The dtype that was quantised, and that `dequantize_4bit` gives."""
+    """The dtype before quantization, and the default dtype of `dequantize_4bit`."""
     blocksize: int = 64
     quant_type: str = "nf4"
     offset: torch.Tensor | None = None
-    """The mean that was taken off the scales, a scalar; None unless double-quantised."""
+    """The mean subtracted from the scales, a scalar; None unless double-quantized."""
     nested: NestedState | None = None
 
     @property
@@ -54,7 +53,7 @@ class QuantState:
         if self.nested is None:
             return self.absmax
         assert self.offset is not None
-        return nested.dequantize_scales(self.absmax, self.nested.absmax, self.offset, self.nested.code)
+        return double_quant.dequantize_scales(self.absmax, self.nested.absmax, self.offset, self.nested.code)
 
     def to(self, device: Any) -> QuantState:
         """The same state on another device."""
@@ -68,7 +67,7 @@ class QuantState:
 
 
 def storage_dtype(value: Any) -> torch.dtype:
-    """A storage dtype from itself or its name."""
+    """Convert a dtype or its name to a storage dtype."""
     dtype = dtype_of(value)
     if dtype not in STORAGE:
         names = ", ".join(dtype_name(d) for d in STORAGE)
@@ -84,45 +83,45 @@ def quantize_4bit(
     quant_type: str = "nf4",
     quant_storage: torch.dtype = torch.uint8,
 ) -> tuple[torch.Tensor, QuantState]:
-    """Quantise a tensor in blocks of `blocksize` values to 4 bits each.
+    """Quantize a tensor to 4 bits in blocks of `blocksize` values.
 
-    Returns the packed values, [n/2, 1] bytes seen as `quant_storage`, and the state that `dequantize_4bit` needs.
-    `compress_statistics` stores the blocks' scales in 8 bits instead of 32.
+    Returns the packed values, [n/2, 1] bytes viewed as `quant_storage`, and the state for `dequantize_4bit`.
+    `compress_statistics` (double quantization) stores scales in 8 bits instead of 32.
     """
     codebooks.check(quant_type, blocksize)
     if w.dtype not in FLOATS:
         names = ", ".join(dtype_name(d) for d in FLOATS)
-        raise QuantizationError(f"cannot quantise a tensor of {w.dtype}; expected one of {names}")
+        raise QuantizationError(f"cannot quantize a tensor of {w.dtype}; expected one of {names}")
     storage = storage_dtype(quant_storage)
     if w.numel() == 0:
-        raise QuantizationError(f"cannot quantise an empty tensor (shape {tuple(w.shape)})")
+        raise QuantizationError(f"cannot quantize an empty tensor (shape {tuple(w.shape)})")
     packed, absmax = blocks.quantize(w.detach().reshape(-1), blocksize, quant_type)
     state = QuantState(absmax, w.shape, w.dtype, blocksize, quant_type)
     if compress_statistics:
-        state.offset = nested.mean_of(absmax)
-        state.absmax, largest = nested.quantize_scales(absmax, state.offset)
+        state.offset = double_quant.mean_of(absmax)
+        state.absmax, largest = double_quant.quantize_scales(absmax, state.offset)
         state.nested = NestedState(largest, codebooks.nested_values(w.device).clone())
     return stored_as(packed, storage), state
 
 
 def dequantize_4bit(packed: torch.Tensor, state: QuantState, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The tensor that packed values stand for, in `dtype` or the dtype it had."""
+    """Dequantize packed values to `dtype`, by default the dtype before quantization."""
     codebooks.check(state.quant_type, state.blocksize)
     n = math.prod(state.shape)
     held = packed.contiguous().view(-1).view(torch.uint8)
     if held.numel() != -(-n // 2):
         raise QuantizationError(
-            f"packed values of {held.numel()} bytes do not fit the shape {tuple(state.shape)}, which takes {-(-n // 2)}"
+            f"the packed values have {held.numel()} bytes; the shape {tuple(state.shape)} needs {-(-n // 2)}"
         )
     target = state.dtype if dtype is None else dtype
     return blocks.dequantize(held, state.scales, state.blocksize, state.quant_type, n, target).view(state.shape)
 
 
 def stored_as(packed: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
-    """Packed bytes [n] as bitsandbytes keeps them: [n/itemsize, 1] of the storage dtype, the same bytes."""
+    """View packed bytes [n] as bitsandbytes stores them: [n/itemsize, 1] of the storage dtype, the same bytes."""
     if packed.numel() % storage.itemsize:
         raise QuantizationError(
-            f"{packed.numel()} bytes of packed values cannot be seen as {dtype_name(storage)}, which takes "
-            f"{storage.itemsize} bytes each; use uint8 for this tensor"
+            f"{packed.numel()} bytes of packed values cannot be viewed as {dtype_name(storage)}, which has "
+            f"{storage.itemsize} bytes per element; use uint8 for this tensor"
         )
     return packed.view(storage).view(-1, 1)

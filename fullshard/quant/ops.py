@@ -1,8 +1,9 @@
-"""A linear layer over 4-bit weights, forward and backward: each unpacks the weight, multiplies and forgets it.
+"""Linear operator on 4-bit weights. Forward and backward each dequantize the weight, multiply and free it.
 
-For `torch.compile` and for sharded inputs both are torch operators of their own. Opaque to the compiler, which would
-otherwise notice that they unpack the same weight and keep it in between; and with a rule by which pieces of a batch are
-worked on where they are. Plain tensors take a shorter way, since an operator defined in Python is slow to call.
+`torch.compile` and sharded inputs use custom operators. They are opaque to the compiler, which would otherwise share
+the dequantized weight between forward and backward and keep it in memory. They also have a sharding rule for inputs
+that are split along the batch. Plain tensors use an autograd function, because custom operators defined in Python are
+slow to call.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from fullshard.spmd.rules_elementwise import Independent
 from fullshard.spmd.tensor import is_sharded
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""The parts of a weight: packed values, scales, and scales of scales."""
+"""The parts of a weight: packed values, scales, second-level scales."""
 
 
 def linear(x: torch.Tensor, parts: Packed, out_features: int, blocksize: int, quant_type: str) -> torch.Tensor:
-    """`x` times the transposed weight, in the dtype of `x`."""
+    """`x @ weight.T` in the dtype of `x`."""
     if torch.compiler.is_compiling() or is_sharded(x):
         return linear_4bit(x, *parts, out_features, blocksize, quant_type)
     found: torch.Tensor = _Linear.apply(x, *parts, out_features, blocksize, quant_type)
     return found
 
 
-def exactly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The dtype was chosen by the layer: autocast has no say in the product."""
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Disable autocast: the layer has chosen the dtype of the product."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
@@ -38,18 +39,20 @@ def exactly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 def _product(x: torch.Tensor, parts: Packed, out_features: int, blocksize: int, quant_type: str) -> torch.Tensor:
     weight = weight_of(*parts, (out_features, x.shape[-1]), blocksize, quant_type, x.dtype)
-    with exactly(x.device):
+    with without_autocast(x.device):
         return torch.nn.functional.linear(x, weight)
 
 
-def _gradient(gradient: torch.Tensor, parts: Packed, in_features: int, blocksize: int, quant_type: str) -> torch.Tensor:
-    weight = weight_of(*parts, (gradient.shape[-1], in_features), blocksize, quant_type, gradient.dtype)
-    with exactly(gradient.device):
-        return torch.matmul(gradient, weight)
+def _grad_input(
+    grad_out: torch.Tensor, parts: Packed, in_features: int, blocksize: int, quant_type: str
+) -> torch.Tensor:
+    weight = weight_of(*parts, (grad_out.shape[-1], in_features), blocksize, quant_type, grad_out.dtype)
+    with without_autocast(grad_out.device):
+        return torch.matmul(grad_out, weight)
 
 
 class _Linear(torch.autograd.Function):
-    """The short way."""
+    """`linear` for plain tensors."""
 
     @staticmethod
     def forward(ctx, x, packed, absmax, nested, out_features, blocksize, quant_type):  # type: ignore[no-untyped-def]
@@ -57,8 +60,8 @@ class _Linear(torch.autograd.Function):
         return _product(x, (packed, absmax, nested), out_features, blocksize, quant_type)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        found = _gradient(gradient, ctx.saved_tensors, ctx.in_features, ctx.blocksize, ctx.quant_type)
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
+        found = _grad_input(grad_out, ctx.saved_tensors, ctx.in_features, ctx.blocksize, ctx.quant_type)
         return found, None, None, None, None, None, None
 
 
@@ -82,8 +85,8 @@ def linear_4bit_gradient(
     gradient: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, nested: torch.Tensor | None, in_features: int,
     blocksize: int, quant_type: str,
 ) -> torch.Tensor:  # fmt: skip
-    """The gradient of `x` from the gradient of the result."""
-    return _gradient(gradient, (packed, absmax, nested), in_features, blocksize, quant_type)
+    """The gradient with respect to `x`."""
+    return _grad_input(gradient, (packed, absmax, nested), in_features, blocksize, quant_type)
 
 
 @linear_4bit.register_fake
@@ -96,9 +99,9 @@ def _(gradient, packed, absmax, nested, in_features, blocksize, quant_type):  # 
     return gradient.new_empty(*gradient.shape[:-1], in_features)
 
 
-def _operator_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+def _operator_backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
     packed, absmax, nested = ctx.saved_tensors
-    found = linear_4bit_gradient(gradient, packed, absmax, nested, ctx.in_features, ctx.blocksize, ctx.quant_type)
+    found = linear_4bit_gradient(grad_out, packed, absmax, nested, ctx.in_features, ctx.blocksize, ctx.quant_type)
     return found, None, None, None, None, None, None
 
 

@@ -1,6 +1,7 @@
-"""Which weights of a model can be held in 4 bits: linear layers of any class, and the experts of fused parameters.
+"""Which weights of a model can be quantized: linear layers of any class, and fused experts.
 
-What a class computes is found by trying it on a small weight, not by its name. What is left stays dense.
+Whether a subclass of `nn.Linear` computes the same as its base class is tested on a small weight, not inferred from its
+name. All other weights stay dense.
 """
 
 from __future__ import annotations
@@ -13,36 +14,38 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from fullshard.torch_private import buffers_of, parameters_of, replace_parameters, submodules_of
+
 ROUNDING = 1e-9
-"""How far, in fp64, two ways to compute the same product may be apart."""
+"""Tolerance (fp64) between two ways to compute the same product."""
 
 
-class Form(NamedTuple):
-    """What a linear layer's weight looks like."""
+class LinearForm(NamedTuple):
+    """Sizes and storage order of a linear layer's weight."""
 
     in_features: int
     out_features: int
     transposed: bool
-    """Whether it is stored as (in, out), as transformers' `Conv1D` stores it."""
+    """Whether the weight is stored as (in, out), as in transformers' `Conv1D`."""
 
 
-def form_of(module: nn.Module) -> Form | None:
-    """The form of a layer that computes nothing but a product with its weight (and adds its bias); None of others."""
+def form_of(module: nn.Module) -> LinearForm | None:
+    """The form of a layer that computes `x @ weight.T + bias` and nothing else; None for other modules."""
     if not isinstance(module, nn.Linear | Conv1D):
         return None
     transposed = isinstance(module, Conv1D)
     if type(module) not in (nn.Linear, Conv1D) and not _computes_a_product(module, transposed):
         return None
     shape = module.weight.shape
-    return Form(shape[0], shape[1], True) if transposed else Form(shape[1], shape[0], False)
+    return LinearForm(shape[0], shape[1], True) if transposed else LinearForm(shape[1], shape[0], False)
 
 
 def _computes_a_product(module: nn.Linear | Conv1D, transposed: bool) -> bool:
-    """Whether a subclass computes what its base class does, tried on a small weight in fp64."""
-    if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
+    """Whether a subclass computes the same as its base class on a small fp64 weight."""
+    if set(parameters_of(module)) != {"weight", "bias"} or buffers_of(module) or submodules_of(module):
         return False
     if type(module).__module__.startswith("torch."):
-        return False  # parts of torch's own layers, which take the weight from them
+        return False  # used inside torch's own layers, which access its weight directly
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
         torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -50,16 +53,19 @@ def _computes_a_product(module: nn.Linear | Conv1D, transposed: bool) -> bool:
     )
     probe: Any = copy.copy(module)
     held = bias if module.bias is not None else None
-    probe._parameters = {
-        "weight": nn.Parameter(weight.T.contiguous() if transposed else weight),
-        "bias": nn.Parameter(held) if held is not None else None,
-    }
+    replace_parameters(
+        probe,
+        {
+            "weight": nn.Parameter(weight.T.contiguous() if transposed else weight),
+            "bias": nn.Parameter(held) if held is not None else None,
+        },
+    )
     probe.in_features, probe.out_features, probe.nx, probe.nf = 3, 4, 3, 4
     expected = nn.functional.linear(x, weight, held)
     for probe.training in (True, False):
         try:
             found = type(module).forward(probe, x)
-        except Exception:  # whatever it needs, a plain product does not
+        except Exception:  # it needs something that a plain linear layer does not have
             return False
         alike = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (expected.shape, expected.dtype)
         if not alike or (found - expected).abs().max() > ROUNDING:
@@ -68,7 +74,7 @@ def _computes_a_product(module: nn.Linear | Conv1D, transposed: bool) -> bool:
 
 
 def fused_experts(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """A module's parameters that hold one matrix per expert: [experts, rows, columns]."""
+    """A module's parameters of shape [experts, rows, columns], with one matrix per expert."""
     count = getattr(module, "num_experts", None)
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.ndim == 3 and parameter.shape[0] == count and parameter.is_floating_point():

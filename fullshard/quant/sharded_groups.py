@@ -1,8 +1,8 @@
-"""4-bit weights in shards: a weight is cut into groups of 256 blocks, and each group carries all that unpacks it.
+"""Sharded storage of 4-bit weights: groups of 256 blocks, each with everything needed to dequantize it.
 
-A group (16,384 weights at the usual block size) is one row of every part: its packed values, its 256 scales and, when
-scales are double-quantised, their own scale and offset. All parts are bytes, split on dim 0, so that no cast, on the
-way or at rest, can reach what they mean. The last group is padded; `to_state` trims it.
+A group (16,384 weights at the default block size) is one row of every part: its packed values, its 256 scales and, with
+double quantization, their second-level scale and offset. All parts are uint8 and sharded on dim 0, so no dtype cast can
+change their meaning. The last group is padded; `to_state` removes the padding.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from fullshard.quant.codebooks import NESTED_BLOCK
 from fullshard.quant.nf4 import NestedState, QuantState, storage_dtype, stored_as
 
 Parts = dict[str, torch.Tensor]
-"""`packed` [groups, bytes], `absmax` [groups, 256 or 1024], `nested` [groups, 8] if double-quantised; all uint8."""
+"""`packed` [groups, bytes], `absmax` [groups, 256 or 1024], `nested` [groups, 8] if double-quantized; all uint8."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights are quantised."""
+    """The quantization format of a weight."""
 
     quant_type: str = "nf4"
     blocksize: int = 64
     double: bool = False
-    """Whether scales are quantised too."""
+    """Whether scales are quantized too (double quantization)."""
     storage: torch.dtype = torch.uint8
-    """The dtype that packed values have in files; in memory and on the way they are bytes."""
+    """The dtype of packed values in files; in memory and in collectives they are uint8."""
 
     def __post_init__(self) -> None:
         codebooks.check(self.quant_type, self.blocksize)
@@ -43,29 +43,30 @@ class Scheme:
 
     @property
     def group(self) -> int:
-        """Weights in a group."""
+        """Number of weights in a group."""
         return NESTED_BLOCK * self.blocksize
 
     def groups(self, numel: int) -> int:
+        """Number of groups of a weight with `numel` elements."""
         return -(-numel // self.group)
 
     def shapes(self, numel: int, matrices: int = 1) -> dict[str, tuple[int, int]]:
-        """The shape of each part of a weight with `numel` elements, or of a stack of such matrices."""
+        """The shape of each part of a weight with `numel` elements, or of `matrices` stacked ones."""
         count = matrices * self.groups(numel)
         shapes = {"packed": (count, self.group // 2), "absmax": (count, NESTED_BLOCK * (1 if self.double else 4))}
         return shapes | ({"nested": (count, 8)} if self.double else {})
 
 
 def shard_range(numel: int, scheme: Scheme, index: int, count: int) -> tuple[int, int]:
-    """Which weights of the flattened whole belong to shard `index` of `count`: first, and one past the last."""
+    """The range (start, stop) of the flattened weight in shard `index` of `count`."""
     size = -(-scheme.groups(numel) // count) * scheme.group
     return min(index * size, numel), min((index + 1) * size, numel)
 
 
 def quantize_shard(flat: torch.Tensor, numel: int, scheme: Scheme, group: dist.ProcessGroup | None = None) -> Parts:
-    """Quantise one rank's run of a flattened weight (`shard_range` of it) to that rank's rows of all parts.
+    """Quantize one rank's range of a flattened weight (see `shard_range`). Returns that rank's rows of all parts.
 
-    Double quantisation needs the mean over the whole weight: every rank of `group` must take part then.
+    Double quantization needs the mean over the whole weight, so all ranks of `group` must call it.
     """
     packed, absmax = blocks.quantize(flat, scheme.blocksize, scheme.quant_type)
     return finish_shard(packed, absmax, numel, scheme, group)
@@ -74,12 +75,12 @@ def quantize_shard(flat: torch.Tensor, numel: int, scheme: Scheme, group: dist.P
 def finish_shard(
     packed: torch.Tensor, absmax: torch.Tensor, numel: int, scheme: Scheme, group: dist.ProcessGroup | None = None
 ) -> Parts:
-    """The rows of all parts from packed values and fp32 scales; the half of `quantize_shard` that communicates."""
-    return finish_runs([Run(0, packed, absmax)], 1, numel, scheme, group)
+    """Build the rows of all parts from packed values and fp32 scales: the communicating half of `quantize_shard`."""
+    return finish_runs([GroupRun(0, packed, absmax)], 1, numel, scheme, group)
 
 
-class Run(NamedTuple):
-    """Some groups of one matrix of a stack."""
+class GroupRun(NamedTuple):
+    """Consecutive groups of one matrix of a stack."""
 
     matrix: int
     packed: torch.Tensor
@@ -88,11 +89,11 @@ class Run(NamedTuple):
 
 
 def finish_runs(
-    runs: Sequence[Run], count: int, numel: int, scheme: Scheme, group: dist.ProcessGroup | None = None
+    runs: Sequence[GroupRun], count: int, numel: int, scheme: Scheme, group: dist.ProcessGroup | None = None
 ) -> Parts:
-    """The rows of all parts of a stack of `count` matrices with `numel` elements each, from this rank's runs of them.
+    """Build this rank's rows of all parts of a stack of `count` matrices with `numel` elements each.
 
-    Each matrix is quantised for itself. For double quantisation every rank of `group` must take part.
+    Each matrix is quantized separately. With double quantization all ranks of `group` must call it.
     """
     parts = {"packed": torch.cat([rows_of(run.packed, scheme.group // 2) for run in runs])}
     scales = torch.cat([rows_of(run.absmax, NESTED_BLOCK) for run in runs])
@@ -100,17 +101,17 @@ def finish_runs(
         return parts | {"absmax": scales.view(torch.uint8)}
     rows = count * scheme.groups(numel)
     by_matrix = _gather_scales(scales, rows, group).view(count, -1)[:, : -(-numel // scheme.blocksize)]
-    codes_, pairs = [], []
+    scale_codes, pairs = [], []
     for run, mean in zip(runs, double_quant.means_of(by_matrix[run.matrix] for run in runs), strict=True):
         offset = mean.to(run.absmax.device)
         code, largest = double_quant.quantize_scales(run.absmax, offset)
-        codes_.append(rows_of(code, NESTED_BLOCK))
+        scale_codes.append(rows_of(code, NESTED_BLOCK))
         pairs.append(torch.stack([largest, offset.expand_as(largest)], dim=1))
-    return parts | {"absmax": torch.cat(codes_), "nested": torch.cat(pairs).view(torch.uint8)}
+    return parts | {"absmax": torch.cat(scale_codes), "nested": torch.cat(pairs).view(torch.uint8)}
 
 
 def _gather_scales(mine: torch.Tensor, rows: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """All ranks' fp32 scales, in order: `rows` rows of them."""
+    """All-gather the fp32 scales of all ranks, `rows` rows in rank order."""
     size = group.size() if group is not None else 1
     if size == 1:
         return mine
@@ -123,12 +124,12 @@ def _gather_scales(mine: torch.Tensor, rows: int, group: dist.ProcessGroup | Non
 
 
 def rows_of(flat: torch.Tensor, length: int) -> torch.Tensor:
-    """A flat run as rows of a length, the last one filled with zeros."""
+    """Reshape a flat tensor to rows of `length`, zero-padding the last one."""
     return torch.nn.functional.pad(flat, (0, -flat.numel() % length)).view(-1, length)
 
 
 def runs_of(rows: slice, count: int, numel: int, scheme: Scheme) -> Iterator[tuple[int, int, int]]:
-    """The runs that rows of a stack's parts stand for: which matrix, first element of it, and one past the last."""
+    """The element ranges in rows of a stack's parts: (matrix, start, stop)."""
     per = scheme.groups(numel)
     for matrix in range(rows.start // per, min(-(-rows.stop // per), count)):
         first, last = max(rows.start - matrix * per, 0), min(rows.stop - matrix * per, per)
@@ -137,13 +138,13 @@ def runs_of(rows: slice, count: int, numel: int, scheme: Scheme) -> Iterator[tup
 
 
 def matrix_of(parts: Parts, index: int, shape: tuple[int, ...], scheme: Scheme) -> Parts:
-    """The parts of one matrix of a stack."""
+    """The parts of matrix `index` of a stack."""
     per = scheme.groups(math.prod(shape))
     return {name: part[index * per : (index + 1) * per] for name, part in parts.items()}
 
 
 def dense(parts: Parts, shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:
-    """The whole weight from all its groups."""
+    """Dequantize a whole weight from all its groups."""
     return weight_of(
         parts["packed"], parts["absmax"], parts.get("nested"), shape, scheme.blocksize, scheme.quant_type, dtype
     )
@@ -153,7 +154,7 @@ def weight_of(
     packed: torch.Tensor, absmax: torch.Tensor, pairs: torch.Tensor | None, shape: tuple[int, ...], blocksize: int,
     quant_type: str, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """`dense`, from the parts one by one."""
+    """`dense`, with each part as an argument."""
     n = math.prod(shape)
     if accelerator.is_accelerator(packed.device):
         from fullshard.quant import triton_kernels
@@ -165,7 +166,7 @@ def weight_of(
 
 
 def _scales(absmax: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
-    """Every block's scale, fp32."""
+    """The fp32 scale of every block."""
     if pairs is None:
         return absmax.view(torch.float32).view(-1)
     floats = pairs.view(torch.float32)
@@ -175,7 +176,7 @@ def _scales(absmax: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
 def to_state(
     parts: Parts, shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype
 ) -> tuple[torch.Tensor, QuantState]:
-    """All groups of a weight in bitsandbytes' form, without padding."""
+    """Convert all groups of a weight to bitsandbytes' form, without padding."""
     n = math.prod(shape)
     count = -(-n // scheme.blocksize)
     packed = stored_as(parts["packed"].reshape(-1)[: -(-n // 2)].clone(), scheme.storage)
@@ -193,14 +194,14 @@ def to_state(
 
 
 def from_state(packed: torch.Tensor, state: QuantState) -> tuple[Parts, Scheme]:
-    """The groups of a weight in bitsandbytes' form."""
+    """Convert a weight from bitsandbytes' form to groups."""
     scheme = Scheme(state.quant_type, state.blocksize, state.nested is not None, packed.dtype)
     n = math.prod(state.shape)
     held = packed.contiguous().view(-1).view(torch.uint8)
     if held.numel() != -(-n // 2) or state.absmax.numel() != -(-n // state.blocksize):
         raise QuantizationError(
-            f"a 4-bit weight of shape {tuple(state.shape)} in blocks of {state.blocksize} has {-(-n // 2)} bytes and "
-            f"{-(-n // state.blocksize)} scales; these have {held.numel()} and {state.absmax.numel()}"
+            f"a 4-bit weight of shape {tuple(state.shape)} in blocks of {state.blocksize} needs {-(-n // 2)} bytes and "
+            f"{-(-n // state.blocksize)} scales; got {held.numel()} and {state.absmax.numel()}"
         )
     parts = {"packed": rows_of(held, scheme.group // 2)}
     if state.nested is None:
@@ -208,9 +209,9 @@ def from_state(packed: torch.Tensor, state: QuantState) -> tuple[Parts, Scheme]:
     inner, known = state.nested, codebooks.nested_values(state.nested.code.device)
     if inner.blocksize != NESTED_BLOCK or not torch.equal(inner.code, known):
         raise QuantizationError(
-            f"scales stored in blocks of {inner.blocksize} with a map of their own (from {inner.code[0]:g} to "
+            f"scales quantized in blocks of {inner.blocksize} with a custom table (from {inner.code[0]:g} to "
             f"{inner.code[-1]:g}); only bitsandbytes' dynamic map in blocks of {NESTED_BLOCK} can be sharded. "
-            f"Dequantise the weight (dequantize_4bit) and quantise it again"
+            f"Dequantize the weight (dequantize_4bit) and quantize it again"
         )
     assert state.offset is not None
     pairs = torch.stack([inner.absmax.float(), state.offset.float().expand_as(inner.absmax)], dim=1)

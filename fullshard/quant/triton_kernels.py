@@ -1,7 +1,7 @@
-"""Triton kernels for CUDA: the same bits as `blocks.py` and `double_quant.py`, at the speed of memory.
+"""Triton kernels for CUDA: the same bits as `blocks.py` and `double_quant.py`, limited by memory bandwidth.
 
-A thread turns one 32-bit word into eight weights, so that it reads 4 and writes 16 bytes in one piece each; the scale
-of a double-quantised block is worked out on the way and never stored.
+A thread unpacks one 32-bit word into eight weights, so it reads 4 bytes and writes 16 bytes contiguously. The scale of
+a double-quantized block is computed in the kernel and never stored.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 
 from fullshard.quant import codebooks
-from fullshard.quant.blocks import TINIEST
+from fullshard.quant.codebooks import SMALLEST_SCALE
 
 WORDS = 256
-"""Words of eight weights that one program of `dequantize` handles."""
+"""32-bit words (eight weights each) per program of `dequantize`."""
 WARPS = 2
 TILE = 4096
-"""Weights that one program of `quantize` handles at least."""
+"""Minimum number of weights per program of `quantize`."""
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Launch where the tensors are; asking is cheaper than going there."""
+    """A context on the tensors' device; checking the current device is cheaper than always switching."""
     return contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
@@ -37,10 +37,10 @@ def dequantize(
     n: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The first `n` weights that packed bytes stand for.
+    """Dequantize the first `n` weights.
 
-    Scales are fp32 [blocks], or with `nested` uint8 [blocks], where `nested` has for every 256 of them their scale and
-    the offset, [groups, 2] fp32.
+    `absmax` is fp32 [blocks]. With `nested` it is uint8 [blocks], and `nested` [groups, 2] fp32 has the second-level
+    scale and the offset of every 256 of them.
     """
     held = packed.reshape(-1)
     if held.numel() % 4 or held.data_ptr() % 4:
@@ -74,15 +74,15 @@ def _dequantize(  # type: ignore[no-untyped-def]
         scale = tl.load(table + code) * largest + offset
     else:
         scale = tl.load(absmax + block, mask=inside, other=0)
-    place = tl.arange(0, 8)
-    four = (held[:, None] >> ((place ^ 1) * 4)[None, :]) & 15  # of two weights in a byte the first is in the high half
-    weights = tl.load(values + four) * scale[:, None]
-    at = word[:, None] * 8 + place[None, :]
+    lane = tl.arange(0, 8)
+    code4 = (held[:, None] >> ((lane ^ 1) * 4)[None, :]) & 15  # the first weight of a byte is in its high four bits
+    weights = tl.load(values + code4) * scale[:, None]
+    at = word[:, None] * 8 + lane[None, :]
     tl.store(out + at, weights.to(out.dtype.element_ty), mask=at < n)
 
 
 def quantize(flat: torch.Tensor, blocksize: int, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes [ceil(n/2)] uint8 and each block's largest magnitude [ceil(n/blocksize)] fp32."""
+    """Quantize a flat tensor to packed codes [ceil(n/2)] uint8 and each block's absmax [ceil(n/blocksize)] fp32."""
     n, device = flat.numel(), flat.device
     packed = torch.empty(-(-n // 2), dtype=torch.uint8, device=device)
     absmax = torch.empty(-(-n // blocksize), dtype=torch.float32, device=device)
@@ -92,7 +92,7 @@ def quantize(flat: torch.Tensor, blocksize: int, quant_type: str) -> tuple[torch
             _quantize[(triton.cdiv(n, rows * blocksize),)](
                 flat.contiguous(),
                 codebooks.midpoints(quant_type, device), codebooks.codes_ascending(quant_type, device),
-                packed, absmax, n, TINIEST=TINIEST, BLOCK=blocksize, ROWS=rows, IN_ORDER=quant_type == "nf4",
+                packed, absmax, n, SMALLEST=SMALLEST_SCALE, BLOCK=blocksize, ROWS=rows, IN_ORDER=quant_type == "nf4",
                 enable_fp_fusion=False,
             )  # fmt: skip
     return packed, absmax
@@ -101,14 +101,14 @@ def quantize(flat: torch.Tensor, blocksize: int, quant_type: str) -> tuple[torch
 @triton.jit
 def _quantize(  # type: ignore[no-untyped-def]
     flat, bounds, order, packed, absmax, n,
-    TINIEST: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
+    SMALLEST: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     weights = tl.load(flat + at, mask=at < n, other=0).to(tl.float32)
-    unknown = tl.max((weights != weights).to(tl.int32), axis=1) > 0  # torch's maximum keeps what is not a number
-    largest = tl.where(unknown, float("nan"), tl.max(tl.abs(weights), axis=1))
-    divisor = tl.where(largest < TINIEST, TINIEST, largest)
+    has_nan = tl.max((weights != weights).to(tl.int32), axis=1) > 0  # torch's amax propagates NaN, Triton's does not
+    largest = tl.where(has_nan, float("nan"), tl.max(tl.abs(weights), axis=1))
+    divisor = tl.where(largest < SMALLEST, SMALLEST, largest)
     short = (row + 1) * BLOCK > n
     tl.store(absmax + row, tl.where(short, divisor, largest), mask=row * BLOCK < n)
     inverse = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), divisor)

@@ -1,7 +1,6 @@
-"""Where metrics go besides the run's own files: TensorBoard and Weights & Biases, behind one small interface.
+"""Metric loggers: TensorBoard and Weights & Biases behind one small interface.
 
-Without a word from the user, TensorBoard is used where it is installed. A board that fails is given up with one
-warning; training never stops for it.
+By default TensorBoard is used if it is installed. A logger that fails is disabled with one warning; training continues.
 """
 
 from __future__ import annotations
@@ -13,94 +12,106 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fullshard import runtime
 from fullshard.options import as_list
 from fullshard.paths import replace_text
-from fullshard.train.config import SFTConfig
-
-if TYPE_CHECKING:
-    from fullshard.train.samples import Sample
+from fullshard.reporting.records import Sample
 
 TENSORBOARD = "runs"
 WANDB = "wandb.json"
-"""Holds the id of the run on Weights & Biases, so that a resumed run goes on there."""
+"""Holds the run id of Weights & Biases, so that a resumed run continues the same W&B run."""
 WANDB_PROJECT = "fullshard"
 AUTO = "tensorboard"
-"""What `report_to` is where it is auto."""
+"""The logger that `report_to: auto` selects."""
 
 
-class Board(Protocol):
-    """A place that shows a run."""
+@dataclass(frozen=True)
+class Run:
+    """The run that a logger shows."""
 
-    def numbers(self, step: int, values: Mapping[str, float]) -> None: ...
+    folder: Path
+    step: int
+    """The step at which the run starts or resumes."""
+    settings: Mapping[str, Any]
+    name: str
+
+
+class MetricLogger(Protocol):
+    """Shows the metrics and samples of a run."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None: ...
 
     def close(self) -> None: ...
 
 
-Opens = Callable[[Path, int], list[Board]]
-"""Opens the boards of a run in its folder, from a step on; for the first rank alone."""
+OpenLoggers = Callable[[Path, int], list[MetricLogger]]
+"""Opens the loggers of a run, given its folder and the step at which it starts. Called on the first rank only."""
 
 
-def none(folder: Path, step: int) -> list[Board]:
-    """No boards."""
+def no_loggers(folder: Path, step: int) -> list[MetricLogger]:
+    """An empty list of loggers."""
     return []
 
 
-def opener(config: SFTConfig) -> Opens:
-    """What opens the boards that `report_to` names, as far as they are installed."""
-    named = as_list(config.report_to)
+def opener(report_to: str, settings: Mapping[str, Any], run_name: str | None = None) -> OpenLoggers:
+    """A function that opens the loggers named in `report_to` that are installed; they record `settings`."""
+    names = as_list(report_to)
 
-    def open_all(folder: Path, step: int) -> list[Board]:
-        found: list[Board] = []
-        for name, board in BOARDS.items():
-            wanted = name in named or "all" in named or ("auto" in named and name == AUTO)
+    def open_all(folder: Path, step: int) -> list[MetricLogger]:
+        found: list[MetricLogger] = []
+        for name, logger in LOGGERS.items():
+            wanted = name in names or "all" in names or ("auto" in names and name == AUTO)
             if not wanted or importlib.util.find_spec(name) is None:
-                continue  # one that the user named was looked for before the run began
-            made = attempt(f"report_to {name}", functools.partial(board, config, folder, step))
-            found += [made] if made is not None else []
+                continue  # a missing logger that the user named was reported before the run started
+            run = Run(folder, step, settings, run_name or folder.resolve().name)
+            opened = attempt(f"report_to {name}", functools.partial(logger, run))
+            found += [opened] if opened is not None else []
         return found
 
     return open_all
 
 
 def attempt(what: str, act: Callable[[], Any]) -> Any:
-    """What `act` gives, or None and a warning."""
+    """The result of `act`; if it fails, None and a warning."""
     try:
         return act()
     except Exception as error:
         reason = str(error).strip().splitlines()
-        runtime.get_logger().warning("%s: %s; training goes on without it", what, reason[0] if reason else repr(error))
+        runtime.get_logger().warning(
+            "%s: %s; training continues without it", what, reason[0] if reason else repr(error)
+        )
         return None
 
 
 def grouped(values: Mapping[str, float]) -> dict[str, float]:
-    """Numbers under the names that both boards sort them by."""
+    """Metrics by the names that group them in both loggers: `train/loss`, `eval/loss`."""
     return {"eval/" + name[5:] if name.startswith("eval_") else f"train/{name}": v for name, v in values.items()}
 
 
 class TensorBoard:
-    """TensorBoard's event files."""
+    """Writes TensorBoard event files."""
 
-    def __init__(self, config: SFTConfig, folder: Path, step: int) -> None:
+    def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer: Any = SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1 if step else None)
-        rows = "".join(f"| {name} | `{value}` |\n" for name, value in config.to_dict().items())
-        self.writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", step)
+        self.writer: Any = SummaryWriter(str(run.folder / TENSORBOARD), purge_step=run.step + 1 if run.step else None)
+        rows = "".join(f"| {name} | `{value}` |\n" for name, value in run.settings.items())
+        self.writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", run.step)
 
-    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in grouped(values).items():
             self.writer.add_scalar(name, value, step)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         for number, sample in enumerate(samples, 1):
             parts = {"prompt": sample.prompt, "answer": sample.answer, "reference": sample.reference}
-            text = "\n\n".join(f"**{name}**\n\n{_indented(said)}" for name, said in parts.items() if said is not None)
+            text = "\n\n".join(f"**{name}**\n\n{_indented(part)}" for name, part in parts.items() if part is not None)
             self.writer.add_text(f"samples/{number}", text, step)
         self.writer.flush()
 
@@ -109,23 +120,23 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run on Weights & Biases; `WANDB_PROJECT`, `WANDB_MODE` (offline) and its other variables are respected."""
+    """Logs to Weights & Biases, which reads `WANDB_PROJECT`, `WANDB_MODE` (offline) and its other variables."""
 
-    def __init__(self, config: SFTConfig, folder: Path, step: int) -> None:
+    def __init__(self, run: Run) -> None:
         self.wandb: Any = importlib.import_module("wandb")
         self.run: Any = self.wandb.init(
             project=os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
-            name=config.run_name or folder.resolve().name,
-            config=config.to_dict(),
-            dir=str(folder),
-            id=_run_id(folder),
+            name=run.name,
+            config=dict(run.settings),
+            dir=str(run.folder),
+            id=_run_id(run.folder),
             resume="allow",
         )
-        # Steps are numbers of their own: a resumed run may log again what came after its checkpoint.
+        # The step is an ordinary metric, because a resumed run may log the steps after its checkpoint again.
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
-    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({"step": step, **grouped(values)})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -136,8 +147,8 @@ class WeightsAndBiases:
         self.run.finish()
 
 
-BOARDS: dict[str, Callable[[SFTConfig, Path, int], Board]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-"""By the name in `report_to`, which is also that of the package it needs."""
+LOGGERS: dict[str, Callable[[Run], MetricLogger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+"""Loggers by their name in `report_to`, which is also the name of the package they need."""
 
 
 def _run_id(folder: Path) -> str:
@@ -145,11 +156,11 @@ def _run_id(folder: Path) -> str:
     try:
         return str(json.loads(path.read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):
-        made = uuid.uuid4().hex[:8]
-        replace_text(path, json.dumps({"id": made}) + "\n")
-        return made
+        new = uuid.uuid4().hex[:8]
+        replace_text(path, json.dumps({"id": new}) + "\n")
+        return new
 
 
 def _indented(text: str) -> str:
-    """As Markdown's preformatted text."""
+    """The text as a Markdown code block."""
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])

@@ -1,4 +1,4 @@
-"""The model card of a result: what it is, how it was made, and how to load it."""
+"""The model card of a result: what it is, how it was trained, and how to load it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard import __version__
 from fullshard.paths import replace_text
-from fullshard.train.config import SFTConfig
+from fullshard.version import __version__
 
 
-def write_card(folder: Path, config: SFTConfig, facts: dict[str, Any]) -> None:
-    """Write README.md. `facts`: base, adapter (or not), data, steps, metrics, versions."""
+def write_card(folder: Path, run_name: str | None, settings: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Write README.md. `settings` are those that differ from their defaults; `facts` has the keys base, adapter (a
+    bool), data, steps, ranks, metrics and versions."""
     adapter = facts.get("adapter", False)
     front = {"library_name": "peft" if adapter else "transformers", "tags": ["fullshard", "sft"]}
     if facts.get("base"):
         front["base_model"] = str(facts["base"])
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
-    lines += [f"# {config.run_name or folder.resolve().name}", ""]
-    lines += [
-        f"{'A LoRA adapter' if adapter else 'A model'} made by supervised fine-tuning with fullshard {__version__}"
-    ]
+    lines += [f"# {run_name or folder.resolve().name}", ""]
+    lines += [f"{'A LoRA adapter' if adapter else 'A model'} from supervised fine-tuning with fullshard {__version__}"]
     lines[-1] += f", starting from `{facts['base']}`." if facts.get("base") else "."
     lines += ["", "```python", *_how_to_load(folder, facts, adapter), "```", ""]
     lines += ["## Training", "", f"{facts['steps']} steps on {facts['data']}, {facts['ranks']} rank(s).", ""]
@@ -30,8 +28,8 @@ def write_card(folder: Path, config: SFTConfig, facts: dict[str, Any]) -> None:
         lines += [f"| {name} | {_number(value)} |" for name, value in facts["metrics"].items()]
         lines += [""]
     lines += ["## Settings", "", "| setting | value |", "|---|---|"]
-    lines += [f"| `{name}` | `{value}` |" for name, value in config.changed().items()]
-    lines += ["", "All others are at their defaults; `settings.json` has every one.", ""]
+    lines += [f"| `{name}` | `{value}` |" for name, value in settings.items()]
+    lines += ["", "All other settings have their default values; `settings.json` lists every setting.", ""]
     lines += ["## Versions", "", ", ".join(f"{name} {version}" for name, version in facts["versions"].items()), ""]
     replace_text(folder / "README.md", "\n".join(lines))
 

@@ -1,7 +1,7 @@
-"""How a run's numbers look on the terminal: lines that stay, and a bar below them that moves with the steps.
+"""Formats metrics for the terminal: one line per logged step, and a progress bar below them.
 
-Columns have fixed widths, so that numbers stand below each other. They come in the order of their importance: a
-terminal that is too narrow for all of them shows the first ones. A pipe or a file has no width and gets them all.
+Columns have fixed widths, so that numbers are aligned. They are ordered by importance: a narrow terminal shows the
+first ones that fit. A pipe or a file has no width and gets all of them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BAR_WIDTH = 12
 
 
 def columns(values: Mapping[str, Any], names: Sequence[str] = tuple(COLUMNS)) -> list[str]:
-    """Numbers of training, each with its name."""
+    """Training metrics as text, each with its name."""
     return [f"{COLUMNS[key][0]} {COLUMNS[key][1].format(values[key])}" for key in names if key in values]
 
 
 def evaluation_columns(values: Mapping[str, Any]) -> list[str]:
-    """Numbers of an evaluation, by whatever prefix it was asked for; nothing for those of training."""
+    """Evaluation metrics as text, with any prefix; empty for training metrics."""
     prefix = next((key.removesuffix("_loss") for key in values if key.endswith("_loss")), None)
     if prefix is None:
         return []
@@ -41,13 +41,13 @@ def evaluation_columns(values: Mapping[str, Any]) -> list[str]:
 
 
 def step_line(step: int, total: int, values: Mapping[str, Any], left: str = "", width: int | None = None) -> str:
-    """What is shown of a step: its number, then its columns as far as they fit."""
+    """The line for a step: its number, then the columns that fit."""
     numbers = evaluation_columns(values) or columns(values)
     return fitted([f"step {step:>{len(str(total))}}/{total}", *numbers, *([f"ETA {left}"] if left else [])], width)
 
 
 def fitted(parts: Sequence[str], width: int | None) -> str:
-    """The first parts that fit into the width, at least one; None is any width."""
+    """The first parts that fit into the width, at least one; None means no limit."""
     shown = parts[0]
     for part in parts[1:]:
         if width is not None and len(shown) + 2 + len(part) > width:
@@ -57,17 +57,18 @@ def fitted(parts: Sequence[str], width: int | None) -> str:
 
 
 def width_of_stdout() -> int | None:
-    """Columns of the terminal that stdout is; None where it is none."""
+    """The width of the terminal; None if stdout is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 class Clock:
-    """The time that is left, from the steps since the start."""
+    """Estimates the remaining time from the steps so far."""
 
     def __init__(self, total: int, step: int) -> None:
         self.total, self._first, self._began = total, step, time.monotonic()
 
     def left(self, step: int) -> str:
+        """The remaining time as H:MM:SS; empty before the first step and after the last."""
         done = step - self._first
         if done <= 0 or step >= self.total:
             return ""
@@ -75,7 +76,7 @@ class Clock:
 
 
 class LiveBar:
-    """A line at the bottom of the terminal that moves with the steps; other lines appear above it."""
+    """A progress bar at the bottom of the terminal; other lines are printed above it."""
 
     def __init__(self, clock: Clock, step: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
@@ -95,11 +96,11 @@ class LiveBar:
     def move(self, step: int, values: Mapping[str, Any]) -> None:
         left = self._clock.left(step)
         parts = [f"{step}/{self._clock.total}", *([f"ETA {left}"] if left else []), *columns(values, IN_BAR)]
-        # The bar would give way to a text that is too long.
+        # rich would shorten the bar to make room for a long text.
         text = fitted(parts, self.width - BAR_WIDTH - 1)
         self._progress.update(self._task, completed=step, description=text)
 
-    def say(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""A conversation with a model: turns in, answers out as they come, and what `fullshard chat` does on the terminal.
+"""A conversation with a model, and the terminal interface of `fullshard chat`.
 
-`Chat` keeps the turns and asks the model; `one_shot` and `talk` are the two ways to use it from a command line.
+`Chat` keeps the messages and generates answers. `one_shot` answers one prompt; `talk` is the interactive loop.
 """
 
 from __future__ import annotations
@@ -19,107 +19,110 @@ import torch
 
 from fullshard import runtime
 from fullshard.errors import ConfigError
-from fullshard.models.generate import Ends, Sampling, answer, chat_tokens
+from fullshard.models.generate import Sampling, StopCriteria, answer, chat_tokens
 from fullshard.reporting.reporter import printable
-from fullshard.results.chat_model import Speaker
+from fullshard.results.chat_model import ChatModel
 
 HELP = """\
-  /reset        forget the conversation
-  /system TEXT  say who the assistant is, and begin anew; alone, show it
-  /save FILE    add the conversation to FILE, as a row that fullshard sft reads
-  /exit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
-NO_TEMPLATE = "The tokenizer has no chat template: what you write is continued as text, each line for itself."
+  /reset        start a new conversation
+  /system TEXT  set the system message and start a new conversation; without TEXT, show it
+  /save FILE    append the conversation to FILE, as a row that fullshard sft reads
+  /exit         exit (or Ctrl-D); Ctrl-C stops an answer"""
+NO_TEMPLATE = "The tokenizer has no chat template: the model continues each line as plain text, without history."
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, and how it came about."""
+    """An answer, its token counts and why it ended."""
 
     text: str
     prompt_tokens: int
     tokens: int
     stopped: str
-    """`end`: the model ended it; `length`: `max_new_tokens` did; `user`: it was broken off."""
+    """`end`: the model finished; `length`: `max_new_tokens` was reached; `user`: the user stopped it."""
 
 
 class Chat:
-    """A conversation. Without a chat template every text is continued for itself."""
+    """A conversation. Without a chat template, the model continues each text on its own."""
 
     def __init__(
-        self, speaker: Speaker, system: str | None = None, max_new_tokens: int = 512, sampling: Sampling | None = None
+        self, model: ChatModel, system: str | None = None, max_new_tokens: int = 512, sampling: Sampling | None = None
     ) -> None:
-        self.speaker, self.system = speaker, system
+        self.model, self.system = model, system
         self.max_new_tokens, self.sampling = max_new_tokens, sampling or Sampling()
-        self.templated = bool(getattr(speaker.tokenizer, "chat_template", None))
+        self.templated = bool(getattr(model.tokenizer, "chat_template", None))
         if system is not None and not self.templated:
-            raise ConfigError("--system: the tokenizer has no chat template, so there is no place to say it.")
+            raise ConfigError("--system: the tokenizer has no chat template, so a system message cannot be used.")
         self.turns: list[dict[str, str]] = []
 
     @property
     def messages(self) -> list[dict[str, str]]:
+        """The conversation so far, with the system message."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def ask(
-        self, text: str, show: Callable[[str], None] = lambda said: None, stopped: Callable[[], bool] = lambda: False
+        self, text: str, show: Callable[[str], None] = lambda text: None, stopped: Callable[[], bool] = lambda: False
     ) -> Reply:
-        """Say something and get the answer; `show` is handed its text piece by piece."""
+        """Send a message and return the answer. `show` is called with each new piece of text."""
         turn = {"role": "user", "content": text}
-        speaker = self.speaker
+        model = self.model
         if self.templated:
-            prompt = chat_tokens(speaker.tokenizer, [*self.messages, turn])
+            prompt = chat_tokens(model.tokenizer, [*self.messages, turn])
         else:
-            prompt = list(speaker.tokenizer(text)["input_ids"])
-        if unknown := [token for token in prompt if token >= speaker.rows]:
+            prompt = list(model.tokenizer(text)["input_ids"])
+        if unknown := [token for token in prompt if token >= model.rows]:
             raise ConfigError(
-                f"the tokenizer gives token {unknown[0]}, the model's embedding has {speaker.rows} rows: they do not "
-                f"belong together."
+                f"the tokenizer produced token {unknown[0]}, but the model's embedding has {model.rows} rows: they do "
+                f"not belong together."
             )
-        limit = self._room(len(prompt))
-        pieces = _Pieces(speaker.ends, show)
-        tokens = answer(speaker.model, prompt, speaker.ends, limit, self.sampling, pieces.tell, stopped)
-        said = speaker.ends.text(tokens)
-        pieces.finish(said)
-        self.turns += [turn, {"role": "assistant", "content": said}] if self.templated else []
-        over = "user" if stopped() else "length" if len(pieces.tokens) >= limit and not pieces.ended else "end"
-        return Reply(said, len(prompt), len(tokens), over)
+        limit = self._token_limit(len(prompt))
+        stream = _TextStream(model.stop, show)
+        tokens = answer(model.model, prompt, model.stop, limit, self.sampling, stream.add, stopped)
+        text = model.stop.text(tokens)
+        stream.show_up_to(text)
+        self.turns += [turn, {"role": "assistant", "content": text}] if self.templated else []
+        reason = "user" if stopped() else "length" if len(stream.tokens) >= limit and not stream.complete else "end"
+        return Reply(text, len(prompt), len(tokens), reason)
 
-    def _room(self, prompt: int) -> int:
+    def _token_limit(self, prompt: int) -> int:
         if not prompt:
-            raise ConfigError("there is nothing to answer: the prompt is empty.")
-        positions = self.speaker.positions
-        room = self.max_new_tokens if positions is None else min(self.max_new_tokens, positions - prompt)
-        if room < 1:
-            raise ConfigError(f"the conversation has {prompt} tokens, the model {positions} positions; begin anew.")
-        return room
+            raise ConfigError("the prompt is empty; expected text.")
+        positions = self.model.positions
+        limit = self.max_new_tokens if positions is None else min(self.max_new_tokens, positions - prompt)
+        if limit < 1:
+            raise ConfigError(
+                f"the conversation has {prompt} tokens, but the model has {positions} positions; start a new one."
+            )
+        return limit
 
 
-class _Pieces:
-    """Tokens as they come, shown as text: whole characters only, and nothing of what may be a closing mark."""
+class _TextStream:
+    """Shows an answer while it is generated: only complete characters, and no part of a stop text."""
 
-    def __init__(self, ends: Ends, show: Callable[[str], None]) -> None:
-        self.ends, self.show = ends, show
+    def __init__(self, stop: StopCriteria, show: Callable[[str], None]) -> None:
+        self.stop, self.show = stop, show
         self.tokens: list[int] = []
-        self.shown, self.ended = "", False
+        self.shown, self.complete = "", False
 
-    def tell(self, token: int) -> None:
+    def add(self, token: int) -> None:
         self.tokens.append(token)
-        kept, self.ended = self.ends.cut(self.tokens)
-        text = self.ends.text(kept)
-        held = 0
-        for mark in self.ends.texts:
-            held = max(held, *(n for n in range(len(mark)) if text.endswith(mark[:n])))
-        text = text[: len(text) - held]
+        kept, self.complete = self.stop.cut(self.tokens)
+        text = self.stop.text(kept)
+        withheld = 0
+        for stop_text in self.stop.texts:
+            withheld = max(withheld, *(n for n in range(len(stop_text)) if text.endswith(stop_text[:n])))
+        text = text[: len(text) - withheld]
         if not text.endswith("\ufffd"):
-            self.finish(text)
+            self.show_up_to(text)
 
-    def finish(self, text: str) -> None:
+    def show_up_to(self, text: str) -> None:
         if text.startswith(self.shown) and text != self.shown:
             self.show(text[len(self.shown) :])
             self.shown = text
 
 
 def one_shot(chat: Chat, prompt: str, as_json: bool = False) -> None:
-    """Answer one prompt: the answer alone on stdout, or all there is to know of it as one JSON object."""
+    """Print the answer to one prompt, or with `as_json` one JSON object with the answer and token counts."""
     if as_json:
         reply = chat.ask(prompt)
         print(json.dumps({"prompt": prompt, "answer": reply.text, **_numbers(reply)}))
@@ -129,16 +132,16 @@ def one_shot(chat: Chat, prompt: str, as_json: bool = False) -> None:
 
 
 def talk(chat: Chat, name: str) -> None:
-    """Talk on the terminal until the user leaves."""
+    """Chat on the terminal until the user exits."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - gives input() editing and a history
-    asking = sys.stdin.isatty()
+        import readline  # noqa: F401 - adds line editing and history to input()
+    interactive = sys.stdin.isatty()
     print(f"{name}: {_about(chat)}. /help lists commands.", flush=True)
     if not chat.templated:
         print(NO_TEMPLATE, flush=True)
     while True:
         try:
-            text = input("> " if asking else "").strip()
+            text = input("> " if interactive else "").strip()
             if text == "/exit":
                 return
             if text.startswith("/"):
@@ -149,7 +152,7 @@ def talk(chat: Chat, name: str) -> None:
             print(flush=True)
             return
         except KeyboardInterrupt:
-            print("\n(/exit or Ctrl-D leaves)", flush=True)
+            print("\n(/exit or Ctrl-D to exit)", flush=True)
         except ConfigError as error:
             print(f"({error})", flush=True)
 
@@ -157,7 +160,7 @@ def talk(chat: Chat, name: str) -> None:
 def _answer(chat: Chat, text: str) -> None:
     with _interruptible() as stopped:
         reply = chat.ask(text, _write, stopped)
-    note = {"user": " (stopped)", "length": f" … (cut off at {reply.tokens} tokens: --max_new_tokens)"}
+    note = {"user": " (stopped)", "length": f" … (stopped after {reply.tokens} tokens: --max_new_tokens)"}
     print(note.get(reply.stopped, ""), flush=True)
 
 
@@ -167,36 +170,36 @@ def _command(chat: Chat, text: str) -> None:
         print(HELP)
     elif name == "/reset":
         chat.turns.clear()
-        print("(forgotten)")
+        print("(new conversation)")
     elif name == "/system" and rest.strip():
         if not chat.templated:
-            raise ConfigError("the tokenizer has no chat template, so there is no place to say it.")
+            raise ConfigError("the tokenizer has no chat template, so a system message cannot be used.")
         chat.system, chat.turns = rest.strip(), []
-        print("(begun anew)")
+        print("(new conversation)")
     elif name == "/system":
-        print(f"({chat.system or 'nothing was said'})")
+        print(f"({chat.system or 'no system message'})")
     elif name == "/save" and rest.strip():
         print(f"({save(chat, Path(rest.strip()).expanduser())})")
     else:
-        print(f"({name} is no command, or needs a word after it)\n{HELP}")
+        print(f"({name}: unknown command, or an argument is missing)\n{HELP}")
 
 
 def save(chat: Chat, path: Path) -> str:
-    """Add the conversation to a file of JSON lines; what was done, in words."""
+    """Append the conversation to a JSON lines file; returns a message for the user."""
     if not chat.turns:
         raise ConfigError("there is no conversation to save yet.")
     try:
         line = json.dumps({"messages": chat.messages}, ensure_ascii=False)
-        begin = "" if not path.exists() or _ends_a_line(path) else "\n"
+        separator = "" if not path.exists() or _ends_with_newline(path) else "\n"
         with path.open("a", encoding="utf-8") as file:
-            file.write(f"{begin}{line}\n")
+            file.write(f"{separator}{line}\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from None
-    return f"added {len(chat.turns)} turns to {path}"
+    return f"appended {len(chat.turns)} messages to {path}"
 
 
-def _ends_a_line(path: Path) -> bool:
-    """Whether a file of JSON lines ends with a whole one; other files, which one more would spoil, are refused."""
+def _ends_with_newline(path: Path) -> bool:
+    """Whether a JSON lines file ends with a newline. Any other kind of file is an error."""
     with path.open("rb") as file:
         first, size = file.readline(), file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
@@ -206,12 +209,12 @@ def _ends_a_line(path: Path) -> bool:
             return last in (b"", b"\n")
     except ValueError:
         pass
-    raise ConfigError(f"{path} exists and is not a file of JSON lines; name another, or a new one.")
+    raise ConfigError(f"{path} exists and is not a JSON lines file; choose another file.")
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C asks for a stop after the next token; a second one does not wait for it."""
+    """Inside, Ctrl-C requests a stop after the next token; a second Ctrl-C interrupts at once."""
     asked = False
 
     def stop(*_: Any) -> None:
@@ -228,9 +231,9 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def _about(chat: Chat) -> str:
-    warmth = chat.sampling.temperature
-    how = f"temperature {warmth:g}, top_p {chat.sampling.top_p:g}" if warmth else "the likeliest token each time"
-    return f"on {runtime.device()}, {how}"
+    temperature = chat.sampling.temperature
+    decoding = f"temperature {temperature:g}, top_p {chat.sampling.top_p:g}" if temperature else "greedy decoding"
+    return f"on {runtime.device()}, {decoding}"
 
 
 def _numbers(reply: Reply) -> dict[str, Any]:
@@ -242,7 +245,7 @@ def _write(text: str) -> None:
 
 
 def seed(number: int | None) -> None:
-    """Random choices that repeat with the same number; without one they differ each time."""
+    """Seed torch's generators; None seeds them differently each time."""
     if number is None:
         torch.seed()
     else:

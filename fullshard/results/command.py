@@ -1,4 +1,4 @@
-"""`fullshard chat` and `fullshard export`: settings checked before torch is imported, then the work."""
+"""`fullshard chat` and `fullshard export`. Options are checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ChatOptions:
         if self.device not in (None, "cpu", "cuda"):
             raise ConfigError(f"--device is {self.device!r}; expected cpu or cuda.")
         if self.as_json and self.prompt is None:
-            raise ConfigError("--json goes with --prompt: one prompt, one answer.")
+            raise ConfigError("--json needs --prompt: it prints one answer.")
 
 
 @dataclass(frozen=True)
@@ -67,25 +67,27 @@ class ExportOptions:
         if re.fullmatch(r"\d+(\.\d+)?([KMGT]B)?", self.max_shard_size, re.IGNORECASE) is None:
             raise ConfigError(f"--max_shard_size is {self.max_shard_size!r}; expected a size such as 5GB or 500MB.")
         if self.dequantized and not self.merge:
-            raise ConfigError("--dequantized says what an adapter is added to; it goes with --merge.")
+            raise ConfigError(
+                "--dequantized needs --merge: it selects the base weights that the adapter is merged into."
+            )
 
 
 def chat(name: str, options: ChatOptions) -> None:
-    """Talk, or answer one prompt."""
-    _alone("chat")
-    place = find(name, options.base, options.checkpoint)
+    """Start a conversation, or answer one prompt."""
+    _check_one_process("chat")
+    result = find(name, options.base, options.checkpoint)
     prompt = sys.stdin.read().strip() if options.prompt == "-" else options.prompt
     if prompt is not None and not prompt.strip():
-        raise ConfigError("--prompt is empty; expected something to answer.")
-    _hush()
+        raise ConfigError("--prompt is empty; expected text.")
+    _only_warnings()
     from fullshard.models.generate import Sampling
     from fullshard.results import chat as chatting
-    from fullshard.results.chat_model import open_speaker
+    from fullshard.results.chat_model import load_chat_model
 
-    speaker = open_speaker(fetched(place, options.base), options.dtype, options.device, options.use_4bit_quantization)
+    model = load_chat_model(fetched(result, options.base), options.dtype, options.device, options.use_4bit_quantization)
     chatting.seed(options.seed)
     sampling = Sampling(options.temperature, options.top_p)
-    conversation = chatting.Chat(speaker, options.system, options.max_new_tokens, sampling)
+    conversation = chatting.Chat(model, options.system, options.max_new_tokens, sampling)
     if prompt is None:
         chatting.talk(conversation, name)
         return
@@ -95,33 +97,35 @@ def chat(name: str, options: ChatOptions) -> None:
 
 
 def export(name: str, out: str, options: ExportOptions) -> None:
-    """Write a result, and say what was written."""
-    _alone("export")
-    place = find(name, options.base, options.checkpoint)
+    """Write a result and print what was written."""
+    _check_one_process("export")
+    result = find(name, options.base, options.checkpoint)
     check_new_folder(out)
-    if place.kind == "model" and options.dequantized:
-        raise ConfigError(f"--dequantized: {name} holds a whole model; there is no adapter to add.")
-    _hush()
+    if result.kind == "model" and options.dequantized:
+        raise ConfigError(f"--dequantized: {name} contains a full model; there is no adapter to merge.")
+    _only_warnings()
     from fullshard.results.export import Choices, summary
     from fullshard.results.export import export as write
 
-    if place.kind == "model" and options.merge:
-        print(f"{name} holds a whole model: there is nothing to merge.", file=sys.stderr)
+    if result.kind == "model" and options.merge:
+        print(f"{name} contains a full model; there is no adapter to merge.", file=sys.stderr)
     choices = Choices(
         options.merge, options.dtype, options.dequantized, options.max_shard_size, options.verify, sys.stderr.isatty()
     )
-    found = write(fetched(place, options.base), Path(out).expanduser(), choices)
-    print(json.dumps(found) if options.as_json else "\n".join(summary(found)))
+    written = write(fetched(result, options.base), Path(out).expanduser(), choices)
+    print(json.dumps(written) if options.as_json else "\n".join(summary(written)))
 
 
-def _alone(command: str) -> None:
+def _check_one_process(command: str) -> None:
     world = os.environ.get("WORLD_SIZE", "1")
     if world.isdigit() and int(world) > 1:
-        raise ConfigError(f"fullshard {command} runs in one process, and here are {world} ranks; start it by itself.")
+        raise ConfigError(
+            f"fullshard {command} runs in one process, but there are {world} ranks; start it without a launcher."
+        )
 
 
-def _hush() -> None:
-    """Let only warnings through: what the user reads is the answer."""
+def _only_warnings() -> None:
+    """Log warnings only."""
     from fullshard import log_filter, runtime
 
     log_filter.leave_out(log_filter.TRAINED)

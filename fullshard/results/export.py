@@ -1,7 +1,8 @@
-"""`fullshard export`: a result as others read it, in a folder of its own that appears whole or not at all.
+"""`fullshard export`: writes a result in the formats of transformers and PEFT.
 
-An adapter is added to its base (`merge`) or written out alone, a model is converted, a training checkpoint of either
-becomes files first. Values are read and written one tensor at a time.
+An adapter is merged into its base model or copied; a model is copied or converted to another dtype; a training
+checkpoint of either is converted to files first. Tensors are read and written one at a time. The output folder appears
+when it is complete.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from fullshard.byte_size import file_size
 from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.checkpoint.consolidate import merge_weights
-from fullshard.checkpoint.publish import sync
+from fullshard.durable import sync
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS
@@ -29,20 +31,20 @@ from fullshard.paths import check_new_folder
 from fullshard.progress import Bar
 from fullshard.quant import bnb_format
 from fullshard.results.chat_model import trained_quantization
-from fullshard.results.find_result import TOKENIZER, Place
+from fullshard.results.find_result import TOKENIZER, Result
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name
-from fullshard.weights.dtypes import dtypes_kept
-from fullshard.weights.load import choose_dtype, class_of, on_meta, read_config
+from fullshard.weights.dtypes import choose_dtype, dtypes_kept
+from fullshard.weights.load import class_of, on_meta, read_config
 from fullshard.weights.locate import open_source, resolve
 from fullshard.weights.merge_adapter import merge_adapter
-from fullshard.weights.model_dir_writer import Outgoing, copy_tokenizer_files
+from fullshard.weights.model_dir_writer import ModelDirWriter, copy_tokenizer_files
 from fullshard.weights.safetensors_writer import total_bytes
 from fullshard.weights.slice_reader import Stored
 
 
 @dataclass(frozen=True)
 class Choices:
-    """How to export."""
+    """Options of an export."""
 
     merge: bool = False
     dtype: str | None = None
@@ -52,29 +54,29 @@ class Choices:
     progress: bool = True
 
 
-def export(place: Place, out: str | Path, choices: Choices) -> dict[str, Any]:
-    """Write what lies at `place` to `out`, a folder that does not exist or is empty; what was written."""
+def export(result: Result, out: str | Path, choices: Choices) -> dict[str, Any]:
+    """Write a result to `out`, a folder that does not exist or is empty; returns what was written."""
     target = Path(out).expanduser()
     check_new_folder(target)
-    if place.kind == "adapter":
-        with tempfile.TemporaryDirectory(prefix="fullshard-adapter-") as made:
-            folder = Path(place.folder)
-            if place.checkpoint:
-                write_adapter(folder, Path(made), verify=choices.verify)
-                folder = Path(made)
-            (_merge if choices.merge else _copy_adapter)(place, folder, target, choices)
-    elif place.checkpoint:
+    if result.kind == "adapter":
+        with tempfile.TemporaryDirectory(prefix="fullshard-adapter-") as temporary:
+            folder = Path(result.folder)
+            if result.checkpoint:
+                write_adapter(folder, Path(temporary), verify=choices.verify)
+                folder = Path(temporary)
+            (_merge if choices.merge else _copy_adapter)(result, folder, target, choices)
+    elif result.checkpoint:
         merge_weights(
-            place.folder, target, dtype=choices.dtype, max_shard_size=choices.max_shard_size, verify=choices.verify,
-            tokenizer=place.tokenizer if place.tokenizer != place.folder else None, progress=choices.progress,
+            result.folder, target, dtype=choices.dtype, max_shard_size=choices.max_shard_size, verify=choices.verify,
+            tokenizer=result.tokenizer if result.tokenizer != result.folder else None, progress=choices.progress,
         )  # fmt: skip
     else:
-        _convert(place, target, choices)
+        _convert(result, target, choices)
     return describe(target)
 
 
 def describe(target: Path) -> dict[str, Any]:
-    """What a folder holds: its kind, its files and their sizes, its dtypes, and how it is loaded."""
+    """Describe a folder: kind, files and their sizes, dtypes, and how to load it."""
     files = {p.name: p.stat().st_size for p in sorted(target.iterdir()) if p.is_file()}
     adapter = CONFIG in files
     dtypes: set[str] = set()
@@ -93,32 +95,33 @@ def describe(target: Path) -> dict[str, Any]:
 # --- an adapter -----------------------------------------------------------------------------------------------------
 
 
-def _merge(place: Place, folder: Path, target: Path, choices: Choices) -> None:
-    how: Any = None
-    held: torch.dtype | None = None
+def _merge(result: Result, folder: Path, target: Path, choices: Choices) -> None:
+    quantization: Any = None
+    dtype: torch.dtype | None = None
     if choices.dequantized:
-        how, held = (True, None) if place.stored_in_4_bits else trained_quantization(place.settings)
-        if how is None:
+        quantization, dtype = (True, None) if result.stored_in_4_bits else trained_quantization(result.settings)
+        if quantization is None:
             raise ConfigError(
-                f"--dequantized: the settings of the run in {place.run or place.folder} do not say that it trained in "
-                f"4 bits."
+                f"--dequantized: according to its settings, the run in {result.run or result.folder} did not train in "
+                f"4 bits; remove the option."
             )
     merge_adapter(
-        _with_tokenizer(place, folder), target, base=resolve(str(place.base)), dtype=choices.dtype, dequantized=how,
-        held_as=held, max_shard_size=choices.max_shard_size, verify=choices.verify, progress=choices.progress,
+        _with_tokenizer(result, folder), target, base=resolve(str(result.base)), dtype=choices.dtype,
+        dequantized=quantization, held_as=dtype, max_shard_size=choices.max_shard_size, verify=choices.verify,
+        progress=choices.progress,
     )  # fmt: skip
 
 
-def _with_tokenizer(place: Place, folder: Path) -> Path:
-    """The adapter's folder; one that was made from a checkpoint gets the run's tokenizer."""
-    if place.checkpoint and (Path(place.tokenizer) / TOKENIZER).is_file():
-        copy_tokenizer_files(Path(place.tokenizer), folder)
+def _with_tokenizer(result: Result, folder: Path) -> Path:
+    """The adapter's folder. One that was written from a checkpoint gets the tokenizer of the run."""
+    if result.checkpoint and (Path(result.tokenizer) / TOKENIZER).is_file():
+        copy_tokenizer_files(Path(result.tokenizer), folder)
     return folder
 
 
-def _copy_adapter(place: Place, folder: Path, target: Path, choices: Choices) -> None:
-    """The adapter alone: its files, its tokenizer, and where its base lies."""
-    check_base(folder, str(place.base))
+def _copy_adapter(result: Result, folder: Path, target: Path, choices: Choices) -> None:
+    """Copy the adapter: its files, its tokenizer, and the name of its base model."""
+    check_base(folder, str(result.base))
     target = check_new_folder(target)
     aside = target.parent / f".{target.name}-{uuid.uuid4().hex[:8]}.writing"
     wanted = dtype_of(choices.dtype)
@@ -129,15 +132,15 @@ def _copy_adapter(place: Place, folder: Path, target: Path, choices: Choices) ->
             tensors = {name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors.items()}
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         config = json.loads((folder / CONFIG).read_text())
-        config["base_model_name_or_path"] = lasting_name(str(place.base))
+        config["base_model_name_or_path"] = lasting_name(str(result.base))
         (aside / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         if (folder / RECORD).is_file():
             shutil.copyfile(folder / RECORD, aside / RECORD)
-        copy_tokenizer_files(Path(place.tokenizer), aside)
+        copy_tokenizer_files(Path(result.tokenizer), aside)
         for path in [*aside.rglob("*"), aside]:
             sync(path)
         with contextlib.suppress(FileNotFoundError):
-            target.rmdir()  # an empty one may be there
+            target.rmdir()  # an empty folder may exist
         aside.rename(target)
     except OSError as error:
         raise WeightsError(f"{target} could not be written: {error.strerror or error}") from error
@@ -148,16 +151,18 @@ def _copy_adapter(place: Place, folder: Path, target: Path, choices: Choices) ->
 # --- a model --------------------------------------------------------------------------------------------------------
 
 
-def _convert(place: Place, target: Path, choices: Choices) -> None:
-    """The model's files, tensor by tensor, in another dtype or in other pieces."""
-    where = resolve(place.folder)
+def _convert(result: Result, target: Path, choices: Choices) -> None:
+    """Copy the model's files tensor by tensor, in another dtype or with other file sizes."""
+    where = resolve(result.folder)
     config = read_config(where, None, False)
     if choices.dtype is not None and getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"--dtype: {place.folder} holds 4-bit weights, which have no other dtype; leave it out.")
+        raise ConfigError(
+            f"--dtype: {result.folder} contains 4-bit weights, which cannot be converted; remove the option."
+        )
     with contextlib.closing(open_source(where)) as source, contextlib.ExitStack() as stack:
         wanted = dtype_of(choices.dtype)
         model = on_meta(class_of(None, config), config, choose_dtype(wanted, config, source), where, False)
-        model.config.name_or_path = str(where)  # its tokenizer is copied from there
+        model.config.name_or_path = str(where)  # the tokenizer is copied from there
         kept = dtypes_kept(model, wanted, source.entries) if wanted is not None else {}
         form = {
             name: torch.empty(
@@ -168,7 +173,7 @@ def _convert(place: Place, target: Path, choices: Choices) -> None:
             for name, entry in source.entries.items()
         }
         packed = {name for name in form if bnb_format.STATE in name or bnb_format.is_quantized(form, name)}
-        outgoing = Outgoing(target, form, choices.max_shard_size, packed)
+        outgoing = ModelDirWriter(target, form, choices.max_shard_size, packed)
         stack.callback(outgoing.clean_up)
         done = 0
         with Bar("writing", total_bytes(form), choices.progress) as bar:
@@ -179,16 +184,9 @@ def _convert(place: Place, target: Path, choices: Choices) -> None:
 
 
 def summary(found: dict[str, Any]) -> list[str]:
-    """What was written, in lines."""
+    """What was written, as lines of text."""
     width = max(map(len, found["files"]))
-    lines = [f"{name:<{width}}  {_size(size)}" for name, size in found["files"].items()]
+    lines = [f"{name:<{width}}  {file_size(size)}" for name, size in found["files"].items()]
     lines += ["", f"{found['folder']}: {'an' if found['kind'] == 'adapter' else 'a'} {found['kind']}, "
-              f"{_size(found['bytes'])}, {', '.join(found['dtypes'])}"]  # fmt: skip
-    return [*lines, f"load it with  {found['load']}", f"talk to it    {found['chat']}"]
-
-
-def _size(count: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:,.2f} {unit}"
-    return f"{count} bytes"
+              f"{file_size(found['bytes'])}, {', '.join(found['dtypes'])}"]  # fmt: skip
+    return [*lines, f"load it with  {found['load']}", f"chat with it  {found['chat']}"]

@@ -1,6 +1,6 @@
-"""What lies at a path that a user names: a model, an adapter and its base, or a checkpoint of a run that goes on.
+"""Finds what a path contains: a model, an adapter and its base model, or a training checkpoint.
 
-Only looks at names and small JSON files, without torch, so that a wrong path is found at once.
+Only file names and small JSON files are read, without torch, so that a wrong path is reported at once.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ TOKENIZER = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a result lies."""
+class Result:
+    """A model or an adapter, and where its files are."""
 
     kind: Literal["model", "adapter"]
     folder: str
-    """With its files; a name on the hub; or a training checkpoint."""
+    """A folder with its files, a name on the Hub, or a training checkpoint."""
     base: str | None = None
-    """The model that an adapter belongs to."""
+    """The base model of an adapter."""
     checkpoint: bool = False
-    """Whether the folder is a training checkpoint, which others cannot read."""
+    """Whether the folder is a training checkpoint, which other programs cannot read."""
     run: Path | None = None
-    """The run's folder, with settings and tokenizer, where there is one."""
+    """The folder of the run, with settings and tokenizer, if there is one."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> str:
-        """Where the tokenizer lies: with the result if it is there, since it may know more than its base's."""
+        """The folder of the tokenizer: that of the result if it has one, because it may have added tokens."""
         for folder in (self.run, Path(self.folder)):
             if folder is not None and (folder / TOKENIZER).is_file():
                 return str(folder)
@@ -44,20 +44,21 @@ class Place:
 
     @property
     def trained_in_4_bits(self) -> bool:
+        """Whether the run quantized its base model to 4 bits."""
         return bool(self.settings.get("use_4bit_quantization"))
 
     @property
     def stored_in_4_bits(self) -> bool:
-        """Whether the model's files (an adapter's base) hold 4-bit weights."""
+        """Whether the files of the model (or of the adapter's base) contain 4-bit weights."""
         return stored_in_4_bits(self.base or self.folder)
 
 
-def find(name: str, base: str | None = None, checkpoint: str | None = None) -> Place:
-    """What is there. `checkpoint` (a step, or latest) takes one of a run's checkpoints instead of its result."""
+def find(name: str, base: str | None = None, checkpoint: str | None = None) -> Result:
+    """The result at a path. `checkpoint` (a step, or latest) selects a checkpoint of a run instead of its result."""
     path = Path(name).expanduser()
     if not path.exists():
         if checkpoint is None and _may_be_on_the_hub(name):
-            return Place("model", name)
+            return Result("model", name)
         raise ConfigError(f"{name} does not exist; expected a run's folder, a model, an adapter or a checkpoint.")
     if not path.is_dir():
         raise ConfigError(f"{name} is a file; expected a folder with a run, a model, an adapter or a checkpoint.")
@@ -69,83 +70,82 @@ def find(name: str, base: str | None = None, checkpoint: str | None = None) -> P
         found = _from_files(path)
     if found.kind == "model":
         if base is not None:
-            raise ConfigError(f"--base names the model that an adapter belongs to, but {name} holds a whole model.")
+            raise ConfigError(f"--base sets the base model of an adapter, but {name} contains a full model.")
         return found
     return _with_base(found, base)
 
 
-def _from_files(path: Path) -> Place:
+def _from_files(path: Path) -> Result:
     run = path if (path / SETTINGS).is_file() else None
     settings = (read_settings(path) if run is not None else None) or {}
     if is_adapter(path) and (path / WEIGHTS).is_file():
         stored = read_config(path).get("base_model_name_or_path")
-        return Place("adapter", str(path), find_base(path, stored) if stored else None, False, run, settings)
+        return Result("adapter", str(path), find_base(path, stored) if stored else None, False, run, settings)
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
-        return Place("model", str(path), None, False, run, settings)
+        return Result("model", str(path), None, False, run, settings)
     steps = published_steps(path / CHECKPOINTS) or published_steps(path)
     if steps:
         raise ConfigError(
-            f"{path} is a run that has not written its result yet; its newest checkpoint is that of step {steps[-1]}: "
-            f"--checkpoint latest takes it."
+            f"{path} is a run without a result yet; its newest checkpoint is step {steps[-1]}: use --checkpoint latest."
         )
     if run is not None:
-        raise ConfigError(f"{path} is a run that has neither a result nor a checkpoint yet.")
+        raise ConfigError(f"{path} is a run without a result or a checkpoint yet.")
     raise ConfigError(
-        f"{path} holds neither a model (config.json and safetensors files) nor an adapter (adapter_config.json and "
-        f"{WEIGHTS}) nor a checkpoint; it holds {held(path)}."
+        f"{path} contains no model (config.json and safetensors files), adapter (adapter_config.json and {WEIGHTS}) or "
+        f"checkpoint; it contains {held(path)}."
     )
 
 
 def _checkpoint_of(path: Path, wanted: str) -> Path:
-    home = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    steps = published_steps(home)
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    steps = published_steps(folder)
     if not steps:
-        raise ConfigError(f"--checkpoint {wanted}: {path} holds no checkpoints.")
+        raise ConfigError(f"--checkpoint {wanted}: {path} contains no checkpoints.")
     if wanted == "latest":
-        return home / step_name(steps[-1])
+        return folder / step_name(steps[-1])
     text = wanted.removeprefix("step-")
     if not text.isdigit() or int(text) not in steps:
-        there = ", ".join(map(str, steps))
-        raise ConfigError(f"--checkpoint {wanted}: expected latest, or one of the steps {there} in {home}.")
-    return home / step_name(int(text))
+        present = ", ".join(map(str, steps))
+        raise ConfigError(f"--checkpoint {wanted}: expected latest, or one of the steps {present} in {folder}.")
+    return folder / step_name(int(text))
 
 
-def _from_checkpoint(path: Path) -> Place:
+def _from_checkpoint(path: Path) -> Result:
     models = [entry for entry in read_manifest(path).states.values() if entry["kind"] == "model"]
     if len(models) != 1:
-        raise ConfigError(f"the checkpoint {path} holds {len(models)} models; expected one.")
+        raise ConfigError(f"the checkpoint {path} contains {len(models)} models; expected one.")
     above = path.absolute().parent
     run = next((folder for folder in (above.parent, above) if (folder / SETTINGS).is_file()), None)
     settings = (read_settings(run) if run is not None else None) or {}
     base = (models[0].get("base") or {}).get("path")
     if not models[0].get("adapters"):
-        return Place("model", str(path), None, True, run, settings)
-    return Place("adapter", str(path), base or settings.get("model_name_or_path"), True, run, settings)
+        return Result("model", str(path), None, True, run, settings)
+    return Result("adapter", str(path), base or settings.get("model_name_or_path"), True, run, settings)
 
 
-def _with_base(found: Place, base: str | None) -> Place:
-    """An adapter with the place of its base: what the user says, or what the adapter does."""
-    where = base or found.base
-    if not where:
-        raise ConfigError(f"{found.folder} does not say which model its adapter belongs to; name it with --base.")
-    if not Path(where).expanduser().exists() and not _may_be_on_the_hub(where):
-        said = "--base" if base else f"the base of the adapter in {found.folder}"
-        raise ConfigError(f"{said}: {where} does not exist; name the folder where the base model lies now with --base.")
-    return replace(found, base=where)
+def _with_base(found: Result, base: str | None) -> Result:
+    """The adapter with its base model: `base` if given, else the one that its files name."""
+    path = base or found.base
+    if not path:
+        raise ConfigError(f"the adapter in {found.folder} does not name its base model; set it with --base.")
+    if not Path(path).expanduser().exists() and not _may_be_on_the_hub(path):
+        source = "--base" if base else f"the base of the adapter in {found.folder}"
+        raise ConfigError(f"{source}: {path} does not exist; set the folder of the base model with --base.")
+    return replace(found, base=path)
 
 
-def fetched(place: Place, base: str | None = None) -> Place:
-    """The same with everything here: what lies on the hub is brought, or one line says why not. Needs torch."""
+def fetched(result: Result, base: str | None = None) -> Result:
+    """The same result with all files on this machine: names on the Hub are downloaded. Needs torch."""
     from fullshard.weights.locate import resolve
 
-    if place.kind == "model":
-        here = place.checkpoint or Path(place.folder).expanduser().exists()
-        return place if here else find(str(resolve(place.folder)), base)
+    if result.kind == "model":
+        local = result.checkpoint or Path(result.folder).expanduser().exists()
+        return result if local else find(str(resolve(result.folder)), base)
     try:
-        return replace(place, base=str(resolve(str(place.base))))
+        return replace(result, base=str(resolve(str(result.base))))
     except WeightsError as error:
         raise ConfigError(
-            f"the base of the adapter in {place.folder}: {error} Name the folder where it lies with --base."
+            f"the base of the adapter in {result.folder}: {error} Set the folder of the base model with --base."
         ) from None
 
 

@@ -1,13 +1,13 @@
-"""The sharding language: named meshes, partition specs, sharded tensors, and the operators on them.
+"""Sharding: named meshes, partition specs, sharded tensors, and the operators on them.
 
-`import fullshard.spmd as xs` gives the names of PyTorch/XLA's `torch_xla.distributed.spmd`.
+`import fullshard.spmd as xs` offers the names of PyTorch/XLA's `torch_xla.distributed.spmd`.
 """
 
 from typing import Any
 
 from fullshard import xla_names
-from fullshard.spmd import data_assignment as data_assignment  # before any use: these two mend torch's own class
-from fullshard.spmd import foreach_ops as foreach_ops
+from fullshard.spmd import dtensor_fixes as dtensor_fixes  # patches torch's own class
+from fullshard.spmd import ops as ops  # runs the operators of ShardedTensor
 from fullshard.spmd.debug_check import check_global_values
 from fullshard.spmd.draw import sharding_string, visualize_sharding, visualize_tensor_sharding
 from fullshard.spmd.loader import ShardedLoader, ShardingSpec

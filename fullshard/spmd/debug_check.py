@@ -1,7 +1,7 @@
-"""The check that a plain tensor taken as a global value is the same on every rank.
+"""A debugging check that a plain tensor used as a global value is the same on every rank.
 
-Off by default: it reads every such tensor and talks to every rank. `check_global_values()` or
-`FULLSHARD_CHECK_GLOBAL=1` switches it on while a program is being debugged.
+Off by default: it reads every such tensor and needs a collective. `check_global_values()` or
+`FULLSHARD_CHECK_GLOBAL=1` switches it on.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _on = os.environ.get("FULLSHARD_CHECK_GLOBAL", "0").lower() not in ("", "0", "fa
 
 
 def check_global_values(on: bool = True) -> None:
-    """Switch the check on or off. Every rank must do so alike."""
+    """Switch the check on or off. Every rank must make the same call."""
     global _on
     _on = on
 
 
 def require_same(t: torch.Tensor, mesh: DeviceMesh) -> None:
-    """With the check on: an error on every rank that names the ranks whose value differs from the first one's."""
+    """If the check is on: raise on every rank if values differ, and name the ranks that differ from rank 0."""
     if not _on or t.is_meta or mesh.size() != dist.get_world_size():
         return
     digest = digest_of(t)
@@ -34,13 +34,13 @@ def require_same(t: torch.Tensor, mesh: DeviceMesh) -> None:
     odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
     if odd:
         raise LayoutError(
-            f"a plain tensor of shape {tuple(t.shape)} was used as a global value, but rank(s) {odd} hold another "
-            f"value (or shape) than rank 0; seed every rank alike (fullshard.runtime.seed), or shard per-rank data "
-            f"with ShardingSpec(..., minibatch=True)"
+            f"a plain tensor of shape {tuple(t.shape)} was used as a global value, but rank(s) {odd} have another "
+            f"value (or shape) than rank 0; use the same seed on every rank (fullshard.runtime.seed), or shard "
+            f"per-rank data with ShardingSpec(..., minibatch=True)"
         )
 
 
 def digest_of(t: torch.Tensor) -> str:
-    """A short name for the bytes of a tensor."""
+    """A hash of the bytes of a tensor."""
     data = t.detach().cpu().contiguous()
     return hashlib.blake2b(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"").hexdigest()

@@ -1,7 +1,7 @@
-"""Operators on lists of tensors: those of optimizers and of `GradScaler`.
+"""Operators on lists of tensors (`_foreach_*`, `_fused_*`), as used by optimizers and `GradScaler`.
 
-All but a few work element by element, so that each rank can run them on its pieces. The elements of one list may lie
-on several meshes, and some may be plain: the tensors of one position come into the layout of the one that is written.
+Most are elementwise, so each rank runs them on its shards. The tensors of one list may be on several meshes, and some
+may be plain: at each position, the tensors are redistributed to the layout of the one that is written to.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.distributed.tensor import Partial
 
-from fullshard.spmd.tensor import (
-    ShardedTensor,
-    is_sharded,
-    meta_of,
-    relaid,
-    relay,
-    replicated,
-    respec,
-    settle,
-    taken_as_global,
+from fullshard.spmd.redistribute import has_partial, meta_of, redistribute, replicated, spec_with, without_partial
+from fullshard.spmd.tensor import ShardedTensor, as_replicated, full_of, is_sharded, redistributed
+from fullshard.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    local_of,
+    spec_of,
+    take_shard,
+    tree_leaves,
+    tree_map,
 )
 
 aten = torch.ops.aten
@@ -31,105 +29,102 @@ REDUCE: dict[str, Callable[..., Any]] = {
     "_foreach_norm": lambda t, order=2, dtype=None: aten.linalg_vector_norm.default(t, order, None, False, dtype=dtype),
     "_foreach_max": lambda t: aten.max.default(t),
 }
-"""Those that reduce their elements: each as the operator on one tensor does."""
-ACROSS = ("_foreach_powsum", "_foreach_mm")
-"""Others that do not work element by element."""
+"""Operators that reduce each tensor of the list, and the operator that does so for one tensor."""
+NOT_ELEMENTWISE = ("_foreach_powsum", "_foreach_mm")
+"""Other operators that are not elementwise."""
 
 
 def is_list_operator(op: Any) -> bool:
-    """Whether an operator takes lists of tensors and treats each position apart."""
+    """Whether an operator takes lists of tensors and treats each position separately."""
     return op.__name__.startswith(("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_"))
 
 
 def run(op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
-    """Run a list operator; `NotImplemented` where it has to be run as any other."""
+    """Run a list operator; `NotImplemented` if it must run like any other operator."""
     positions = _positions((args, kwargs))
     if op.overloadpacket.__name__ in REDUCE:
         return [REDUCE[op.overloadpacket.__name__](t, *args[1:], **kwargs) for t in args[0]]
-    if op.__name__.startswith(ACROSS) or any(len({t.shape for t in p if t.ndim}) > 1 for p in positions):
+    if op.__name__.startswith(NOT_ELEMENTWISE) or any(len({t.shape for t in p if t.ndim}) > 1 for p in positions):
         return _one_by_one(op, args, kwargs) if len(positions) > 1 and _is_mixed(positions) else NotImplemented
     if op is aten._amp_foreach_non_finite_check_and_unscale_.default:
         return unscale(op, args, kwargs)
-    return _on_pieces(op, args, kwargs, written)
+    return _on_shards(op, args, kwargs, written)
 
 
 def unscale(op: Any, args: Any, kwargs: Any) -> None:
-    """Gradients divided by the scale; every rank learns whether any element on any rank is infinite or NaN."""
+    """Divide gradients by the loss scale; set `found` on every rank if any element on any rank is not finite."""
     gradients, found, inverse = args
-    seen = torch.zeros_like(_whole(found))
-    _on_pieces(op, (gradients, seen, inverse), kwargs, gradients)
+    not_finite = torch.zeros_like(_full(found))
+    _on_shards(op, (gradients, not_finite, inverse), kwargs, gradients)
     for mesh in {t.device_mesh: None for t in gradients if is_sharded(t)}:
-        pending = DTensorSpec(mesh, (Partial("max"),) * mesh.ndim, tensor_meta=meta_of(seen))
-        seen = relay(seen, pending, respec(pending, mesh, replicated(mesh)))
-    found.copy_(torch.maximum(_whole(found), seen))
+        partial = DTensorSpec(mesh, (Partial("max"),) * mesh.ndim, tensor_meta=meta_of(not_finite))
+        not_finite = redistribute(not_finite, partial, spec_with(partial, mesh, replicated(mesh)))
+    found.copy_(torch.maximum(_full(found), not_finite))
 
 
-# torch's own handler looks at the layout of the first gradient only, and knows no list that holds plain ones too (the
-# gradients of FSDPv2 with ignored modules).
-DTensor._op_dispatcher._custom_op_handlers[aten._amp_foreach_non_finite_check_and_unscale_.default] = unscale
-
-
-def _on_pieces(op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
+def _on_shards(op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
     lists, writes = _lists((args, kwargs)), {id(t) for t in written}
     targets = [_target(position, writes) for position in _positions((args, kwargs))]
-    pieces = [[_piece(t, where) for t, where in zip(given, targets, strict=True)] for given in lists]
-    local = {id(given): mine for given, mine in zip(lists, pieces, strict=True)}
+    shards = [[_shard(t, where) for t, where in zip(given, targets, strict=True)] for given in lists]
+    local = {id(given): own for given, own in zip(lists, shards, strict=True)}
 
     def ready(value: Any) -> Any:
         if isinstance(value, list):
             return local.get(id(value), value)
-        return _whole(value) if isinstance(value, torch.Tensor) else value
+        return _full(value) if isinstance(value, torch.Tensor) else value
 
     args, kwargs = tree_map(ready, (args, kwargs), is_leaf=lambda x: isinstance(x, list))
     results = op(*args, **kwargs)
-    for given, mine in zip(lists, pieces, strict=True):
-        for t, piece, where in zip(given, mine, targets, strict=True):
+    for given, own in zip(lists, shards, strict=True):
+        for t, shard, where in zip(given, own, targets, strict=True):
             if id(t) in writes:
-                _carry_back(t, piece, where)
-    return [_shared(t, where) for t, where in zip(results, targets, strict=True)] if results else results
+                _write_back(t, shard, where)
+    return [_sharded(t, where) for t, where in zip(results, targets, strict=True)] if results else results
 
 
 def _target(position: list[torch.Tensor], writes: set[int]) -> DTensorSpec | None:
-    """The layout in which the tensors at one position meet; None for whole."""
+    """The layout for the tensors at one position; None for plain full tensors."""
     for t in position:
-        if id(t) in writes and is_sharded(t) and any(p.is_partial() for p in t.placements):
-            settled = relaid(t, t.device_mesh, settle(t.placements))  # a term of a sum cannot be written like a value
-            t._local_tensor, t._spec = settled._local_tensor, settled._spec
+        if id(t) in writes and is_sharded(t) and has_partial(t.placements):
+            # A write to one term of a sum is not a write to the sum.
+            take_shard(t, redistributed(t, t.device_mesh, without_partial(t.placements)))
     full = [t for t in position if t.ndim == max(t.ndim for t in position)]  # the others are scalars
     first = next((t for t in full if id(t) in writes), next(filter(is_sharded, full), full[0]))
-    return respec(first._spec, first.device_mesh, settle(first.placements)) if is_sharded(first) else None
+    if not is_sharded(first):
+        return None
+    return spec_with(spec_of(first), first.device_mesh, without_partial(first.placements))
 
 
-def _piece(t: torch.Tensor, where: DTensorSpec | None) -> torch.Tensor:
+def _shard(t: torch.Tensor, where: DTensorSpec | None) -> torch.Tensor:
     if where is None or not t.ndim:
-        return _whole(t)
+        return _full(t)
     if not is_sharded(t):
-        t = taken_as_global(t, where.mesh)
-    return relay(t._local_tensor, t._spec, respec(t._spec, where.mesh, where.placements))
+        t = as_replicated(t, where.mesh)
+    return redistribute(local_of(t), spec_of(t), spec_with(spec_of(t), where.mesh, where.placements))
 
 
-def _carry_back(t: torch.Tensor, piece: torch.Tensor, where: DTensorSpec | None) -> None:
-    """After a write into a piece that was made for it."""
-    own = t._local_tensor if is_sharded(t) else t
-    if piece is own:
+def _write_back(t: torch.Tensor, shard: torch.Tensor, where: DTensorSpec | None) -> None:
+    """Copy a written shard back to the tensor it was redistributed from."""
+    local = local_of(t) if is_sharded(t) else t
+    if shard is local:
         return
     if is_sharded(t):
-        source = where or respec(t._spec, t.device_mesh, replicated(t.device_mesh))
-        own.copy_(relay(piece, respec(t._spec, source.mesh, source.placements), t._spec))
+        source = where or spec_with(spec_of(t), t.device_mesh, replicated(t.device_mesh))
+        local.copy_(redistribute(shard, spec_with(spec_of(t), source.mesh, source.placements), spec_of(t)))
     elif where is not None and t.ndim:
         source = DTensorSpec(where.mesh, where.placements, tensor_meta=meta_of(t))
-        own.copy_(relay(piece, source, respec(source, where.mesh, replicated(where.mesh))))
+        local.copy_(redistribute(shard, source, spec_with(source, where.mesh, replicated(where.mesh))))
 
 
-def _shared(t: torch.Tensor, where: DTensorSpec | None) -> torch.Tensor:
+def _sharded(t: torch.Tensor, where: DTensorSpec | None) -> torch.Tensor:
     if where is None:
         return t
     meta = TensorMeta(where.shape, where.stride, t.dtype)
     return ShardedTensor(t, DTensorSpec(where.mesh, where.placements, tensor_meta=meta), requires_grad=False)
 
 
-def _whole(t: torch.Tensor) -> torch.Tensor:
-    return relaid(t, t.device_mesh, replicated(t.device_mesh))._local_tensor if is_sharded(t) else t
+def _full(t: torch.Tensor) -> torch.Tensor:
+    return full_of(t) if is_sharded(t) else t
 
 
 def _lists(tree: Any) -> list[list[Any]]:
@@ -138,7 +133,7 @@ def _lists(tree: Any) -> list[list[Any]]:
 
 
 def _positions(tree: Any) -> list[list[torch.Tensor]]:
-    """For each position the tensors that the lists have there."""
+    """The tensors of all lists, position by position."""
     return [list(position) for position in zip(*_lists(tree), strict=True)]
 
 
@@ -147,7 +142,7 @@ def _is_mixed(positions: list[list[torch.Tensor]]) -> bool:
 
 
 def _one_by_one(op: Any, args: Any, kwargs: Any) -> Any:
-    """A list operator on tensors of several meshes, or plain and sharded ones: element by element."""
+    """Run a list operator position by position: for tensors on several meshes, or plain and sharded ones."""
     results = []
     for i in range(len(_lists((args, kwargs))[0])):
         args_i, kwargs_i = tree_map(

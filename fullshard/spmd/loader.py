@@ -1,4 +1,4 @@
-"""Batches over a mesh: which entry of a batch is split how, and a loader that does it for every batch."""
+"""Sharding of batches: a spec for the entries of a batch, and a loader that applies it to every batch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_map
 
 from fullshard import runtime
 from fullshard.errors import BatchError, BatchKeyError, SpecError
+from fullshard.spmd.marked import become_marked, unmarked
 from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.redistribute import torch_layout
 from fullshard.spmd.sharding import mark_sharding
 from fullshard.spmd.spec import Layout, PartitionSpec
-from fullshard.spmd.tensor import FromPiece, Relay, become_marked, is_sharded, torch_layout, unmarked
+from fullshard.spmd.tensor import FromLocal, Redistribute, is_sharded
+from fullshard.torch_private import DTensorSpec, TensorMeta, tree_map
 
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """How the tensors of a batch are laid out.
+    """The layout of the tensors of a batch.
 
-    By default every rank brings the whole batch. With `minibatch` each rank brings its own part, in rank order, and the
-    global batch is all of them one after the other.
+    By default every rank loads the full global batch. With `minibatch` each rank loads its own part, and the global
+    batch is the parts in rank order.
     """
 
     mesh: Mesh
@@ -38,11 +39,11 @@ class ShardingSpec:
             raise SpecError("minibatch=True needs a partition spec with at least one entry: dim 0 is the batch")
 
     def can_apply(self, t: torch.Tensor) -> bool:
-        """Whether the spec fits the tensor: one entry per dim."""
+        """Whether the spec has one entry per dim of the tensor."""
         return len(t.shape) == len(self.partition_spec)
 
     def apply(self, t: torch.Tensor) -> torch.Tensor:
-        """Lay `t` out, in place; returns the sharded tensor."""
+        """Shard `t` in place; returns the sharded tensor."""
         if not self.minibatch or is_sharded(unmarked(t)):
             return mark_sharding(t, self.mesh, self.partition_spec)
         sharded = self._join(t)
@@ -51,7 +52,7 @@ class ShardingSpec:
         return sharded
 
     def _join(self, t: torch.Tensor) -> Any:
-        """The ranks' parts as one tensor: split on dim 0 over all axes in rank order, then laid out as asked."""
+        """One tensor from the ranks' parts: split on dim 0 in rank order, then redistributed to the spec."""
         layout = Layout.of(self.mesh, self.partition_spec, t.shape)
         shapes: list[Any] = [None] * runtime.world_size()
         dist.all_gather_object(shapes, tuple(t.shape))
@@ -59,8 +60,9 @@ class ShardingSpec:
         total, parts = sum(shape[0] for shape in shapes), layout.parts(0)
         if len(set(shapes)) > 1 or total % parts:
             raise BatchError(
-                f"minibatch: the ranks bring parts of shapes {shapes}, together {total} rows to be split {parts} ways "
-                f"over {self.mesh}; every rank must bring the same shape and the rows must divide (drop_last=True)"
+                f"minibatch: the ranks loaded parts of shapes {shapes}, {total} rows in total to be split {parts} ways "
+                f"over {self.mesh}; all ranks must load the same shape, and {parts} must divide the rows "
+                f"(drop_last=True)"
             )
         full_shape = torch.Size((total, *t.shape[1:]))
         by_rank = Layout(self.mesh, (tuple(range(self.mesh.ndim)), *((),) * (t.ndim - 1)))
@@ -68,15 +70,16 @@ class ShardingSpec:
         stride = torch.empty(full_shape, device="meta").stride()
         meta = TensorMeta(full_shape, stride, t.dtype)
         part = t.to(runtime.device()).contiguous()
-        joined = FromPiece.apply(part, DTensorSpec(device_mesh, placements, tensor_meta=meta))
-        return Relay.apply(joined, *torch_layout(layout, full_shape), False)
+        joined = FromLocal.apply(part, DTensorSpec(device_mesh, placements, tensor_meta=meta))
+        return Redistribute.apply(joined, *torch_layout(layout, full_shape), False)
 
 
 class ShardedLoader:
-    """Wraps any iterable of batches and lays every tensor out by `input_sharding`.
+    """Wraps an iterable of batches and shards every tensor according to `input_sharding`.
 
-    One `ShardingSpec` is applied to each tensor of the batch that it fits; a dict of them, by key, to the entries of
-    batches that are dicts (None: leave that entry as it is). Tensors without a spec are moved to this rank's device.
+    A single `ShardingSpec` applies to each tensor with as many dims as the spec has entries. A dict of specs applies by
+    key to batches that are dicts (None: do not shard that entry). Tensors without a spec are moved to this rank's
+    device.
     """
 
     def __init__(
@@ -98,18 +101,18 @@ class ShardedLoader:
             yield self.place(batch)
 
     def place(self, batch: Any) -> Any:
-        """Lay one batch out."""
+        """Shard one batch."""
         sharding = self.input_sharding
         if not isinstance(sharding, Mapping):
             return tree_map(lambda leaf: self._place_one(leaf, sharding), batch)
         if not isinstance(batch, Mapping):
             raise BatchError(
-                f"input_sharding is a dict with keys {sorted(sharding)}, but the loader gave a {type(batch).__name__}; "
-                f"give one ShardingSpec, or a loader whose batches are dicts"
+                f"input_sharding is a dict with keys {sorted(sharding)}, but the loader returned a "
+                f"{type(batch).__name__}; pass one ShardingSpec, or a loader whose batches are dicts"
             )
         absent, extra = sorted(set(sharding) - set(batch)), sorted(set(batch) - set(sharding))
         if absent or extra:
-            problem = f"the batch lacks {absent}" if absent else f"no sharding for {extra} (None leaves an entry alone)"
+            problem = f"the batch lacks {absent}" if absent else f"no sharding for {extra} (None: do not shard it)"
             raise BatchKeyError(f"input_sharding has keys {sorted(sharding)} and the batch {sorted(batch)}: {problem}")
         return {
             key: tree_map(partial(self._place_one, sharding=sharding[key], must_fit=True), value)

@@ -1,9 +1,8 @@
-"""Named meshes: which devices there are, in what order, along which axes.
+"""Named meshes: the devices, their order, and the axes they are arranged along.
 
-A `Mesh` is a row-major arrangement of device ids (ranks) with an optional name per axis. It owns the
-`torch.distributed.DeviceMesh`es its layouts need: the plain one, with one mesh dim per axis, and flattened
-ones, where several axes act as a single mesh dim in a given order. Which tensor dim goes on which axis is
-not its business (see `spec.py`).
+A `Mesh` is a row-major arrangement of device ids (ranks) with an optional name per axis. It creates the
+`torch.distributed.DeviceMesh`es that layouts need: one with a mesh dim per axis, and flattened ones, where several axes
+form a single mesh dim in a given order. `spec.py` maps tensor dims to axes.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import runtime
 from fullshard.errors import MeshError, UnsupportedError
+from fullshard.torch_private import mesh_without_groups
 
 AxisGroups = tuple[tuple[int, ...], ...]
 """The mesh dims of a `DeviceMesh`, each as the mesh axes it merges, major to minor."""
@@ -65,7 +65,7 @@ class Mesh:
         return self.axis_names.index(name) if self.axis_names and name in self.axis_names else None
 
     def coordinate(self, device_id: int) -> tuple[int, ...] | None:
-        """Where a device stands in the mesh; None for one outside it."""
+        """The position of a device in the mesh; None for a device that is not in it."""
         if device_id not in self._coordinates:
             found = np.argwhere(self.get_logical_mesh() == device_id)
             self._coordinates[device_id] = tuple(int(i) for i in found[0]) if len(found) else None
@@ -77,7 +77,7 @@ class Mesh:
         return self.device_mesh_for(tuple((axis,) for axis in range(self.ndim)))
 
     def device_mesh_for(self, groups: AxisGroups) -> DeviceMesh:
-        """The torch mesh whose dims merge the given axes. Making one is collective: all ranks ask alike."""
+        """The torch mesh whose dims merge the given axes. A collective: all ranks must call it."""
         assert sorted(axis for group in groups for axis in group) == list(range(self.ndim)), groups
         runtime.use_spmd()
         known = _device_meshes()
@@ -99,7 +99,7 @@ class Mesh:
             raise MeshError(f"mesh {self} has no axis {axis!r}; its axes are {list(self.shape())}")
         return self.device_mesh.get_group(index)
 
-    # Meshes are compared, looked up and named once for every parameter, and may hold thousands of ids.
+    # Meshes are compared, hashed and printed for every parameter, and may have thousands of ids.
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
@@ -128,9 +128,9 @@ class Mesh:
 
 
 class HybridMesh(Mesh):
-    """A mesh over two networks: a fast one inside each group of devices and a slow one between the groups.
+    """A mesh over two networks: a fast one inside each group of devices (a node) and a slow one between groups.
 
-    Axis i has size `ici_mesh_shape[i] * dcn_mesh_shape[i]`; along it, devices of one group stay together.
+    Axis i has size `ici_mesh_shape[i] * dcn_mesh_shape[i]`; along it, devices of one group are contiguous.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ _global_mesh: Mesh | None = None
 
 
 def set_global_mesh(mesh: Mesh | None) -> None:
-    """The mesh that is meant where none is given."""
+    """Set the mesh for functions that are called without one."""
     global _global_mesh
     if mesh is not None and not isinstance(mesh, Mesh):
         raise MeshError(f"set_global_mesh takes a fullshard.spmd.Mesh, not {type(mesh).__name__}")
@@ -176,7 +176,7 @@ def get_global_mesh() -> Mesh | None:
 
 
 def origin(device_mesh: DeviceMesh) -> tuple[Mesh, AxisGroups]:
-    """The `Mesh` and the axes behind a torch mesh; one that was made elsewhere is taken as it stands."""
+    """The `Mesh` and axes that a torch mesh was made from; for a foreign torch mesh, a `Mesh` of the same shape."""
     known = getattr(device_mesh, "_fullshard_origin", None)
     if known is None:
         ranks = device_mesh.mesh
@@ -191,31 +191,31 @@ def _check_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
     try:
         shape = tuple(int(size) for size in mesh_shape)
     except (TypeError, ValueError):
-        raise MeshError(f"mesh_shape must be a sequence of whole numbers such as (4, 1), not {mesh_shape!r}") from None
+        raise MeshError(f"mesh_shape must be a sequence of integers such as (4, 1), not {mesh_shape!r}") from None
     if not shape or any(size < 1 for size in shape) or any(s != g for s, g in zip(shape, mesh_shape, strict=True)):
-        raise MeshError(f"mesh_shape must hold at least one size, each a whole number of 1 or more; got {mesh_shape!r}")
+        raise MeshError(f"mesh_shape must have at least one size, each an integer of 1 or more; got {mesh_shape!r}")
     return shape
 
 
 def _check_ids(device_ids: Sequence[int] | np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     ids = np.asarray(device_ids).reshape(-1)
     if not np.issubdtype(ids.dtype, np.integer):
-        raise MeshError(f"device_ids must be whole numbers (ranks) such as np.arange(4), not {device_ids!r}")
+        raise MeshError(f"device_ids must be integers (ranks) such as np.arange(4), not {device_ids!r}")
     given = ids.tolist()
     if len(given) != math.prod(shape):
         raise MeshError(
-            f"{len(given)} device ids {given} do not fill a mesh of shape {shape}, which has {math.prod(shape)} places"
-            f"; make the product of mesh_shape equal the number of ids"
+            f"{len(given)} device ids {given} do not fit a mesh of shape {shape}, which has {math.prod(shape)} "
+            f"positions; the product of mesh_shape must equal the number of ids"
         )
     if len(set(given)) != len(given):
         twice = sorted({i for i in given if given.count(i) > 1})
-        raise MeshError(f"device ids {given} name {twice} more than once; each device can stand in one place only")
+        raise MeshError(f"device ids {given} contain {twice} more than once; each device can have one position only")
     count = runtime.global_runtime_device_count()
     outside = [i for i in given if not 0 <= i < count]
     if outside:
         raise MeshError(
             f"device ids {outside} are out of range: this job has {count} device(s), numbered 0 to {count - 1}; "
-            f"start more processes (torchrun --nproc_per_node {max(given) + 1}) or name devices that exist"
+            f"start more processes (torchrun --nproc_per_node {max(given) + 1}) or use ids of existing devices"
         )
     return ids.astype(np.int64)
 
@@ -231,7 +231,7 @@ def _check_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> tu
             f"{len(names)} axis names {names} for a mesh of {len(shape)} axes {shape}; give one name per axis"
         )
     if len(set(names)) != len(names) or not all(names):
-        raise MeshError(f"axis names {names} must be different from each other and not empty")
+        raise MeshError(f"axis names {names} must be unique and not empty")
     return names
 
 
@@ -239,7 +239,7 @@ _cache: tuple[object, dict[tuple[Mesh, AxisGroups], DeviceMesh]] = (None, {})
 
 
 def _device_meshes() -> dict[tuple[Mesh, AxisGroups], DeviceMesh]:
-    """The torch meshes made so far; they die with the process group they were made in."""
+    """The torch meshes made so far with the current default process group."""
     global _cache
     if _cache[0] is not dist.group.WORLD:
         _cache = (dist.group.WORLD, {})
@@ -258,19 +258,19 @@ def _make_device_mesh(ranks: np.ndarray, names: tuple[str, ...], mesh: Mesh) -> 
     if all(line == sorted(line) for dim in lines for line in dim):
         return DeviceMesh(kind, tensor, mesh_dim_names=names)
 
-    # torch orders a group by rank unless told otherwise, and a gather over it would come back in the wrong order.
+    # By default torch sorts the ranks of a group; a gather over it would return shards in the wrong order.
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise UnsupportedError(
-            f"{mesh} needs the device order {ranks.tolist()}, which torch {torch.__version__} cannot keep in a process "
-            f"group (2.12 can); use ascending device ids, and list the axes of a tuple in the mesh's order"
+            f"{mesh} needs the device order {ranks.tolist()}, which process groups of torch {torch.__version__} do "
+            f"not keep (2.12 does); use ascending device ids, and list the axes of a tuple in the mesh's order"
         )
     me = runtime.rank()
-    mine = []
+    own_groups = []
     for dim in lines:
         for line in dim:
             group = dist.new_group(line, sort_ranks=False)
             if me in line:
-                mine.append(group)
-    if not mine:
-        return DeviceMesh(kind, tensor, mesh_dim_names=names, _init_backend=False)
-    return DeviceMesh.from_group(mine, kind, mesh=tensor, mesh_dim_names=names)
+                own_groups.append(group)
+    if not own_groups:
+        return mesh_without_groups(kind, tensor, names)
+    return DeviceMesh.from_group(own_groups, kind, mesh=tensor, mesh_dim_names=names)

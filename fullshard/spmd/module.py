@@ -1,4 +1,4 @@
-"""A whole module over a mesh: every parameter and buffer becomes a sharded tensor."""
+"""`distribute_module`: turns every parameter and buffer of a module into a sharded tensor."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ from torch import nn
 from fullshard import runtime
 from fullshard.errors import LayoutError
 from fullshard.spmd import unused_annotations
+from fullshard.spmd.marked import unmarked
 from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.redistribute import layout_of, torch_layout, without_partial
 from fullshard.spmd.sharding import shard, sharding_of
 from fullshard.spmd.spec import Layout
-from fullshard.spmd.tensor import ShardedTensor, is_sharded, layout_of, relaid, settle, torch_layout, unmarked
+from fullshard.spmd.tensor import ShardedTensor, is_sharded, redistributed
+from fullshard.torch_private import buffers_of, parameters_of, spec_of
 
 
 def distribute_module(module: nn.Module, mesh: Mesh) -> nn.Module:
-    """Turn marked parameters into sharded ones and the rest into copies on every rank, in place.
+    """Shard the marked parameters of a module and replicate the others, in place.
 
-    Tied parameters stay tied, gradients that are there move along, and every later gradient takes the layout of its
-    parameter. Buffers become copies, or keep the layout they were marked with.
+    Tied parameters stay tied. Existing gradients are sharded too, and every later gradient gets the layout of its
+    parameter. Buffers are replicated, or keep the layout they were marked with.
     """
     runtime.refuse_foreign_wrappers(module)
     moved: dict[int, torch.Tensor] = {}
     for path, part in module.named_modules():
-        for name, parameter in part._parameters.items():
+        for name, parameter in parameters_of(part).items():
             if parameter is not None:
                 if id(parameter) not in moved:
                     full_name = f"{path}.{name}" if path else name
                     moved[id(parameter)] = _parameter(parameter, mesh, full_name)
                     unused_annotations.replaced(parameter, full_name)
-                part._parameters[name] = moved[id(parameter)]
-        for name, buffer in part._buffers.items():
+                parameters_of(part)[name] = moved[id(parameter)]
+        for name, buffer in buffers_of(part).items():
             if buffer is not None:
                 if id(buffer) not in moved:
                     moved[id(buffer)] = _sharded(buffer, _layout(buffer, mesh, name))
-                part._buffers[name] = moved[id(buffer)]
+                buffers_of(part)[name] = moved[id(buffer)]
     return module
 
 
@@ -44,12 +47,12 @@ def _parameter(old: nn.Parameter, mesh: Mesh, name: str) -> nn.Parameter:
     if old.grad is not None:
         new.grad = _sharded(old.grad, layout)
     if old.requires_grad:
-        new.register_hook(_Follow(new))
+        new.register_hook(_GradientLayout(new))
     return new
 
 
-class _Follow:
-    """A hook that brings a gradient into its parameter's layout."""
+class _GradientLayout:
+    """A hook that redistributes a gradient to the layout of its parameter."""
 
     def __init__(self, parameter: torch.Tensor):
         self.parameter = parameter
@@ -57,8 +60,8 @@ class _Follow:
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
         assert is_sharded(self.parameter)
         if not is_sharded(grad):
-            return shard(grad, layout_of(self.parameter._spec))
-        return relaid(grad, self.parameter.device_mesh, settle(self.parameter.placements))
+            return shard(grad, layout_of(spec_of(self.parameter)))
+        return redistributed(grad, self.parameter.device_mesh, without_partial(self.parameter.placements))
 
 
 def _layout(t: torch.Tensor, mesh: Mesh, name: str) -> Layout:
@@ -66,12 +69,14 @@ def _layout(t: torch.Tensor, mesh: Mesh, name: str) -> Layout:
     if marked is None:
         return Layout(mesh, ((),) * t.ndim)
     if marked.mesh != mesh:
-        raise LayoutError(f"{name} is marked on {marked.mesh} and the module is distributed over {mesh}; use one mesh")
+        raise LayoutError(
+            f"{name} is marked on {marked.mesh} and the module is distributed over {mesh}; use the same mesh"
+        )
     return marked
 
 
 def _sharded(t: torch.Tensor, layout: Layout) -> ShardedTensor:
     t = unmarked(t)
     if is_sharded(t):
-        return relaid(t, *torch_layout(layout, t.shape))
+        return redistributed(t, *torch_layout(layout, t.shape))
     return shard(t.detach(), layout)

@@ -1,6 +1,6 @@
-"""The table of our sharding rules: which function runs which operator.
+"""ATen operators: found by name, what they write to, and the table of our own sharding rules.
 
-Filled by `rules.py` and `rules_reductions.py`.
+`rules.py`, `rules_elementwise.py` and `rules_reductions.py` fill the table.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ from typing import Any
 
 import torch
 
+from fullshard.torch_private import schema_of, tree_leaves
+
 aten = torch.ops.aten
 Rule = Callable[[Any, Any, Any], Any]
-"""Takes the operator and its arguments, all on one mesh; may answer `NotImplemented` and leave the call to torch."""
+"""Runs `rule(op, args, kwargs)`, with all tensors on one mesh. `NotImplemented` leaves the call to torch's rule."""
 
 RULES: dict[Any, Rule] = {}
 
 
 def overload(name: str) -> Any | None:
-    """An operator by name, `None` where this torch does not have it."""
+    """The operator of this name, such as `sum.dim_IntList`; None if this torch does not have it."""
     packet, _, variant = name.partition(".")
     return getattr(getattr(aten, packet, None), variant or "default", None)
 
 
 def rule_for(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for the operators of these names."""
+
     def register(rule: Rule) -> Rule:
         for name in names:
             op = overload(name)
@@ -32,3 +36,13 @@ def rule_for(*names: str) -> Callable[[Rule], Rule]:
         return rule
 
     return register
+
+
+def written_tensors(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    schema = schema_of(op).arguments
+    if not any(a.alias_info is not None and a.alias_info.is_write for a in schema):
+        return []
+    named = {a.name: value for a, value in zip(schema, args, strict=False)} | kwargs
+    values = [named.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write]
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]

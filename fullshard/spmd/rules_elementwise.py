@@ -1,9 +1,9 @@
-"""Sharding rules for operators that work independently along some of their dims.
+"""Sharding rules for operators that treat each index of some dims independently: attention, convolution, pooling.
 
-They are written in a small notation: `"query: bhqd, key: bhkd -> bhqd, bhq"` names the dims of each tensor argument and
-result (`*` for any further ones). The letters in `split` are dims along which the operator works independently, so
-pieces cut along them can be handled apart. A result that lacks a letter that is split is a sum over the pieces; one
-that is only `=` (the state of a generator) stays as each rank has it.
+A rule is a pattern such as `"query: bhqd, key: bhkd -> bhqd, bhq"`. It names the dims of each tensor argument and
+result (`*`: any further dims). The operator is independent along the dims whose letters are in `split`, so shards split
+along them can be computed separately. A result without a split letter is a sum over the shards (`Partial`). A result
+`=` (the state of a generator) is used as each rank has it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fullshard.spmd.tensor import ShardedTensor, is_sharded, relay, respec
+from fullshard.spmd.redistribute import redistribute, spec_with
+from fullshard.spmd.tensor import ShardedTensor, is_sharded
+from fullshard.torch_private import DTensorSpec, TensorMeta, local_of, schema_of, spec_of
 
 
 class Independent:
-    """A rule in the notation of this module."""
+    """A rule given as a pattern."""
 
     def __init__(self, pattern: str, split: str):
         ins, outs = pattern.split("->")
@@ -27,24 +28,24 @@ class Independent:
         self.split = split
 
     def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
-        named = {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | kwargs
+        named = {a.name: v for a, v in zip(schema_of(op).arguments, args, strict=False)} | kwargs
         tensors = {name: t for name, t in named.items() if is_sharded(t)}
         mesh = next(iter(tensors.values())).device_mesh
-        cut = self._cut(tensors, mesh)
+        split = self._split(tensors, mesh)
         local: dict[str, Any] = dict(named)
         for name, t in tensors.items():
-            dims = [self._dim(name, t, letter) for letter in cut]
+            dims = [self._dim(name, t, letter) for letter in split]
             placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-            local[name] = relay(t._local_tensor, t._spec, respec(t._spec, mesh, placements))
-        names = [a.name for a in op._schema.arguments]
+            local[name] = redistribute(local_of(t), spec_of(t), spec_with(spec_of(t), mesh, placements))
+        names = [a.name for a in schema_of(op).arguments]
         result = op(*(local[n] for n in names[: len(args)]), **{k: local[k] for k in kwargs})
         if not isinstance(result, tuple | list):
-            return self._wrap(result, self.outs[0], cut, mesh)
-        return tuple(self._wrap(t, dims, cut, mesh) for t, dims in zip(result, self.outs, strict=True))
+            return self._wrap(result, self.outs[0], split, mesh)
+        return tuple(self._wrap(t, dims, split, mesh) for t, dims in zip(result, self.outs, strict=True))
 
-    def _cut(self, tensors: dict[str, DTensor], mesh: Any) -> list[str]:
-        """For each mesh dim the letter that is split over it, '' for none."""
-        cut: list[str] = []
+    def _split(self, tensors: dict[str, DTensor], mesh: Any) -> list[str]:
+        """For each mesh dim the letter that is split over it; '' for none."""
+        split: list[str] = []
         for index in range(mesh.ndim):
             letter = ""
             for name, t in tensors.items():
@@ -52,32 +53,32 @@ class Independent:
                 if isinstance(placement, Shard):
                     found = [c for c in self.split if self._dim(name, t, c) == placement.dim]
                     letter = letter or "".join(found)
-            if letter and not self._divides(letter, [*cut, letter], tensors, mesh):
+            if letter and not self._divides(letter, [*split, letter], tensors, mesh):
                 letter = ""
-            cut.append(letter)
-        return cut
+            split.append(letter)
+        return split
 
-    def _divides(self, letter: str, cut: list[str], tensors: dict[str, DTensor], mesh: Any) -> bool:
+    def _divides(self, letter: str, split: list[str], tensors: dict[str, DTensor], mesh: Any) -> bool:
         parts = 1
-        for index, used in enumerate(cut):
+        for index, used in enumerate(split):
             parts *= mesh.size(index) if used == letter else 1
         dims = [(t, self._dim(name, t, letter)) for name, t in tensors.items()]
         return all(t.shape[dim] % parts == 0 for t, dim in dims if dim is not None)
 
     def _dim(self, name: str, t: DTensor, letter: str) -> int | None:
-        """Which dim of an argument a letter names; None where it lacks that dim or is broadcast along it."""
+        """The dim of an argument that a letter names; None if the argument lacks it or is broadcast along it."""
         dims = self.ins.get(name, "*")
         if "*" not in dims:
-            dims = dims[max(len(dims) - t.ndim, 0) :]  # an argument may leave leading dims out
+            dims = dims[max(len(dims) - t.ndim, 0) :]  # an argument may omit leading dims
         dim = dims.find(letter) if letter else -1
         return dim if 0 <= dim < t.ndim and t.shape[dim] > 1 else None
 
-    def _wrap(self, t: Any, dims: str, cut: list[str], mesh: Any) -> Any:
+    def _wrap(self, t: Any, dims: str, split: list[str], mesh: Any) -> Any:
         if not isinstance(t, torch.Tensor):
             return t
         shape = list(t.shape)
         placements: list[Placement] = []
-        for index, letter in enumerate(cut):
+        for index, letter in enumerate(split):
             if not letter or dims == "=":
                 placements.append(Replicate())
             elif letter in dims:
@@ -89,9 +90,9 @@ class Independent:
 
 
 def wrapped(local: torch.Tensor, mesh: Any, placements: Any, shape: Any) -> ShardedTensor:
-    """A sharded tensor of the given global shape, whose dims lie in memory in the same order as those of its piece."""
+    """A sharded tensor of the given global shape, with its dims in the same memory order as in its shard."""
     stride, step = [0] * len(shape), 1
-    order = local.stride() if local.ndim == len(shape) else range(len(shape), 0, -1)  # a rank outside the mesh
+    order = local.stride() if local.ndim == len(shape) else range(len(shape), 0, -1)  # else: a rank outside the mesh
     for dim in sorted(range(len(shape)), key=lambda d: (order[d], -d)):
         stride[dim] = step
         step *= max(shape[dim], 1)

@@ -1,8 +1,8 @@
-"""Reductions over dims that may be split: the pieces' results are put together as one device would.
+"""Rules for reductions over dims that may be split, with the results of one device.
 
-- Sums in fp16 and bf16 are taken, and travel, in fp32, and are rounded once.
-- A largest or smallest element is NaN where any piece has a NaN, which no backend's maximum promises; empty pieces do
-  not count. `any` and `all` are such extremes, not sums that may stay pending.
+- Sums in fp16 and bf16 are computed and communicated in fp32, and rounded once.
+- A maximum or minimum is NaN if any shard has a NaN, which no backend guarantees; empty shards are ignored. `any` and
+  `all` are computed as a maximum and a minimum.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from fullshard.spmd.redistribute import NARROW, redistribute, replicated, spec_with, unsplit, without_partial
 from fullshard.spmd.rule_table import rule_for
 from fullshard.spmd.rules_elementwise import wrapped
-from fullshard.spmd.tensor import NARROW, ShardedTensor, is_sharded, relaid, relay, replicated, respec, settle
+from fullshard.spmd.tensor import ShardedTensor, is_sharded, redistributed
+from fullshard.torch_private import local_of, schema_of, spec_of
 
 aten = torch.ops.aten
 
 
 def _argument(op: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """An argument by its name, however it was given; its default otherwise."""
-    for index, a in enumerate(op._schema.arguments):
+    """An argument by name, positional or keyword, or its default."""
+    for index, a in enumerate(schema_of(op).arguments):
         if a.name == name:
             return args[index] if index < len(args) else kwargs.get(name, a.default_value)
     return None
 
 
 def _dims(op: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """The dims that a reduction takes together: all, if none are given."""
+    """The dims that are reduced: all, if none are given."""
     t, dims = args[0], _argument(op, args, kwargs, "dim")
     dims = (dims,) if isinstance(dims, int) else dims
     if not dims or not t.ndim:
@@ -43,7 +45,7 @@ def _count(t: torch.Tensor, dims: Sequence[int]) -> int:
 
 
 def _splits(t: DTensor, dims: Sequence[int]) -> bool:
-    """Whether a reduction over `dims` puts several pieces (or terms) together."""
+    """Whether a reduction over `dims` combines several shards, or terms of a `Partial`."""
     return any(p.is_partial() or (isinstance(p, Shard) and p.dim in dims) for p in t.placements)
 
 
@@ -51,8 +53,8 @@ def _splits(t: DTensor, dims: Sequence[int]) -> bool:
 
 
 def narrowed(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`t` in another dtype, pending sums carried out first."""
-    return relaid(t, t.device_mesh, settle(t.placements)).to(dtype) if is_sharded(t) else t.to(dtype)
+    """`t` cast to another dtype; a `Partial` is reduced first."""
+    return redistributed(t, t.device_mesh, without_partial(t.placements)).to(dtype) if is_sharded(t) else t.to(dtype)
 
 
 @rule_for("sum", "sum.dim_IntList")
@@ -61,7 +63,7 @@ def total(op: Any, args: Any, kwargs: Any) -> Any:
     dims, keeps = _dims(op, args, kwargs), bool(_argument(op, args, kwargs, "keepdim"))
     if dtype in NARROW and _splits(t, dims):
         return narrowed(aten.sum.dim_IntList(t, list(dims), keeps, dtype=torch.float32), dtype)
-    if op is aten.sum.dim_IntList and list(args[1] or ()) != list(dims):  # no dims stand for all of them
+    if op is aten.sum.dim_IntList and list(args[1] or ()) != list(dims):  # no dims means all dims
         return aten.sum.dim_IntList(t, list(dims), keeps, **kwargs)
     return NotImplemented
 
@@ -79,7 +81,7 @@ def mean(op: Any, args: Any, kwargs: Any) -> Any:
     t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     dims, keeps = _dims(op, args, kwargs), bool(_argument(op, args, kwargs, "keepdim"))
     if not (dtype.is_floating_point or dtype.is_complex):
-        return NotImplemented  # refused, as on one device
+        return NotImplemented  # raises the error of one device
     wide = torch.float32 if dtype in NARROW else dtype
     average = aten.sum.dim_IntList(t, list(dims), keeps, dtype=wide) / _count(t, dims)
     return average if wide == dtype else narrowed(average, dtype)
@@ -99,7 +101,7 @@ def var_mean(op: Any, args: Any, kwargs: Any) -> Any:
 
 @rule_for("linalg_vector_norm")
 def vector_norm(op: Any, args: Any, kwargs: Any) -> Any:
-    """The norms of infinite order are extremes, the others sums."""
+    """A norm of infinite order is a maximum or minimum, the others are sums."""
     t, order = args[0], _argument(op, args, kwargs, "ord")
     dims, keeps = _dims(op, args, kwargs), bool(_argument(op, args, kwargs, "keepdim"))
     dtype = kwargs.get("dtype") or t.dtype
@@ -113,7 +115,7 @@ def vector_norm(op: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-# --- extremes --------------------------------------------------------------------------------------------------------
+# --- maxima and minima -----------------------------------------------------------------------------------------------
 
 EXTREMES = {"amax": "max", "max": "max", "any": "max", "amin": "min", "min": "min", "all": "min"}
 
@@ -121,14 +123,14 @@ EXTREMES = {"amax": "max", "max": "max", "any": "max", "amin": "min", "min": "mi
 @rule_for("amax", "amin", "max", "min", "any", "any.dim", "any.dims", "all", "all.dim", "all.dims")
 def extreme(op: Any, args: Any, kwargs: Any) -> Any:
     t, dims = args[0], _dims(op, args, kwargs)
-    named = op._schema.name.removeprefix("aten::")
+    named = schema_of(op).name.removeprefix("aten::")
     logical, way = named in ("any", "all"), EXTREMES[named]
     if not _splits(t, dims) or not (logical or _count(t, dims)) or t.dtype.is_complex:
         return NotImplemented
-    t = relaid(t, t.device_mesh, settle(t.placements))
+    t = redistributed(t, t.device_mesh, without_partial(t.placements))
     keeps = bool(_argument(op, args, kwargs, "keepdim"))
     shape = [1 if dim in dims else size for dim, size in enumerate(t.shape)]
-    local = t._local_tensor.bool() if logical else t._local_tensor
+    local = local_of(t).bool() if logical else local_of(t)
     if local.numel():
         found = getattr(aten, f"a{way}").default(local, list(dims), True)
     else:
@@ -136,14 +138,14 @@ def extreme(op: Any, args: Any, kwargs: Any) -> Any:
         dtype = torch.bool if logical else t.dtype
         found = torch.full(kept, neutral(dtype, way), dtype=dtype, device=local.device)
     placements: list[Placement] = [Partial(way) if isinstance(p, Shard) and p.dim in dims else p for p in t.placements]
-    out = together(wrapped(found, t.device_mesh, placements, shape))
+    out = reduce_extreme(wrapped(found, t.device_mesh, placements, shape))
     if logical and t.dtype == torch.uint8:
         out = out.to(torch.uint8)
     return out if keeps else out.reshape([size for dim, size in enumerate(t.shape) if dim not in dims])
 
 
 def neutral(dtype: torch.dtype, way: str) -> float | int | bool:
-    """What changes no maximum (or minimum)."""
+    """The value that does not change a maximum (or minimum)."""
     if dtype == torch.bool:
         return way == "min"
     if dtype.is_floating_point:
@@ -151,23 +153,23 @@ def neutral(dtype: torch.dtype, way: str) -> float | int | bool:
     return torch.iinfo(dtype).min if way == "max" else torch.iinfo(dtype).max
 
 
-def together(t: ShardedTensor) -> ShardedTensor:
-    """A pending maximum or minimum carried out; NaN wins over every number."""
-    if settle(t.placements) == tuple(t.placements):
+def reduce_extreme(t: ShardedTensor) -> ShardedTensor:
+    """Reduce a `Partial` maximum or minimum; NaN wins over every number."""
+    if without_partial(t.placements) == tuple(t.placements):
         return t
-    local = t._local_tensor
-    done = respec(t._spec, t.device_mesh, settle(t.placements))
+    local = local_of(t)
+    done = spec_with(spec_of(t), t.device_mesh, without_partial(t.placements))
     if t.dtype == torch.bool:
-        out = relay(local.to(torch.uint8), t._spec, done).bool()
+        out = redistribute(local.to(torch.uint8), spec_of(t), done).bool()
     elif not t.dtype.is_floating_point:
-        out = relay(local, t._spec, done)
+        out = redistribute(local, spec_of(t), done)
     else:
         way = next(p.reduce_op for p in t.placements if isinstance(p, Partial))
         nan = local.isnan()
-        out = relay(local.masked_fill(nan, neutral(t.dtype, way)), t._spec, done)
-        most = [Partial("max") if p.is_partial() else p for p in t.placements]
-        lost = relay(nan.to(torch.uint8), respec(t._spec, t.device_mesh, most), done)
-        out = out.masked_fill(lost.bool(), math.nan)
+        out = redistribute(local.masked_fill(nan, neutral(t.dtype, way)), spec_of(t), done)
+        maximum = [Partial("max") if p.is_partial() else p for p in t.placements]
+        any_nan = redistribute(nan.to(torch.uint8), spec_with(spec_of(t), t.device_mesh, maximum), done)
+        out = out.masked_fill(any_nan.bool(), math.nan)
     return ShardedTensor(out, done, requires_grad=False)
 
 
@@ -182,7 +184,7 @@ def both_extremes(op: Any, args: Any, kwargs: Any) -> Any:
 
 @rule_for("argmax", "argmin")
 def extreme_index(op: Any, args: Any, kwargs: Any) -> Any:
-    """Which element is the largest: the searched dim must be whole, the others may be split."""
+    """The index of the largest element: its dim must not be split, the others may be."""
     t, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
     keeps = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     mesh, shape = t.device_mesh, list(t.shape)
@@ -190,9 +192,9 @@ def extreme_index(op: Any, args: Any, kwargs: Any) -> Any:
         layout, out, shape = replicated(mesh), replicated(mesh), [1] * t.ndim if keeps else []
     else:
         dim %= t.ndim
-        layout = tuple(Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in settle(t.placements))
+        layout = unsplit(t, {dim})
         shift = [p.dim - (p.dim > dim and not keeps) if isinstance(p, Shard) else None for p in layout]
         out = tuple(Replicate() if d is None else Shard(d) for d in shift)
         shape = [*shape[:dim], *([1] if keeps else []), *shape[dim + 1 :]]
-    whole = relay(t._local_tensor, t._spec, respec(t._spec, mesh, layout))
-    return wrapped(op(whole, *args[1:], **kwargs), mesh, out, shape)
+    local = redistribute(local_of(t), spec_of(t), spec_with(spec_of(t), mesh, layout))
+    return wrapped(op(local, *args[1:], **kwargs), mesh, out, shape)

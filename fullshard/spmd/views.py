@@ -1,8 +1,7 @@
-"""Writing into a view whose memory is not its base's.
+"""Writes to a view that does not share memory with its base.
 
-A view of a sharded tensor that needs other pieces than the base holds (`x[0]` where dim 0 is split) is a copy. A write
-into it must still reach the base, as it does on one device: such views remember where they came from, and a write is
-carried back.
+A view that needs data of other ranks (`x[0]` if dim 0 is split) is a copy. A write to it must still reach the base, as
+on one device: the view records the operator that made it, and a write is applied to the base too.
 """
 
 from __future__ import annotations
@@ -10,22 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from fullshard.errors import LayoutError
+from fullshard.torch_private import tree_leaves
 
 aten = torch.ops.aten
 
 
 def remember_base(out: Any, op: Any, base: torch.Tensor, args: Any, kwargs: Any) -> None:
-    """Note that the tensors in `out` are copies that stand for `op(base, *args)`."""
+    """Record that the tensors in `out` are copies of `op(base, *args)`."""
     for position, t in enumerate(tree_leaves(out)):
         if isinstance(t, torch.Tensor):
             t._copy_of = (*_one_of_several(op, base, args, kwargs, position), base)
 
 
 def _one_of_several(op: Any, base: torch.Tensor, args: Any, kwargs: Any, position: int) -> tuple[Any, Any, Any]:
-    """The operator and arguments that give one of several views alone."""
+    """The operator and arguments that return only one of the several views of `op`."""
     if op not in (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int):
         return op, args, kwargs
     if op is aten.unbind.int:
@@ -42,7 +41,7 @@ def is_copy(t: Any) -> bool:
 
 
 def write_through(t: torch.Tensor) -> None:
-    """After a write into `t`: carry it back to the tensor `t` is a view of, if `t` is a copy."""
+    """After a write to `t`: write to its base too, if `t` is a copy."""
     source = getattr(t, "_copy_of", None)
     if source is None:
         return
@@ -63,11 +62,11 @@ def _put_back(op: Any, base: torch.Tensor, view: torch.Tensor, args: Any, kwargs
         return view.reshape(base.shape)
     if op is aten.diagonal.default:
         return aten.diagonal_scatter.default(base, view, *args, **kwargs)
-    if op in (aten.t.default, aten.transpose.int):  # its own inverse
+    if op in (aten.t.default, aten.transpose.int):  # they are their own inverse
         return op(view, *args, **kwargs)
     if op is aten.permute.default:
         return view.permute([[d % base.ndim for d in args[0]].index(dim) for dim in range(base.ndim)])
     raise LayoutError(
-        f"a write into a view made by {op} of a tensor of shape {tuple(base.shape)}: the view needed other pieces than "
-        f"its base holds, so the write would not reach it; write into the base itself, or mark it unsplit on that dim"
+        f"a write to a view made by {op} of a tensor of shape {tuple(base.shape)}: the view is a copy, because it "
+        f"needs data of other ranks, so the write would not reach its base; write to the base, or do not split that dim"
     )

@@ -1,20 +1,26 @@
-"""`python -m fullshard.train`: one rank of `fullshard sft`, with the same words. A launcher runs this."""
+"""`python -m fullshard.train`: one rank of a training job, with the flags of `fullshard sft`.
+
+Under `fullshard sft` the launcher has parsed and checked everything and hands the run over. Under torchrun, or alone,
+this process parses and checks.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 
 from fullshard import log_filter
-from fullshard.train.cli_args import check_paths, parse
+from fullshard.train.checked_run import RUN_VARIABLE, check_command, receive
+from fullshard.train.cli_args import parse
 
 
 def main() -> None:
     log_filter.leave_out()
-    arguments = parse(sys.argv[1:])
-    check_paths(arguments.config)  # before torch is imported
-    from fullshard.train.trainer import run
+    handed = os.environ.pop(RUN_VARIABLE, None)  # not for processes that this one starts
+    run = receive(handed) if handed is not None else check_command(parse(sys.argv[1:]))
+    from fullshard.train.trainer import train_run  # imports torch
 
-    run(arguments.config, arguments.notes)
+    train_run(run)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""What trains beside a frozen model: the settings' LoRA and 4-bit options, in the terms of `adapters/` and PEFT.
+"""The trainable parameters of a run: adapters, new tokens and frozen parts, from the settings to PEFT's terms.
 
-Adapters are put into a model that has no values yet, after its layers were quantised if they are. First values are
-given when the weights are read (`weights/init.py`): a function of seed and parameter name.
+An adapter is added to a model that has no weights yet, after its layers are quantized. Its initial values are set when
+the weights are read (`weights/init.py`), as a function of seed and parameter name.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import fnmatch
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,19 +20,27 @@ from torch import nn
 
 from fullshard.errors import ConfigError
 from fullshard.fsdp import MixedPrecision
-from fullshard.lora import targets as lora
+from fullshard.lora.adapter_config import taken_from_weights
+from fullshard.lora.peft_model import check_trains, get_peft_model_on_meta
+from fullshard.lora.targets import ALL_LINEAR
 from fullshard.lora.trainable_tokens import plain_layer
+from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
 from fullshard.options import as_list, nearest
-from fullshard.quant.quantize_model import Quantization
+from fullshard.quant.config import Quantization, quantization_from_options, storage_note
+from fullshard.ranks import agree
+from fullshard.train.adapter_options import check_prompt
 from fullshard.train.config import SFTConfig
 
 Say = Callable[[str], None]
+"""Prints a line for the user, on the first rank."""
+
+# --- PEFT's configuration -------------------------------------------------------------------------------------------
 
 
-def adapter_config(config: SFTConfig) -> Any:
-    """PEFT's configuration of the adapter that the settings ask for; None for full fine-tuning."""
-    if config.adapter_kind is None:
-        return None
+def requested_config(config: SFTConfig, given: Any) -> Any:
+    """PEFT's configuration of the new adapter: `given` by a script, else from the settings; None without one."""
+    if given is not None or config.adapter_kind is None or config.adapter_name_or_path is not None:
+        return given
     return {"lora": _lora, "vera": _vera}.get(config.adapter_kind, _prompt)(config)
 
 
@@ -46,7 +56,8 @@ def _lora(config: SFTConfig) -> Any:
         bias="none",
         **_layers(config),
     )
-    made.init_lora_weights = config.first_values  # set here, it asks for no library that only PEFT's own way needs
+    # Set after construction: PEFT's constructor would require libraries that only its own initialization uses.
+    made.init_lora_weights = config.first_values
     return made
 
 
@@ -76,7 +87,7 @@ def _prompt(config: SFTConfig) -> Any:
 
 
 def _layers(config: SFTConfig) -> dict[str, Any]:
-    """Which layers get adapters, and which train whole."""
+    """The layers that get adapters, and those that train whole."""
     named, whole = as_list(config.lora_target_modules), as_list(config.modules_to_save or "")
     return {
         "target_modules": "all-linear" if named == ["all-linear"] else named,
@@ -86,7 +97,7 @@ def _layers(config: SFTConfig) -> dict[str, Any]:
 
 
 def continued_config(config: SFTConfig, folder: Path, say: Say) -> Any:
-    """PEFT's configuration of the adapter in a folder, ready to train on. Settings that it overrules are named."""
+    """PEFT's configuration of the adapter to resume, from its folder. Settings that it overrides are reported."""
     from peft import PeftConfig
 
     try:
@@ -101,20 +112,20 @@ def continued_config(config: SFTConfig, folder: Path, say: Say) -> Any:
         option = "lora_r" if name == "r" else name
         asked, own = getattr(config, option), getattr(found, name, None)
         if asked not in (own, SFTConfig.__dataclass_fields__[option].default):
-            say(f"{option} {asked} is not used: the adapter that is gone on with has {own}.")
+            say(f"{option} {asked} is not used: the resumed adapter has {own}.")
     for option in ("peft_type", "init_lora_weights", "modules_to_save", "trainable_token_indices"):
         if (asked := getattr(config, option)) != SFTConfig.__dataclass_fields__[option].default:
-            say(f"{option} {asked} is not used: the adapter that is gone on with has its own.")
+            say(f"{option} {asked} is not used: the resumed adapter has its own.")
     return found
 
 
 def with_tokens(peft_config: Any, model: Any, tokens: list[int]) -> Any:
-    """The configuration with new tokens' rows trained beside the adapter, in the embedding and in the output head."""
+    """The configuration with these tokens' rows of the embedding and the output head trained beside the adapter."""
     if not tokens:
         return peft_config
     if not hasattr(peft_config, "trainable_token_indices"):
         raise ConfigError(
-            f"the template's new tokens cannot train beside a {type(peft_config).__name__}; use a LoraConfig, or a "
+            f"the template's new tokens cannot be trained with a {type(peft_config).__name__}; use a LoraConfig, or a "
             f"tokenizer that has them already."
         )
     peft_config = copy.deepcopy(peft_config)
@@ -126,7 +137,7 @@ def with_tokens(peft_config: Any, model: Any, tokens: list[int]) -> Any:
             continue  # all of it trains
         if _named(name, getattr(peft_config, "target_modules", None) or ()):
             raise ConfigError(
-                f"lora_target_modules names {name}, which needs rows for new tokens: those would not travel with the "
+                f"lora_target_modules names {name}, which needs rows for new tokens: those would not be saved with the "
                 f"adapter. Leave it out (new rows train on their own), or name it in modules_to_save."
             )
         if getattr(layer, "bias", None) is not None or not isinstance(layer, nn.Embedding | nn.Linear):
@@ -141,22 +152,22 @@ def with_tokens(peft_config: Any, model: Any, tokens: list[int]) -> Any:
 
 
 def chosen_tokens(config: SFTConfig, tokenizer: Any, rows: int) -> list[int]:
-    """The tokens that `trainable_token_indices` names, by number or as they are written."""
+    """The ids of the tokens in `trainable_token_indices`, which are given as ids or as text."""
     found, known = [], tokenizer.get_vocab()
     for word in as_list(config.trainable_token_indices or ""):
         index = int(word) if word.isdigit() else known.get(word)
         if index is None or index >= rows:
             what = f"has no token {word!r}{nearest(word, known)}" if index is None else f"has no token {index}"
             raise ConfigError(
-                f"trainable_token_indices: the tokenizer {what} (the model has {rows} token rows). Expected tokens as "
-                f"the tokenizer writes them, or their numbers."
+                f"trainable_token_indices: the tokenizer {what} (the model has {rows} token rows). Expected tokens of "
+                f"the tokenizer's vocabulary, or their ids."
             )
         found.append(index)
     return found
 
 
 def missing_tokens(peft_config: Any, model: Any, tokens: list[int]) -> list[int]:
-    """Those that an adapter to go on with does not train."""
+    """The tokens among these that an adapter to resume does not train."""
     if not tokens:
         return []
     given = getattr(peft_config, "trainable_token_indices", None) or {}
@@ -177,15 +188,18 @@ def _tables(model: Any) -> dict[str, nn.Module]:
 
 
 def _named(name: str, targets: Any) -> bool:
-    """Whether PEFT would find this module by these names, or by this pattern."""
+    """Whether PEFT matches this module by these names, or by this pattern."""
     if isinstance(targets, str):
-        return targets != lora.ALL_LINEAR and re.fullmatch(targets, name) is not None
+        return targets != ALL_LINEAR and re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
+# --- 4 bits and dtypes ----------------------------------------------------------------------------------------------
+
+
 def quantization(config: SFTConfig) -> Quantization | None:
-    """How the frozen model is held in 4 bits; None where it is not."""
-    return lora.quantization(
+    """How the frozen model is quantized to 4 bits; None if it is not."""
+    return quantization_from_options(
         use_4bit_quantization=config.use_4bit_quantization,
         use_nested_quant=config.use_nested_quant,
         bnb_4bit_compute_dtype=config.bnb_4bit_compute_dtype,
@@ -194,11 +208,11 @@ def quantization(config: SFTConfig) -> Quantization | None:
     )
 
 
-def settle_dtypes(config: SFTConfig, model: nn.Module, precision: str, say: Say) -> MixedPrecision:
-    """Give the adapter its dtype; the dtypes of the run."""
+def set_adapter_dtype(config: SFTConfig, model: nn.Module, precision: str, say: Say) -> MixedPrecision:
+    """Cast the adapter to its dtype; returns the mixed-precision policy of the run."""
     usual, four_bits = MixedPrecision.of(precision), quantization(config)
     storage = four_bits.scheme.storage if four_bits is not None else None
-    if storage is not None and (note := lora.storage_note(storage, precision)):
+    if storage is not None and (note := storage_note(storage, precision)):
         say(note)
     throughout = storage is torch.bfloat16 and precision == "bf16"
     wanted = config.adapter_dtype if config.adapter_dtype != "auto" else "bfloat16" if throughout else "float32"
@@ -210,9 +224,9 @@ def settle_dtypes(config: SFTConfig, model: nn.Module, precision: str, say: Say)
     return dataclasses.replace(usual, master_dtype=None)
 
 
-def settle_projections(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Hold VeRA's shared projections in the dtype the run computes in: they are buffers, which the engine leaves alone,
-    and PEFT's layer multiplies them as they are."""
+def set_projection_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast VeRA's shared projections to the dtype that the run computes in: they are buffers, which neither the engine
+    nor PEFT's layer casts."""
     from peft.tuners.vera.model import VeraModel
 
     for tuner in model.modules():
@@ -221,10 +235,39 @@ def settle_projections(model: nn.Module, dtype: torch.dtype | None) -> None:
                 held[adapter] = held[adapter].to(dtype)
 
 
-def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | None = None) -> nn.Module:
-    """The model with the adapter put into it, as a `PeftModel`; only the adapter trains.
+# --- the trainable parameters of a model ----------------------------------------------------------------------------
 
-    One that is gone on with (`earlier`) gets its values here if the model has some, else with the model's own.
+
+def make_trainable(
+    config: SFTConfig, recomputes: bool, model: nn.Module, tokenizer: Any, peft_config: Any, earlier: Path | None,
+    trains: bool, say: Say,
+) -> nn.Module:  # fmt: skip
+    """The model with its adapter, if there is one, and with frozen parts. All ranks must call it.
+
+    `recomputes` is whether the engine checkpoints activations; `trains` is false for an evaluation only.
+    """
+    if peft_config is not None:
+        model = add_adapter(model, peft_config, config.seed, earlier)
+        if config.prompt_tuning_init_text:
+            init_from_tokens(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
+    for kind in prompt_kinds(model):
+        check_prompt(kind, config.packing, config.gradient_checkpointing or recomputes)
+    if config.freeze and trains:
+        agree(functools.partial(freeze, model, config.freeze, say), "freezing")
+    check_trains(model)
+    return model
+
+
+def is_from_weights(model: nn.Module) -> bool:
+    """Whether an adapter of the model is initialized from the base weights (PiSSA, OLoRA)."""
+    configs: Any = getattr(model, "peft_config", {})
+    return any(taken_from_weights(getattr(one, "init_lora_weights", None)) for one in configs.values())
+
+
+def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | None = None) -> nn.Module:
+    """The model with the adapter, as a `PeftModel`; only the adapter trains.
+
+    The adapter to resume (`earlier`) is loaded here if the model has its weights, else together with them.
     """
     from peft import PeftModel, get_peft_model
 
@@ -233,12 +276,12 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
         return PeftModel.from_pretrained(model, str(earlier), is_trainable=True)
     if not empty and getattr(peft_config, "init_lora_weights", True) == "loftq":
         raise ConfigError(
-            "init_lora_weights='loftq' needs the weights before quantisation, which are read from files; give the "
+            "init_lora_weights='loftq' needs the weights before quantization, which are read from files; give the "
             "model's folder instead of a model."
         )
     torch.manual_seed(seed)
     try:
-        return lora.lay_out(model, peft_config) if empty else get_peft_model(model, peft_config)
+        return get_peft_model_on_meta(model, peft_config) if empty else get_peft_model(model, peft_config)
     except ValueError as error:
         if "lora_dropout" in str(error):
             raise ConfigError(
@@ -251,3 +294,31 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
         raise ConfigError(
             f"lora_target_modules: {error}. Linear layers of {type(model).__name__}: {', '.join(kinds)}."
         ) from None
+
+
+def freeze(model: nn.Module, patterns: str, say: Say) -> None:
+    """Freeze the parameters that the patterns match. A pattern that matches no trainable parameter is an error."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    trains = {name for name, p in named.items() if p.requires_grad}
+    frozen: set[str] = set()
+    for pattern in as_list(patterns):
+        found = {name for name in named if matches(name, pattern)}
+        if not found & trains:
+            parts = {".".join(name.split(".")[i:j]) for name in trains for i in range(name.count(".") + 1)
+                     for j in range(i + 1, name.count(".") + 2)}  # fmt: skip
+            why = "matches only frozen parameters" if found else f"matches no parameter{nearest(pattern, parts)}"
+            raise ConfigError(f"freeze: {pattern!r} {why}. Trainable parameters: {_some(sorted(trains))}.")
+        frozen |= found & trains
+    for name in frozen:
+        named[name].requires_grad_(False)
+    count = sum(p.numel() for p in {id(named[name]): named[name] for name in frozen}.values())
+    say(f"freeze: {len(frozen)} parameters ({count:,} values) are frozen.")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a parameter's name, or whole parts of it between dots."""
+    return any(fnmatch.fnmatchcase(name, p) for p in (pattern, f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*"))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "none"

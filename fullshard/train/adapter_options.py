@@ -1,7 +1,7 @@
-"""The settings of what trains and how it starts: adapters, the 4-bit model beside them, frozen parts, noise.
+"""The settings of adapters, of the 4-bit model beside them, of frozen parameters and of NEFTune noise.
 
-Part of `SFTConfig`. Names are PEFT's (`LoraConfig`, `VeraConfig`, …) and transformers'. No torch: what does not go
-together is found at once.
+Part of `SFTConfig`. Names are PEFT's (`LoraConfig`, `VeraConfig`, …) and transformers'. Nothing here imports torch:
+conflicting settings are reported at once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fullshard.options import as_list, option
 
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,down_proj,up_proj,gate_proj"
 PLAIN_STARTS = ("true", "false", "gaussian", "orthogonal")
-"""Ways to begin a LoRA adapter that do not look at the weights it adapts."""
-NOT_OFFERED = {
-    "eva": "it begins with activations of the data",
-    "corda": "it begins with activations of the data",
-    "lora_ga": "it begins with gradients of the data",
+"""Initializations of a LoRA adapter that do not depend on the weights."""
+NOT_SUPPORTED = {
+    "eva": "it needs activations of the data",
+    "corda": "it needs activations of the data",
+    "lora_ga": "it needs gradients of the data",
     "mica": "it freezes half of the adapter",
 }
 PROMPT_TYPES = ("prompt_tuning", "prefix_tuning", "p_tuning")
@@ -32,71 +32,72 @@ class AdapterOptions:
     """Settings of adapters and of the frozen model beside them."""
 
     use_peft_lora: bool = False
-    """Train a LoRA adapter and leave the model as it is."""
+    """Train a LoRA adapter; the model's own weights are frozen."""
     adapter_name_or_path: str | None = option(None, given_as="a folder, or a name on the hub")
-    """Go on training this adapter instead of starting a new one; its own rank, targets and new tokens are kept."""
+    """Resume training this adapter instead of starting a new one; its rank, targets and new tokens are kept."""
     lora_r: int = 64
-    """Rank of the adapter's matrices."""
+    """The rank of the adapter."""
     lora_alpha: int = 16
     """The adapter's output is scaled by alpha / r."""
     lora_dropout: float = 0.1
-    """Dropout before the adapter."""
+    """Dropout on the adapter's input."""
     lora_target_modules: str = option(LORA_TARGETS, given_as="module names, or all-linear")
-    """Which layers get an adapter: a comma-separated list, or all-linear for every linear layer but the output head."""
+    """The layers that get an adapter: a comma-separated list, or all-linear for every linear layer except the output
+    head."""
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The dtype the adapter is stored and updated in; auto is float32, but bfloat16 beside a 4-bit model whose
-    `bnb_4bit_quant_storage_dtype` is that."""
+    """The dtype in which the adapter is stored and updated. auto is float32, or bfloat16 with a 4-bit model whose
+    `bnb_4bit_quant_storage_dtype` is bfloat16."""
     use_4bit_quantization: bool = False
-    """Hold the frozen model in 4 bits (QLoRA): it is quantised while it is read, each rank its own part."""
+    """Quantize the frozen model to 4 bits (QLoRA). Each rank quantizes its own part while loading."""
     use_8bit_quantization: bool = False
-    """Hold the frozen model in 8 bits. Not offered; use 4 bits."""
+    """Quantize the frozen model to 8 bits. Refused if true: use 4 bits."""
     use_nested_quant: bool = False
-    """Quantise the scales of a 4-bit model as well: 4.127 instead of 4.5 bits per weight."""
+    """Quantize the scales of a 4-bit model too: 4.127 instead of 4.5 bits per weight."""
     bnb_4bit_compute_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
-    """The dtype a 4-bit model multiplies in; auto is the one that the run computes in."""
+    """The compute dtype of 4-bit layers; auto is the compute dtype of the run."""
     bnb_4bit_quant_storage_dtype: Literal["uint8", "float16", "bfloat16", "float32"] = "uint8"
-    """What stands beside the 4-bit weights: bfloat16 trains in bf16 throughout, float32 keeps the rest wide, uint8
-    leaves it as in the files. The packed values themselves are bytes whatever it says."""
+    """The dtype of the parameters that are not quantized: bfloat16 trains in bf16 throughout, float32 keeps them in
+    fp32, uint8 keeps the dtype of the files. The 4-bit values are always stored as bytes."""
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     """The 4-bit format."""
     peft_type: Literal["lora", "vera", "prompt_tuning", "prefix_tuning", "p_tuning"] = option(
         "lora", aliases=("peft_method",), flags=("peft_method",)
     )
-    """The kind of adapter. All but lora are switched on by being named; lora by `use_peft_lora`. vera takes rank,
-    dropout and targets from the `lora_*` settings."""
+    """The kind of adapter. lora is turned on by `use_peft_lora`, the others by naming them here. vera uses rank,
+    dropout and targets of the `lora_*` options."""
     use_rslora: bool = False
     """Scale the adapter's output by alpha / √r."""
     use_dora: bool = False
-    """DoRA: train the length of each weight's rows apart from their direction. Works on 4-bit layers too."""
+    """DoRA: train the magnitude of each weight's rows separately from their direction. Works on 4-bit layers too."""
     init_lora_weights: str = option(
         "true", given_as="true, false, gaussian, orthogonal, pissa, pissa_niter_N, olora, loftq"
     )
-    """How the adapter's matrices begin. pissa and olora take them out of the weights, loftq out of what 4 bits lose of
-    them; all three are computed weight by weight while the model is read."""
+    """How the adapter is initialized. pissa and olora take the initial matrices from the weights, loftq from the
+    quantization error; all three are computed weight by weight while the model is loaded."""
     modules_to_save: str | None = option(None, given_as="module names")
-    """Modules that train whole beside the adapter and are saved with it, such as embed_tokens,lm_head."""
+    """Modules that are trained whole beside the adapter and saved with it, such as embed_tokens,lm_head."""
     trainable_token_indices: str | None = option(None, given_as="numbers of tokens, or tokens")
-    """Tokens whose rows in the embedding and the output head train beside the adapter, with commas; digits are
-    numbers of tokens."""
+    """Tokens whose rows in embedding and output head are trained beside the adapter; a comma-separated list of tokens
+    or token ids."""
     freeze: str | None = option(None, given_as="patterns of parameter names")
-    """What does not train, with commas: whole parts of names, * and [0-9] as in file names, such as
-    embed_tokens,layers.[0-7]."""
+    """Parameters to freeze, as a comma-separated list of patterns: whole parts of parameter names, with * and [0-9] as
+    in file names, such as embed_tokens,layers.[0-7]."""
     vera_d_initial: float = 0.1
-    """VeRA: the first value of the vector inside."""
+    """VeRA: the initial value of the d vector."""
     projection_prng_key: int = 0
     """VeRA: the seed of the shared projections."""
     save_projection: bool = True
-    """VeRA: write the shared projections with the adapter instead of drawing them again from their seed."""
+    """VeRA: save the shared projections with the adapter instead of generating them again from their seed."""
     num_virtual_tokens: int = 20
-    """Prompt methods: how many tokens are trained in front of each row."""
+    """Prompt methods: the number of trained tokens in front of each row."""
     prompt_tuning_init_text: str | None = None
-    """Prompt tuning: begin with the embeddings of this text, repeated or cut; at random if not given."""
+    """Prompt tuning: initialize with the embeddings of this text, repeated or cut; random if not set."""
     prefix_projection: bool = False
-    """Prefix tuning: train the prefix through a small network."""
+    """Prefix tuning: compute the prefix with a small MLP."""
     encoder_hidden_size: int | None = None
-    """The width of that network, and of p-tuning's; the model's own if not given."""
+    """The hidden size of that MLP, and of p-tuning's; the model's own if not set."""
     loraplus_lr_ratio: float | None = None
-    """LoRA+: train the B matrices with this many times the learning rate."""
+    """LoRA+: the learning rate of the B matrices, as a multiple of `learning_rate`."""
     loraplus_lr_embedding: float = 1e-6
     """LoRA+: the learning rate of adapters on embeddings."""
     neftune_noise_alpha: float | None = None
@@ -104,7 +105,7 @@ class AdapterOptions:
 
     @property
     def adapter_kind(self) -> str | None:
-        """What PEFT calls the adapter that is asked for; None for full fine-tuning."""
+        """The kind of adapter, by PEFT's name; None for full fine-tuning."""
         return self.peft_type if self.use_peft_lora or self.peft_type != "lora" else None
 
     @property
@@ -113,7 +114,7 @@ class AdapterOptions:
         return {"true": True, "false": False}.get(self.init_lora_weights.lower(), self.init_lora_weights.lower())
 
     def check_adapter(self) -> None:
-        """Refuse what does not go together."""
+        """Refuse conflicting settings."""
         self._check_quantization()
         self._check_start()
         self._check_kind()
@@ -128,24 +129,24 @@ class AdapterOptions:
                 raise ConfigError(f"{name} is {value}; expected 0 or more.")
         for name in ("freeze", "modules_to_save", "trainable_token_indices"):
             if (given := getattr(self, name)) is not None and not as_list(given):
-                raise ConfigError(f"{name} is empty; expected names with commas.")
+                raise ConfigError(f"{name} is empty; expected a comma-separated list.")
 
     def _check_quantization(self) -> None:
         if self.use_4bit_quantization and self.use_8bit_quantization:
             raise ConfigError("use_4bit_quantization and use_8bit_quantization are both on; choose one.")
         if self.use_8bit_quantization:
             raise ConfigError(
-                "use_8bit_quantization is on, but 8-bit weights are not offered; use_4bit_quantization is."
+                "use_8bit_quantization is on, but 8-bit weights are not supported; use use_4bit_quantization."
             )
         if self.use_nested_quant and not self.use_4bit_quantization:
-            raise ConfigError("use_nested_quant quantises the scales of 4-bit weights; it needs use_4bit_quantization.")
+            raise ConfigError("use_nested_quant quantizes the scales of 4-bit weights; it needs use_4bit_quantization.")
 
     def _check_start(self) -> None:
         wanted: Any = self
         start = self.init_lora_weights.lower()
-        if start in NOT_OFFERED:
+        if start in NOT_SUPPORTED:
             raise ConfigError(
-                f"init_lora_weights is {start}, which is not offered: {NOT_OFFERED[start]}. Expected one of true, "
+                f"init_lora_weights is {start}, which is not supported: {NOT_SUPPORTED[start]}. Expected one of true, "
                 f"false, gaussian, orthogonal, pissa, pissa_niter_N, olora, loftq."
             )
         if not (start in (*PLAIN_STARTS, "pissa", "olora", "loftq") or re.fullmatch(r"pissa_niter_\d+", start)):
@@ -154,21 +155,23 @@ class AdapterOptions:
                 f"pissa_niter_N (with a number), olora or loftq."
             )
         if start == "loftq" and not self.use_4bit_quantization:
-            raise ConfigError("init_lora_weights is loftq, which makes up for 4 bits; it needs use_4bit_quantization.")
+            raise ConfigError(
+                "init_lora_weights is loftq, which corrects quantization errors; it needs use_4bit_quantization."
+            )
         if taken_from_weights(start) and wanted.save_dtype in ("float16", "bfloat16"):
             raise ConfigError(
-                f"save_dtype is {wanted.save_dtype}, and init_lora_weights is {start}: what is saved is a difference "
-                f"of two adapters, which rounding would swallow. Leave save_dtype out."
+                f"save_dtype is {wanted.save_dtype}, and init_lora_weights is {start}: the saved adapter is a "
+                f"difference of two adapters, which rounding would lose. Leave save_dtype out."
             )
         if taken_from_weights(start) and self.use_4bit_quantization:
             raise ConfigError(
-                f"init_lora_weights is {start}, and the model is held in 4 bits: what is left of the weights would be "
-                f"rounded, and no adapter's files could give the trained model again. Use loftq, or leave "
+                f"init_lora_weights is {start}, and the model is quantized to 4 bits: the changed base weights would "
+                f"be rounded, so that the saved adapter could not reproduce the trained model. Use loftq, or leave "
                 f"use_4bit_quantization out."
             )
 
     def _check_kind(self) -> None:
-        """Settings of one kind of adapter mean nothing to another."""
+        """Refuse settings of another kind of adapter."""
         kind, defaults = self.adapter_kind, type(self).__dataclass_fields__
         needs = {
             "lora": ("use_rslora", "use_dora", "init_lora_weights", "trainable_token_indices"),
@@ -180,10 +183,10 @@ class AdapterOptions:
         for wanted, names in needs.items():
             for name in names:
                 if getattr(self, name) != defaults[name].default and kind != wanted and not earlier:
-                    found = f"peft_type is {kind}" if kind else "no adapter is asked for"
+                    found = f"peft_type is {kind}" if kind else "there is no adapter"
                     raise ConfigError(f"{name} is a setting of {wanted} adapters, and {found}; leave it out.")
         if self.modules_to_save and kind not in ("lora", "vera") and not earlier:
-            why = f"{kind} trains a prompt alone" if kind else "without an adapter all modules train"
+            why = f"{kind} trains only a prompt" if kind else "without an adapter all modules are trained"
             raise ConfigError(f"modules_to_save: {why}; leave it out.")
 
     def _check_prompt(self) -> None:
@@ -193,7 +196,7 @@ class AdapterOptions:
 
 
 def check_prompt(kind: str, packing: bool, checkpointing: bool) -> None:
-    """Refuse what a prompt cannot be trained with."""
+    """Refuse settings that a prompt adapter cannot be trained with."""
     if packing:
         raise ConfigError(
             f"packing is on, and the adapter is {kind}: documents that share a row would share one prompt and see each "
@@ -201,6 +204,6 @@ def check_prompt(kind: str, packing: bool, checkpointing: bool) -> None:
         )
     if kind == "prefix_tuning" and checkpointing:
         raise ConfigError(
-            "gradient_checkpointing is on, and the adapter is prefix_tuning: the prefix lies in the attention cache, "
-            "which computing a layer again would write to twice. Leave gradient_checkpointing out."
+            "gradient_checkpointing is on, and the adapter is prefix_tuning: the prefix is in the attention cache, "
+            "to which a recomputed layer would write twice. Leave gradient_checkpointing out."
         )

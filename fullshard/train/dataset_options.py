@@ -1,19 +1,23 @@
-"""Settings that one of several data sets has for itself (`dataset_settings`): how its rows are read and written out.
+"""The data sets of a run: which ones the settings name, how they are combined, and the options that one of several data
+sets has for itself (`dataset_settings`).
 
-Each data set is described by a whole configuration, the run's with its own settings over it. Nothing here imports
-torch; where data lies is said in `data/find_dataset.py`.
+Each data set is described by a whole configuration: the run's, with its own settings over it. Nothing here imports
+torch. How a name becomes files is in `data/find_dataset.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fullshard.data.chat_template import Template, choose
-from fullshard.data.find_dataset import names_of
+from fullshard.data.find_dataset import check_first_rows, find_data, names_of, split_names
 from fullshard.data.row_formats import Reading, reading_of
+from fullshard.data.sources import DataSource, chain, mix, numbered
 from fullshard.errors import ConfigError
-from fullshard.options import convert, nearest, options_of
+from fullshard.options import as_list, convert, nearest, options_of
 from fullshard.train.config import SFTConfig
 
 TEMPLATE = ("chat_template_format", "chat_template_path")
@@ -21,8 +25,69 @@ OWN = ("dataset_columns", "dataset_text_field", "prompt_format", "on_bad_row", "
 """Options that a data set may have for itself."""
 
 
+class RunData(NamedTuple):
+    """The training data, and the evaluation data if there is a split for it."""
+
+    train: DataSource
+    evaluation: DataSource | None
+
+
+def find(config: SFTConfig, check_rows: bool = False) -> RunData:
+    """The data that the settings name: several data sets one after the other, or mixed by their weights.
+
+    The evaluation data is that of all data sets which have some; with `val_size` it is split off the training data
+    later. With `check_rows`, data without rows, and files that begin with a row in an unknown format, are refused.
+    """
+    splits = split_names(config.splits)
+    evaluates = config.eval_strategy != "no" and not config.val_size
+    names = names_of(str(config.dataset_name))
+    if not names:
+        raise ConfigError("dataset_name is empty; expected a file, a folder or a name on the hub.")
+    weights = _weights(config.dataset_weights, names)
+    own = configs_of(config)
+    sets = [
+        find_data(name, splits, evaluates, config.dataset_config_name, config.streaming, each.sample_by)
+        for name, each in zip(names, own or [config] * len(names), strict=True)
+    ]
+    evaluation = [second for _, second in sets if second is not None]
+    if evaluates and not evaluation:
+        missing = f"has no split {splits[1]!r}" if len(splits) > 1 else f"is asked for the split {splits[0]!r} alone"
+        raise ConfigError(
+            f"evaluation is on (eval_strategy {config.eval_strategy}), but {config.dataset_name} {missing}; name one "
+            f"in splits, or hold out rows with val_size."
+        )
+    for (first, second), each in zip(sets, own or [config] * len(sets), strict=True):
+        for source in filter(None, (first, second) if check_rows else ()):
+            check_first_rows(source, reading(each))
+    if own:
+        sets = [(numbered(a, i), None if b is None else numbered(b, i)) for i, (a, b) in enumerate(sets)]
+    train, evaluation = [first for first, _ in sets], [second for _, second in sets if second is not None]
+    mixed = mix(train, weights, config.stopping_strategy) if weights else chain(train)
+    return RunData(mixed, chain(evaluation) if evaluation else None)
+
+
+def _weights(text: str | None, names: list[str]) -> list[float]:
+    if text is None:
+        return []
+    try:
+        weights = [float(word) for word in as_list(text)]
+    except ValueError:
+        weights = []
+    if not weights or not all(0 < weight < math.inf for weight in weights):
+        raise ConfigError(f"dataset_weights is {text!r}; expected numbers above 0, one per data set.")
+    if len(weights) != len(names):
+        raise ConfigError(
+            f"dataset_weights has {len(weights)} numbers, dataset_name {len(names)} data sets ({', '.join(names)}); "
+            f"expected one each."
+        )
+    return weights
+
+
+# --- options of one data set ----------------------------------------------------------------------------------------
+
+
 def configs_of(config: SFTConfig) -> list[SFTConfig]:
-    """The settings of each data set that `dataset_name` names; [] where none has any for itself."""
+    """The settings of each data set that `dataset_name` names; [] where none has its own."""
     given = config.dataset_settings or {}
     if not given:
         return []
@@ -61,7 +126,7 @@ def reading(config: SFTConfig) -> Reading:
 
 
 def templates_of(config: SFTConfig) -> list[Template | None]:
-    """The template of each data set's own; None for that of the run."""
+    """The chat template of each data set that has its own settings; None for the run's template."""
     return [
         choose(own.chat_template_format, own.chat_template_path)
         if any(getattr(own, name) != getattr(config, name) for name in TEMPLATE)
@@ -71,5 +136,5 @@ def templates_of(config: SFTConfig) -> list[Template | None]:
 
 
 def needed(templates: Sequence[Template | None]) -> list[str]:
-    """What the templates of data sets would like to be single tokens."""
+    """The strings that the templates of data sets need as single tokens."""
     return list(dict.fromkeys(mark for template in templates if template for mark in template.markers))

@@ -1,7 +1,7 @@
-"""Uploads of a run to the hub: in the background after saves, and at the end, as `hub_strategy` says.
+"""Uploads of a run to the hub: in the background after saves, and at the end, as `hub_strategy` asks.
 
-Whatever goes wrong there is said once, with the command that uploads later, and training goes on. The first rank sends;
-all ranks take part in writing what is sent.
+A failed upload is reported once, with the command that uploads later, and training continues. The first rank uploads;
+all ranks take part in writing what is uploaded.
 """
 
 from __future__ import annotations
@@ -10,42 +10,39 @@ import shlex
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fullshard import runtime
 from fullshard.checkpoint.manifest import MANIFEST, published_steps, step_name
 from fullshard.errors import first_line
 from fullshard.ranks import any_of
-from fullshard.train import results
 from fullshard.train.config import SFTConfig
+from fullshard.train.results import ResultWriter
 from fullshard.train.run_dir import CHECKPOINTS, place_of
-
-if TYPE_CHECKING:
-    from fullshard.train.trainer import SFTTrainer
 
 NEVER = (f"{CHECKPOINTS}/**", "runs/**", "wandb/**", "wandb.json", ".*", "*.part")
 """What is not uploaded with the model."""
 GROWING = ("metrics.jsonl", "samples.jsonl")
-"""Files that the run writes to while an upload in the background would read them."""
+"""Files that the run appends to while an upload in the background would read them."""
 LAST_CHECKPOINT = "last-checkpoint"
 
 
 class Hub:
-    """One run's uploads; told of the run's events like a callback."""
+    """The uploads of one run; a callback of the trainer's own."""
 
-    def __init__(self, trainer: SFTTrainer) -> None:
-        self.trainer = trainer
-        self._flight: threading.Thread | None = None
+    def __init__(self, config: SFTConfig, writer: ResultWriter, say: Callable[[str], None]) -> None:
+        self.config, self.writer, self.say = config, writer, say
+        self._upload: threading.Thread | None = None
         self._warned: set[str] = set()
         self._repository: str | None = None
         self._failing = False
         self._sent: set[int] = set()
-        """Checkpoints that are on the hub under their own names."""
+        """Steps whose checkpoints are on the hub under their own names."""
         self._sending: int | None = None
-        """The checkpoint that is on its way."""
+        """The step whose checkpoint is being uploaded."""
 
     def on_train_begin(self, args: SFTConfig, state: Any, control: Any, **facts: Any) -> None:
-        """Make the repository, so that what is missing is known before hours of training."""
+        """Create the repository, so that a missing token or permission shows before hours of training."""
         if not runtime.is_main():
             return
         if reason := _why_not():
@@ -53,56 +50,55 @@ class Hub:
         else:
             self._start(self._create)
 
-    def on_save(self, args: SFTConfig, state: Any, control: Any, **facts: Any) -> None:
-        """Send the model as it is now, unless the last one is still on its way. All ranks must call it."""
+    def on_save(self, args: SFTConfig, state: Any, control: Any, *, checkpoints: Any, **facts: Any) -> None:
+        """Upload the model as it is now, unless the last upload is still running. All ranks must call it."""
         if args.hub_strategy == "end":
             return
         idle = runtime.is_main() and (self._busy or _why_not() is not None)
-        if any_of(int(idle), state.global_step, "uploads"):
+        if any_of(int(idle), "uploads"):
             return
-        loop, place = self.trainer.loop, self._place
-        if loop.manager is not None:
-            loop.manager.join()  # the checkpoint to send is the one that was just saved
-        results.export(loop.model, self.trainer.parts, args, place)
+        place = self._place
+        checkpoints.join()  # the checkpoint to upload is the one that was just saved
+        self.writer.export(place)
         if runtime.is_main():
             step = state.global_step
             self._start(lambda: self._send(place, f"step {step}", [*NEVER, *GROWING]))
 
     def holds(self, step: int) -> bool:
-        """Whether a checkpoint is on its way or has yet to be sent, and must stay until then.
+        """Whether a checkpoint is being uploaded or has yet to be, and must be kept until then.
 
-        Where uploads fail nothing is held: a run must not fill the disk because the network is gone.
+        Where uploads fail nothing is kept: a run must not fill the disk because the network is down.
         """
-        waits = self.trainer.args.hub_strategy == "all_checkpoints" and step not in self._sent
+        waits = self.config.hub_strategy == "all_checkpoints" and step not in self._sent
         return step == self._sending or (waits and not self._failing and _why_not() is None)
 
     def push(self, place: Path) -> None:
-        """Send the result and wait for it; for the first rank alone. Whether it works or not, the run is done."""
-        if self._flight is not None:
-            self._flight.join()
-        self._warned.clear()  # the last word is said again
+        """Upload the result and wait for it; for the first rank alone. A failure does not fail the run."""
+        if self._upload is not None:
+            self._upload.join()
+        self._warned.clear()  # report a failure at the end of the run again
         if reason := _why_not():
             self._warn(reason, place)
         elif self._attempt(lambda: self._send(place, "the end of training", list(NEVER)), place):
-            self.trainer.loop.reporter.say(f"uploaded to {self._repository}")
+            self.say(f"uploaded to {self._repository}")
 
-    # --- sending ----------------------------------------------------------------------------------------------------
+    # --- uploading --------------------------------------------------------------------------------------------------
 
     @property
     def _place(self) -> Path:
-        return place_of(self.trainer.args)
+        return place_of(self.config)
 
     @property
     def _name(self) -> str:
-        return self.trainer.args.hub_model_id or self._place.resolve().name
+        return self.config.hub_model_id or self._place.resolve().name
 
     @property
     def _busy(self) -> bool:
-        return self._flight is not None and self._flight.is_alive()
+        return self._upload is not None and self._upload.is_alive()
 
     def _start(self, work: Callable[[], None]) -> None:
-        self._flight = threading.Thread(target=self._attempt, args=(work,), name="fullshard-hub", daemon=True)
-        self._flight.start()
+        self._upload = threading.Thread(target=self._attempt, args=(work,), name="fullshard-hub", daemon=True)
+        self._upload.start()
 
     def _attempt(self, work: Callable[[], None], place: Path | None = None) -> bool:
         try:
@@ -121,10 +117,10 @@ class Hub:
 
         if self._repository is not None:
             return
-        api, private = HfApi(), self.trainer.args.hub_private_repo
+        api, private = HfApi(), self.config.hub_private_repo
         self._repository = api.create_repo(self._name, private=private, exist_ok=True).repo_id
-        if self.trainer.args.hub_strategy == "all_checkpoints" and (steps := self._steps):
-            there = set(api.list_repo_files(self._repository))  # a resumed run sends what is missing
+        if self.config.hub_strategy == "all_checkpoints" and (steps := self._steps):
+            there = set(api.list_repo_files(self._repository))  # a resumed run uploads what is missing
             self._sent |= {step for step in steps if f"{CHECKPOINTS}/{step_name(step)}/{MANIFEST}" in there}
 
     @property
@@ -136,13 +132,13 @@ class Hub:
 
         self._create()
         assert self._repository is not None
-        strategy, newest = self.trainer.args.hub_strategy, self._steps[-1:]
+        strategy, newest = self.config.hub_strategy, self._steps[-1:]
         self._sending = newest[0] if newest and strategy == "checkpoint" else None
         HfApi().upload_folder(
             folder_path=place, repo_id=self._repository, ignore_patterns=ignored, commit_message=f"fullshard: {when}"
         )
         if self._sending is not None:
-            self._send_checkpoint(self._sending, LAST_CHECKPOINT, ["*"])  # the one that was there before goes
+            self._send_checkpoint(self._sending, LAST_CHECKPOINT, ["*"])  # replaces the one before
         while strategy == "all_checkpoints" and (left := [step for step in self._steps if step not in self._sent]):
             self._sending = left[0]
             self._send_checkpoint(left[0], f"{CHECKPOINTS}/{step_name(left[0])}", None)
@@ -167,16 +163,16 @@ class Hub:
         place = place or self._place
         leave = " ".join(f"--exclude {shlex.quote(pattern)}" for pattern in NEVER[:3])
         runtime.get_logger().warning(
-            "not uploaded to %s: %s. The run goes on, and its result stays in %s; upload it later with: "
+            "not uploaded to %s: %s. The run continues, and its result stays in %s; upload it later with: "
             "hf upload %s %s . %s",
             self._name, reason.rstrip("."), place, shlex.quote(self._name), shlex.quote(str(place)), leave,
         )  # fmt: skip
 
 
 def _why_not() -> str | None:
-    """What makes it useless to try."""
+    """The reason why an upload cannot work; None if it may."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
-        return "the hub is switched off (HF_HUB_OFFLINE is set)"
+        return "the hub is disabled (HF_HUB_OFFLINE is set)"
     return None if get_token() else "there is no token; log in with `hf auth login`, or set HF_TOKEN"

@@ -1,6 +1,7 @@
-"""The learning rate as a function of the step: transformers' schedules by name, with the settings each takes.
+"""The learning rate as a function of the step: transformers' schedules by name, with their options.
 
-No torch. A schedule has no state: the rate of step n is computed from n, so a resumed run has the right one at once.
+Nothing here imports torch. A schedule has no state: the rate of step n is computed from n, so there is nothing to
+restore when a run resumes.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "inverse_sqrt": {"timescale": None},
 }  # fmt: skip
-"""What `lr_scheduler_kwargs` may say of each schedule, and what is taken if it does not."""
+"""The options of each schedule in `lr_scheduler_kwargs`, with their defaults."""
 
 
 def check(kind: str, given: Mapping[str, Any], rate: float) -> dict[str, Any]:
-    """A schedule's settings, complete; `rate` is the highest learning rate."""
+    """A schedule's options, checked and with defaults filled in; `rate` is the peak learning rate."""
     known = SETTINGS[kind]
     for name, value in given.items():
         if name not in known:
@@ -49,8 +50,8 @@ def check(kind: str, given: Mapping[str, Any], rate: float) -> dict[str, Any]:
     if kind == "cosine_with_min_lr":
         if (settings["min_lr"] is None) == (settings["min_lr_rate"] is None):
             raise ConfigError(
-                "lr_scheduler_type is cosine_with_min_lr, which needs min_lr (a learning rate) or min_lr_rate (a part "
-                "of learning_rate) in lr_scheduler_kwargs, one of them."
+                "lr_scheduler_type is cosine_with_min_lr, which needs either min_lr (a learning rate) or min_lr_rate "
+                "(a fraction of learning_rate) in lr_scheduler_kwargs."
             )
         if settings["min_lr_rate"] is None:
             settings["min_lr_rate"] = settings["min_lr"] / rate if rate else 0.0
@@ -63,41 +64,41 @@ def check(kind: str, given: Mapping[str, Any], rate: float) -> dict[str, Any]:
 
 
 def factor(kind: str, step: int, warmup: int, total: int, settings: Mapping[str, Any] | None = None) -> float:
-    """By what the learning rate is multiplied at optimizer step `step`, counted from 0; `settings` as from `check`."""
-    said = SETTINGS[kind] if settings is None else settings
+    """The factor of the learning rate at optimizer step `step`, counted from 0; `settings` as from `check`."""
+    options = SETTINGS[kind] if settings is None else settings
     if kind == "constant":
         return 1.0
     if kind == "warmup_stable_decay":
-        return _stable(step, warmup, total, said)
+        return _stable(step, warmup, total, options)
     if step < warmup:
         return step / max(1, warmup)
     if kind == "constant_with_warmup":
         return 1.0
     if kind == "inverse_sqrt":
-        scale = said["timescale"] or warmup or 10_000
+        scale = options["timescale"] or warmup or 10_000
         return 1 / math.sqrt((step + scale - warmup) / scale)
     done = (step - warmup) / max(1, total - warmup)
     if kind == "linear":
         return max(0.0, 1 - done)
-    return max(0.0, _above(said.get("min_lr_rate") or 0.0, _wave(done, said["num_cycles"])))
+    return max(0.0, _above(options.get("min_lr_rate") or 0.0, _wave(done, options["num_cycles"])))
 
 
-def _stable(step: int, warmup: int, total: int, said: Mapping[str, Any]) -> float:
-    """Up, level, down, and then at the floor."""
-    falls = said["num_decay_steps"]
-    level = said["num_stable_steps"] if said["num_stable_steps"] is not None else total - warmup - falls
-    floor = said["min_lr_ratio"]
+def _stable(step: int, warmup: int, total: int, options: Mapping[str, Any]) -> float:
+    """Warmup, constant, decay, and then the minimum."""
+    falls = options["num_decay_steps"]
+    level = options["num_stable_steps"] if options["num_stable_steps"] is not None else total - warmup - falls
+    floor = options["min_lr_ratio"]
     if step < warmup:
         done = step / max(1, warmup)
         shapes = {"linear": done, "cosine": 1 - _wave(done, 0.5), "1-sqrt": 1 - math.sqrt(1 - done)}
-        return max(0.0, _above(floor, shapes[said["warmup_type"]]))
+        return max(0.0, _above(floor, shapes[options["warmup_type"]]))
     if step < warmup + level:
         return 1.0
     if step >= warmup + level + falls:
         return floor
     done = (step - warmup - level) / max(1, falls)
-    shapes = {"linear": 1 - done, "cosine": _wave(done, said["num_cycles"]), "1-sqrt": 1 - math.sqrt(done)}
-    return max(0.0, _above(floor, shapes[said["decay_type"]]))
+    shapes = {"linear": 1 - done, "cosine": _wave(done, options["num_cycles"]), "1-sqrt": 1 - math.sqrt(done)}
+    return max(0.0, _above(floor, shapes[options["decay_type"]]))
 
 
 def _wave(done: float, cycles: float) -> float:

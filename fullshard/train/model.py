@@ -1,11 +1,13 @@
-"""The model and tokenizer of a run before they have values: read from their configuration, checked against the data.
+"""The model and tokenizer of a run before weights are read: made from their configuration, given a chat template and
+the tokens it needs, checked against the data.
 
-Weights are read later, when the plan is known (`assemble.py`).
+Weights are read when the sharding plan is known (`assemble.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 from pathlib import Path
@@ -17,24 +19,63 @@ from fullshard import accelerator, runtime
 from fullshard.data.chat_template import Prepared, prepare_tokenizer
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError, first_line
-from fullshard.lora import targets, virtual_tokens
-from fullshard.lora.trainable_tokens import plain_layer
-from fullshard.models.chunked_loss import causal
+from fullshard.fsdp.strategy import dtype_of
+from fullshard.lora import virtual_tokens
+from fullshard.models.inner_model import causal, embedding_rows
+from fullshard.models.packed_inputs import Packed, PackingMethod, takes_positions
+from fullshard.models.packing_check import PackingVerdict, try_packing
 from fullshard.models.rope_scaling import longest_document, scale_rope
-from fullshard.quant.quantize_model import Quantization, quantize_model
+from fullshard.quant.config import Quantization, dense_dtype
+from fullshard.quant.quantize import quantize_model
+from fullshard.ranks import agree, on_rank_0
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
+from fullshard.train.checked_run import CheckedRun, base_of_adapter
 from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import needed, templates_of
 from fullshard.weights import load as loading
-from fullshard.weights.adapter_base import lasting_name
+from fullshard.weights.adapter_base import check_base, lasting_name
+from fullshard.weights.adapter_files import embedding_rows as adapter_rows
 from fullshard.weights.adapter_files import other_rows, stored_rows
-from fullshard.weights.locate import open_source
+from fullshard.weights.dtypes import choose_dtype
+from fullshard.weights.locate import open_source, resolve
 from fullshard.weights.resize_vocab import grow_in_memory
 
 
+class Folders(NamedTuple):
+    """The local folders that a run starts from."""
+
+    base: Path | None
+    """The model's; None for a model in memory."""
+    adapter: Path | None
+    """That of the adapter to resume."""
+    origin: Path | str | None
+    """The model's folder, or the name that a model in memory was loaded from."""
+
+
+def find_folders(run: CheckedRun) -> Folders:
+    """Find the folders of model and adapter; names on the hub are downloaded. All ranks must call it."""
+    adapter_folder = resolve(run.adapter) if run.adapter is not None else None
+    model = run.model if run.model is not None or adapter_folder is None else base_of_adapter(adapter_folder)
+    base = resolve(model) if isinstance(model, str | Path) else None
+    origin = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
+    if adapter_folder is not None and origin is not None:
+        agree(lambda: check_base(adapter_folder, origin), "base of the adapter")
+    return Folders(base, adapter_folder, origin)
+
+
+def has_own_tables(model: Any, folders: Folders) -> bool:
+    """Whether embedding and output head belong to the adapter, because those of its base differ."""
+    if folders.adapter is not None:
+        return bool(adapter_rows(folders.adapter))
+    if folders.base is not None:
+        return False
+    inner = causal(model)
+    return other_rows(getattr(inner.config, "_name_or_path", None), inner.config)
+
+
 def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | None = None) -> Any:
-    """The tokenizer that is named; else that of the adapter that is gone on with, if it has one; else the model's."""
+    """The tokenizer in the settings; else that of the adapter to resume, if it has one; else the model's."""
     from transformers import AutoTokenizer
 
     beside = earlier is not None and (earlier / "tokenizer_config.json").is_file()
@@ -47,8 +88,8 @@ def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | 
         raise ConfigError(f"no tokenizer could be read from {str(source)!r}: {first_line(error)[:200]}") from None
 
 
-def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
-    """The causal language model in `folder`, on the meta device."""
+def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
+    """The causal language model in `folder`, on the meta device: its weights are not read yet."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -65,9 +106,9 @@ def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
     shape._attn_implementation = attention(config, say)
     try:
         with contextlib.closing(open_source(folder)) as source:
-            dtype = loading.choose_dtype(config.torch_dtype, shape, source)
+            dtype = choose_dtype(config.torch_dtype, shape, source)
             if four_bits is not None and config.torch_dtype == "auto":
-                dtype = targets.dtype_beside(four_bits.scheme.storage) or dtype
+                dtype = dense_dtype(four_bits.scheme.storage) or dtype
             model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, False)
             loading.untie_what_differs(model, source, None)
             if four_bits is not None:
@@ -80,7 +121,7 @@ def empty_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
 
 
 def attention(config: SFTConfig, say: Say) -> str | None:
-    """The attention implementation asked for; None leaves it to transformers."""
+    """The attention implementation that the settings ask for; None leaves the choice to transformers."""
     if config.attn_implementation:
         return config.attn_implementation
     if not config.use_flash_attn:
@@ -94,24 +135,14 @@ def attention(config: SFTConfig, say: Say) -> str | None:
     return None
 
 
-def embedding_rows(model: Any) -> int:
-    return int(plain_layer(causal(model).get_input_embeddings()).weight.shape[0])
-
-
 def prepared_tokenizer(config: SFTConfig, tokenizer: Any) -> Prepared:
-    """The tokenizer with the template of the run, and the tokens that this and those of its data sets need."""
+    """The tokenizer with the run's chat template, and the tokens that its and the data sets' templates need."""
     more = needed(templates_of(config))
     return prepare_tokenizer(tokenizer, config.chat_template_format, config.chat_template_path, more)
 
 
-def resized(model: Any) -> bool:
-    """Whether a model that was handed over has other token rows than the base it names."""
-    inner = causal(model)
-    return other_rows(getattr(inner.config, "_name_or_path", None), inner.config)
-
-
 class Vocabulary(NamedTuple):
-    """What became of model, tokenizer and adapter when they met."""
+    """The outcome of fitting model, tokenizer and adapter to each other."""
 
     peft_config: Any
     """The adapter's configuration, new tokens included; None for full fine-tuning."""
@@ -119,10 +150,10 @@ class Vocabulary(NamedTuple):
     """Whether the model has more token rows than its files."""
 
 
-def settle_vocabulary(
+def prepare_vocabulary(
     config: SFTConfig, model: Any, tokenizer: Any, peft_config: Any, earlier: Path | None, say: Say
 ) -> Vocabulary:
-    """Choose the chat template, give tokenizer and model the tokens it needs, and let those train."""
+    """Choose the chat template, add the tokens it needs to tokenizer and model, and make them trainable."""
     prepared = prepared_tokenizer(config, tokenizer)
     for note in prepared.notes:
         say(note)
@@ -135,7 +166,7 @@ def settle_vocabulary(
         if lost := adapter.missing_tokens(peft_config, model, new):
             raise ConfigError(
                 f"the adapter {earlier} was trained without {' '.join(tokenizer.convert_ids_to_tokens(lost))}, which "
-                f"the template needs as tokens: go on with the template and tokenizer it was trained with, or start a "
+                f"the template needs as tokens: resume with the template and tokenizer it was trained with, or start a "
                 f"new adapter."
             )
     elif peft_config is not None:
@@ -144,14 +175,14 @@ def settle_vocabulary(
     elif hasattr(model, "peft_config"):
         held = model.peft_config[model.active_adapters[0]]
         if adapter.missing_tokens(held, causal(model), new):
-            say("the new tokens do not train: the adapter is your own; name them in its trainable_token_indices.")
+            say("the new tokens are not trained: the model has its own adapter; name them in trainable_token_indices.")
     return Vocabulary(peft_config, embedding_rows(model) > rows)
 
 
 def make_room(model: Any, tokenizer: Any, added: list[str], say: Say, least: int = 0) -> list[int]:
-    """Give the model's embedding and head a row for every token; the tokens that are new to the model.
+    """Add rows to the model's embedding and head so that every token has one; returns the tokens new to the model.
 
-    Without values yet, new rows get theirs when the files are read; in a model in memory they start at the mean here.
+    New rows start at the mean of the others: here in a model in memory, else when the weights are read.
     """
     rows = embedding_rows(model)
     spare = spare_tokens(tokenizer) - {*added}
@@ -161,7 +192,7 @@ def make_room(model: Any, tokenizer: Any, added: list[str], say: Say, least: int
     if foreign := set(beyond) - set(tokenizer.get_added_vocab()):
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows ({len(foreign)} of its "
-            f"words have none): they do not belong together. Name the model's own tokenizer."
+            f"tokens have none): they do not belong together. Give the model's own tokenizer."
         )
     new = sorted({*beyond.values(), *(vocabulary[token] for token in added)})
     if size > rows:
@@ -176,8 +207,8 @@ def make_room(model: Any, tokenizer: Any, added: list[str], say: Say, least: int
 
 
 def spare_tokens(tokenizer: Any) -> set[str]:
-    """Tokens that the tokenizer's class brings along by itself and that nothing writes: Qwen2's adds <|endoftext|> for
-    unknown words to any vocabulary. Without a row of their own they do no harm."""
+    """Tokens that the tokenizer's class adds by itself and that no text contains: Qwen2's adds <|endoftext|> as the
+    unknown token to any vocabulary. They need no row."""
     parameters = inspect.signature(type(tokenizer).__init__).parameters.values()
     brought = {str(p.default) for p in parameters if p.name.endswith("_token") and p.default}
     return brought - {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
@@ -200,7 +231,7 @@ def _resize(model: Any, size: int) -> None:
 
 
 def end_turns(model: Any, tokenizer: Any) -> None:
-    """Let the model's generation stop where the tokenizer says that a text ends."""
+    """Add the tokenizer's end-of-text token to those that end the model's generation."""
     settings = getattr(causal(model), "generation_config", None)
     if settings is None or tokenizer.eos_token_id is None:
         return
@@ -211,11 +242,12 @@ def end_turns(model: Any, tokenizer: Any) -> None:
 
 
 def uses_flash(model: Any) -> bool:
+    """Whether the model runs FlashAttention."""
     return "flash" in str(getattr(model.config, "_attn_implementation", None))
 
 
 def check_rows(model: Any, table: TokenTable) -> None:
-    """Refuse rows that the model cannot take."""
+    """Refuse rows that are longer than the model's positions, or have tokens without an embedding row."""
     inner = causal(model)
     longest = int((table.document_starts[1:] - table.document_starts[:-1]).max())
     positions, before = longest_document(inner.config), virtual_tokens.count(model)
@@ -228,11 +260,44 @@ def check_rows(model: Any, table: TokenTable) -> None:
     top = int(table.tokens.max())
     if top >= embedding_rows(model):
         raise ConfigError(
-            f"the data has token {top}, the model's embedding {embedding_rows(model)} rows: another model's tokens."
+            f"the data has token {top}, the model's embedding {embedding_rows(model)} rows: the data was tokenized for "
+            f"another model."
         )
 
 
 def local_folder(model: Any) -> str | None:
-    """Where a model's base lies, for cards and adapters."""
+    """The folder or name that a model was loaded from, for model cards and adapters."""
     name = getattr(model.config, "_name_or_path", None)
     return str(Path(name)) if name and Path(name).exists() else name or None
+
+
+# --- packing --------------------------------------------------------------------------------------------------------
+
+
+def choose_packing(config: SFTConfig, model: Any, say: Say) -> PackingMethod:
+    """How this model receives packed rows, found by a trial on the first rank. All ranks must call it."""
+    work = functools.partial(try_packing, model, runtime.device(), uses_flash(model))
+    verdict: PackingVerdict = on_rank_0(work, "packing check")
+    name = type(causal(model)).__name__
+    if verdict.way is not None:
+        if verdict.way != PackingMethod():
+            say(f"packing: documents are kept apart in {name} by {verdict.way}.")
+        return verdict.way
+    if verdict.tried:
+        raise ConfigError(f"packing: {verdict.reason} in {name}, however they are given to it; leave packing out.")
+    if not config.trust_packing:
+        raise ConfigError(
+            f"packing: whether {name} keeps documents in a row apart cannot be tried on a small model of its class "
+            f"({verdict.reason}); leave packing out, or set trust_packing if you know that it does."
+        )
+    if not takes_positions(model):
+        raise ConfigError(f"packing: {name} does not take position_ids, so documents would see each other.")
+    say(f"packing: {name} is trusted to keep documents in a row apart; it could not be tried ({verdict.reason}).")
+    return PackingMethod()
+
+
+def packed_inputs(model: Any, method: PackingMethod | None, precision: str) -> Packed | None:
+    """What isolates packed documents in a model that needs more than position ids; None for the others."""
+    if method is None or method == PackingMethod():
+        return None
+    return Packed(model, method, dtype_of(precision) if precision != "no" else causal(model).dtype)

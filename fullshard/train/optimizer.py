@@ -1,8 +1,8 @@
-"""The optimizer of a run, and how it is given the learning rate of each step (`lr_schedule.py`)."""
+"""The optimizer of a run, and its learning rate at each step (computed in `lr_schedule.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from fullshard import runtime
 from fullshard.errors import ConfigError
+from fullshard.parallelize.prepare import rebind
 from fullshard.train.config import SFTConfig
 from fullshard.train.lr_schedule import factor
 
@@ -26,15 +27,25 @@ class Schedule:
             group.setdefault("initial_lr", group["lr"])
 
     def set(self, step: int) -> float:
-        """Make the optimizer ready for this step; the learning rate of its first group."""
+        """Set the learning rates of this step; returns that of the first group."""
         by = factor(self.kind, step, self.warmup, self.total, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * by
         return float(self.optimizer.param_groups[0]["lr"])
 
 
+def make_schedule(optimizer: torch.optim.Optimizer, config: SFTConfig, total: int) -> Schedule:
+    """The learning-rate schedule of a run with this many steps."""
+    return Schedule(optimizer, config.lr_scheduler_type, config.warmup(total), total, config.schedule_settings())
+
+
+def take_optimizer(given: Any, model: nn.Module, config: SFTConfig) -> torch.optim.Optimizer:
+    """The user's optimizer, moved to the sharded parameters; else the one that the settings ask for."""
+    return rebind(given) if given is not None else make_optimizer(model, config)
+
+
 def make_optimizer(model: nn.Module, config: SFTConfig) -> torch.optim.Optimizer:
-    """The optimizer of what trains. Matrices decay; vectors (biases, norms) do not."""
+    """The optimizer of the trainable parameters. Matrices have weight decay; vectors (biases, norms) have none."""
     options: dict[str, Any] = {"lr": config.learning_rate}
     if config.optim == "sgd":
         return _made(model, config, torch.optim.SGD, options)
@@ -59,18 +70,15 @@ def _made(model: nn.Module, config: SFTConfig, kind: Any, options: dict[str, Any
 
 
 def _loraplus(model: Any, config: SFTConfig, kind: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
-    """PEFT's groups: B matrices (and vectors) learn faster than A matrices, embeddings at a rate of their own."""
+    """PEFT's parameter groups: B matrices (and vectors) have a higher learning rate than A matrices, and embeddings
+    their own."""
     from peft.optimizers import create_loraplus_optimizer
 
     if not any("lora_B" in name for name, p in model.named_parameters() if p.requires_grad):
-        raise ConfigError("loraplus_lr_ratio is set, but no LoRA matrix trains; switch LoRA on with use_peft_lora.")
+        raise ConfigError("loraplus_lr_ratio is set, but no LoRA matrix is trainable; turn LoRA on with use_peft_lora.")
     made = create_loraplus_optimizer(
         model, kind, loraplus_lr_ratio=config.loraplus_lr_ratio or 1.0, loraplus_weight_decay=config.weight_decay,
         loraplus_lr_embedding=config.loraplus_lr_embedding, **options,
     )  # fmt: skip
     made.param_groups[:] = [group for group in made.param_groups if group["params"]]
     return made
-
-
-def counted(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() for p in parameters)

@@ -1,13 +1,13 @@
-"""`fullshard sft … --preview`: rows as the model will see them, what of them is learnt, and the numbers of the data.
+"""`fullshard sft … --preview`: rows as the model will see them, with the loss mask, and dataset statistics.
 
-Nothing trains and no weights are read: tokenizer, template and settings are those of the run, and the tokens are kept,
-so the run that follows finds them made.
+Nothing is trained and no weights are read. Tokenizer, template and settings are those of the run, and the tokens are
+cached, so the run that follows does not tokenize again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,46 +18,45 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.data.sources import Source, hold_back
+from fullshard.data.sources import DataSource, hold_back
 from fullshard.data.token_table import TokenTable, statistics, unused_columns
 from fullshard.train.batches import make_table
-from fullshard.train.cli_args import check_paths
+from fullshard.train.checked_run import CheckedRun
 from fullshard.train.config import SFTConfig
 from fullshard.train.model import prepared_tokenizer, read_tokenizer
-from fullshard.train.start import starting_point
 
-LEARNT, READ, SPECIAL, BORDER = "bold green", "dim", "cyan", "yellow"
+TRAINED, READ, SPECIAL, BORDER = "bold green", "dim", "cyan", "yellow"
 OPEN, CLOSE = "⟦", "⟧"
-"""Stand around what is learnt where there are no colours."""
+"""Put around trained tokens where there are no colors."""
 SHOWN_TOKENS = 600
-"""Tokens of a row that are shown; what is left out is counted."""
+"""Tokens of a row that are shown; the others are counted."""
 BARS = 30
 
 
-def run(config: SFTConfig, notes: Sequence[str] = ()) -> None:
-    """What `fullshard sft … --preview` does. One process; nothing is written but the token cache."""
-    console = Console(highlight=False)
-    data = check_paths(config)
-    model, adapter = starting_point(config.model_name_or_path, config.adapter_name_or_path)
-    tokenizer = read_tokenizer(config, model, Path(adapter).expanduser() if adapter is not None else None)
+def preview_run(run: CheckedRun) -> None:
+    """Show the first rows and the statistics of a run's data. One process; only the token cache is written."""
+    console, config = Console(highlight=False), run.config
+    adapter = Path(run.adapter).expanduser() if run.adapter is not None else None
+    tokenizer = read_tokenizer(config, run.model, adapter)
     prepared = prepared_tokenizer(config, tokenizer)
-    for note in (*notes, *prepared.notes):
+    for note in (*run.notes, *prepared.notes):
         console.print(f"note: {note}", style=READ, markup=False)
-    train, evaluation = data.train, data.evaluation
+    train, evaluation = run.train, run.evaluation
+    assert train is not None
     if config.val_size:
         train, evaluation = hold_back(train, config.val_size, config.seed, config.streaming)
     if config.streaming:
-        console.print(f"streaming: the first {config.shuffle_buffer_size:,} rows are looked at", style=READ)
-        train = first(train, config.shuffle_buffer_size)
+        console.print(f"streaming: only the first {config.shuffle_buffer_size:,} rows are read", style=READ)
+        train = first_rows(train, config.shuffle_buffer_size)
     tables = {"training": make_table(config, train, tokenizer)}
     if evaluation is not None:
         tables["evaluation"] = make_table(config, evaluation, tokenizer)
     show_rows(tables["training"], tokenizer, config.preview_rows, console)
     for name, table in tables.items():
-        show_numbers(name, table, config, console)
+        show_statistics(name, table, config, console)
 
 
-def first(source: Source, count: int) -> Source:
+def first_rows(source: DataSource, count: int) -> DataSource:
     """The first rows of a source."""
     return dataclasses.replace(
         source,
@@ -67,39 +66,41 @@ def first(source: Source, count: int) -> Source:
 
 
 def show_rows(table: TokenTable, tokenizer: Any, count: int, console: Console) -> None:
-    """The first rows of the table, with what is learnt set off by colour (or brackets, without colours)."""
+    """The first rows of the table, with trained tokens in color (or in brackets, without colors)."""
     marks = console.color_system is None
-    legend = Text("learnt", LEARNT if not marks else "")
-    legend.append(" · " if not marks else f" stands in {OPEN} {CLOSE}, ", READ)
-    legend.append("only read" if not marks else "the rest is only read", READ)
+    legend = Text("trained", TRAINED if not marks else "")
+    legend.append(" · " if not marks else f" tokens are in {OPEN} {CLOSE}, ", READ)
+    legend.append("context only" if not marks else "the others are context only", READ)
     console.print(legend)
     for row in range(min(count, len(table))):
         documents = table.documents(row)
         sizes = [len(ids) for ids, _ in documents]
-        learnt = sum(_targets(mask) for _, mask in documents)
-        console.rule(f"row {row + 1}: {len(documents)} document(s), {sum(sizes)} tokens, {learnt} learnt", align="left")
+        trained = sum(_targets(mask) for _, mask in documents)
+        console.rule(
+            f"row {row + 1}: {len(documents)} document(s), {sum(sizes)} tokens, {trained} trained", align="left"
+        )
         left = SHOWN_TOKENS
         for number, (ids, mask) in enumerate(documents):
             if number:
-                console.print("── the next document of the row; it does not see the one before ──", style=BORDER)
+                console.print("── next document of the row; it does not see the one before ──", style=BORDER)
             if left <= 0:
                 console.print(f"… and {len(documents) - number} more documents in this row", style=READ)
                 break
-            console.print(coloured(ids[:left], mask[:left], tokenizer, marks), soft_wrap=True)
+            console.print(colored(ids[:left], mask[:left], tokenizer, marks), soft_wrap=True)
             if len(ids) > left:
                 console.print(f"… and {len(ids) - left} more tokens of this document", style=READ)
             left -= len(ids)
 
 
-def coloured(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8], tokenizer: Any, marks: bool = False) -> Text:
-    """A document as text, run by run: learnt, only read, or a special token."""
+def colored(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8], tokenizer: Any, marks: bool = False) -> Text:
+    """A document as text, with trained tokens, context and special tokens set apart."""
     special = set() if marks else set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     shown = Text()
-    for piece, learnt, is_special in _runs(ids, mask, special, tokenizer):
+    for piece, trained, is_special in _runs(ids, mask, special, tokenizer):
         if marks:
-            shown.append(f"{OPEN}{piece}{CLOSE}" if learnt else piece)
+            shown.append(f"{OPEN}{piece}{CLOSE}" if trained else piece)
         else:
-            style = LEARNT if learnt else READ
+            style = TRAINED if trained else READ
             shown.append(piece, f"{style} {SPECIAL}" if is_special else style)
     return shown
 
@@ -107,10 +108,13 @@ def coloured(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8], tokenizer:
 def _runs(
     ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8], special: set[int], tokenizer: Any
 ) -> Iterator[tuple[str, bool, bool]]:
-    """Pieces of text whose tokens are alike. Each is cut from the decoding of all before it, so blanks stay."""
-    learnt = mask.astype(bool).copy()
-    learnt[:1] = False  # nothing comes before the first token, so it is never predicted
-    kinds = [(bool(flag), int(i) in special) for i, flag in zip(ids, learnt, strict=True)]
+    """Pieces of text whose tokens are of one kind: (text, trained, special).
+
+    Each piece is cut from the decoding of all tokens up to it, so that spaces are kept.
+    """
+    trained = mask.astype(bool).copy()
+    trained[:1] = False  # nothing comes before the first token, so it is never predicted
+    kinds = [(bool(flag), int(i) in special) for i, flag in zip(ids, trained, strict=True)]
     ends = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]] + ([len(kinds)] if kinds else [])
     before = ""
     for end in ends:
@@ -123,40 +127,40 @@ def _targets(mask: npt.NDArray[np.uint8]) -> int:
     return int(mask[1:].sum())
 
 
-def show_numbers(name: str, table: TokenTable, config: SFTConfig, console: Console) -> None:
-    """How many, how long, how full, and what was left out."""
+def show_statistics(name: str, table: TokenTable, config: SFTConfig, console: Console) -> None:
+    """Print counts, lengths, packing efficiency, and what was dropped or truncated."""
     found, facts = statistics(table), table.facts
     lines = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for label, value in _numbers(found, facts, config).items():
+    for label, value in _statistics(found, facts, config).items():
         lines.add_row(label, value)
     console.rule(f"{name} data", align="left")
     console.print(lines)
     console.print(histogram(np.diff(table.document_starts)))
 
 
-def _numbers(found: dict[str, Any], facts: dict[str, Any], config: SFTConfig) -> dict[str, str]:
-    learnt = facts["targets"] / max(1, facts["tokens"])
+def _statistics(found: dict[str, Any], facts: dict[str, Any], config: SFTConfig) -> dict[str, str]:
+    trained = facts["targets"] / max(1, facts["tokens"])
     low, high, median, mean, p95 = (found[name] for name in ("min", "max", "median", "mean", "p95"))
-    told = {
+    lines = {
         "documents": f"{facts['documents']:,}",
-        "tokens": f"{facts['tokens']:,}, {facts['targets']:,} of them learnt ({learnt:.0%})",
+        "tokens": f"{facts['tokens']:,}, {facts['targets']:,} of them trained ({trained:.0%})",
         "length": f"{low:,} to {high:,} tokens; median {median:,.0f}, mean {mean:,.1f}, 95 % up to {p95:,.0f}",
         "rows": f"{facts['rows']:,} of at most {config.max_seq_len:,} tokens, {found['efficiency']:.1%} full",
     }
-    for key, label in (("empty", "left out: empty"), ("bad", "left out: not understood")):
+    for key, label in (("empty", "dropped: empty"), ("bad", "dropped: unknown format")):
         if facts.get(key):
-            told[label] = f"{facts[key]:,}"
+            lines[label] = f"{facts[key]:,}"
     for name, count in unused_columns(facts).items():
-        told[f"not used: `{name}`"] = f"in {count:,} rows"
+        lines[f"not used: `{name}`"] = f"in {count:,} rows"
     if facts.get("long"):
-        told["longer than max_seq_len"] = (
+        lines["longer than max_seq_len"] = (
             f"{facts['long']:,} documents, {facts['cut']:,} tokens lost (overflow {config.overflow})"
         )
-    return told
+    return lines
 
 
 def histogram(lengths: npt.NDArray[np.int64], bins: int = 8) -> Text:
-    """How many documents have which length, in a few bars."""
+    """A histogram of document lengths, as bars of text."""
     low, high = int(lengths.min()), int(lengths.max()) + 1
     edges = np.unique(np.linspace(low, high, bins + 1).round().astype(np.int64))
     counts, _ = np.histogram(lengths, edges)

@@ -1,6 +1,6 @@
-"""Prompts of the user's own for sample generations: a text file with one per line, or JSON lines.
+"""The prompts in a user's file for sample generations: text with one prompt per line, or JSON lines.
 
-Only reads and checks, without torch, so that a wrong file is found before anything starts. Answers are in `samples.py`.
+Reads and checks without torch, so that a wrong file is found before anything starts. `samples.py` answers them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ EXPECTED = 'expected {"messages": [{"role": …, "content": …}, …]} or {"pro
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, as a conversation; and the answer to compare with, where one is known."""
+    """A conversation to answer, and the expected answer where there is one."""
 
     messages: tuple[dict[str, Any], ...]
     reference: str | None = None
 
 
 def read_prompts(name: str) -> list[Question]:
-    """The prompts in a file. A conversation that ends with the assistant's turn is asked without it."""
+    """The prompts in a file. An assistant's turn at the end of a conversation becomes the reference."""
     path = Path(name).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
@@ -36,17 +36,17 @@ def read_prompts(name: str) -> list[Question]:
     found = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            found.append(_question(line, f"{path}:{number}") if json_lines else _asked(line.strip()))
+            found.append(_from_json(line, f"{path}:{number}") if json_lines else _user_turn(line.strip()))
     if not found:
         raise ConfigError(f"sample_prompts: {path} holds no prompt.")
     return found
 
 
-def _asked(text: str, reference: str | None = None) -> Question:
+def _user_turn(text: str, reference: str | None = None) -> Question:
     return Question(({"role": "user", "content": text},), reference)
 
 
-def _question(line: str, where: str) -> Question:
+def _from_json(line: str, where: str) -> Question:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -56,13 +56,13 @@ def _question(line: str, where: str) -> Question:
     if reference is not None and not isinstance(reference, str):
         raise ConfigError(f"sample_prompts: {where}: reference is {reference!r}; expected text.")
     if isinstance(prompt, str) and prompt.strip():
-        return _asked(prompt, reference)
+        return _user_turn(prompt, reference)
     if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
         raise ConfigError(f"sample_prompts: {where}: {EXPECTED}; got {line[:120]}")
     if messages[-1]["role"] == "assistant":
         messages, reference = messages[:-1], reference or messages[-1]["content"]
     if not messages:
-        raise ConfigError(f"sample_prompts: {where} holds an answer and nothing that it answers.")
+        raise ConfigError(f"sample_prompts: {where} holds an answer without a prompt.")
     return Question(tuple(messages), reference)
 
 

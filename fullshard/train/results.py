@@ -1,71 +1,83 @@
-"""What a run leaves behind: the model or adapter for transformers and peft, card, report, and the closing table."""
+"""The results of a run: the model or adapter for transformers and PEFT, model card, report, and the closing table."""
 
 from __future__ import annotations
 
 import copy
-import importlib.metadata
-import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from fullshard import __version__, runtime
-from fullshard.data.once import agree
+from fullshard import runtime
 from fullshard.errors import WeightsError
 from fullshard.fsdp.state_dict import whole_value
 from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
 from fullshard.lora.plain_lora import make_plain
 from fullshard.lora.virtual_tokens import as_file, encoders, is_prompt
-from fullshard.models.chunked_loss import causal
+from fullshard.models.inner_model import causal
 from fullshard.paths import replaced_files, save_tokenizer
+from fullshard.ranks import on_rank_0
 from fullshard.reporting.html_report import write_report
 from fullshard.reporting.model_card import write_card
-from fullshard.reporting.reporter import FILE
+from fullshard.reporting.records import METRICS_FILE
 from fullshard.train.config import SFTConfig
+from fullshard.train.loop import Progress
 from fullshard.train.model import local_folder
 from fullshard.train.run_dir import CHECKPOINTS, place_of
+from fullshard.version import library_versions
 from fullshard.weights.adapter_base import lasting_name, write_record
 from fullshard.weights.adapter_files import names_in_files
 from fullshard.weights.export import save_pretrained
 from fullshard.weights.source_files import base_of
 
-if TYPE_CHECKING:
-    from fullshard.train.assemble import Parts
-    from fullshard.train.trainer import SFTTrainer
-
 REPORT = "report.html"
 
 
-def export(model: Any, parts: Parts, config: SFTConfig, place: Path) -> None:
-    """Write the model or the adapter, and the tokenizer. All ranks must call it."""
-    dtype = None if config.save_dtype == "auto" else getattr(torch, config.save_dtype)
-    if hasattr(model, "peft_config"):
-        keep_first(model, parts, config)
-        export_adapter(model, place, dtype, parts.tables, parts.first)
-        agree(lambda: save_tokenizer(parts.tokenizer, place) if runtime.is_main() else None)
-    else:
-        dtype = dtype or getattr(model.config, "dtype", None)
-        save_pretrained(model, place, dtype=dtype, tokenizer=parts.tokenizer, progress=False)
+class ResultWriter:
+    """Writes the trained model, or the adapter, of one run."""
 
+    def __init__(
+        self, config: SFTConfig, model: Any, tokenizer: Any, tables: bool, from_weights: bool, first: Path | None
+    ) -> None:
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.tables = tables
+        """Whether embedding and output head are written with the adapter, because those of its base differ."""
+        self.from_weights = from_weights
+        """Whether the adapter was initialized from the base weights (PiSSA, OLoRA)."""
+        self.first = first
+        """The folder of such an adapter's initial values; None until they are written."""
 
-def keep_first(model: Any, parts: Parts, config: SFTConfig) -> None:
-    """Write down what an adapter begins with that was taken out of the weights. All ranks must call it, before the
-    adapter trains."""
-    if parts.takes_from_weights and parts.first is None:
-        place = place_of(config) / FIRST
-        export_adapter(model, place)
-        parts.first = place
+    def export(self, place: Path) -> None:
+        """Write the model or the adapter, and the tokenizer. All ranks must call it."""
+        model, config = self.model, self.config
+        dtype = None if config.save_dtype == "auto" else getattr(torch, config.save_dtype)
+        if hasattr(model, "peft_config"):
+            self.keep_first()
+            export_adapter(model, place, dtype, self.tables, self.first)
+            on_rank_0(lambda: save_tokenizer(self.tokenizer, place), "export")
+        else:
+            dtype = dtype or getattr(model.config, "dtype", None)
+            save_pretrained(model, place, dtype=dtype, tokenizer=self.tokenizer, progress=False)
+
+    def keep_first(self) -> None:
+        """Write the initial values of an adapter that was initialized from the base weights. All ranks must call it,
+        before the adapter trains."""
+        if self.from_weights and self.first is None:
+            place = place_of(self.config) / FIRST
+            export_adapter(self.model, place)
+            self.first = place
 
 
 def export_adapter(
     model: Any, place: Path, dtype: torch.dtype | None = None, tables: bool = False, first: Path | None = None
 ) -> None:
-    """Write the adapter as PEFT does, gathering nothing else; read it back before it takes its place.
+    """Write the adapter as PEFT does, gathering nothing else, and read it back before it replaces an older one.
 
-    With `tables` embedding and head are written with it, whole. One that began as `first`, taken out of the weights, is
-    written as plain LoRA.
+    With `tables`, embedding and head are written with it, whole. An adapter whose initial values, taken from the base
+    weights, are in `first` is written as a plain LoRA.
     """
     names = set(model.peft_config)
     whole_tables = {n for a in names for n in names_in_files(model, a)[1].values()} if tables else set()
@@ -81,8 +93,6 @@ def export_adapter(
         values[name] = shared[name].cpu().to(dtype or shared[name].dtype).clone()
 
     def write() -> None:
-        if not runtime.is_main():
-            return
         with replaced_files(place) as part:
             if is_prompt(model):
                 _write_prompt(model, part, values)
@@ -98,11 +108,11 @@ def export_adapter(
             for card in part.rglob("README.md"):  # PEFT's; `reporting/model_card.py` writes the run's
                 card.unlink()
 
-    agree(write)
+    on_rank_0(write, "export")
 
 
 def _name_base(folder: Path, model: Any) -> None:
-    """Have an adapter's files name the base so that it is found from any folder, and known from others."""
+    """Record the base in an adapter's files, so that it is found from any folder and told apart from others."""
     name, base = read_config(folder).get("base_model_name_or_path"), base_of(model)
     if base is not None:
         write_record(folder, name or base.path, (base.path, base.fingerprint))
@@ -111,7 +121,7 @@ def _name_base(folder: Path, model: Any) -> None:
 
 
 def _write_prompt(model: Any, folder: Path, values: dict[str, torch.Tensor]) -> None:
-    """A prompt's files hold what its encoder gives, not the encoder."""
+    """Write a prompt's files: the output of its encoder, not the encoder."""
     for adapter, encoder in encoders(model).items():
         start, config = f"prompt_encoder.{adapter}.", model.peft_config[adapter]
         own = {name.removeprefix(start): value.float() for name, value in values.items() if name.startswith(start)}
@@ -126,60 +136,72 @@ def _write_prompt(model: Any, folder: Path, values: dict[str, torch.Tensor]) -> 
 
 
 def _check_adapter(files: list[Path], values: dict[str, torch.Tensor]) -> None:
-    """Every value that was gathered must be in the files, as it is."""
+    """Refuse files that do not hold every gathered value unchanged."""
     there = [tensor for file in files for tensor in load_file(file).values()]
     for name, value in values.items():
         if not any(t.shape == value.shape and t.dtype == value.dtype and torch.equal(t, value) for t in there):
             raise WeightsError(f"the adapter's files do not hold {name} as it was gathered; nothing was kept.")
 
 
-def versions() -> dict[str, str]:
-    found = {"fullshard": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "peft", "safetensors", "tokenizers"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+# --- model card, report and closing table ---------------------------------------------------------------------------
 
 
-def describe(trainer: SFTTrainer, place: Path) -> None:
-    """Write card and report, and upload if asked to; the first rank alone."""
-    if not runtime.is_main():
-        return
-    config, progress = trainer.args, trainer.loop.progress
-    metrics = final_metrics(trainer)
-    base = trainer.parts.base or local_folder(causal(trainer.model))
+@dataclass(frozen=True)
+class Summary:
+    """The outcome of a run, from which card, report and closing table are written."""
+
+    config: SFTConfig
+    progress: Progress
+    logged_steps: int
+    """The number of steps that the last logged loss is the mean of."""
+    history: Sequence[dict[str, Any]]
+    """The records of metrics.jsonl."""
+    answers: Sequence[dict[str, Any]]
+    """The records of samples.jsonl."""
+    base: Path | str | None
+    """The base model's folder or name."""
+    adapter: bool
+    """Whether the result is an adapter."""
+
+    def metrics(self) -> dict[str, float]:
+        """The mean loss of all steps, and the last value of each metric that was logged."""
+        wanted = (
+            "loss", "mean_token_accuracy", "eval_loss", "eval_mean_token_accuracy", "tokens_per_second", "memory_gib"
+        )  # fmt: skip
+        progress = self.progress
+        found: dict[str, float] = {"train_loss": progress.mean_loss} if progress.loss_steps else {}
+        for record in self.history:
+            found |= {name: record[name] for name in wanted if record.get(name) is not None}
+        return found
+
+
+def describe(summary: Summary, place: Path) -> None:
+    """Write the model card and the report; for the first rank alone."""
+    config, progress, metrics, versions = summary.config, summary.progress, summary.metrics(), library_versions()
     facts = {
-        "base": lasting_name(base) if base else None,
-        "adapter": hasattr(trainer.model, "peft_config"),
-        "data": config.dataset_name or "data of the user's own",
+        "base": lasting_name(summary.base) if summary.base else None,
+        "adapter": summary.adapter,
+        "data": config.dataset_name or "user-provided data",
         "steps": progress.step,
         "ranks": runtime.world_size(),
         "metrics": metrics,
-        "versions": versions(),
+        "versions": versions,
     }
-    write_card(place, config, facts)
-    shown = {"steps": progress.step, "tokens": progress.tokens, "ranks": runtime.world_size(), **metrics, **versions()}
-    write_report(place / REPORT, config, trainer.state.log_history, shown, trainer.loop.reporter.answers)
-    if trainer.hub is not None:
-        trainer.hub.push(place)
+    write_card(place, config.run_name, config.changed(), facts)
+    shown = {
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "ranks": runtime.world_size(),
+        **metrics,
+        **library_versions(),
+    }
+    write_report(place / REPORT, config.run_name, config.changed(), summary.history, shown, summary.answers)
 
 
-def final_metrics(trainer: SFTTrainer) -> dict[str, float]:
-    """The mean loss of all steps, and the last value of each number that was logged."""
-    wanted = ("loss", "mean_token_accuracy", "eval_loss", "eval_mean_token_accuracy", "tokens_per_second", "memory_gib")
-    progress = trainer.loop.progress
-    found: dict[str, float] = {"train_loss": progress.mean_loss} if progress.loss_steps else {}
-    for record in trainer.state.log_history:
-        found |= {name: record[name] for name in wanted if record.get(name) is not None}
-    return found
-
-
-def _final_rows(trainer: SFTTrainer) -> dict[str, str]:
-    """The last numbers in words: of what each is the mean, and of which step."""
-    progress, metrics, logged = trainer.loop.progress, final_metrics(trainer), trainer.loop.logged_steps
-    evaluated = [record["step"] for record in trainer.state.log_history if "eval_loss" in record]
+def _final_rows(summary: Summary) -> dict[str, str]:
+    """The last metrics as text, each with the steps it is the mean of."""
+    progress, metrics, logged = summary.progress, summary.metrics(), summary.logged_steps
+    evaluated = [record["step"] for record in summary.history if "eval_loss" in record]
     every = f"all {progress.loss_steps:,}" if progress.loss_steps == progress.step else f"{progress.loss_steps:,}"
     last = "of the last step" if logged == 1 else f"mean of the last {logged:,} steps"
     evaluation = f"at step {evaluated[-1]:,}" if evaluated else ""
@@ -195,24 +217,22 @@ def _final_rows(trainer: SFTTrainer) -> dict[str, str]:
     if not logged:  # nothing was trained
         metrics = {name: value for name, value in metrics.items() if name.startswith("eval_")}
     elif logged == progress.loss_steps:
-        metrics.pop("loss", None)  # the line above it says the same
+        metrics.pop("loss", None)  # the same as the line above
     return {name: f"{form.format(metrics[key])}  {what}" for key, (name, form, what) in rows.items() if key in metrics}
 
 
-def show(trainer: SFTTrainer) -> None:
-    """The closing table, and where everything is."""
-    reporter = trainer.loop.reporter
-    if not runtime.is_main() or reporter.mode in ("quiet", "json"):
+def show(summary: Summary) -> None:
+    """Print the closing table, with the paths of all results, on the first rank."""
+    if not runtime.is_main():
         return
-    place, progress = place_of(trainer.args), trainer.loop.progress
-    kind = "adapter" if hasattr(trainer.model, "peft_config") else "model"
+    place, progress = place_of(summary.config), summary.progress
     rows = {
-        "steps": f"{progress.step:,}" + (f" ({progress.skipped} left out)" if progress.skipped else ""),
+        "steps": f"{progress.step:,}" + (f" ({progress.skipped} skipped)" if progress.skipped else ""),
         "tokens": f"{progress.tokens:,}",
-        **_final_rows(trainer),
-        f"{kind}, tokenizer, card": str(place),
+        **_final_rows(summary),
+        f"{'adapter' if summary.adapter else 'model'}, tokenizer, card": str(place),
         **({"checkpoints": str(place / CHECKPOINTS)} if (place / CHECKPOINTS).is_dir() else {}),
-        "metrics": str(place / FILE),
+        "metrics": str(place / METRICS_FILE),
         "report": str(place / REPORT),
         "talk to it": f"fullshard chat {place}",
     }

@@ -1,8 +1,8 @@
-"""The folder of a run: what may be written where, and whether it goes on with an earlier run.
+"""The output folder of a run: whether it may be written to, and whether the run resumes the one in it.
 
-A new run never writes into an earlier one by accident: it stops, says what differs, and offers to resume or to
-overwrite. Checks only read and need no torch. What an earlier run wrote is removed by the first rank, once everything
-that the new one reads is loaded.
+A new run never writes into an earlier one by accident: it stops, lists the settings that differ, and offers to resume
+or to overwrite. Checks only read, and need no torch. The first rank removes what an earlier run wrote, once everything
+that the new run reads is loaded.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.manifest import MANIFEST, published_steps
-from fullshard.data.sources import Source
+from fullshard.data.sources import DataSource
 from fullshard.data.token_table import cache_root
 from fullshard.errors import ConfigError
 from fullshard.lora.adapter_config import FIRST, WEIGHTS
 from fullshard.paths import Inputs, refuse_inputs, replace_text, within
-from fullshard.train.config import HARMLESS, SFTConfig
+from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import configs_of
 from fullshard.train.run_lock import LOCK, FolderLock, refuse_occupied
 
@@ -35,21 +35,22 @@ WRITTEN = (
     "adapter_base.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", SETTINGS,
 )  # fmt: skip
-"""What a run writes into its folder; overwriting removes these and nothing else. The settings, by which a run's folder
-is known, go last."""
+"""What a run writes into its folder; overwriting removes these and nothing else. The settings, which mark a folder as
+that of a run, are removed last."""
 DOOMED = ".overwritten"
-"""Marks an earlier run that is to be removed once everything is loaded, for a job that is restarted before that."""
+"""Marks an earlier run to be removed once everything is loaded, in case the job is restarted before that."""
 NAMED = 4
-"""Names that a message lists."""
+"""The most names in a message."""
 
 
 def restarted(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the launcher has started this job again after a crash."""
+    """Whether the launcher has restarted this job after a crash."""
     text = (os.environ if environment is None else environment).get(RESTART_VARIABLE, "0")
     return text.isdigit() and int(text) > 0
 
 
 def place_of(config: SFTConfig) -> Path:
+    """The path of the output folder."""
     return Path(config.output_dir).expanduser()
 
 
@@ -60,18 +61,18 @@ def named_checkpoint(config: SFTConfig) -> Path | None:
 
 
 def resumes(config: SFTConfig) -> bool:
-    """Whether the run goes on with the one in its folder."""
+    """Whether the run resumes the one in its folder."""
     if config.resume or config.resumes_newest:
         return True
     named = named_checkpoint(config)
     if named is not None and not config.overwrite and within(named, place_of(config)):
         return True
-    # Restarted before it had removed the earlier run, it begins anew again.
+    # A run that is restarted before it has removed the earlier one starts from the beginning again.
     return restarted() and not (config.overwrite and (place_of(config) / DOOMED).exists())
 
 
 def first_adapter(config: SFTConfig) -> Path | None:
-    """What the adapter of a run that is gone on with began with, where that was written down."""
+    """The folder of the initial adapter values of the run to resume, where it has one."""
     named = named_checkpoint(config)
     places = [] if named is None else [named, named.parent, named.parent.parent]
     found = (place / FIRST for place in (*places, place_of(config)))
@@ -82,9 +83,10 @@ def first_adapter(config: SFTConfig) -> Path | None:
 
 
 def inputs_of(
-    config: SFTConfig, model: Any, adapter: str | None, data: Iterable[Source | None], tokenizer: Any = None
+    config: SFTConfig, model: Any, adapter: str | None, data: Iterable[DataSource | None], tokenizer: Any = None
 ) -> dict[str, list[Path]]:
-    """What a run reads. Of a model or a tokenizer in memory, where it came from, if that is to be overwritten."""
+    """The existing paths that a run reads, by option. For a model or tokenizer in memory: the folder it was loaded
+    from, if `overwrite` is on."""
     named = {
         "model_name_or_path": _origin(model, config), "adapter_name_or_path": adapter,
         "tokenizer_name_or_path": config.tokenizer_name_or_path or _origin(tokenizer, config),
@@ -107,9 +109,14 @@ def _origin(thing: Any, config: SFTConfig) -> str | None:
 
 
 def check_folder(config: SFTConfig, inputs: Inputs) -> None:
-    """Refuse a folder that cannot be used; nothing is changed."""
-    folder = place_of(config)
+    """Refuse an output folder that cannot be used; nothing is changed."""
     check_place(config, inputs)
+    check_contents(config, inputs)
+
+
+def check_contents(config: SFTConfig, inputs: Inputs) -> None:
+    """Refuse a folder because of what it holds: another run, or files that are not a run's."""
+    folder = place_of(config)
     refuse_occupied(folder)
     if resumes(config):
         _check_checkpoint(config, folder)
@@ -129,13 +136,13 @@ def check_folder(config: SFTConfig, inputs: Inputs) -> None:
         )
     else:
         raise ConfigError(
-            f"output_dir {folder} holds an earlier run. --resume goes on with it, --overwrite starts anew. "
+            f"output_dir {folder} holds an earlier run. --resume continues it, --overwrite replaces it. "
             f"{describe_changes(earlier, config)}"
         )
 
 
 def check_place(config: SFTConfig, inputs: Inputs) -> None:
-    """Refuse a folder that a run must not, or cannot, write to, whatever it holds."""
+    """Refuse a path that a run must not, or cannot, write to, whatever the folder holds."""
     folder = place_of(config)
     refuse_inputs(folder, "output_dir", inputs)
     existing = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
@@ -162,7 +169,7 @@ def _check_named(named: Path) -> None:
 
 
 def _check_removal(config: SFTConfig, folder: Path, inputs: Inputs, earlier: bool) -> None:
-    """Refuse to overwrite what no run wrote, and what is still needed."""
+    """Refuse to overwrite files that no run wrote, or that this run reads."""
     doomed = written_in(folder)
     if doomed and not earlier:
         raise ConfigError(
@@ -173,7 +180,7 @@ def _check_removal(config: SFTConfig, folder: Path, inputs: Inputs, earlier: boo
     kept = {**inputs, "cache_dir": [cache_root(config.cache_dir)], "resume_from_checkpoint": [named] if named else []}
     for name, path, one in ((name, path, one) for name, paths in kept.items() for path in paths for one in doomed):
         if within(path, one):
-            raise ConfigError(f"{name}: {path} lies in {one}, which --overwrite removes; choose another place.")
+            raise ConfigError(f"{name}: {path} is in {one}, which --overwrite removes; choose another folder.")
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -181,7 +188,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _is_own(path: Path, config: SFTConfig) -> bool:
-    """Whether a thing in the folder belongs to this run already, or is nothing."""
+    """Whether an entry of the folder belongs to this run already, or is an empty folder."""
     empty = path.is_dir() and not any(path.iterdir())
     return path.name in (LOCK, DOOMED) or empty or within(cache_root(config.cache_dir), path)
 
@@ -192,15 +199,25 @@ def _names(paths: Iterable[Path]) -> str:
 
 
 def written_in(folder: Path) -> list[Path]:
-    """What is there under a name that runs write to."""
+    """The paths in a folder that a run would write."""
     return [path for pattern in WRITTEN for path in sorted(folder.glob(pattern))]
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
 
 
+HARMLESS = frozenset({
+    "output_dir", "overwrite", "resume", "resume_from_checkpoint", "save_strategy", "save_steps", "save_total_limit",
+    "logging_strategy", "logging_steps", "logging_first_step", "log_level", "progress", "report_to", "run_name",
+    "push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "eval_on_start", "per_device_eval_batch_size",
+    "preview", "preview_rows", "eval_samples", "sample_prompts", "sample_max_new_tokens",
+    "cache_dir", "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory", "save_dtype", "async_save",
+})  # fmt: skip
+"""Settings whose change in a resumed run does not change training."""
+
+
 def read_settings(folder: Path) -> dict[str, Any] | None:
-    """The settings of the run in this folder; None where there is none."""
+    """The settings of the run in this folder; None if it holds no run."""
     try:
         return dict(json.loads((folder / SETTINGS).read_text())["settings"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -208,7 +225,7 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def changes(earlier: Mapping[str, Any], config: SFTConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ from the earlier run's and matter: (then, now)."""
+    """The settings that differ from the earlier run's and change training: (then, now)."""
     now = config.to_dict()
     return {
         name: (earlier[name], now[name])
@@ -218,6 +235,7 @@ def changes(earlier: Mapping[str, Any], config: SFTConfig) -> dict[str, tuple[An
 
 
 def describe_changes(earlier: Mapping[str, Any], config: SFTConfig) -> str:
+    """The changed settings as a sentence."""
     found = changes(earlier, config)
     if not found:
         return "The settings are the same."
@@ -228,7 +246,7 @@ def describe_changes(earlier: Mapping[str, Any], config: SFTConfig) -> str:
 
 
 def open_folder(config: SFTConfig) -> FolderLock:
-    """Make the folder and hold it for this run; what is in it stays."""
+    """Create the folder and lock it for this run; what is in it stays."""
     folder = place_of(config)
     lock = FolderLock(folder)
     try:
@@ -244,7 +262,7 @@ def open_folder(config: SFTConfig) -> FolderLock:
 
 
 def remove_earlier(config: SFTConfig) -> str | None:
-    """Remove what an earlier run wrote, if it is to be overwritten; what stays, in words."""
+    """Remove what an earlier run wrote, with `overwrite`; returns a note on files that stay."""
     folder = place_of(config)
     if not config.overwrite:
         return None
@@ -258,10 +276,10 @@ def remove_earlier(config: SFTConfig) -> str | None:
     except OSError as error:
         raise ConfigError(f"output_dir {folder} cannot be used: {error.strerror or error}.") from None
     foreign = [path for path in _listed(folder) if not _is_own(path, config)]
-    return f"output_dir {folder}: {_names(foreign)} did not come from a run and stay as they are" if foreign else None
+    return f"output_dir {folder}: {_names(foreign)} were not written by a run and stay as they are" if foreign else None
 
 
 def write_settings(config: SFTConfig, facts: Mapping[str, Any]) -> None:
-    """Write down the resolved settings."""
+    """Write the resolved settings to settings.json."""
     text = json.dumps({"settings": config.to_dict(), **facts}, indent=1, default=str)
     replace_text(place_of(config) / SETTINGS, text)

@@ -1,7 +1,7 @@
-"""One run at a time per folder: a lock that the system lets go of when its process ends, however it ends.
+"""A lock on a run's folder: one run at a time. The system releases it when the process ends, however it ends.
 
-It is a record lock, which processes that this one starts do not inherit; so a run that was killed never keeps its
-folder. Where a file system has no locks nothing can be told, and nobody is refused.
+It is a record lock, which child processes do not inherit, so a killed run never keeps its folder locked. On a file
+system without locks nothing is detected, and no run is refused.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from fullshard.errors import ConfigError
 LOCK = ".lock"
 
 _own: dict[tuple[int, int], list[int]] = {}
-"""The locks of this process: its handle, and how often each was taken. To close a second handle of such a file would
-give up the lock."""
+"""The locks of this process: the file handle, and how often each lock was taken. Closing a second handle of the same
+file would release the lock."""
 
 
 class FolderLock:
-    """The right to write to a run's folder, for the first rank alone. The process that has it may take it again."""
+    """The lock of one run's folder, for the first rank alone. The process that holds it may take it again."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK
         self._identity: tuple[int, int] | None = None
 
     def take(self) -> None:
-        """Take the lock, or say which process has it."""
+        """Take the lock; an error names the process that holds it."""
         there = _identity_of(self.path)
         if there in _own:
             _own[there][1] += 1
@@ -41,7 +41,7 @@ class FolderLock:
             if not _locked(file, fcntl.LOCK_EX):
                 os.close(file)
                 refuse_occupied(self.path.parent)
-                continue  # it was given free meanwhile
+                continue  # it was released meanwhile
             status = os.fstat(file)
             taken = (status.st_dev, status.st_ino)
             if _identity_of(self.path) == taken:  # else its last owner removed the file meanwhile
@@ -53,7 +53,7 @@ class FolderLock:
         _own[taken] = [file, 1]
 
     def release(self) -> None:
-        """Give the folder free, if this was the last to hold it. Calling it again changes nothing."""
+        """Release the lock, if this was the last to hold it. Calling it again changes nothing."""
         if self._identity is None:
             return
         held, self._identity = self._identity, None
@@ -65,7 +65,7 @@ class FolderLock:
 
 
 def refuse_occupied(folder: Path) -> None:
-    """Refuse a folder that another run writes to now."""
+    """Refuse a folder that another run is writing to."""
     if (owner := _owner(folder / LOCK)) is not None:
         raise ConfigError(
             f"output_dir: {folder} is in use by another run ({owner}); wait until it has ended, or choose another "
@@ -81,9 +81,9 @@ def _owner(path: Path) -> str | None:
     except OSError:
         return None
     try:
-        if _locked(file, fcntl.LOCK_SH):  # shared: several may ask at once
+        if _locked(file, fcntl.LOCK_SH):  # shared: several processes may ask at once
             return None
-        return os.read(file, 200).decode(errors="replace") or "a process that has just begun"
+        return os.read(file, 200).decode(errors="replace") or "a process that has just started"
     finally:
         os.close(file)
 
@@ -97,7 +97,7 @@ def _identity_of(path: Path) -> tuple[int, int] | None:
 
 
 def _locked(file: int, kind: int) -> bool:
-    """Take a lock that is free; whether nobody else has it."""
+    """Take a lock if it is free. Returns false if another process has it."""
     try:
         fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,80 +1,66 @@
-"""Sample generations: a few prompts that the model answers at each evaluation, so that one sees what it has learnt.
+"""Sample generations: a few prompts that the model answers at each evaluation.
 
-Prompts come from the evaluation data (what stands before the last part that is learnt) or from the user's file. The
-ranks share them out and answer in step; answers are greedy, draw no random numbers and leave training as it is.
+Prompts come from the evaluation data (the tokens before the last trained part) or from the user's file (`prompts.py`).
+The ranks divide them and generate in step. Answers are greedy, so they draw no random numbers and do not change
+training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fullshard import runtime
-from fullshard.data.once import agree
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
-from fullshard.models.chunked_loss import causal
-from fullshard.models.generate import Ends, answer, chat_tokens, ends_of, lead_in
-from fullshard.ranks import exchange
+from fullshard.models.generate import StopCriteria, answer, chat_tokens, generation_prompt
+from fullshard.models.inner_model import causal
+from fullshard.ranks import agree_locally, exchange
+from fullshard.reporting.records import Sample
 from fullshard.train.config import SFTConfig
 from fullshard.train.prompts import Question, read_prompts
-
-if TYPE_CHECKING:
-    from fullshard.train.trainer import SFTTrainer
-
-FILE = "samples.jsonl"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model is given, and how it is shown."""
+    """The tokens that the model continues, and the text to show for them."""
 
     tokens: tuple[int, ...]
     shown: str
     reference: str | None
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One answer at one evaluation."""
-
-    step: int
-    prompt: str
-    answer: str
-    reference: str | None
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 class Samples:
-    """Answers the prompts whenever the trainer has evaluated. All ranks take part."""
+    """Answers the prompts after each evaluation; a callback of the trainer's own. All ranks take part."""
 
-    def __init__(self, trainer: SFTTrainer) -> None:
-        self.trainer = trainer
-        config, parts = trainer.args, trainer.parts
-        found = agree(lambda: prompts_of(config, parts.evaluation, parts.tokenizer), own=True)
-        self.prompts = _that_fit(found, parts.model, config.sample_max_new_tokens)
-        self.ends = ends_of(parts.model, parts.tokenizer)
+    def __init__(
+        self, prompts: Sequence[Prompt], stop: StopCriteria, model: Any, record: Callable[[int, list[Sample]], None]
+    ) -> None:
+        self.prompts, self.stop, self.model, self.record = prompts, stop, model, record
 
     def on_evaluate(self, args: SFTConfig, state: Any, control: Any, **facts: Any) -> None:
-        loop = self.trainer.loop
-        answers = _answers(loop.model, self.prompts, self.ends, args.sample_max_new_tokens)
-        step, pairs = loop.progress.step, zip(self.prompts, answers, strict=True)
-        loop.reporter.samples(step, [Sample(step, p.shown, said, p.reference) for p, said in pairs])
+        answers = _answers(self.model, self.prompts, self.stop, args.sample_max_new_tokens)
+        step, pairs = state.global_step, zip(self.prompts, answers, strict=True)
+        self.record(step, [Sample(step, p.shown, text, p.reference) for p, text in pairs])
 
 
-def _answers(model: Any, prompts: Sequence[Prompt], ends: Ends, limit: int) -> list[str]:
-    """The answers, in order, on every rank. Each rank answers every so-manieth; all of them generate equally often."""
+def choose_prompts(config: SFTConfig, model: Any, evaluation: TokenTable | None, tokenizer: Any) -> list[Prompt]:
+    """The prompts that the settings ask for and that fit into the model. All ranks must call it."""
+    found = agree_locally(lambda: prompts_of(config, evaluation, tokenizer), "sample prompts")
+    return _that_fit(found, model, config.sample_max_new_tokens)
+
+
+def _answers(model: Any, prompts: Sequence[Prompt], stop: StopCriteria, limit: int) -> list[str]:
+    """The answers, in order, on every rank. Ranks take turns; all of them generate equally often."""
     world, mine = runtime.world_size(), []
     for first in range(0, len(prompts), world):
         at = first + runtime.rank()
-        tokens = answer(model, prompts[at if at < len(prompts) else first].tokens, ends, limit)
-        mine.append(ends.text(tokens))
-    by_rank = exchange(mine, 0, "sample generations")
+        tokens = answer(model, prompts[at if at < len(prompts) else first].tokens, stop, limit)
+        mine.append(stop.text(tokens))
+    by_rank = exchange(mine, "sample generations")
     return [by_rank[i % world][i // world] for i in range(len(prompts))]
 
 
@@ -85,27 +71,28 @@ def prompts_of(config: SFTConfig, table: TokenTable | None, tokenizer: Any) -> l
     if table is None:
         return []
     found: list[Prompt] = []
-    before = tokenizer(lead_in(tokenizer), add_special_tokens=False)["input_ids"] if lead_in(tokenizer) else []
+    opening = generation_prompt(tokenizer)
+    before = tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
     for start, end in zip(table.document_starts[:-1], table.document_starts[1:], strict=True):
         if len(found) == config.eval_samples:
             break
-        ids, learnt = table.tokens[start:end].tolist(), np.asarray(table.learnt[start:end]) != 0
-        if (split := answer_begins(ids, learnt, before)) > 0:
+        ids, trained = table.tokens[start:end].tolist(), np.asarray(table.loss_mask[start:end]) != 0
+        if (split := answer_begins(ids, trained, before)) > 0:
             reference = tokenizer.decode(ids[split:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
             shown = tokenizer.decode(ids[:split], clean_up_tokenization_spaces=False)
             found.append(Prompt(tuple(ids[:split]), shown, reference.strip()))
     return found
 
 
-def answer_begins(ids: Sequence[int], learnt: Any, before: Sequence[int]) -> int:
-    """Where a document's last answer begins; 0 if it is too short to have a prompt.
+def answer_begins(ids: Sequence[int], trained: Any, before: Sequence[int]) -> int:
+    """The index at which a document's last answer begins; 0 if it is too short to have a prompt.
 
-    That is the last run of learnt tokens. Where all of it is learnt, it is what follows the last `before` (what opens
-    an assistant's turn); in running text the second half.
+    The last answer is the last run of trained tokens. Where all tokens are trained, it is what follows the last
+    `before` (the tokens that open an assistant's turn); in plain text it is the second half.
     """
-    if learnt.any() and not learnt.all():
-        last = int(np.flatnonzero(learnt)[-1])
-        gaps = np.flatnonzero(~learnt[:last])
+    if trained.any() and not trained.all():
+        last = int(np.flatnonzero(trained)[-1])
+        gaps = np.flatnonzero(~trained[:last])
         if len(gaps):
             return int(gaps[-1]) + 1
     size = len(before)
@@ -116,7 +103,7 @@ def answer_begins(ids: Sequence[int], learnt: Any, before: Sequence[int]) -> int
 
 
 def _asked(question: Question, tokenizer: Any, config: SFTConfig) -> Prompt:
-    """A prompt of the user's own: by the chat template, or where there is none as text to be continued."""
+    """A prompt of the user's file: by the chat template, or without one as text to continue."""
     messages = list(question.messages)
     shown = messages[-1]["content"]
     if getattr(tokenizer, "chat_template", None):
@@ -131,13 +118,13 @@ def _asked(question: Question, tokenizer: Any, config: SFTConfig) -> Prompt:
 
 
 def _that_fit(prompts: list[Prompt], model: Any, limit: int) -> list[Prompt]:
-    """Prompts that leave the model room for an answer; the others are named."""
+    """The prompts that leave the model room for an answer; a warning counts the others."""
     positions = getattr(causal(model).config, "max_position_embeddings", None)
     room = positions - limit if isinstance(positions, int) else None
     fitting = [p for p in prompts if p.tokens and (room is None or len(p.tokens) <= room)]
     if len(fitting) < len(prompts) and runtime.is_main():
         runtime.get_logger().warning(
-            "%d of %d sample prompts are left out: with answers of %d tokens (sample_max_new_tokens) they do not fit "
+            "%d of %d sample prompts are skipped: with answers of %d tokens (sample_max_new_tokens) they do not fit "
             "into the model's %s positions",
             len(prompts) - len(fitting),
             len(prompts),

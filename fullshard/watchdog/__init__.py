@@ -1,1 +1,1 @@
-"""Ranks that hang, stop or disappear: found, named and ended."""
+"""Ranks that hang, stop or disappear are named, and the run is ended."""

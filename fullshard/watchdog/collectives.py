@@ -1,15 +1,14 @@
-"""Collectives beside the engine's (a metric's sum, a norm) that are watched as the engine's are."""
+"""Collectives outside the engine (a metric's sum, a norm) that are watched like the engine's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fullshard import groups, runtime
-from fullshard.spmd.mesh import Mesh
 from fullshard.watchdog import watch
 
 
@@ -20,15 +19,15 @@ def finish(what: str, issue: Callable[[], Any], group: dist.ProcessGroup | None 
     """
     group = group if group is not None else dist.group.WORLD
     assert group is not None
-    noted = _watch_of(what, group)
+    log = _log_of(what, group)
     watch.doing(what)
     with watch.issuing():
-        label, work = noted.issue(), issue()
+        operation, work = log.issue(), issue()
     if groups.backend_of(group, runtime.device()) == "gloo":
-        with noted.waiting(label):
+        with watch.waiting(operation):
             work.wait()
     else:
-        noted.follow(label, [work])
+        log.follow(operation, [work])
         work.wait()
     watch.check()
     watch.doing(f"after {what}")
@@ -41,21 +40,20 @@ def meet(what: str) -> None:
         finish(what, lambda: dist.all_reduce(here, async_op=True))
 
 
-def limit(mesh: Mesh, seconds: float) -> None:
-    """Set how long a collective of all ranks, or along an axis of the mesh, may take."""
-    along = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
-    for group in {dist.group.WORLD, *along}:
+def set_timeout(process_groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
+    """Set how long a collective of all ranks, or of one of these groups, may take."""
+    for group in {dist.group.WORLD, *process_groups}:
         assert group is not None
-        groups.limit(group, seconds)
+        groups.set_timeout(group, seconds)
 
 
-_known: dict[tuple[str, str], watch.Watch] = {}
+_logs: dict[tuple[str, str], watch.OperationLog] = {}
 
 
-def _watch_of(what: str, group: dist.ProcessGroup) -> watch.Watch:
-    """The watch of one kind of collective; a group may have thousands of ranks, which are listed once."""
-    known = _known.get((what, group.group_name))
+def _log_of(what: str, group: dist.ProcessGroup) -> watch.OperationLog:
+    """The log of one kind of collective; a group may have thousands of ranks, which are listed once."""
+    known = _logs.get((what, group.group_name))
     if known is None or known.group is not group or not watch.is_known(known):
         known = watch.watch_for(what, tuple(dist.get_process_group_ranks(group)), group)
-        _known[what, group.group_name] = known
+        _logs[what, group.group_name] = known
     return known

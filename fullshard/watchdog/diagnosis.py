@@ -1,7 +1,7 @@
-"""What the ranks' notes say together: which rank is late, and whether a wait can ever end.
+"""What the ranks' statuses show together: which rank is late, and whether a wait can ever end.
 
-A note is what a rank tells of itself while somebody waits: where it is, what it waits for, and its last operations on
-each communicator. Everything here is a function of notes; how they travel is in `threads.py`.
+A rank publishes its status while some rank waits: where it is, what it waits for, and its last operations on each
+communicator. Everything here is a pure function of statuses; `messages.py` sends and receives them.
 """
 
 from __future__ import annotations
@@ -11,98 +11,106 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from fullshard.watchdog.heartbeat import Loss
+from fullshard.watchdog.heartbeat import Liveness
 
-NAMED = 16
-"""How many ranks a report shows."""
+SHOWN = 16
+"""How many ranks a report lists."""
 
 
 @dataclass
 class Wait:
-    """One operation that a rank waits in."""
+    """One operation that a rank waits for."""
 
     key: str
     """The communicator."""
     number: int
     what: str
     seconds: float
-    followed: bool = False
-    """Whether the device waits, not the host: it may then also be busy with what was to be computed before."""
-    outside: bool = False
-    """Whether the engine did not issue it (see `torch_collectives.py`): it has no number."""
+    on_device: bool = False
+    """Whether the device waits, not the host. The device may then still be busy with earlier computation."""
+    external: bool = False
+    """Whether the engine did not issue it (see `external_waits.py`): it has no number."""
 
 
 @dataclass
-class Note:
-    """What a rank tells of itself."""
+class RankStatus:
+    """What a rank publishes about itself."""
 
-    asked: int
-    """Which request it answers."""
-    where: str
+    request: int
+    """The request that it answers."""
+    position: str
     waits: list[Wait] = field(default_factory=list)
     last: dict[str, int] = field(default_factory=dict)
     """The number of the last operation issued on each communicator."""
-    done: dict[str, dict[str, str]] = field(default_factory=dict)
+    operations: dict[str, dict[str, str]] = field(default_factory=dict)
     """Some of its operations on each communicator, by number."""
 
     def text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
-    def parse(cls, text: str) -> Note:
+    def parse(cls, text: str) -> RankStatus:
         found = json.loads(text)
-        return cls(**{**found, "waits": [Wait(**w) for w in found["waits"]]})
+        return cls(**{**found, "waits": [Wait(**wait) for wait in found["waits"]]})
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why the run cannot go on."""
+class Failure:
+    """Why the run cannot continue."""
 
     text: str
-    lost: bool
-    """Whether a rank is gone; else the ranks disagree about what to do."""
+    rank_lost: bool
+    """Whether a rank is gone; otherwise ranks entered different operations."""
     at: str = ""
-    """Where a rank was that lost it."""
+    """The position of a rank that waited for the lost one."""
+
+
+def unexplained_failure(rank: int, what: str, reason: str) -> Failure:
+    """A failure for which no rank could be named."""
+    text = f"rank {rank} cannot continue in {what}: another rank failed, or did not arrive in time ({reason})"
+    return Failure(text, True, what)
 
 
 def kind_of(what: str) -> str:
-    """An operation without its step: what must agree between ranks."""
+    """An operation without its step: the part that must be equal on all ranks."""
     return what.split(", ", 1)[1]
 
 
-def judge(notes: Mapping[int, Note], losses: Mapping[int, Loss], connection_broke: bool = False) -> Verdict | None:
-    """Why some wait can never end; None if all may. With a broken connection, silence is enough to be gone."""
+def find_failure(
+    statuses: Mapping[int, RankStatus], liveness: Mapping[int, Liveness], connection_broke: bool = False
+) -> Failure | None:
+    """Why some wait can never end; None if every wait may. After a broken connection, a silent rank counts as gone."""
     members: dict[str, list[int]] = {}
     waiting: dict[tuple[str, int], list[tuple[int, Wait]]] = {}
-    for rank, note in notes.items():
-        for key in note.last:
+    for rank, status in statuses.items():
+        for key in status.last:
             members.setdefault(key, []).append(rank)
-        for wait in note.waits:
+        for wait in status.waits:
             waiting.setdefault((wait.key, wait.number), []).append((rank, wait))
-    gone = [loss for loss in losses.values() if _is_gone(loss, connection_broke)]
+    gone = [found for found in liveness.values() if _is_gone(found, connection_broke)]
     for (key, number), waiters in waiting.items():
         rank, wait = waiters[0]
-        for loss in gone:
-            if loss.how != "exited" or not wait.outside and _misses(loss, key, number, notes):
-                return Verdict(f"rank {rank} waits in {wait.what}, but {loss}", lost=True, at=wait.what)
+        for found in gone:
+            if found.state != "exited" or not wait.external and _is_missed(found, key, number, statuses):
+                return Failure(f"rank {rank} waits in {wait.what}, but {found}", rank_lost=True, at=wait.what)
         for other in members.get(key, ()):
-            if other != rank and (told := _disagree(rank, wait, other, waiters, notes)):
-                return Verdict(told, lost=False)
+            if other != rank and (difference := _difference(rank, wait, other, waiters, statuses)):
+                return Failure(difference, rank_lost=False)
     return None
 
 
-def _is_gone(loss: Loss, connection_broke: bool) -> bool:
-    return loss.how in ("dead", "lost", "exited") or connection_broke and loss.how in ("silent", "stopped")
+def _is_gone(found: Liveness, connection_broke: bool) -> bool:
+    return found.state in ("dead", "lost", "exited") or connection_broke and found.state in ("silent", "stopped")
 
 
-def _misses(loss: Loss, key: str, number: int, notes: Mapping[int, Note]) -> bool:
+def _is_missed(found: Liveness, key: str, number: int, statuses: Mapping[int, RankStatus]) -> bool:
     """Whether an operation waits for a rank that has exited."""
-    note = notes.get(loss.rank)
-    return belongs(loss.rank, key) and (note is None or note.last.get(key, 0) < number)
+    status = statuses.get(found.rank)
+    return is_member(found.rank, key) and (status is None or status.last.get(key, 0) < number)
 
 
-def belongs(rank: int, key: str) -> bool:
-    """Whether a rank is one of a communicator's, as its key says (see `groups.short_name`); True if it does not say."""
+def is_member(rank: int, key: str) -> bool:
+    """Whether a rank belongs to a communicator, judging by its key (see `groups.short_name`); True if unknown."""
     found = re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?", key.rpartition("/")[2])
     if found is None:
         return True
@@ -110,48 +118,54 @@ def belongs(rank: int, key: str) -> bool:
     return rank in range(first, last + 1, step)
 
 
-def _disagree(rank: int, wait: Wait, other: int, waiters: Sequence[tuple[int, Wait]], notes: Mapping[int, Note]) -> str:
-    """How two ranks went different ways; empty if they may still meet."""
-    mine, theirs = notes[rank], notes[other]
-    for number, what in mine.done.get(wait.key, {}).items():
-        their = theirs.done.get(wait.key, {}).get(number)
+def _difference(
+    rank: int, wait: Wait, other: int, waiters: Sequence[tuple[int, Wait]], statuses: Mapping[int, RankStatus]
+) -> str:
+    """How two ranks entered different operations; empty if the wait may still end."""
+    mine, theirs = statuses[rank], statuses[other]
+    for number, what in mine.operations.get(wait.key, {}).items():
+        their = theirs.operations.get(wait.key, {}).get(number)
         if int(number) >= wait.number and their is not None and kind_of(their) != kind_of(what):
             return f"ranks entered different operations: rank {rank} is in {what}, rank {other} in {their}"
     if theirs.last.get(wait.key, 0) >= wait.number:
         return ""
     for their_wait in theirs.waits:
-        for who, _ in waiters[:NAMED]:
-            if notes[who].last.get(their_wait.key, their_wait.number) < their_wait.number:
+        for waiter, _ in waiters[:SHOWN]:
+            if statuses[waiter].last.get(their_wait.key, their_wait.number) < their_wait.number:
                 return (
-                    f"ranks entered different operations: rank {who} is in {wait.what}, rank {other} in "
+                    f"ranks entered different operations: rank {waiter} is in {wait.what}, rank {other} in "
                     f"{their_wait.what}"
                 )
     return ""
 
 
-def missing(wait: Wait, ranks: Sequence[int], notes: Mapping[int, Note]) -> list[int]:
+def late_ranks(wait: Wait, ranks: Sequence[int], statuses: Mapping[int, RankStatus]) -> list[int]:
     """The ranks that have not entered an operation, as far as is known."""
-    if wait.outside:
-        return [rank for rank in ranks if rank not in notes or not any(w.outside for w in notes[rank].waits)]
-    return [rank for rank in ranks if rank not in notes or notes[rank].last.get(wait.key, 0) < wait.number]
+    if wait.external:
+        return [rank for rank in ranks if rank not in statuses or not any(w.external for w in statuses[rank].waits)]
+    return [rank for rank in ranks if rank not in statuses or statuses[rank].last.get(wait.key, 0) < wait.number]
 
 
-def report(
-    wait: Wait, ranks: Sequence[int], notes: Mapping[int, Note], losses: Mapping[int, Loss], last: Mapping[int, str]
+def describe_wait(
+    wait: Wait,
+    ranks: Sequence[int],
+    statuses: Mapping[int, RankStatus],
+    liveness: Mapping[int, Liveness],
+    last_seen: Mapping[int, str],
 ) -> str:
-    """A wait in words: who has not come, and where everybody is. `last` says it of ranks without a note."""
-    late = missing(wait, ranks, notes)
-    named = ", ".join(map(str, late[:NAMED])) + (f" and {len(late) - NAMED} more" if len(late) > NAMED else "")
+    """A report: which ranks are late, and where every rank is. `last_seen` is for ranks without a status."""
+    late = late_ranks(wait, ranks, statuses)
+    named = ", ".join(map(str, late[:SHOWN])) + (f" and {len(late) - SHOWN} more" if len(late) > SHOWN else "")
     lines = [
         f"waiting for {wait.seconds:.0f} s in {wait.what}: "
         + (f"not entered by rank(s) {named}" if late else "all ranks have entered it")
     ]
-    shown = list(ranks) if len(ranks) <= NAMED else sorted({*late[:NAMED], *[r for r in ranks if r not in late][:1]})
+    shown = list(ranks) if len(ranks) <= SHOWN else sorted({*late[:SHOWN], *[r for r in ranks if r not in late][:1]})
     for rank in shown:
-        if rank in losses and losses[rank].how != "back":
-            lines.append(f"  {losses[rank]}")
-        elif rank in notes:
-            lines.append(f"  rank {rank}: {notes[rank].where}{' (waiting)' if notes[rank].waits else ''}")
+        if rank in liveness and liveness[rank].state != "back":
+            lines.append(f"  {liveness[rank]}")
+        elif rank in statuses:
+            lines.append(f"  rank {rank}: {statuses[rank].position}{' (waiting)' if statuses[rank].waits else ''}")
         else:
-            lines.append(f"  rank {rank}: {last.get(rank) or 'has not communicated yet'}")
+            lines.append(f"  rank {rank}: {last_seen.get(rank) or 'has not communicated yet'}")
     return "\n".join(lines)

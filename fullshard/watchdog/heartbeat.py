@@ -1,8 +1,8 @@
-"""Which ranks are alive: heartbeats through the job's store, and what the system knows of processes on this node.
+"""Which ranks are alive: heartbeats through the job's store, and the state of processes on this node.
 
-Every rank counts up a small key, and looks at its successor's only (a ring), so that a rank's traffic does not grow
-with the number of ranks. Processes of the same node are also looked up in /proc. What follows from a rank that is gone
-is decided in `threads.py`.
+Every rank increments a small key and reads only its successor's (a ring), so a rank's traffic does not grow with the
+number of ranks. Processes of the same node are also looked up in /proc. `investigate.py` decides what follows when a
+rank is gone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ BEAT = 1.0
 SLOWEST_BEAT = 1.5
 """The same in the largest jobs, as a multiple of `BEAT`."""
 SILENT_AFTER = 6.0
-"""Seconds without a heartbeat after which a rank is named."""
+"""Seconds without a heartbeat after which a rank is reported."""
 LOST_AFTER = 30.0
-"""Seconds without a heartbeat after which a rank on another node, or a stopped one, is given up."""
-IN_A_ROW = 64
-"""How many ranks that follow each other one rank looks at, when all of them are silent."""
+"""Seconds without a heartbeat after which a rank on another node, or a stopped one, counts as lost."""
+SUCCESSORS = 64
+"""How many successive ranks one rank reads, while all of them are silent."""
 
 
 def beat_every(world: int) -> float:
@@ -35,29 +35,29 @@ def beat_every(world: int) -> float:
 # --- the store --------------------------------------------------------------------------------------------------------
 
 
-class Board:
-    """The watch's keys in the job's store."""
+class WatchStore:
+    """The watchdog's keys in the job's store."""
 
     def __init__(self, store: Any):
         self._store = store
-        self._there: set[str] = set()
-        self._many = True
+        self._existing: set[str] = set()
+        self._has_multi_get = True
 
     def put(self, key: str, text: str) -> None:
         self._store.set(f"watch/{key}", text)
 
     def add(self, key: str, amount: int) -> int:
-        """Count up a number that all ranks share; the number after that."""
+        """Add to a number that all ranks share; returns the result."""
         return int(self._store.add(f"watch/{key}", amount))
 
     def read(self, keys: Sequence[str]) -> dict[str, str]:
-        """The values of those keys that exist, in as few calls as that takes: keys seen before are not looked for."""
-        unseen = [key for key in keys if key not in self._there]
-        self._there.update(self._existing(unseen))
-        known = [key for key in keys if key in self._there]
+        """The values of the keys that exist, in few calls: a key that was seen before is not checked again."""
+        unseen = [key for key in keys if key not in self._existing]
+        self._existing.update(self._find_existing(unseen))
+        known = [key for key in keys if key in self._existing]
         return dict(zip(known, self._values(known), strict=True))
 
-    def _existing(self, keys: list[str]) -> list[str]:
+    def _find_existing(self, keys: list[str]) -> list[str]:
         if not keys:
             return []
         if self._store.check([f"watch/{key}" for key in keys]):
@@ -65,17 +65,17 @@ class Board:
         if len(keys) == 1:
             return []
         half = len(keys) // 2
-        return self._existing(keys[:half]) + self._existing(keys[half:])
+        return self._find_existing(keys[:half]) + self._find_existing(keys[half:])
 
     def _values(self, keys: list[str]) -> list[str]:
         names = [f"watch/{key}" for key in keys]
-        if self._many and len(names) > 1:
+        if self._has_multi_get and len(names) > 1:
             try:
                 return [bytes(value).decode() for value in self._store.multi_get(names)]
             except (NotImplementedError, RuntimeError) as error:
                 if "not implemented" not in str(error).lower() and "extended api" not in str(error).lower():
                     raise
-                self._many = False  # a store of files, for example
+                self._has_multi_get = False  # a FileStore, for example
         return [bytes(self._store.get(name)).decode() for name in names]
 
 
@@ -83,102 +83,110 @@ class Board:
 
 
 @dataclass(frozen=True)
-class Loss:
-    """What became of a rank's heartbeat."""
+class Liveness:
+    """The state of a rank, judging by its heartbeat and its process."""
 
     rank: int
-    how: str
-    """"dead": the process ended without a word; "exited": it said so; "stopped", "busy", "silent": no heartbeat, and
-    the process is stopped, is alive, is on another node; "lost": for long; "back": it beats again."""
-    where: str
-    """Where the rank was at its last heartbeat."""
+    state: str
+    """
+    - "dead": the process ended without reporting it; "exited": it reported its end
+    - "stopped", "busy", "silent": no heartbeat, and the process is stopped, is alive, is on another node
+    - "lost": no heartbeat for `LOST_AFTER` seconds
+    - "back": it sends heartbeats again
+    """
+    position: str
+    """The rank's position at its last heartbeat."""
     process: str = ""
 
     def text(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def parse(cls, text: str) -> Loss:
+    def parse(cls, text: str) -> Liveness:
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
-        told = {
-            "dead": f"rank {self.rank}{self.process} ended without a word, as a process does that is killed",
+        name = f"rank {self.rank}{self.process}"
+        state = {
+            "dead": f"{name} ended without an error of its own, like a killed process",
             "exited": f"rank {self.rank} has exited",
-            "stopped": f"rank {self.rank}{self.process} is stopped (SIGSTOP, or a debugger)",
-            "busy": f"rank {self.rank}{self.process} is alive, but its Python threads do not run",
-            "silent": f"rank {self.rank}{self.process} gives no sign of life",
-            "lost": f"rank {self.rank}{self.process} has given no sign of life for {LOST_AFTER:g} s",
+            "stopped": f"{name} is stopped (SIGSTOP, or a debugger)",
+            "busy": f"{name} is alive, but its Python threads do not run",
+            "silent": f"{name} sends no heartbeat",
+            "lost": f"{name} has sent no heartbeat for {LOST_AFTER:g} s",
             "back": f"rank {self.rank} is back",
-        }[self.how]
-        return f"{told} (it was last in {self.where})"
+        }[self.state]
+        return f"{state} (last seen in {self.position})"
 
 
 @dataclass
-class _Heard:
+class _Heartbeat:
     """A rank's heartbeat as this rank sees it."""
 
     value: str = ""
-    since: float = 0.0
-    """When it last changed, on this rank's clock: clocks of nodes differ."""
+    changed_at: float = 0.0
+    """On this rank's clock: clocks of nodes differ."""
     process: Process | None = None
-    how: str = "back"
+    state: str = "back"
 
 
-class Ring:
+class HeartbeatRing:
     """This rank's heartbeat, and those of the ranks that follow it."""
 
-    def __init__(self, board: Board, rank: int, world: int):
-        self.board, self.rank, self.world = board, rank, world
+    def __init__(self, store: WatchStore, rank: int, world: int):
+        self.store, self.rank, self.world = store, rank, world
         self._count = 0
-        self._heard: dict[int, _Heard] = {}
-        self._looked = 0.0
-        board.put(f"process/{rank}", this_process().text())
+        self._heartbeats: dict[int, _Heartbeat] = {}
+        self._checked_at = 0.0
+        store.put(f"process/{rank}", this_process().text())
 
-    def beat(self, where: str) -> None:
+    def beat(self, position: str) -> None:
         self._count += 1
-        self.board.put(f"beat/{self.rank}", f"{self._count} {where}")
+        self.store.put(f"beat/{self.rank}", f"{self._count} {position}")
 
-    def part(self, where: str) -> None:
-        """The last heartbeat: this rank leaves in order."""
-        self.board.put(f"beat/{self.rank}", f"exited {where}")
+    def leave(self, position: str) -> None:
+        """The last heartbeat: this rank exits normally."""
+        self.store.put(f"beat/{self.rank}", f"exited {position}")
 
     def watched(self) -> list[int]:
-        """The successor; those after it too while it and they are silent or gone."""
+        """The successor, and those after it as long as all before them are silent or gone."""
         ranks = [(self.rank + 1) % self.world]
-        while self._heard.get(ranks[-1], _Heard()).how != "back" and len(ranks) < min(IN_A_ROW, self.world - 1):
+        while self._heartbeats.get(ranks[-1], _Heartbeat()).state != "back" and len(ranks) < min(
+            SUCCESSORS, self.world - 1
+        ):
             ranks.append((ranks[-1] + 1) % self.world)
         return ranks
 
-    def look(self, values: dict[str, str], now: float) -> list[Loss]:
-        """What changed among the ranks watched, given their heartbeats."""
-        found = []
-        held_up, self._looked = now - self._looked > SILENT_AFTER, now
+    def check(self, values: dict[str, str], now: float) -> list[Liveness]:
+        """The watched ranks whose state changed, given their heartbeats."""
+        changes = []
+        # If this rank itself was stopped for a while, the others' silence means nothing: all may have been stopped.
+        was_stopped, self._checked_at = now - self._checked_at > SILENT_AFTER, now
         for rank in self.watched():
             value = values.get(f"beat/{rank}", "")
-            heard = self._heard.setdefault(rank, _Heard(since=now))
-            if value != heard.value or held_up:  # this rank's silence is not the other's: both may have been stopped
-                heard.value, heard.since = value, now
-            if heard.process is None:
-                told = self.board.read([f"process/{rank}"]).get(f"process/{rank}")
-                heard.process = Process.parse(told) if told else None
-            how = self._how(heard, now)
-            if how != heard.how:
-                heard.how = how
-                found.append(Loss(rank, how, value.partition(" ")[2] or "its start", str(heard.process or "")))
-        return found
+            beat = self._heartbeats.setdefault(rank, _Heartbeat(changed_at=now))
+            if value != beat.value or was_stopped:
+                beat.value, beat.changed_at = value, now
+            if beat.process is None:
+                text = self.store.read([f"process/{rank}"]).get(f"process/{rank}")
+                beat.process = Process.parse(text) if text else None
+            state = self._state(beat, now)
+            if state != beat.state:
+                beat.state = state
+                changes.append(Liveness(rank, state, value.partition(" ")[2] or "its start", str(beat.process or "")))
+        return changes
 
-    def _how(self, heard: _Heard, now: float) -> str:
-        if heard.value.startswith("exited"):
+    def _state(self, beat: _Heartbeat, now: float) -> str:
+        if beat.value.startswith("exited"):
             return "exited"
-        state = state_of(heard.process)
-        if state == "dead":
+        process = state_of(beat.process)
+        if process == "dead":
             return "dead"
-        quiet = now - heard.since
-        if quiet < SILENT_AFTER or not heard.value and state != "stopped":
-            return "back"  # or has not begun
-        if state == "alive":
+        quiet = now - beat.changed_at
+        if quiet < SILENT_AFTER or not beat.value and process != "stopped":
+            return "back"  # or has not started
+        if process == "alive":
             return "busy"
         if quiet >= LOST_AFTER:
             return "lost"
-        return "stopped" if state == "stopped" else "silent"
+        return "stopped" if process == "stopped" else "silent"

@@ -1,153 +1,171 @@
-"""Finding out why ranks wait: one of them, the lead, asks all for notes, reads them and says what it found.
+"""Finding out why ranks wait: one rank, the leader, requests all statuses, compares them and reports what it found.
 
-Any rank that waits for long may lead; an atomic count in the store decides. The lead counts up on every heartbeat, and
-one that stops doing so is replaced by another rank that waits: it may be the very one that was stopped.
+Any rank that waits for long may lead; an atomic counter in the store decides which. The leader increments the counter
+with every heartbeat. If it stops doing so, another waiting rank replaces it: the leader may be the very rank that was
+stopped.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from fullshard import runtime
 from fullshard.processes import Process, state_of
-from fullshard.watchdog import watch
-from fullshard.watchdog.diagnosis import Note, Verdict, Wait, judge, missing, report
-from fullshard.watchdog.heartbeat import Loss, beat_every
+from fullshard.watchdog import rank_state
+from fullshard.watchdog.diagnosis import (
+    Failure,
+    RankStatus,
+    Wait,
+    describe_wait,
+    find_failure,
+    late_ranks,
+    unexplained_failure,
+)
+from fullshard.watchdog.heartbeat import Liveness, beat_every
+from fullshard.watchdog.messages import Messages
 
-if TYPE_CHECKING:
-    from fullshard.watchdog.threads import Lookout
+REPORT_AFTER = 5.0
+"""Seconds an operation waits before it is reported."""
+REPEAT_AFTER = 60.0
+"""Seconds until the same wait is reported again."""
+NAME_WITHIN = 9.0
+"""Seconds a rank with a broken connection looks for the rank that is gone, before it gives up without a name."""
+REQUEST_AT = 0.6
+"""The part of `REPORT_AFTER` after which statuses are requested, so that they are there in time."""
+REQUEST_AGAIN = 5.0
+"""Seconds after which the leader requests statuses again."""
+LEADER_TIMEOUT = 3
+"""Heartbeats after which a leader that has stopped counting is replaced."""
+CHECKED_DIRECTLY = 64
+"""Up to how many ranks of a broken communicator are checked one by one; in larger ones the ring finds them."""
 
-ASK_AT = 0.6
-"""The part of `REPORT_AFTER` after which notes are asked for, so that they are there when it is over."""
-ASK_AGAIN = 5.0
-"""Seconds after which the lead asks again."""
-LEAD_LASTS = 3
-"""Heartbeats after which a lead that has stopped counting is replaced."""
-SWEPT = 64
-"""Up to how many ranks of a broken communicator are looked up one by one; in larger ones the ring finds them."""
-
-Waits: TypeAlias = list[tuple[watch.Label, Wait]]
+Waits: TypeAlias = list[tuple[rank_state.Operation, Wait]]
 
 
-class Inquiry:
-    """One rank's part in finding out."""
+def is_long(waits: Waits) -> bool:
+    """Whether a wait is long enough to be investigated."""
+    return any(wait.seconds > REQUEST_AT * REPORT_AFTER for _, wait in waits)
 
-    def __init__(self, lookout: Lookout):
-        self.lookout = lookout
-        self._lead: tuple[int, float] | None = None  # the lead's count, and when it last changed
-        self._leads: int | None = None  # the same while this rank leads
-        self._asked_at = 0.0
-        self._suspect = ""
-        self._told: tuple[Any, float] = (None, 0.0)  # which wait was reported, and when
 
-    def lead_if_needed(self, count: int, waits: Waits, now: float) -> None:
-        """Look into this rank's wait, unless another rank that waits does so for all."""
-        if self._leads is not None:
-            if count == self._leads:
-                self._leads = self.lookout.board.add("lead", 1)
-                self._investigate(waits, now)
-            else:
-                self._leads = None  # another rank took over while this one was held up
-            return
-        if self._lead is None or self._lead[0] != count:
-            self._lead = (count, now)
-        if now - self._lead[1] < (LEAD_LASTS * beat_every(self.lookout.size) if count else 0):
-            return
-        if self.lookout.board.add(f"claim/{count}", 1) == 1:
-            self._leads = self.lookout.board.add("lead", 1)
-            self._suspect = ""
-            self._ask(now)
+class Investigation:
+    """One rank's part in finding out why ranks wait."""
 
-    def _ask(self, now: float) -> None:
-        self.lookout.ask(now)
-        self._asked_at = now
-
-    def _notes(self, now: float) -> dict[int, Note]:
-        """The notes of all ranks that have published one, perhaps in answer to an earlier request."""
-        self.lookout.answer(now)
-        texts = self.lookout.board.read([f"note/{rank}" for rank in range(self.lookout.size)])
-        return {int(key.rpartition("/")[2]): Note.parse(text) for key, text in texts.items()}
-
-    def end(self) -> None:
-        """This rank no longer waits for long."""
-        self._lead = self._leads = None
-        self._suspect = ""
+    def __init__(self, messages: Messages):
+        self.messages = messages
+        self._leader: tuple[int, float] | None = None  # the leader's count, and when it last changed
+        self._own_count: int | None = None  # the count while this rank leads
+        self._requested_at = 0.0
+        self._suspicion = ""
+        self._reported: tuple[Any, float] = (None, 0.0)  # which wait was reported, and when
 
     @property
     def leads(self) -> bool:
-        return self._leads is not None
+        return self._own_count is not None
+
+    def end(self) -> None:
+        """This rank no longer waits for long."""
+        self._leader = self._own_count = None
+        self._suspicion = ""
+
+    def lead_if_needed(self, count: int, waits: Waits, now: float) -> None:
+        """Investigate this rank's wait, unless another waiting rank does so for all."""
+        store = self.messages.store
+        if self._own_count is not None:
+            if count == self._own_count:
+                self._own_count = store.add("leader", 1)
+                self._investigate(waits, now)
+            else:
+                self._own_count = None  # another rank took over while this one was stopped
+            return
+        if self._leader is None or self._leader[0] != count:
+            self._leader = (count, now)
+        if now - self._leader[1] < (LEADER_TIMEOUT * beat_every(self.messages.size) if count else 0):
+            return
+        if store.add(f"claim/{count}", 1) == 1:
+            self._own_count = store.add("leader", 1)
+            self._suspicion = ""
+            self._request(now)
+
+    def _request(self, now: float) -> None:
+        self.messages.request_statuses(now)
+        self._requested_at = now
 
     def _investigate(self, waits: Waits, now: float) -> None:
-        if now - self._asked_at > ASK_AGAIN:
-            self._ask(now)
+        if now - self._requested_at > REQUEST_AGAIN:
+            self._request(now)
             return
-        label, wait = waits[0]  # one of the engine's where there is one
-        notes = self._notes(now)
-        answers = {rank: note for rank, note in notes.items() if note.asked >= self.lookout.asked}
-        found = judge(answers, self.lookout.losses)
-        if found is not None and found.text == self._suspect:
-            # Seen twice: not a note that was just out of date.
-            ranks = [*label.watch.ranks]
-            self.lookout.decide(Verdict(f"{found.text}\n{self._report(wait, ranks, notes)}", found.lost, found.at))
+        operation, wait = waits[0]  # one of the engine's, where there is one
+        ranks = list(operation.log.ranks)
+        statuses = self.messages.read_statuses(now)
+        answers = {rank: status for rank, status in statuses.items() if status.request >= self.messages.request}
+        found = find_failure(answers, self.messages.liveness)
+        if found is not None and found.text == self._suspicion:
+            # Seen twice: no status was merely out of date.
+            text = f"{found.text}\n{self._describe(wait, ranks, statuses)}"
+            self.messages.end_run(Failure(text, found.rank_lost, found.at))
             return
-        self._suspect = "" if found is None else found.text
-        again = self._told[0] is not label or now - self._told[1] > watch.REPEAT_AFTER
-        if wait.seconds < watch.REPORT_AFTER or not again:
+        self._suspicion = "" if found is None else found.text
+        again = self._reported[0] is not operation or now - self._reported[1] > REPEAT_AFTER
+        if wait.seconds < REPORT_AFTER or not again:
             return
-        late = missing(wait, label.watch.ranks, notes)
-        size, losses = self.lookout.size, self.lookout.losses
-        if late and len(answers) < size and now - self._asked_at < 2 * beat_every(size):
+        late, size, liveness = late_ranks(wait, ranks, statuses), self.messages.size, self.messages.liveness
+        if late and len(answers) < size and now - self._requested_at < 2 * beat_every(size):
             return  # their answers may be on the way
-        silent = [rank for rank in label.watch.ranks if rank in losses and losses[rank].how != "back"]
-        if not silent and (wait.outside or wait.followed and not late):
-            return  # somebody takes their time; the device is still busy with what comes before
-        self._told = (label, now)
-        runtime.get_logger().warning(self._report(wait, list(label.watch.ranks), notes))
+        silent = [rank for rank in ranks if rank in liveness and liveness[rank].state != "back"]
+        if not silent and (wait.external or wait.on_device and not late):
+            return  # a rank takes its time, or the device is still busy with earlier computation
+        self._reported = (operation, now)
+        runtime.get_logger().warning(self._describe(wait, ranks, statuses))
 
-    def _report(self, wait: Wait, ranks: list[int], notes: dict[int, Note]) -> str:
-        late = missing(wait, ranks, notes)
-        beats = self.lookout.board.read([f"beat/{rank}" for rank in late[:64] if rank not in notes])
-        last = {int(key.rpartition("/")[2]): text.partition(" ")[2] for key, text in beats.items()}
-        return report(wait, ranks, notes, self.lookout.losses, last)
+    def _describe(self, wait: Wait, ranks: list[int], statuses: dict[int, RankStatus]) -> str:
+        late = late_ranks(wait, ranks, statuses)
+        beats = self.messages.store.read([f"beat/{rank}" for rank in late[:64] if rank not in statuses])
+        last_seen = {int(key.rpartition("/")[2]): text.partition(" ")[2] for key, text in beats.items()}
+        return describe_wait(wait, ranks, statuses, self.messages.liveness, last_seen)
 
-    def name_cause(self, broken: watch.Broken, now: float) -> None:
-        """Communication broke: find the rank that is gone. It may be on another node and only fall silent."""
-        losses, ranks = self.lookout.losses, broken.ranks
-        gone = [losses[rank] for rank in ranks if rank in losses and losses[rank].how not in ("back", "busy")]
-        if all(loss.how == "exited" for loss in gone) and len(ranks) <= SWEPT:
-            gone += self._gone_here(ranks, broken.timed_out)
-        cannot = f"rank {self.lookout.rank} cannot go on in {broken.what}"
+    # --- broken connections -----------------------------------------------------------------------------------------
+
+    def name_cause(self, broken: rank_state.BrokenConnection, now: float) -> None:
+        """Find the rank that is gone after a connection broke. It may be on another node and only become silent."""
+        messages, ranks = self.messages, broken.ranks
+        known = [messages.liveness[rank] for rank in ranks if rank in messages.liveness]
+        gone = [found for found in known if found.state not in ("back", "busy")]
+        if all(found.state == "exited" for found in gone) and len(ranks) <= CHECKED_DIRECTLY:
+            gone += self._check_directly(ranks, broken.timed_out)
+        cannot = f"rank {messages.rank} cannot continue in {broken.what}"
         if gone:
-            worst = min(gone, key=lambda loss: ("dead", "lost", "silent", "stopped", "exited").index(loss.how))
-            if worst.how == "exited" and self.lookout.heard_verdict(now):
-                return  # it had a reason, and has said so
+            worst = min(gone, key=lambda found: ("dead", "lost", "silent", "stopped", "exited").index(found.state))
+            if worst.state == "exited" and messages.heard_failure(now):
+                return  # it had a reason, and has published it
             why = f" ({broken.reason})" if broken.timed_out else ""
-            self.lookout.decide(Verdict(f"{cannot}: {worst}{why}", True, broken.what))
+            messages.end_run(Failure(f"{cannot}: {worst}{why}", True, broken.what))
         elif broken.timed_out:
-            self.lookout.decide(Verdict(f"{cannot}: {broken.reason}{self._where_they_are(now)}", True, broken.what))
-        elif now - broken.since > watch.NAME_WITHIN:
-            self.lookout.decide(watch.unnamed(broken.what, broken.reason))
+            messages.end_run(Failure(f"{cannot}: {broken.reason}{self._describe_own_wait(now)}", True, broken.what))
+        elif now - broken.since > NAME_WITHIN:
+            messages.end_run(unexplained_failure(messages.rank, broken.what, broken.reason))
         else:
-            threading.Timer(0.2, self.lookout.hurry).start()
+            threading.Timer(0.2, messages.wake.set).start()
 
-    def _where_they_are(self, now: float) -> str:
-        """Who is too late for this rank's wait."""
-        waits = watch.waits(now)
-        return "" if not waits else "\n" + self._report(waits[0][1], [*waits[0][0].watch.ranks], self._notes(now))
+    def _describe_own_wait(self, now: float) -> str:
+        waits = rank_state.waits(now)
+        if not waits:
+            return ""
+        operation, wait = waits[0]
+        return "\n" + self._describe(wait, [*operation.log.ranks], self.messages.read_statuses(now))
 
-    def _gone_here(self, ranks: tuple[int, ...], stopped: bool) -> list[Loss]:
-        """Ranks whose processes have ended on this node (or are `stopped`), or that have exited: the ring may not have
-        come round yet."""
-        found = self.lookout.board.read([f"{kind}/{rank}" for rank in ranks for kind in ("process", "beat")])
-        losses = []
+    def _check_directly(self, ranks: tuple[int, ...], stopped: bool) -> list[Liveness]:
+        """Ranks that have exited or whose processes on this node have ended (or are `stopped`), before the ring
+        notices."""
+        found = self.messages.store.read([f"{kind}/{rank}" for rank in ranks for kind in ("process", "beat")])
+        gone = []
         for rank in ranks:
             beat = found.get(f"beat/{rank}", "")
             process = found.get(f"process/{rank}")
-            where = beat.partition(" ")[2]
-            how = state_of(Process.parse(process)) if process else ""
+            position = beat.partition(" ")[2]
+            state = state_of(Process.parse(process)) if process else ""
             if beat.startswith("exited"):
-                losses.append(Loss(rank, "exited", where))
-            elif process and (how == "dead" or stopped and how == "stopped"):
-                losses.append(Loss(rank, how, where, str(Process.parse(process))))
-        return losses
+                gone.append(Liveness(rank, "exited", position))
+            elif process and (state == "dead" or stopped and state == "stopped"):
+                gone.append(Liveness(rank, state, position, str(Process.parse(process))))
+        return gone

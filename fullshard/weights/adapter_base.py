@@ -1,8 +1,9 @@
-"""The model that an adapter belongs to: how it is written down, found again, and told from other models.
+"""The base model of an adapter: how it is recorded, located, and compared with a given model.
 
-`adapter_config.json` is PEFT's and names the base. Beside it lies `adapter_base.json`, with the fingerprint of the
-files that the adapter was trained on. Adapters that others wrote have none: then the base that they name is looked at,
-if it is here, else names are compared. Shapes are compared when an adapter's values are read (`adapter_files.py`).
+PEFT's `adapter_config.json` names the base. fullshard writes `adapter_base.json` beside it, with a fingerprint of the
+files that the adapter was trained on. For adapters without that file, the base they name is fingerprinted if it is
+available; otherwise only names are compared. Shapes are checked when the adapter's values are loaded
+(`adapter_files.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from fullshard.paths import looks_local, replace_text
 RECORD = "adapter_base.json"
 _IN_CACHE = re.compile(r"models--(.+?)--(.+)")
 _PACKED = re.compile(r"[-_.](unsloth[-_])?(bnb[-_])?(4bit|nf4|fp4)$")
-"""What names of 4-bit copies end in."""
+"""Suffixes in the names of 4-bit copies of a model."""
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
 
 
 def lasting_name(base: str | Path) -> str:
-    """A base by a name that works from any folder: a model of the hub by its name there, a folder by its whole path."""
+    """A name for a base model that works from any directory: its Hub name, or the absolute path of its folder."""
     path = Path(base).expanduser()
     if not path.exists():
         return str(base)
@@ -43,17 +44,20 @@ def _name_on_the_hub(path: str) -> str | None:
 
 
 def find_base(adapter: str | Path, stored: str) -> str:
-    """A base as an adapter's files name it. A relative path that leads nowhere from here is looked for from the folders
-    above the adapter: it was relative to the one where the adapter was trained."""
+    """Locate the base model that an adapter's files name.
+
+    A relative path is relative to the directory in which the adapter was trained. If it does not exist from here, it is
+    searched from the folders above the adapter.
+    """
     path = Path(stored).expanduser()
     if path.exists() or path.is_absolute():
         return stored
     above = (folder / path for folder in Path(adapter).expanduser().resolve().parents)
-    return next((str(place) for place in above if (place / "config.json").is_file()), stored)
+    return next((str(found) for found in above if (found / "config.json").is_file()), stored)
 
 
 def _last_name(base: str) -> str:
-    """What a model is called wherever it lies."""
+    """The last part of a model's name or path, without suffixes for 4-bit copies."""
     name = (_name_on_the_hub(base) or base).rstrip("/").rsplit("/", 1)[-1].lower()
     return _PACKED.sub("", name)
 
@@ -62,7 +66,7 @@ def _last_name(base: str) -> str:
 
 
 def stored_in_4_bits(folder: str | Path) -> bool:
-    """Whether a model's files hold 4-bit weights."""
+    """Whether a model's files store quantized weights."""
     try:
         config = json.loads((Path(folder).expanduser() / "config.json").read_text())
     except (OSError, ValueError):
@@ -71,8 +75,10 @@ def stored_in_4_bits(folder: str | Path) -> bool:
 
 
 def write_record(adapter: Path, base: str | Path, files: tuple[str, str] | None = None) -> None:
-    """Write down beside an adapter's files what it was trained on, and name the base there so that it lasts. `files`
-    are the base's: where they lie, and their fingerprint; None if that is not known."""
+    """Record the base model in an adapter's folder, under a name that works from any directory.
+
+    `files` is (folder, fingerprint) of the base's files; None if it is not known.
+    """
     config = read_config(adapter)
     config["base_model_name_or_path"] = name = lasting_name(base)
     replace_text(adapter / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -82,7 +88,7 @@ def write_record(adapter: Path, base: str | Path, files: tuple[str, str] | None 
 
 
 def read_record(adapter: str | Path) -> dict[str, Any]:
-    """What is known of the base; empty for adapters that others wrote."""
+    """The contents of `adapter_base.json`; empty for adapters without it."""
     try:
         found = json.loads((Path(adapter).expanduser() / RECORD).read_text())
     except (OSError, ValueError):
@@ -94,11 +100,11 @@ def read_record(adapter: str | Path) -> dict[str, Any]:
 
 
 def check_base(adapter: str | Path, base: str | Path, given: str | Path | None = None) -> None:
-    """Refuse a base that an adapter was not trained on. `base` is its folder here, `given` what the user calls it."""
+    """Raise `WeightsError` if an adapter was not trained on `base`, a folder. `given` is the name used in messages."""
     stored = read_config(adapter).get("base_model_name_or_path")
     record, called = read_record(adapter), str(given if given is not None else base)
     if not record and not stored:
-        return  # nobody knows
+        return  # nothing to compare with
     trained_on = str(stored or record["base"])
     here = Path(base).expanduser()
     known = find_base(adapter, trained_on)
@@ -107,33 +113,33 @@ def check_base(adapter: str | Path, base: str | Path, given: str | Path | None =
         _compare_names(adapter, trained_on, called)
         return
     if packed != stored_in_4_bits(here):
-        return  # a 4-bit copy and its original: only shapes can be compared
+        return  # one is a 4-bit copy of the other: only shapes can be compared
     from fullshard.weights.source_files import fingerprint_of
 
     expected, found = record["fingerprint"] if record else fingerprint_of(known), fingerprint_of(here)
     if expected != found:
-        way_out = f"remove {RECORD} from its folder" if record else f"name the new one in its {CONFIG}"
+        override = f"remove {RECORD} from its folder" if record else f"set the new base in its {CONFIG}"
         raise WeightsError(
-            f"the adapter {adapter} was trained on {trained_on} (fingerprint {expected}), and {called} is another "
-            f"model, or has been changed since (fingerprint {found}). Name the one that it was trained on; if the "
-            f"difference is meant, {way_out}"
+            f"the adapter {adapter} was trained on {trained_on} (fingerprint {expected}), but {called} is a different "
+            f"model or has changed since (fingerprint {found}). Use the model that the adapter was trained on; to use "
+            f"this one anyway, {override}"
         )
 
 
 def _compare_names(adapter: str | Path, trained_on: str, called: str) -> None:
-    """Where files cannot be compared. A model of the hub keeps its name; a folder may get another when it is moved."""
+    """Compare names only. A different Hub name is an error; a local folder may have been moved, so it is a warning."""
     if _last_name(trained_on) == _last_name(called):
         return
     if not looks_local(_name_on_the_hub(trained_on) or trained_on):
         raise WeightsError(
-            f"the adapter {adapter} was trained on {trained_on}, and {called} is called otherwise: another model, for "
-            f"all that can be told. Name the one that it was trained on; if this is the same under another name, write "
-            f"that into {CONFIG} (base_model_name_or_path)"
+            f"the adapter {adapter} was trained on {trained_on}, and {called} appears to be a different model. Use the "
+            f"model that the adapter was trained on; if this is the same model under another name, set that name in "
+            f"{CONFIG} (base_model_name_or_path)"
         )
     from fullshard import runtime
 
     runtime.warn_once(
         f"base {adapter} {called}",
-        f"the adapter {adapter} was trained on {trained_on}, which is not here: whether {called} is the same model is "
-        f"not known, only that shapes must fit",
+        f"the adapter {adapter} was trained on {trained_on}, which was not found. {called} cannot be compared with it; "
+        f"only shapes are checked",
     )

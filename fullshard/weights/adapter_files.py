@@ -1,6 +1,6 @@
-"""An adapter's files: where PEFT puts which parameter, and how they are read slice by slice.
+"""Adapter files: how PEFT's file keys map to parameters of a model, and readers for their values.
 
-PEFT itself is asked for the names, with stand-ins instead of values, so that nothing has to be in memory.
+PEFT computes the keys, from empty tensors in place of the values, so nothing is loaded.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from fullshard.lora import virtual_tokens
 from fullshard.lora.adapter_config import WEIGHTS, read_config
 from fullshard.paths import held
 from fullshard.weights.locate import open_source
-from fullshard.weights.safetensors_index import Source
-from fullshard.weights.slice_reader import Reader, Stored
+from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.slice_reader import Stored, TensorReader
 
 TABLES = {"embed_tokens", "lm_head"}
-"""The layers that PEFT writes into an adapter's files when they were resized."""
+"""The layers that PEFT adds to an adapter's files after a resize."""
 
 
-def open_adapter(folder: str | Path) -> Source:
-    place = Path(folder)
-    if not (place / WEIGHTS).is_file():
-        there = held(place) if place.is_dir() else "nothing"
-        raise WeightsError(f"{place} holds no adapter: it has no {WEIGHTS} (it holds {there})")
-    return open_source(place / WEIGHTS)
+def open_adapter(folder: str | Path) -> SafetensorsFiles:
+    """Open the weights of an adapter."""
+    path = Path(folder)
+    if not (path / WEIGHTS).is_file():
+        contents = held(path) if path.is_dir() else "nothing"
+        raise WeightsError(f"{path} contains no adapter: it has no {WEIGHTS} (it contains {contents})")
+    return open_source(path / WEIGHTS)
 
 
 def names_in_files(model: Any, adapter: str = "default") -> tuple[dict[str, str], dict[str, str]]:
-    """PEFT's names in files → names in the model: of what an adapter's files hold, and of what they may hold besides.
-
-    The latter are an embedding and a head that were resized beside the adapter.
+    """PEFT's file keys → names in the model: first of the tensors that an adapter's files must have, then of optional
+    ones, which are a resized embedding and head.
     """
     from peft import get_peft_model_state_dict
 
     if adapter in virtual_tokens.encoders(model):
         return {virtual_tokens.FILE_KEY: f"prompt_encoder.{adapter}.embedding.weight"}, {}
-    marks = {name: torch.empty(0) for name in model.state_dict(keep_vars=True)}
-    known = {id(mark): name for name, mark in marks.items()}
+    placeholders = {name: torch.empty(0) for name in model.state_dict(keep_vars=True)}
+    names = {id(empty): name for name, empty in placeholders.items()}
     must, may = (
         {
-            key: known[id(mark)]
-            for key, mark in get_peft_model_state_dict(
-                model, state_dict=dict(marks), adapter_name=adapter, save_embedding_layers=embeddings
+            key: names[id(empty)]
+            for key, empty in get_peft_model_state_dict(
+                model, state_dict=dict(placeholders), adapter_name=adapter, save_embedding_layers=embeddings
             ).items()
         }
         for embeddings in (False, True)
@@ -53,32 +53,33 @@ def names_in_files(model: Any, adapter: str = "default") -> tuple[dict[str, str]
     return must, {key: name for key, name in may.items() if key not in must}
 
 
-def adapter_readers(model: Any, source: Source) -> dict[str, Reader]:
-    """Readers of an adapter's values by the names that they have in the model."""
+def adapter_readers(model: Any, source: SafetensorsFiles) -> dict[str, TensorReader]:
+    """Readers for an adapter's values, by parameter name in the model. All differences are reported in one error."""
     if not hasattr(model, "peft_config"):
-        raise WeightsError(f"an adapter's values need a PeftModel; got {type(model).__name__}")
+        raise WeightsError(f"loading an adapter needs a PeftModel; got {type(model).__name__}")
     must, may = names_in_files(model, next(iter(model.peft_config)))
     wrong = [f"{key} is missing" for key in must.keys() - source.entries.keys()]
-    wrong += [f"{key} has no place in the model" for key in source.entries.keys() - must.keys() - may.keys()]
+    wrong += [f"{key} is not in the model" for key in source.entries.keys() - must.keys() - may.keys()]
     shapes = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
     wrong += [
-        f"{key} has shape {source.entries[key].shape}, {shapes[name]} in the model"
+        f"{key} has shape {source.entries[key].shape}, but {shapes[name]} in the model"
         for key, name in (must | may).items()
         if key in source.entries and source.entries[key].shape != shapes[name]
     ]
     if wrong:
         trained_on = read_config(Path(source.path).parent).get("base_model_name_or_path") or "an unknown model"
         raise WeightsError(
-            f"{source.path}, trained on {trained_on}, does not fit the model {_called(model)}: "
+            f"{source.path}, trained on {trained_on}, does not match the model {_called(model)}: "
             f"{'; '.join(sorted(wrong)[:5])}"
         )
     return {name: Stored(source, source.entries[key]) for key, name in (must | may).items() if key in source.entries}
 
 
 def other_rows(base: str | None, config: Any) -> bool:
-    """Whether a model has another number of token rows than its base, so that its adapter must bring them.
+    """Whether the vocabulary of a model was resized, so that its adapter must include the embeddings.
 
-    PEFT's test (`save_embedding_layers="auto"`): by the configurations alone. A base that cannot be found is none.
+    As in PEFT (`save_embedding_layers="auto"`), `vocab_size` in the two configurations is compared. False if the base
+    cannot be found.
     """
     from transformers import AutoConfig
 
@@ -96,8 +97,8 @@ def _called(model: Any) -> str:
     return getattr(model.get_base_model(), "name_or_path", None) or type(model.get_base_model()).__name__
 
 
-def brought_tables(folder: str | Path) -> list[int]:
-    """The numbers of rows of the embedding and the head, where an adapter's files hold them."""
+def embedding_rows(folder: str | Path) -> list[int]:
+    """The number of rows of the embedding and the head in an adapter's files; empty if they are not there."""
     with open_adapter(folder) as source:
         return [
             entry.shape[0]
@@ -107,8 +108,8 @@ def brought_tables(folder: str | Path) -> list[int]:
 
 
 def stored_rows(folder: str | Path) -> int:
-    """How many token rows an adapter counts on: those it brings, or the highest that it trains; 0: it does not say."""
-    brought = brought_tables(folder)
+    """The vocabulary size an adapter needs: rows of its embeddings, or its highest trained token + 1; 0 if unknown."""
+    rows = embedding_rows(folder)
     trained = read_config(folder).get("trainable_token_indices") or []
     groups = trained.values() if isinstance(trained, dict) else [trained]
-    return max((*brought, *(index + 1 for group in groups for index in group)), default=0)
+    return max((*rows, *(index + 1 for group in groups for index in group)), default=0)

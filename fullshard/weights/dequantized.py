@@ -1,7 +1,7 @@
-"""Dense weights as they come back from 4 bits: the values that an adapter is trained beside in QLoRA.
+"""Readers for dequantized weights: the base weights that an adapter was trained with in QLoRA.
 
-`rounded_readers` puts them in place of the weights in the files, one tensor at a time: weights that lie there dense are
-quantised and unpacked again, those that lie there in 4 bits are unpacked.
+`rounded_readers` replaces the readers of a model's weights. Dense weights in the files are quantized and dequantized,
+weights stored in 4 bits are dequantized; one tensor at a time.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ import torch
 from torch import nn
 
 from fullshard.quant import bnb_format, sharded_groups
-from fullshard.quant.quantize_model import Quantization, expert_modules, linears
+from fullshard.quant.config import Quantization
+from fullshard.quant.quantize import expert_modules, linears
 from fullshard.quant.sharded_groups import Scheme
-from fullshard.weights.safetensors_index import Source
-from fullshard.weights.slice_reader import Cuts, Job, Reader, Stored
+from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.slice_reader import Cuts, Job, Stored, TensorReader
 
 
-class _Whole(Reader):
-    """A weight that is made as a whole, in the dtype it is wanted in; `transposed` if it is one of a `Conv1D`."""
+class _Whole(TensorReader):
+    """A weight that is computed whole, in dtype `dtype`; `transposed` for the weight of a `Conv1D`."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool):
         self.shape, self.dtype, self.transposed = shape, dtype, transposed
         self.form = shape[::-1] if transposed else shape
-        """As it is quantised: [out, in]."""
+        """The shape in which it is quantized: [out, in]."""
 
     @abstractmethod
     def value(self) -> torch.Tensor:
-        """All of it, as it is quantised."""
+        """The whole weight as [out, in]."""
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
         if out.numel():
@@ -40,9 +41,9 @@ class _Whole(Reader):
 
 
 class Rounded(_Whole):
-    """A dense weight, quantised as a run does it that holds weights in dtype `held`, and unpacked."""
+    """A dense weight, converted to dtype `held` (that of the training run), quantized and dequantized."""
 
-    def __init__(self, reader: Reader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype, transposed: bool):
+    def __init__(self, reader: TensorReader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype, transposed: bool):
         super().__init__(reader.shape, dtype, transposed)
         self.reader, self.scheme, self.held = reader, scheme, held
 
@@ -53,16 +54,16 @@ class Rounded(_Whole):
         return sharded_groups.dense(parts, self.form, self.scheme, self.dtype)
 
 
-class RoundedStack(Reader):
-    """A weight of fused experts, quantised and unpacked one expert at a time."""
+class RoundedStack(TensorReader):
+    """A fused expert weight, quantized and dequantized one expert at a time."""
 
-    def __init__(self, reader: Reader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype):
+    def __init__(self, reader: TensorReader, scheme: Scheme, held: torch.dtype, dtype: torch.dtype):
         self.shape, self.dtype = reader.shape, dtype
         self.reader, self.scheme, self.held = reader, scheme, held
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
-        for place, i in zip(out, range(cuts[0].start, cuts[0].stop), strict=True):
-            yield functools.partial(self._one, place, i, cuts[1:])
+        for part, i in zip(out, range(cuts[0].start, cuts[0].stop), strict=True):
+            yield functools.partial(self._one, part, i, cuts[1:])
 
     def _one(self, out: torch.Tensor, i: int, cuts: Cuts) -> None:
         shape = self.shape[1:]
@@ -71,10 +72,12 @@ class RoundedStack(Reader):
         out.copy_(sharded_groups.dense(parts, shape, self.scheme, self.dtype)[cuts])
 
 
-class Unpacked(_Whole):
-    """A weight that lies in the files in 4 bits, under bitsandbytes' keys."""
+class Dequantized(_Whole):
+    """A weight stored in 4 bits, under bitsandbytes' keys."""
 
-    def __init__(self, source: Source, name: str, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool):
+    def __init__(
+        self, source: SafetensorsFiles, name: str, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool
+    ):
         super().__init__(shape, dtype, transposed)
         self.parts = {key: entry for key, entry in source.entries.items() if key == name or key.startswith(f"{name}.")}
         self.source, self.name = source, name
@@ -86,14 +89,19 @@ class Unpacked(_Whole):
 
 
 def rounded_readers(
-    model: nn.Module, source: Source, readers: Mapping[str, Reader], how: Quantization, held: torch.dtype, dtype: Any
-) -> dict[str, Reader]:
-    """Readers of the weights that are quantised, in `dtype`, by their names in the (plain, empty) model."""
-    found: dict[str, Reader] = {}
+    model: nn.Module,
+    source: SafetensorsFiles,
+    readers: Mapping[str, TensorReader],
+    how: Quantization,
+    held: torch.dtype,
+    dtype: Any,
+) -> dict[str, TensorReader]:
+    """Readers for the weights that are quantized, in `dtype`, by their names in the model (which is on meta)."""
+    found: dict[str, TensorReader] = {}
     for name, linear, form in linears(model, how.skip):
         key = f"{name}.weight"
         if bnb_format.is_quantized(source.entries, key):
-            found[key] = Unpacked(source, key, tuple(linear.weight.shape), dtype, form.transposed)
+            found[key] = Dequantized(source, key, tuple(linear.weight.shape), dtype, form.transposed)
         elif key in readers:
             found[key] = Rounded(readers[key], how.scheme, held, dtype, form.transposed)
     for name, _, weights in expert_modules(model, how.skip):

@@ -1,16 +1,33 @@
-"""Which dtype a model's weights have, when it is loaded and when it is written."""
+"""Dtypes of a model's weights: which one it is loaded in, and which parameters keep another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
+from fullshard.fsdp.strategy import dtype_of
+from fullshard.weights.safetensors_index import SafetensorsFiles
+
+
+def choose_dtype(given: Any, config: Any, source: SafetensorsFiles) -> torch.dtype:
+    """The dtype to load a model in: the given one, or for None and "auto" the config's, else that of the files."""
+    if given not in (None, "auto"):
+        found = dtype_of(given)
+        assert found is not None
+        return found
+    stated = dtype_of(getattr(config, "dtype", None))
+    if stated is not None:
+        return stated
+    floating = (e.dtype for e in source.entries.values() if e.dtype.is_floating_point and e.dtype.itemsize > 1)
+    return next(floating, torch.get_default_dtype())
+
 
 def dtypes_kept(model: PreTrainedModel, dtype: torch.dtype, names: Iterable[str]) -> dict[str, torch.dtype]:
-    """The parameters that a model keeps in another dtype than the one asked for, for the sake of precision."""
+    """The parameters that the model keeps in another dtype than `dtype` for precision, with their dtypes."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return {}

@@ -1,7 +1,7 @@
-"""`save_pretrained`: from shards to files that transformers reads, one tensor at a time.
+"""`save_pretrained`: writes a sharded model as files that transformers reads, one tensor at a time.
 
-All ranks send their pieces of a tensor to the first, which writes it at its place (`model_dir_writer.py`,
-`safetensors_writer.py`). Conversions made at load are undone (`reverse.py`).
+All ranks send their shards of a tensor to rank 0, which writes it (`model_dir_writer.py`, `safetensors_writer.py`).
+Conversions done at load are reversed (`key_mapping.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fullshard import runtime
+from fullshard.byte_size import file_size
 from fullshard.errors import WeightsError
 from fullshard.fsdp import state_dict
 from fullshard.fsdp.engine import Engine
@@ -23,11 +24,12 @@ from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_name, dtype_of
 from fullshard.paths import refuse_inputs
 from fullshard.progress import Bar
-from fullshard.ranks import any_of, front_group
+from fullshard.ranks import agree, any_of, host_group
+from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import local_of
 from fullshard.weights.dtypes import dtypes_kept
-from fullshard.weights.load_report import together
-from fullshard.weights.model_dir_writer import Outgoing
-from fullshard.weights.reverse import Group, Reverse
+from fullshard.weights.key_mapping import ReverseMapping, TensorGroup
+from fullshard.weights.model_dir_writer import ModelDirWriter
 from fullshard.weights.safetensors_writer import total_bytes
 from fullshard.weights.slice_reader import lengths
 from fullshard.weights.source_files import base_of
@@ -46,12 +48,12 @@ def save_pretrained(
 ) -> Path:
     """Write a wrapped transformers model so that `from_pretrained` reads it. All ranks must call it.
 
-    - `dtype`: of floating-point weights in the files; None writes each as it is stored, and says which that is.
-    - `max_shard_size`: larger models are written in several files with an index.
-    - `tokenizer`: saved beside the weights; without one, the files of the model's base are copied.
+    - `dtype`: of floating-point weights in the files; None keeps the dtype of each parameter, and logs it.
+    - `max_shard_size`: larger models are written as several files with an index.
+    - `tokenizer`: saved with the weights; by default the tokenizer files of the model's base are copied.
     - `verify`: read everything back and compare checksums, not only sizes and headers.
 
-    Beside the shards, the first rank holds one tensor at a time, and where tensors are converted its converted form.
+    Besides its shards, rank 0 holds one whole tensor at a time, or two while one is converted.
     """
     plain, tensors = _check(model)
     kept = dtypes_kept(plain, wanted, tensors) if (wanted := dtype_of(dtype)) is not None else {}
@@ -65,27 +67,27 @@ def save_pretrained(
         group.convert({n: torch.empty(tensors[n].shape, dtype=dtype_in_file(n), device="meta") for n in group.members})
         for group in groups
     ]
-    form = {name: torch.empty_like(t) for converted in made for name, t in converted.items()}  # no shared storage
+    form = {name: torch.empty_like(t) for converted in made for name, t in converted.items()}  # without shared storage
     runtime.get_logger().info("writing %s to %s", _described(form, wanted), directory)
     target = Path(directory)
-    writing: list[Outgoing] = []
+    writing: list[ModelDirWriter] = []
 
     def begin() -> None:
         if runtime.is_main():
             if (base := base_of(plain)) is not None:
                 refuse_inputs(target, "save_pretrained", {"the model's base": [Path(base.path)]})
             packed = {n for g, converted in zip(groups, made, strict=True) if isinstance(g, _Packed) for n in converted}
-            writing.append(Outgoing(target, form, max_shard_size, packed))
+            writing.append(ModelDirWriter(target, form, max_shard_size, packed))
 
     try:
-        together(begin, "export")
+        agree(begin, "export", error=WeightsError)
         _stream(model, groups, tensors, dtype_in_file, writing, Bar("writing", total_bytes(form), progress))
 
         def finish() -> None:
             for w in writing:
                 w.finish(plain, tokenizer, verify)
 
-        together(finish, "export")
+        agree(finish, "export", error=WeightsError)
     finally:
         for w in writing:
             w.clean_up()
@@ -93,18 +95,18 @@ def save_pretrained(
 
 
 def _check(model: nn.Module) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """The model and what of it is written, tied values once; or why it cannot be."""
+    """The model and its tensors to write, tied ones once. Raises `WeightsError` if the model cannot be written."""
     if not isinstance(getattr(model, "_fullshard_engine", None), Engine):
-        raise WeightsError(f"save_pretrained writes wrapped models, FSDPv2(module, mesh); got {type(model).__name__}")
+        raise WeightsError(f"save_pretrained needs a wrapped model, FSDPv2(module, mesh); got {type(model).__name__}")
     if not isinstance(model, PreTrainedModel):
         raise WeightsError(
-            f"save_pretrained writes transformers models; {type(model).__name__} is none. An adapter is written by its "
-            f"own model.save_pretrained(directory), other modules with model.full_state_dict()"
+            f"save_pretrained needs a transformers model; got {type(model).__name__}. Save an adapter with its own "
+            f"model.save_pretrained(directory), other modules with model.full_state_dict()"
         )
     if packed := {name: module for name, module in own_readers(model).items() if not isinstance(module, WritesFiles)}:
         raise WeightsError(
-            f"{len(packed)} modules ({next(iter(packed))}, …) store packed weights, which transformers would not read; "
-            f"export the model's adapter, or load it without quantisation"
+            f"{len(packed)} modules ({next(iter(packed))}, …) have packed weights that transformers cannot read; "
+            f"export the model's adapter, or load the model without quantization"
         )
     tensors: dict[str, torch.Tensor] = {}
     ties = getattr(model, "all_tied_weights_keys", None) or {}
@@ -114,7 +116,7 @@ def _check(model: nn.Module) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
         tied = name in ties and id(value) in seen or id(value) in {id(t) for t in tensors.values()}
         if not tied and name not in (model._keys_to_ignore_on_save or ()):
             tensors[name] = value
-    empty = [name for name, value in tensors.items() if getattr(value, "_local_tensor", value).is_meta]
+    empty = [name for name, value in tensors.items() if (local_of(value) if is_sharded(value) else value).is_meta]
     if empty or not tensors:
         raise WeightsError(
             f"{len(empty)} parameters have no values yet ({', '.join(empty[:3])}); load them before saving"
@@ -124,10 +126,10 @@ def _check(model: nn.Module) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     return model, tensors
 
 
-class _Packed(Group):
-    """The parameters of a module that files hold in another form."""
+class _Packed(TensorGroup):
+    """The parameters of a module that are stored in another form in files, such as 4-bit weights."""
 
-    def __init__(self, reverse: Reverse, name: str, module: WritesFiles):
+    def __init__(self, reverse: ReverseMapping, name: str, module: WritesFiles):
         super().__init__(reverse, name)
         self.module = module
         self.members = {f"{name}.{part}": None for part in module.made_parameters()}
@@ -137,9 +139,9 @@ class _Packed(Group):
         return {self.reverse.renamed(f"{self.first}.{name}"): t for name, t in self.module.as_files(parts).items()}
 
 
-def _groups(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[Group]:
-    """What is converted together: packed modules each for itself, the rest as loading converted it."""
-    reverse = Reverse(model)
+def _groups(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[TensorGroup]:
+    """The tensors that are converted together: one group per packed module, the rest as converted at load."""
+    reverse = ReverseMapping(model)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, WritesFiles)}
     packed = [_Packed(reverse, name, module) for name, module in modules.items()]
     taken = {member for group in packed for member in group.members}
@@ -148,19 +150,19 @@ def _groups(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[Gr
 
 def _described(form: dict[str, torch.Tensor], wanted: torch.dtype | None) -> str:
     names = sorted({dtype_name(t.dtype) for t in form.values()})
-    how = "as asked" if wanted is not None else "as stored; dtype= writes another"
-    return f"{total_bytes(form) / 1e9:.2f} GB of {', '.join(names)} ({how})"
+    how = "as requested" if wanted is not None else "as stored; change with dtype="
+    return f"{file_size(total_bytes(form))} of {', '.join(names)} ({how})"
 
 
 def _stream(
     model: nn.Module,
-    groups: list[Group],
+    groups: list[TensorGroup],
     tensors: dict[str, torch.Tensor],
     dtype_in_file: Callable[[str], torch.dtype],
-    writing: list[Outgoing],
+    writing: list[ModelDirWriter],
     bar: Bar,
 ) -> None:
-    """One group after another goes to the first rank, which writes it."""
+    """Gather one group after another on rank 0, which writes it."""
     engine: Engine = model._fullshard_engine
     by_shard: dict[int, ShardedParameter] = {id(p.shard): p for unit in engine.units for p in unit.parameters}
     failure: Exception | None = None
@@ -182,22 +184,22 @@ def _stream(
                     bar.at(done)
                 except Exception as error:
                     failure = error
-            if any_of(failure is not None, 0, "export"):
+            if any_of(failure is not None, "export"):
                 break
 
-    def settle() -> None:
+    def raise_failure() -> None:
         if failure is not None:
             raise failure
 
-    together(settle, "export")
+    agree(raise_failure, "export", error=WeightsError)
 
 
 def _whole(p: ShardedParameter, dtype: torch.dtype) -> torch.Tensor | None:
-    """The whole value in the first rank's host memory; the others send their pieces and get nothing."""
+    """Gather a parameter in rank 0's host memory; other ranks send their shards and get None."""
     mine = p.local.detach().to("cpu", dtype).contiguous()
-    shape, group, layout = p.plan.shape, front_group(), p.layout
+    shape, group, layout = p.plan.shape, host_group(), p.layout
     if lengths(layout.slices(shape, 0)) == shape:
-        return mine if runtime.is_main() else None  # the first rank has it all
+        return mine if runtime.is_main() else None  # rank 0 already has all of it
     senders = [int(rank) for rank in layout.mesh.device_ids if layout.replica_id(int(rank)) == 0]
     if not runtime.is_main():
         if runtime.rank() in senders and mine.numel():
@@ -217,7 +219,7 @@ def _whole(p: ShardedParameter, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _save_for(model: nn.Module, directory: Any, options: dict[str, Any]) -> Any:
-    """What `model.save_pretrained` of a wrapped model does, where this file can do it."""
+    """`model.save_pretrained` of a wrapped model; NotImplemented if the model or an option is not supported here."""
     if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
         return NotImplemented
     if not set(options) <= {"max_shard_size", "dtype", "tokenizer", "verify", "progress"}:

@@ -1,18 +1,18 @@
-"""From files to shards: fills a wrapped model whose parameters are planned but have no values yet.
+"""`fill`: loads files into the shards of a wrapped model whose parameters are on the meta device.
 
-Names and shapes are compared first (`match.py`), on every rank and before any data is read. Then each rank reads its
-own slices, in several threads, straight into its shards; nothing is sent between ranks. What files do not hold is
-computed (`init.py`), what a module wants to read itself it reads (`transforms.py`).
+First every rank compares names and shapes (`match.py`), before any data is read. Then each rank reads its own slices
+with several threads directly into its shards; weights are not sent between ranks. Parameters that are not in the files
+are initialized (`init.py`); modules with their own storage format read the files themselves (`transforms.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,21 +23,23 @@ from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.progress import Bar
+from fullshard.ranks import agree, agree_locally
+from fullshard.torch_private import buffers_of
 from fullshard.weights import adapter_init, init
-from fullshard.weights import resize_vocab as grow
 from fullshard.weights.adapter_files import adapter_readers, open_adapter
-from fullshard.weights.load_report import LoadReport, together
+from fullshard.weights.load_report import LoadReport
 from fullshard.weights.locate import open_source
-from fullshard.weights.match import Work, match
-from fullshard.weights.safetensors_index import Source
-from fullshard.weights.slice_reader import Job, Reader
-from fullshard.weights.source_files import ATTRIBUTE, Base, fingerprint_of
+from fullshard.weights.match import BufferReads, LoadPlan, ParameterReads, match
+from fullshard.weights.resize_vocab import PickedRows, grown_reader
+from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.slice_reader import Job, TensorReader
+from fullshard.weights.source_files import ATTRIBUTE, SourceFiles, fingerprint_of
 from fullshard.weights.transforms import Transform, piece_of
 
 
 def fill(
     model: nn.Module,
-    source: Source | str | Path,
+    source: SafetensorsFiles | str | Path,
     *,
     transform: Transform | None = None,
     strict: bool = True,
@@ -50,52 +52,52 @@ def fill(
     threads: int | None = None,
     progress: bool = True,
 ) -> LoadReport:
-    """Give every parameter and buffer of a wrapped model its value. All ranks must call it.
+    """Load all parameters and buffers of a wrapped model. All ranks must call it.
 
-    - `source`: a directory with safetensors files, one such file, or an open `Source`.
-    - `transform(name, value, piece)`: see `hooks.Transform`.
-    - `strict`: whether names that only one side has are an error. If not, what is missing is initialised.
-    - `resize_vocab`: embeddings may have more rows than the files; new ones start at the mean of the old.
-    - `new`: names of parameters that the files need not have. Those of adapter layers never need to be there.
-    - `adapter`: a folder with PEFT's files, whose values the adapter layers get; otherwise they are new.
-    - `first`: a folder with the values that an adapter of PiSSA or OLoRA began with; otherwise they are computed.
-    - `seed`: new parameters are a function of it and their name.
-    - `threads`: how many read at once; None chooses by the cores there are for each rank.
+    - `source`: a directory with safetensors files, one such file, or an open `SafetensorsFiles`.
+    - `transform(name, value, piece)`: see `transforms.Transform`.
+    - `strict`: whether missing and unexpected tensors are an error. If not, missing parameters are initialized.
+    - `resize_vocab`: embeddings may have more rows than in the files; new rows are the mean of the old ones.
+    - `new`: names of parameters that may be missing in the files. Those of adapter layers always may.
+    - `adapter`: a folder with PEFT's files to load into the adapter layers; by default these are initialized.
+    - `first`: a folder with the initial values of a PiSSA or OLoRA adapter; by default these are computed.
+    - `seed`: new parameters depend only on it and their name.
+    - `threads`: number of reader threads; by default the number of cores per rank, between 2 and 8.
     """
     engine = getattr(model, "_fullshard_engine", None)
     if not isinstance(engine, Engine) or engine.units[0].module is not model:
         raise WeightsError(
-            f"fill() needs a wrapped model, FSDPv2(module, mesh), the outermost one; got {type(model).__name__}. "
-            f"Build the module under torch.device('meta'), wrap it, then fill it; load_pretrained does all three"
+            f"fill() needs the outermost wrapped model, FSDPv2(module, mesh); got {type(model).__name__}. Build the "
+            f"module under torch.device('meta'), wrap it, then call fill(); load_pretrained does all three"
         )
     started = time.perf_counter()
-    opened: list[Source] = []
-    laid_out: list[Work] = []
+    opened: list[SafetensorsFiles] = []
+    plans: list[LoadPlan] = []
 
     def prepare() -> str | None:
-        files = source if isinstance(source, Source) else open_source(source)
+        files = source if isinstance(source, SafetensorsFiles) else open_source(source)
         opened.append(files)
-        brought, began = (_adapter_values(model, folder, opened) for folder in (adapter, first))
-        work = match(model, engine, files, key_mapping, set(new), resize_vocab, brought, began)
-        message = work.problems.text(files.path, type(model).__name__)
-        if message and (strict or work.problems.misshaped or work.problems.unconvertible):
+        loaded, initial = (_adapter_values(model, folder, opened) for folder in (adapter, first))
+        plan = match(model, engine, files, key_mapping, set(new), resize_vocab, loaded, initial)
+        message = plan.problems.text(files.path, type(model).__name__)
+        if message and (strict or plan.problems.misshaped or plan.problems.unconvertible):
             raise WeightsError(message)
-        laid_out.append(work)
+        plans.append(plan)
         return fingerprint_of(files.path) if runtime.is_main() else None
 
     try:
-        fingerprints = together(prepare, "load")
-        work = laid_out[0]
-        report = _carry_out(model, engine, work, transform, seed, threads, progress)
+        fingerprints = agree(prepare, "load", error=WeightsError)
+        plan = plans[0]
+        report = _load(model, engine, plan, transform, seed, threads, progress)
     finally:
         for files in opened:
             if files is not source:
                 files.close()
-    base = Base(os.path.abspath(work.source.path), next(filter(None, fingerprints)))
-    names: dict[int, list[str]] = {}  # a module may stand in two places, such as the embedding beside a prompt
+    base = SourceFiles(os.path.abspath(plan.source.path), next(filter(None, fingerprints)))
+    names: dict[int, list[str]] = {}  # a module may have two names, such as the embedding with a prompt encoder
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)
-    for p in work.provided:
+    for p in plan.provided:
         base.record({*p.plan.names, *names.get(id(p.shard), ())}, p.shard)
     setattr(model, ATTRIBUTE, base)
     report.seconds = time.perf_counter() - started
@@ -103,79 +105,104 @@ def fill(
     return report
 
 
-def _adapter_values(model: nn.Module, folder: str | Path | None, opened: list[Source]) -> dict[str, Reader]:
+def _adapter_values(
+    model: nn.Module, folder: str | Path | None, opened: list[SafetensorsFiles]
+) -> dict[str, TensorReader]:
     if folder is None:
         return {}
     opened.append(open_adapter(folder))
     return adapter_readers(model, opened[-1])
 
 
-def _carry_out(
+def _load(
     model: nn.Module,
     engine: Engine,
-    work: Work,
+    plan: LoadPlan,
     transform: Transform | None,
     seed: int,
     threads: int | None,
     progress: bool,
 ) -> LoadReport:
-    report = LoadReport(str(work.source.path), left_out=work.problems.unexpected)
-    before = work.source.bytes_read
-    grown = [(p, grow.grown(reader, p.plan.shape[0])) for p, reader in work.grows]
-    tables = {id(p): (reader, dtype_of(p.plan.dtype)) for p, reader in [*work.reads, *grown, *work.adapts]}
-    rows = [(p, _picked(tables, table, indices)) for p, table, indices in work.rows]
-    for name, module, key, table, indices in work.originals:
-        work.buffers.append((name, module, key, _picked(tables, table, indices)))
+    """Carry out a plan."""
+    before = plan.source.bytes_read
+    resized = [(p, grown_reader(reader, p.plan.shape[0])) for p, reader in plan.resizes]
+    loaded = [*plan.reads, *resized, *plan.adapter_reads]
+    rows, row_buffers = _token_readers(plan, loaded)
+    plan.buffers += row_buffers
 
     def read() -> None:
-        for p in work.parameters:
+        for p in plan.parameters:
             p.give_memory()
-        unset = set(init.compute_buffers(model, work.parameters)) - {name for name, *_ in work.buffers}
-        if unset:
-            raise WeightsError(
-                f"the files do not hold {len(unset)} buffer(s) and their modules do not compute them: "
-                f"{', '.join(sorted(unset)[:5])}"
-            )
-        jobs: list[Job] = []
-        for p, reader in [*work.reads, *grown, *work.adapts, *rows]:
-            jobs += reader.jobs(p.local.detach(), p.layout.slices(p.plan.shape, runtime.rank()))
-        for _, module, key, reader in work.buffers:
-            buffer = module._buffers[key]
-            assert buffer is not None
-            jobs += reader.jobs(buffer, tuple(slice(0, n) for n in buffer.shape))
-        total = sum(p.local.numel() * reader.dtype.itemsize for p, reader in work.reads)
-        _run(jobs, work.source, threads, Bar("loading", total, progress))
-        init.initialise(model, work.parameters, work.initialise, seed)
-        _place_buffers(model, engine.units[0].precision.buffer_dtype)
+        _compute_buffers(model, plan)
+        total = sum(p.local.numel() * reader.dtype.itemsize for p, reader in plan.reads)
+        _run(_jobs([*loaded, *rows], plan.buffers), plan.source, threads, Bar("loading", total, progress))
+        init.initialize(model, plan.parameters, plan.initialize, seed)
+        _cast_buffers(model, engine.units[0].precision.buffer_dtype)
 
-    together(read, "load")
-    for module, readers, parameters in work.own:
+    agree(read, "load", error=WeightsError)
+    for module, readers, parameters in plan.self_loading:
         pieces = {name: piece_of(p) for name, p in parameters.items()}
-        held: list[Any] = []
-        together(lambda: held.append(module.read_files(readers, pieces)), "load")  # noqa: B023
-        module.finish_reading(held[0], pieces)
-    adapter_init.derive(model, work.parameters, work.derived, seed, progress)
+        parts = agree_locally(functools.partial(module.read_files, readers, pieces), "load", error=WeightsError)
+        module.finish_reading(parts, pieces)
+    adapter_init.derive(model, plan.parameters, plan.derived, seed, progress)
     if transform is not None:
-        together(lambda: _transform(work, transform), "transform")
-    if work.plain is not None and work.conversions is not None:
-        work.plain._weight_conversions = work.conversions
-    report.read = [p.plan.name for p, _ in [*work.reads, *work.adapts, *rows]]
-    report.read += [name for name, *_ in work.buffers]
-    report.read += [p.plan.name for _, _, parameters in work.own for p in parameters.values()]
-    report.initialised = [p.plan.name for p in work.initialise]
-    report.initialised += [p.plan.name for one in work.derived for p in one.parameters.values()]
-    report.grown = [p.plan.name for p, _ in work.grows]
-    report.bytes = work.source.bytes_read - before
-    return report
+        agree(lambda: _transform(plan, transform), "transform", error=WeightsError)
+    if plan.plain is not None and plan.conversions is not None:
+        plan.plain._weight_conversions = plan.conversions
+    made = [p for _, _, parameters in plan.self_loading for p in parameters.values()]
+    computed = [p for one in plan.derived for p in one.parameters.values()]
+    read_parameters = [p for p, _ in [*plan.reads, *plan.adapter_reads, *rows]]
+    return LoadReport(
+        str(plan.source.path),
+        read=[*_names(read_parameters), *(name for name, *_ in plan.buffers), *_names(made)],
+        initialized=_names([*plan.initialize, *computed]),
+        resized=_names([p for p, _ in plan.resizes]),
+        skipped=plan.problems.unexpected,
+        bytes=plan.source.bytes_read - before,
+    )
 
 
-def _picked(tables: dict[int, tuple[Reader, Any]], table: ShardedParameter, indices: list[int]) -> Reader:
-    reader, dtype = tables[id(table)]
-    return grow.Picked(reader, indices, dtype)
+def _names(parameters: Iterable[ShardedParameter]) -> list[str]:
+    return [p.plan.name for p in parameters]
 
 
-def _run(jobs: Sequence[Callable[[], None]], source: Source, threads: int | None, bar: Bar) -> None:
-    """Run the reads in several threads; the first that fails ends them all."""
+def _token_readers(plan: LoadPlan, loaded: ParameterReads) -> tuple[ParameterReads, BufferReads]:
+    """Readers for trained token rows and for the buffers with their original values, from the tables they belong to."""
+    tables = {id(p): (reader, dtype_of(p.plan.dtype)) for p, reader in loaded}
+
+    def picked(table: ShardedParameter, indices: list[int]) -> TensorReader:
+        reader, dtype = tables[id(table)]
+        assert dtype is not None
+        return PickedRows(reader, indices, dtype)
+
+    rows: ParameterReads = [(p, picked(t, i)) for p, t, i in plan.token_rows]
+    return rows, [(name, module, key, picked(t, i)) for name, module, key, t, i in plan.token_buffers]
+
+
+def _compute_buffers(model: nn.Module, plan: LoadPlan) -> None:
+    """Compute the buffers that are not in the files; raise `WeightsError` if a module does not."""
+    unset = set(init.compute_buffers(model, plan.parameters)) - {name for name, *_ in plan.buffers}
+    if unset:
+        raise WeightsError(
+            f"{len(unset)} buffer(s) are not in the files and their modules do not compute them: "
+            f"{', '.join(sorted(unset)[:5])}"
+        )
+
+
+def _jobs(parameters: ParameterReads, buffers: BufferReads) -> list[Job]:
+    """The reads of this rank's shards and of all buffers."""
+    jobs: list[Job] = []
+    for p, reader in parameters:
+        jobs += reader.jobs(p.local.detach(), p.layout.slices(p.plan.shape, runtime.rank()))
+    for _, module, key, reader in buffers:
+        buffer = buffers_of(module)[key]
+        assert buffer is not None
+        jobs += reader.jobs(buffer, tuple(slice(0, n) for n in buffer.shape))
+    return jobs
+
+
+def _run(jobs: Sequence[Callable[[], None]], source: SafetensorsFiles, threads: int | None, bar: Bar) -> None:
+    """Run the reads in several threads; the first error cancels the rest."""
     count = threads or max(2, min(8, (os.cpu_count() or 2) // runtime.local_world_size()))
     before = source.bytes_read
     with bar, ThreadPoolExecutor(count, thread_name_prefix="fullshard-load") as pool:
@@ -191,18 +218,18 @@ def _run(jobs: Sequence[Callable[[], None]], source: Source, threads: int | None
             raise
 
 
-def _transform(work: Work, transform: Transform) -> None:
+def _transform(plan: LoadPlan, transform: Transform) -> None:
     with torch.no_grad():
-        for p, _ in [*work.reads, *work.grows]:
+        for p, _ in [*plan.reads, *plan.resizes]:
             piece = piece_of(p)
             value = transform(p.plan.name, piece.local, piece)
             if value is not None:
                 piece.local.copy_(value)
-                work.changed.append(p)
+                plan.changed.append(p)
 
 
-def _place_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
+def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and dtype is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+                buffers_of(module)[name] = buffer.to(dtype)

@@ -1,8 +1,8 @@
-"""Values that no file holds: computed buffers, and new parameters such as adapters.
+"""Initialization of what is not in the files: new parameters such as adapters, and computed buffers.
 
-A new parameter is a function of (seed, its name) alone. It is drawn whole, by the initialiser its own module or model
-uses, one parameter at a time while all others stay on the meta device, and each rank keeps its slice: the same model
-comes out whatever the number of ranks and whatever else is initialised.
+A new parameter depends only on the seed and its name. It is initialized whole, by its own module or model, while all
+other parameters are on the meta device; each rank then keeps its slice. The values therefore depend neither on the
+number of ranks nor on what else is initialized.
 """
 
 from __future__ import annotations
@@ -21,61 +21,62 @@ from fullshard import runtime
 from fullshard.errors import WeightsError
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
+from fullshard.torch_private import buffers_of, parameters_of
 
 
 @contextlib.contextmanager
 def without_values(parameters: Iterable[ShardedParameter]) -> Iterator[None]:
-    """Modules hold plain parameters on the meta device, on which initialisers run without effect."""
-    held = list(parameters)
-    for p in held:
+    """Replace parameters temporarily by plain ones on the meta device, where initializers have no effect."""
+    replaced = list(parameters)
+    for p in replaced:
         _show(p, torch.empty(p.plan.shape, dtype=dtype_of(p.plan.dtype), device="meta"))
     try:
         yield
     finally:
-        for p in held:
+        for p in replaced:
             p.show_shard()
 
 
-def initialise(root: nn.Module, parameters: list[ShardedParameter], new: list[ShardedParameter], seed: int) -> None:
-    """Give new parameters their first values."""
-    lines = _lines(root)
-    helpless = []
+def initialize(root: nn.Module, parameters: list[ShardedParameter], new: list[ShardedParameter], seed: int) -> None:
+    """Initialize new parameters."""
+    ancestors = _ancestors(root)
+    failed = []
     with without_values(parameters):
         for p in new:
             with seeded(seed, p.plan.name):
-                value = _drawn(p, lines)
+                value = _initial_value(p, ancestors)
             if value is None:
-                helpless.append(p.plan.name)
+                failed.append(p.plan.name)
                 continue
             with torch.no_grad():
                 p.local.copy_(value[p.layout.slices(p.plan.shape, runtime.rank())])
-    if helpless:
+    if failed:
         raise WeightsError(
-            f"no initialiser is known for {len(helpless)} new parameter(s): {', '.join(helpless[:5])}. Their modules "
-            f"have neither reset_parameters() nor a model whose _init_weights() sets them, or they derive from loaded "
-            f"weights. Set them in such a method, or give them values before the model is wrapped"
+            f"{len(failed)} new parameter(s) have no initializer: {', '.join(failed[:5])}. Neither reset_parameters() "
+            f"of their module nor _init_weights() of their model sets them, or they depend on loaded weights. Set them "
+            f"in such a method, or give them values before the model is wrapped"
         )
 
 
-def drawn(root: nn.Module, p: ShardedParameter, seed: int) -> torch.Tensor:
-    """The first value that `initialise` gives a parameter, whole; modules must hold no values meanwhile."""
+def initial_value(root: nn.Module, p: ShardedParameter, seed: int) -> torch.Tensor:
+    """The whole value that `initialize` gives a parameter; to be called inside `without_values`."""
     with seeded(seed, p.plan.name):
-        value = _drawn(p, _lines(root))
+        value = _initial_value(p, _ancestors(root))
     assert value is not None
     return value
 
 
-def _drawn(p: ShardedParameter, lines: dict[nn.Module, list[nn.Module]]) -> torch.Tensor | None:
-    """The first value of a parameter, or None if nobody sets it."""
+def _initial_value(p: ShardedParameter, ancestors: dict[nn.Module, list[nn.Module]]) -> torch.Tensor | None:
+    """The initial value of a parameter; None if no initializer sets it."""
     empty = torch.empty(p.plan.shape, dtype=dtype_of(p.plan.dtype))
     if not empty.is_floating_point():
         return None
     _show(p, empty.fill_(torch.nan))
     try:
         for module, name in p.sites:
-            for step in _initialisers(lines[module]):
-                step()
-            value = module._parameters[name]
+            for initializer in _initializers(ancestors[module]):
+                initializer()
+            value = parameters_of(module)[name]
             assert value is not None
             if not value.isnan().any():
                 return value.detach()
@@ -85,37 +86,37 @@ def _drawn(p: ShardedParameter, lines: dict[nn.Module, list[nn.Module]]) -> torc
 
 
 def compute_buffers(root: nn.Module, parameters: list[ShardedParameter]) -> list[str]:
-    """Fill buffers that are still on the meta device as their modules would; names of those nobody can fill."""
+    """Compute the buffers that are still on the meta device. Returns the names of those that no module computes."""
     waiting = [
         (prefix, module, name)
         for prefix, module in root.named_modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
         if buffer is not None and buffer.is_meta
     ]
     if not waiting:
         return []
-    _draw_projections(root)
-    waiting = [(prefix, module, name) for prefix, module, name in waiting if module._buffers[name].is_meta]
-    lines = _lines(root)
+    _init_vera_projections(root)
+    waiting = [(prefix, module, name) for prefix, module, name in waiting if buffers_of(module)[name].is_meta]
+    ancestors = _ancestors(root)
     made = []
-    for start in (0, 1):  # what keeps both starting values was never set
+    for start in (0, 1):  # a buffer that keeps both fill values was never set
         for _, module, name in waiting:
-            module._buffers[name] = torch.full_like(module._buffers[name], start, device="cpu")
+            buffers_of(module)[name] = torch.full_like(buffers_of(module)[name], start, device="cpu")
         with without_values(parameters), seeded(0, "buffers"):
             for module in {id(module): module for _, module, _ in waiting}.values():
-                for step in _initialisers(lines[module]):
-                    step()
-        made.append([module._buffers[name] for _, module, name in waiting])
-    helpless = []
+                for initializer in _initializers(ancestors[module]):
+                    initializer()
+        made.append([buffers_of(module)[name] for _, module, name in waiting])
+    not_computed = []
     for (prefix, module, name), first, second in zip(waiting, *made, strict=True):
         if not torch.equal(first, second):
-            helpless.append(f"{prefix}.{name}" if prefix else name)
-        module._buffers[name] = second.to(runtime.device())
-    return helpless
+            not_computed.append(f"{prefix}.{name}" if prefix else name)
+        buffers_of(module)[name] = second.to(runtime.device())
+    return not_computed
 
 
-def _draw_projections(root: nn.Module) -> None:
-    """VeRA's shared projections, as PEFT draws them from their seed."""
+def _init_vera_projections(root: nn.Module) -> None:
+    """Initialize VeRA's shared projections from their seed, as PEFT does."""
     from peft.tuners.vera.model import VeraModel, _kaiming_init
 
     for tuner in root.modules():
@@ -128,13 +129,14 @@ def _draw_projections(root: nn.Module) -> None:
 
 
 def _show(p: ShardedParameter, value: torch.Tensor) -> None:
+    """Make a plain parameter with this value visible in the modules."""
     parameter = nn.Parameter(value, requires_grad=p.shard.requires_grad and value.is_floating_point())
     for module, name in p.sites:
-        module._parameters[name] = parameter
+        parameters_of(module)[name] = parameter
 
 
-def _lines(root: nn.Module) -> dict[nn.Module, list[nn.Module]]:
-    """Every module with those around it, outermost first."""
+def _ancestors(root: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """The path to every module: `root`, …, its parent, the module itself."""
     modules = dict(root.named_modules())
     found = {}
     for name, module in modules.items():
@@ -143,29 +145,29 @@ def _lines(root: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     return found
 
 
-def _initialisers(line: list[nn.Module]) -> Iterator[Callable[[], Any]]:
-    """What would set a module's values, in the order to try: its adapter layer's way, its model's, its own."""
+def _initializers(path: list[nn.Module]) -> Iterator[Callable[[], Any]]:
+    """The functions that initialize the last module of a path: its adapter layer's, else its model's, else its own."""
     resets = ("reset_lora_parameters", "reset_vera_parameters")
-    tuner: Any = next((m for m in reversed(line) if any(hasattr(m, name) for name in resets)), None)
-    if tuner is not None and line[-1] is not tuner and tuner.base_layer not in line:
-        configs: dict[str, Any] = next((m.peft_config for m in line if hasattr(m, "peft_config")), {})
+    tuner: Any = next((m for m in reversed(path) if any(hasattr(m, name) for name in resets)), None)
+    if tuner is not None and path[-1] is not tuner and tuner.base_layer not in path:
+        configs: dict[str, Any] = next((m.peft_config for m in path if hasattr(m, "peft_config")), {})
         if hasattr(tuner, "reset_vera_parameters"):
             for adapter in tuner.vera_lambda_d:
                 yield functools.partial(tuner.reset_vera_parameters, adapter, configs[adapter].d_initial)
             return
         for adapter in (*tuner.lora_A, *tuner.lora_embedding_A):
             choice = getattr(configs.get(adapter), "init_lora_weights", True)
-            if choice is False:  # PEFT then leaves its layers as torch makes them
-                yield getattr(line[-1], "reset_parameters", lambda: None)
+            if choice is False:  # PEFT then keeps torch's own initialization of the layers
+                yield getattr(path[-1], "reset_parameters", lambda: None)
             else:
                 yield functools.partial(tuner.reset_lora_parameters, adapter, _checked(choice))
         return
-    models = [m for m in line if isinstance(m, PreTrainedModel)]
+    models = [m for m in path if isinstance(m, PreTrainedModel)]
     if models:
-        # Children before parents, as transformers does: a model may treat a layer's child specially.
-        for module in reversed(line[line.index(models[-1]) :]):
+        # Children before parents, as in transformers: a parent may override its child's initialization.
+        for module in reversed(path[path.index(models[-1]) :]):
             yield functools.partial(models[-1]._init_weights, module)
-    elif callable(own := getattr(line[-1], "reset_parameters", None)):
+    elif callable(own := getattr(path[-1], "reset_parameters", None)):
         yield own
 
 
@@ -173,15 +175,16 @@ def _checked(choice: Any) -> Any:
     if choice is True or str(choice).lower() == "gaussian":
         return choice
     if choice == "loftq":
-        return True  # a layer that is not held in 4 bits
+        return True  # a dense layer has no quantization error to correct
     raise WeightsError(
-        f"init_lora_weights={choice!r} is not offered for this layer, or not at all. Use True, 'gaussian', 'pissa' or "
-        f"'olora', or compute the adapter beforehand and load it"
+        f"init_lora_weights={choice!r} is not supported for this layer. Use True, 'gaussian', 'pissa' or 'olora', or "
+        f"compute the adapter beforehand and load it"
     )
 
 
 @contextlib.contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
+    """Seed the CPU generator by (seed, name) inside the context, without gradients; restore it afterwards."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)

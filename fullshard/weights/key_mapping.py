@@ -1,8 +1,9 @@
-"""From the names in files to the names in a model.
+"""Mapping between tensor names in files and in a model, in both directions.
 
-transformers knows how the checkpoints of each architecture differ from its modules: prefixes, renamed layers, experts
-that are stored one by one and computed together. Its own mapping is asked here, name by name, and what it would do to
-whole tensors is turned into `Reader`s of slices. Adapters' changes to names are undone first.
+transformers defines how the files of each architecture differ from its modules: prefixes, renamed layers, experts that
+are stored separately and fused in the model. `find_readers` applies that mapping to names, and turns its conversions of
+whole tensors into readers of slices. `ReverseMapping` converts back for export. The names that PEFT adds are removed
+first.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    PrefixChange,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -28,31 +30,31 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from fullshard.weights.safetensors_index import Source
-from fullshard.weights.slice_reader import Computed, Joined, Reader, Stacked, Stored, Transposed
+from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.slice_reader import Computed, Joined, Stacked, Stored, TensorReader, Transposed
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 _BASE_LAYER = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+|token_adapter)(?=\.)")
-"""What PEFT puts into the names of the layers it wraps."""
+"""What PEFT inserts into the names of the layers it wraps."""
 
 
 @dataclass
 class Found:
-    """What files offer a model."""
+    """What the files contain for a model."""
 
-    readers: dict[str, Reader] = field(default_factory=dict)
-    """By the plain model's names."""
+    readers: dict[str, TensorReader] = field(default_factory=dict)
+    """By name in the model without adapters."""
     unexpected: list[str] = field(default_factory=list)
-    """Tensors in the files, under the names they would have in the model, that the model has no place for."""
+    """Tensors in the files that the model does not have, under the names they would have in the model."""
     unconvertible: list[tuple[str, str]] = field(default_factory=list)
-    """Tensors that a conversion should give and cannot, and why."""
+    """Tensors whose conversion fails, and why."""
     conversions: list[Any] | None = None
-    """transformers' mapping as far as it was needed; writing the model back reverses it."""
+    """The conversions of transformers' mapping that were used; export reverses them."""
 
 
 def plain_model(model: nn.Module) -> tuple[str, PreTrainedModel | None]:
-    """The transformers model that files were written for, and its prefix in `model`, which may be an adapter's."""
+    """The transformers model inside `model` (which may be a PEFT model), and the prefix of its names."""
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             return (f"{name}." if name else ""), module
@@ -60,14 +62,16 @@ def plain_model(model: nn.Module) -> tuple[str, PreTrainedModel | None]:
 
 
 def plain_name(name: str, prefix: str) -> str:
-    """A parameter's name in the model without adapters."""
+    """The name of a parameter in the model without adapters."""
     return _BASE_LAYER.sub("", name.removeprefix(prefix))
 
 
-def find(model: PreTrainedModel | None, wanted: Shapes, source: Source, key_mapping: Any = None) -> Found:
-    """A reader for every wanted tensor that the files hold, whatever they call it."""
+def find_readers(
+    model: PreTrainedModel | None, wanted: Shapes, source: SafetensorsFiles, key_mapping: Any = None
+) -> Found:
+    """A reader for every wanted tensor that the files contain, under whatever name."""
     if model is None:
-        readers: dict[str, Reader] = {
+        readers: dict[str, TensorReader] = {
             name: Stored(source, source.entries[name]) for name in wanted if name in source.entries
         }
         return Found(readers, [name for name in source.entries if name not in wanted])
@@ -77,11 +81,11 @@ def find(model: PreTrainedModel | None, wanted: Shapes, source: Source, key_mapp
     for name, entry_name in direct.items():
         found.readers[name] = Stored(source, source.entries[entry_name])
     for name, (converter, parts) in fused.items():
-        stored: dict[str, list[Reader]] = {
+        stored: dict[str, list[TensorReader]] = {
             pattern: [Stored(source, source.entries[e]) for e in entries] for pattern, entries in parts.items()
         }
         try:
-            made = _convert(converter, name, stored, _Shown(model, wanted))
+            made = _convert(converter, name, stored, _PlainShapes(model, wanted))
         except (ValueError, RuntimeError, IndexError) as error:
             found.unconvertible.append((name, str(error)))
             continue
@@ -93,14 +97,14 @@ def find(model: PreTrainedModel | None, wanted: Shapes, source: Source, key_mapp
 
 
 def may_be_missing(model: PreTrainedModel | None, names: Iterable[str]) -> set[str]:
-    """Those that the model itself says its files need not have."""
+    """The names that may be missing in files according to the model class."""
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
 
 
 def _ignored_when_unexpected(model: PreTrainedModel) -> list[str]:
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-    # Older files hold buffers that are computed nowadays.
+    # Older files contain buffers that are now computed.
     for buffer, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
         if any(name.endswith(buffer) for name, _ in model.named_buffers()):
             patterns.append(pattern)
@@ -115,9 +119,9 @@ Fused = dict[str, tuple[WeightConverter, dict[str, list[str]]]]
 
 
 def _assign(
-    model: PreTrainedModel, wanted: Shapes, source: Source, conversions: list[Any]
+    model: PreTrainedModel, wanted: Shapes, source: SafetensorsFiles, conversions: list[Any]
 ) -> tuple[dict[str, str], Fused, list[str]]:
-    """Each file tensor to the parameter it is, or to the conversion it takes part in, or to neither."""
+    """Assign each file tensor to a parameter (direct), to a conversion (fused), or to neither (unexpected)."""
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
@@ -127,7 +131,7 @@ def _assign(
     lost = []
     for entry in sorted(source.entries, key=dot_natural_key):
         name, pattern = rename_source_key(entry, renamings, converters, prefix, known)
-        if name not in known and entry in known:  # already as the model has it; only a prefix may differ
+        if name not in known and entry in known:  # the file already uses the model's name, except for a prefix
             name, pattern = rename_source_key(entry, [], [], prefix, known)
         if name not in known:
             lost.append(name)
@@ -139,8 +143,8 @@ def _assign(
     return direct, fused, lost
 
 
-class _Shown:
-    """The model as conversions look at it: whole shapes under plain names, whatever wraps its layers now."""
+class _PlainShapes:
+    """A model for transformers' conversions: full shapes under plain names, regardless of wrappers."""
 
     def __init__(self, model: PreTrainedModel, wanted: Shapes):
         self.model, self.wanted = model, wanted
@@ -152,8 +156,10 @@ class _Shown:
         return getattr(self.model, name)
 
 
-def _convert(converter: WeightConverter, name: str, parts: dict[str, list[Reader]], model: _Shown) -> dict[str, Reader]:
-    """What a conversion makes of its tensors, by full name."""
+def _convert(
+    converter: WeightConverter, name: str, parts: dict[str, list[TensorReader]], model: _PlainShapes
+) -> dict[str, TensorReader]:
+    """Readers for the results of a conversion, by full name."""
     made: Any = parts
     for operation in converter.operations:
         made = _apply(operation, made, converter, name, model)
@@ -165,8 +171,8 @@ def _convert(converter: WeightConverter, name: str, parts: dict[str, list[Reader
     return {start + pattern + end: _one(readers) for pattern, readers in made.items()}
 
 
-def _apply(operation: Any, parts: Any, converter: WeightConverter, name: str, model: _Shown) -> Any:
-    """One operation on readers; None where it is not known how it acts on a slice."""
+def _apply(operation: Any, parts: Any, converter: WeightConverter, name: str, model: _PlainShapes) -> Any:
+    """Apply one operation to readers; None if it cannot be applied slice by slice."""
     sources, targets = converter.source_patterns, converter.target_patterns
     if type(operation) is MergeModulelist:
         return {
@@ -185,8 +191,10 @@ def _apply(operation: Any, parts: Any, converter: WeightConverter, name: str, mo
     return None
 
 
-def _compute(converter: WeightConverter, name: str, parts: dict[str, list[Reader]], model: _Shown) -> dict[str, Reader]:
-    """Readers that let transformers convert whole tensors, one conversion at a time."""
+def _compute(
+    converter: WeightConverter, name: str, parts: dict[str, list[TensorReader]], model: _PlainShapes
+) -> dict[str, TensorReader]:
+    """Readers that run the conversion on whole tensors, with transformers' code."""
 
     def run(value_of: Any) -> dict[str, Any]:
         fresh = copy.deepcopy(converter)
@@ -204,3 +212,59 @@ def _compute(converter: WeightConverter, name: str, parts: dict[str, list[Reader
 
 def _one(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
+
+
+# --- back to the files' names -----------------------------------------------------------------------------------------
+
+
+class ReverseMapping:
+    """Conversion of a model's tensors back to the names and form of its files.
+
+    Most tensors are converted alone. If files store several tensors for one parameter, or one for several, these
+    parameters form a group that is converted together; only one group has to be gathered at a time.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        used = getattr(model, "_weight_conversions", None)
+        if used is None:  # not loaded from files: the usual form, without prefixes that only some files have
+            used = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
+        # Conversions of inner models come last and are reversed first.
+        reverse = [conversion.reverse_transform() for conversion in reversed(used)]
+        self.renamings = [c for c in reverse if isinstance(c, WeightRenaming)]
+        self.converters = [c for c in reverse if isinstance(c, WeightConverter)]
+        self.by_pattern = {pattern: c for c in self.converters for pattern in c.source_patterns}
+
+    def groups(self, names: Iterable[str]) -> list[TensorGroup]:
+        """The groups of names that are converted together, in file order."""
+        found: dict[str, TensorGroup] = {}
+        for name in sorted(names, key=dot_natural_key):
+            renamed, pattern = rename_source_key(name, [], self.converters)
+            group = found.setdefault(renamed if pattern else name, TensorGroup(self, renamed))
+            group.members[name] = pattern
+        return list(found.values())
+
+    def renamed(self, name: str) -> str:
+        """The file name of a tensor that is not converted."""
+        return rename_source_key(name, self.renamings, [])[0]
+
+
+class TensorGroup:
+    """Parameters that are converted together."""
+
+    def __init__(self, reverse: ReverseMapping, first: str):
+        self.reverse, self.first = reverse, first
+        self.members: dict[str, str | None] = {}
+        """Each parameter and the source pattern of its conversion; None if it is not converted."""
+
+    def convert(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The file tensors of the group, by name."""
+        ((name, pattern), *_) = self.members.items()
+        if pattern is None:
+            return {self.reverse.renamed(name): values[name]}
+        converter = copy.deepcopy(self.reverse.by_pattern[pattern])
+        for member, member_pattern in self.members.items():
+            converter.add_tensor(self.first, member, member_pattern, values[member])
+        model: Any = self.reverse.model
+        made = converter.convert(self.first, model=model, config=model.config)
+        return {self.reverse.renamed(n): v[0] if isinstance(v, list) else v for n, v in made.items()}

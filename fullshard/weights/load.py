@@ -1,7 +1,7 @@
-"""`load_pretrained`: from a directory or a name on the Hub to a fully sharded model.
+"""`load_pretrained`: loads a directory or a Hub model as a fully sharded model.
 
-The model is built on the meta device, changed as asked, planned and wrapped; then its shards are filled from the files
-(`fill.py`). No rank ever holds the model.
+The model is built on the meta device, quantized and adapted there, and wrapped; then its shards are loaded from the
+files (`fill.py`). No rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from fullshard import runtime
 from fullshard.errors import WeightsError
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.fsdp.shard import broadcast
-from fullshard.fsdp.strategy import ShardingStrategy, dtype_of
-from fullshard.lora.inventory import dense_line
-from fullshard.lora.targets import lay_out
+from fullshard.fsdp.strategy import ShardingStrategy
+from fullshard.lora.model_size import dense_line
+from fullshard.lora.peft_model import get_peft_model_on_meta
 from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.quant.quantize_model import Quantization, quantize_model
+from fullshard.quant.config import Quantization
+from fullshard.quant.quantize import quantize_model
+from fullshard.ranks import agree, agree_locally
 from fullshard.spmd.mesh import Mesh, get_global_mesh
-from fullshard.weights import export as export  # a loaded model's own save_pretrained streams
-from fullshard.weights import key_mapping as keys
+from fullshard.torch_private import parameters_of
+from fullshard.weights import export as export  # makes model.save_pretrained of wrapped models stream
 from fullshard.weights.adapter_base import check_base, lasting_name
 from fullshard.weights.adapter_files import stored_rows
-from fullshard.weights.dtypes import dtypes_kept
+from fullshard.weights.dtypes import choose_dtype, dtypes_kept
 from fullshard.weights.fill import fill
-from fullshard.weights.load_report import together
+from fullshard.weights.key_mapping import find_readers, plain_model, plain_name
 from fullshard.weights.locate import open_source, resolve
-from fullshard.weights.safetensors_index import Source
+from fullshard.weights.safetensors_index import SafetensorsFiles
 from fullshard.weights.transforms import Transform
 
 UNSET: Any = object()
@@ -69,25 +71,25 @@ def load_pretrained(
     auto_wrap_policy: Any = UNSET,
     **options: Any,
 ) -> Any:
-    """A fully sharded model with the weights of a directory or of a model on the Hub. All ranks must call it.
+    """Load a directory or a Hub model as a fully sharded model. All ranks must call it.
 
-    - `mesh`: over all ranks along `fsdp` if none is given or set globally.
+    - `mesh`: by default the global mesh, else all ranks along `fsdp`.
     - `torch_dtype` (or `dtype`): a dtype, its name, or "auto" (the default): that of the config, else of the files.
-    - `model_class`: a transformers class or its name; by default the one that the config names.
-    - `config`: one to use instead of the files', or a dict of settings that differ.
-    - `quantization_config`: a `BitsAndBytesConfig(load_in_4bit=True, …)`; linear layers are quantised while they load.
-      Files that hold 4-bit weights (bitsandbytes') are loaded as they are, without it.
-    - `adapter`: a folder with PEFT's files: its adapter is put into the model, with its values and its token rows.
-    - `adapt(model)`: changes the model before it is planned, on the meta device: adapters, replaced modules.
+    - `model_class`: a transformers class or its name; by default the one in the config.
+    - `config`: a config to use instead of the one in the files, or a dict of settings to override.
+    - `quantization_config`: a `BitsAndBytesConfig(load_in_4bit=True, …)`; linear layers are quantized during loading.
+      Not needed for files with bitsandbytes' 4-bit weights, which are loaded as they are.
+    - `adapter`: a folder with PEFT's files; the adapter is added to the model and loaded, with resized embeddings.
+    - `adapt(model)`: changes the model on the meta device before it is wrapped: adapters, replaced modules.
     - `annotate(model, mesh)`: marks parameters (`mark_sharding`) for tensor parallelism.
-    - `resize_vocab`: the number of token rows, if more than in the files.
+    - `resize_vocab`: the vocabulary size, if larger than in the files.
     - `transform`, `strict`, `seed`, `key_mapping`, `progress`: as in `fill`.
-    - everything else is an option of `FSDPv2`. `auto_wrap_policy` is `transformer_auto_wrap_policy` by default.
+    - all other arguments are options of `FSDPv2`. `auto_wrap_policy` is `transformer_auto_wrap_policy` by default.
     """
     runtime.use_spmd()
     mesh = mesh or get_global_mesh() or _mesh_for(options.get("strategy", ShardingStrategy.FULL_SHARD))
     where = resolve(path, revision=revision, cache_dir=cache_dir, token=token)
-    opened: list[Source] = []
+    opened: list[SafetensorsFiles] = []
     if adapter is not None:
         adapt = adapt or functools.partial(_with_adapter, folder=adapter)
 
@@ -104,10 +106,8 @@ def load_pretrained(
         return on_meta(class_of(model_class, settings), settings, wanted, where, trust_remote_code)
 
     with contextlib.ExitStack() as stack:
-        made: list[PreTrainedModel] = []
-        together(lambda: made.append(build()), "build")
+        model: Any = agree_locally(build, "build", error=WeightsError)
         stack.callback(opened[0].close)
-        model: Any = made[0]
         untie_what_differs(model, opened[0], key_mapping)
         model.eval()
         packed = quantization_config or getattr(model.config, "quantization_config", None)
@@ -118,10 +118,10 @@ def load_pretrained(
         prefix = ""
         if adapt is not None:
             model = _adapted(model, adapt)
-            prefix, _ = keys.plain_model(model)
+            prefix, _ = plain_model(model)
         if annotate is not None:
             annotate(model, mesh)
-        new = {n for n, _ in model.named_parameters() if keys.plain_name(n, prefix) not in before}
+        new = {n for n, _ in model.named_parameters() if plain_name(n, prefix) not in before}
         _share_values(model, mesh)
         policy = transformer_auto_wrap_policy if auto_wrap_policy is UNSET else auto_wrap_policy
         wrap: Any = FSDPv2
@@ -145,6 +145,7 @@ def _mesh_for(strategy: Any) -> Mesh:
 
 
 def read_config(where: Path, given: Any, trust_remote_code: bool) -> Any:
+    """The model's config: the given one, or that of the files with the given settings."""
     directory = where if where.is_dir() else where.parent
     if given is not None and not isinstance(given, dict):
         return copy.deepcopy(given)
@@ -153,12 +154,12 @@ def read_config(where: Path, given: Any, trust_remote_code: bool) -> Any:
     except (OSError, ValueError) as error:
         raise WeightsError(f"{directory} has no usable config.json: {str(error).splitlines()[0]}") from error
     if (packed := getattr(found, "quantization_config", None)) is not None:
-        Quantization.of(packed)  # weights that are stored quantised in a way we cannot read are refused here
+        Quantization.of(packed)  # raises if the stored quantization is not supported
     return found
 
 
 def class_of(given: Any, config: Any) -> Any:
-    """The model class: as given, as the config names it, or for causal language models."""
+    """The model class: the given one, else the one in the config, else `AutoModelForCausalLM`."""
     if isinstance(given, str):
         found = getattr(transformers, given, None)
         if found is None:
@@ -172,19 +173,8 @@ def class_of(given: Any, config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def choose_dtype(given: Any, config: Any, source: Source) -> torch.dtype:
-    if given not in (None, "auto"):
-        found = dtype_of(given)
-        assert found is not None
-        return found
-    stated = dtype_of(getattr(config, "dtype", None))
-    if stated is not None:
-        return stated
-    floating = (e.dtype for e in source.entries.values() if e.dtype.is_floating_point and e.dtype.itemsize > 1)
-    return next(floating, torch.get_default_dtype())
-
-
 def on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trust_remote_code: bool) -> Any:
+    """Build the model on the meta device, with the dtypes and generation config that `from_pretrained` gives it."""
     config.dtype = dtype
     for sub in getattr(config, "sub_configs", ()):
         if getattr(config, sub, None) is not None:
@@ -197,7 +187,7 @@ def on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trus
             model = model_class._from_config(config, dtype=dtype)
     for name, kept in dtypes_kept(model, dtype, dict(model.named_parameters())).items():
         module, _, key = name.rpartition(".")
-        held = model.get_submodule(module)._parameters
+        held = parameters_of(model.get_submodule(module))
         held[key] = nn.Parameter(held[key].to(kept), requires_grad=held[key].requires_grad)
     if model.can_generate():
         with contextlib.suppress(OSError):
@@ -205,15 +195,15 @@ def on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trus
     return model
 
 
-# --- before planning --------------------------------------------------------------------------------------------------
+# --- before wrapping --------------------------------------------------------------------------------------------------
 
 
 def _with_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     from peft import PeftConfig
 
     config = PeftConfig.from_pretrained(str(folder))
-    config.base_model_name_or_path = getattr(model, "name_or_path", None)  # where it lies now
-    made = lay_out(model, config)
+    config.base_model_name_or_path = getattr(model, "name_or_path", None)  # its current location
+    made = get_peft_model_on_meta(model, config)
     keep_tables_whole(made)
     return made
 
@@ -225,37 +215,38 @@ def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None]) -
             return adapt(model) or model
         except UserWarning as lost:
             raise WeightsError(
-                "adapt() loads values into the model, which has no memory yet, so they would be lost. Let it lay out "
-                "the adapter only (get_peft_model), and name the folder with its values as adapter="
+                "adapt() loads values into a model on the meta device, where they would be lost. Only add the "
+                "adapter's layers there (get_peft_model), and pass the folder with its values as adapter="
             ) from lost
 
 
-def untie_what_differs(model: PreTrainedModel, source: Source, key_mapping: Any) -> None:
-    """Parameters that the config ties and the files store with different values are not tied, as in transformers."""
+def untie_what_differs(model: PreTrainedModel, source: SafetensorsFiles, key_mapping: Any) -> None:
+    """Untie parameters that the config ties but that have different values in the files, as transformers does."""
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     if not ties:
         return
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
 
     def differing() -> list[str]:
-        readers = keys.find(model, shapes, source, key_mapping).readers
+        readers = find_readers(model, shapes, source, key_mapping).readers
         both = [(a, b) for a, b in ties.items() if a in readers and b in readers and readers[a] is not readers[b]]
         return [a for a, b in both if not _equal(readers[a], readers[b])]
 
-    for name in sorted({name for found in together(differing, "compare tied weights") for name in found}):
+    found = agree(differing, "compare tied weights", error=WeightsError)
+    for name in sorted({name for names in found for name in names}):
         runtime.get_logger().warning(
-            "the config ties %s to %s, but the files hold different values for them; they are not tied",
+            "the config ties %s to %s, but the files contain different values for them; they are not tied",
             name,
             ties[name],
         )
         module, _, key = name.rpartition(".")
-        old: Any = model.get_submodule(module)._parameters[key]
-        model.get_submodule(module)._parameters[key] = nn.Parameter(torch.empty_like(old), old.requires_grad)
+        old: Any = parameters_of(model.get_submodule(module))[key]
+        parameters_of(model.get_submodule(module))[key] = nn.Parameter(torch.empty_like(old), old.requires_grad)
         model.all_tied_weights_keys.pop(name)
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether this rank's share of the rows is the same in both."""
+    """Whether two tensors are equal in the rows that this rank compares."""
     if a.shape != b.shape:
         return False
     step = max(1, 2**22 // max(1, int(np.prod(a.shape[1:]))))
@@ -265,7 +256,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _share_values(model: nn.Module, mesh: Mesh) -> None:
-    """What `adapt` gave values (an adapter it loaded) is alike on all ranks afterwards."""
+    """Broadcast parameters that `adapt` gave values, so that they are equal on all ranks."""
     for p in model.parameters():
         if not p.is_meta:
             p.data = broadcast(p.data.to(runtime.device()).contiguous(), mesh)

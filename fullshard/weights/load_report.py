@@ -1,35 +1,31 @@
-"""What loading found: one error with everything that does not fit, or one summary of what was done."""
+"""Results of loading: one error that lists all mismatches, or a summary."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from fullshard import runtime
-from fullshard.errors import UserError, WeightsError
-from fullshard.ranks import attempt
-
-T = TypeVar("T")
+from fullshard.byte_size import file_size
 
 SHOWN = 8
-"""Names of each kind that an error lists; the rest is counted."""
+"""How many names of each kind an error lists; the others are counted."""
 
 
 @dataclass
-class Problems:
-    """Where files and model differ; found from names and shapes alone."""
+class LoadProblems:
+    """Differences between files and model in names and shapes."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     """Name, shape in the files, shape in the model."""
     unconvertible: list[tuple[str, str]] = field(default_factory=list)
-    """Name, and why transformers' conversion does not apply."""
+    """Name, and why transformers' conversion fails."""
 
     def text(self, path: Any, model: str) -> str:
-        """The error's message; empty if there is nothing to say."""
+        """The error message; empty if there are no problems."""
         parts = []
         if self.missing:
             near = {name: self._nearest(name) for name in self.missing[:SHOWN]}
@@ -41,19 +37,19 @@ class Problems:
             parts.append(_listed("in the files but not in the model", self.unexpected, len(self.unexpected)))
         if self.misshaped:
             lines = [f"{name}: {there} in the files, {here} in the model" for name, there, here in self.misshaped]
-            parts.append(_listed("of another shape", lines, len(self.misshaped)))
+            parts.append(_listed("with a different shape", lines, len(self.misshaped)))
         if self.unconvertible:
             lines = [f"{name}: {why}" for name, why in self.unconvertible]
             parts.append(_listed("that cannot be converted", lines, len(self.unconvertible)))
         if not parts:
             return ""
         hint = (
-            "Check that path and model class (or config) belong together; strict=False initialises what is missing and "
-            "leaves out what is unexpected"
+            "Check that path and model class (or config) belong together; strict=False initializes missing parameters "
+            "and skips unexpected tensors"
         )
         if any(there[1:] == here[1:] and there[0] < here[0] for _, there, here in self.misshaped if there and here):
-            hint += "; resize_vocab= lets embeddings have more rows than the files"
-        return f"the weights in {path} do not fit {model}.\n" + "\n".join(parts) + f"\n{hint}."
+            hint += "; resize_vocab= allows embeddings with more rows than in the files"
+        return f"the weights in {path} do not match {model}.\n" + "\n".join(parts) + f"\n{hint}."
 
     def _nearest(self, name: str) -> str:
         close = difflib.get_close_matches(name, self.unexpected, n=1, cutoff=0.75)
@@ -66,47 +62,32 @@ def _listed(what: str, lines: Sequence[str], count: int) -> str:
 
 
 NAMED = 3
-"""As many names are given in full; of more, which an adapter always has, only the first."""
+"""Up to this many names are listed in full; of more (an adapter has many), only the first."""
 
 
 @dataclass
 class LoadReport:
-    """What a load did on this rank."""
+    """Summary of a load on this rank."""
 
     path: str
     read: list[str] = field(default_factory=list)
-    """Parameters and buffers that came from the files."""
-    initialised: list[str] = field(default_factory=list)
-    """Parameters that the files do not hold."""
-    grown: list[str] = field(default_factory=list)
-    """Embeddings with more rows than the files have."""
-    left_out: list[str] = field(default_factory=list)
-    """Tensors of the files that the model has no place for."""
+    """Parameters and buffers loaded from files."""
+    initialized: list[str] = field(default_factory=list)
+    """Parameters that are not in the files."""
+    resized: list[str] = field(default_factory=list)
+    """Embeddings with more rows than in the files."""
+    skipped: list[str] = field(default_factory=list)
+    """Tensors in the files that the model does not have."""
     bytes: int = 0
-    """Read from the files by this rank."""
+    """Bytes read by this rank."""
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        rate = self.bytes / 1e9 / max(self.seconds, 1e-9)
+        rate = file_size(self.bytes / max(self.seconds, 1e-9))
         text = f"loaded {len(self.read)} tensors from {self.path}"
-        text += f": {self.bytes / 1e9:.2f} GB on this rank in {self.seconds:.1f} s, {rate:.1f} GB/s"
-        for names, what in ((self.initialised, "initialised"), (self.grown, "grown"), (self.left_out, "left out")):
+        text += f": {file_size(self.bytes)} on this rank in {self.seconds:.1f} s, {rate}/s"
+        for names, action in ((self.initialized, "initialized"), (self.resized, "resized"), (self.skipped, "skipped")):
             if names:
                 shown = names if len(names) <= NAMED else [names[0], "…"]
-                text += f"; {len(names)} {what} ({', '.join(shown)})"
+                text += f"; {len(names)} {action} ({', '.join(shown)})"
         return text
-
-
-def together(job: Callable[[], T], what: str) -> list[T]:
-    """Do a job on every rank and share the results. If it fails on any, all raise the same error."""
-    values, failures, failure = attempt(job, _told, 0, what, watched=False)
-    if failures:
-        first = next(iter(failures.values()))
-        alike = len(failures) == runtime.world_size() and len(set(failures.values())) == 1
-        text = first if alike else "\n".join(f"rank {rank}: {text}" for rank, text in failures.items())
-        raise WeightsError(text) from failure
-    return values
-
-
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, UserError) else repr(error)

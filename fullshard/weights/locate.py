@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory, a file, or a name on the Hub; and what to say when they are not there."""
+"""Locates a model's files: a directory, a file, or a Hub name; with helpful errors if they are not found."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 from fullshard import runtime
 from fullshard.errors import WeightsError
 from fullshard.lora.adapter_config import CONFIG
-from fullshard.weights.load_report import together
-from fullshard.weights.safetensors_index import Source
+from fullshard.ranks import agree, agree_locally
+from fullshard.weights.safetensors_index import SafetensorsFiles
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Endings of files that hold pickles: to read one is to run whatever it says."""
+"""Suffixes of pickle files, which can run arbitrary code when loaded."""
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""What is fetched from the Hub: weights without pickles, configuration, tokenizer."""
+"""The files downloaded from the Hub: safetensors, configuration, tokenizer; no pickles."""
 
 
-def open_source(path: str | Path) -> Source:
-    """The safetensors files at a path: a directory, one file, or an index."""
-    return Source(path, weight_files(Path(path)))
+def open_source(path: str | Path) -> SafetensorsFiles:
+    """Open the safetensors files at a path: a directory, one file, or an index."""
+    return SafetensorsFiles(path, weight_files(Path(path)))
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that hold the weights, in order."""
+    """The weight files at a path, in order."""
     if path.is_file():
         if path.name.endswith(".index.json"):
             return _indexed(path)
@@ -36,7 +36,7 @@ def weight_files(path: Path) -> list[Path]:
             return [path]
         if path.suffix in PICKLES:
             raise WeightsError(_refuse_pickle(path, path.parent, [path]))
-        raise WeightsError(f"{path} is not a safetensors file; expected one, or a directory that holds some")
+        raise WeightsError(f"{path} is not a safetensors file; expected one, or a directory with safetensors files")
     if not path.is_dir():
         raise WeightsError(f"{path} does not exist.{_suggest(path)}")
     if (path / INDEX).exists():
@@ -61,20 +61,20 @@ def _indexed(index: Path) -> list[Path]:
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise WeightsError(
-            f"{index} lists {len(files)} files, of which {len(absent)} are not there: {', '.join(absent[:5])}. Fetch "
-            f"or copy them again"
+            f"{index} lists {len(files)} files, but {len(absent)} are missing: {', '.join(absent[:5])}. Download or "
+            f"copy them again"
         )
     return files
 
 
-# --- saying what to do ------------------------------------------------------------------------------------------------
+# --- error messages ---------------------------------------------------------------------------------------------------
 
 
 def _nothing_here(path: Path) -> str:
     if (path / "manifest.json").exists():
         return (
             f"{path} is a training checkpoint, not a model. Resume from it with fullshard.load_state or "
-            f"CheckpointManager.restore, or turn it into a model: fullshard merge-weights {path} OUT"
+            f"CheckpointManager.restore, or convert it to a model: fullshard merge-weights {path} OUT"
         )
     if (path / CONFIG).exists():
         try:
@@ -82,13 +82,13 @@ def _nothing_here(path: Path) -> str:
         except (OSError, ValueError):
             base = None
         return (
-            f"{path} holds an adapter, not a model. Load its base model{f' ({base})' if base else ''} with it: "
+            f"{path} contains an adapter, not a model. Load its base model{f' ({base})' if base else ''} with it: "
             f"load_pretrained(base, adapter={str(path)!r})"
         )
     pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
     if pickles:
         return _refuse_pickle(path, path, pickles)
-    return f"{path} holds no safetensors files.{_suggest(path)}"
+    return f"{path} contains no safetensors files.{_suggest(path)}"
 
 
 def _refuse_pickle(given: Path, directory: Path, files: list[Path]) -> str:
@@ -106,26 +106,26 @@ def _refuse_pickle(given: Path, directory: Path, files: list[Path]) -> str:
             f'save_file({{k: v.clone().contiguous() for k, v in s.items()}}, {str(out)!r})"'
         )
     return (
-        f"{given} holds pickle files ({names}), which can run any program when they are read; fullshard reads "
-        f"safetensors only. Convert them once, where you trust them:\n  {command}"
+        f"{given} contains pickle files ({names}), which can run arbitrary code when loaded; fullshard reads only "
+        f"safetensors. If you trust the files, convert them once:\n  {command}"
     )
 
 
 def _suggest(path: Path) -> str:
-    """Directories that would work, near the one that was given."""
+    """A sentence with model directories near the given path; empty if there are none."""
     above = path
     while not above.is_dir() and above != above.parent:
         above = above.parent
     good = [d for d in _below(above if above.is_dir() else Path("."), 2) if _is_model(d)]
-    # Those whose names look like what was asked for come first.
+    # Most similar names first.
     good.sort(key=lambda d: -difflib.SequenceMatcher(None, str(d), str(path)).ratio())
     if good:
         return " Directories with weights nearby: " + ", ".join(map(str, good[:5]))
     checkpoints = [d for d in _below(above, 2) if (d / "manifest.json").exists()]
     if checkpoints:
         return (
-            f" There are training checkpoints: {', '.join(map(str, checkpoints[:3]))}; resume from one with "
-            f"fullshard.load_state, or turn it into a model with fullshard merge-weights"
+            f" Training checkpoints nearby: {', '.join(map(str, checkpoints[:3]))}; resume from one with "
+            f"fullshard.load_state, or convert it to a model with fullshard merge-weights"
         )
     return ""
 
@@ -149,21 +149,23 @@ def _below(directory: Path, depth: int) -> Iterable[Path]:
 
 
 def resolve(name: str | Path, **options: Any) -> Path:
-    """The local directory (or file) of a model, fetched from the Hub if need be. All ranks must call it.
+    """The local directory (or file) of a model, downloaded from the Hub if needed. All ranks must call it.
 
-    On each node one rank fetches while the others wait; where it is already in the cache nothing is sent.
+    One rank per node downloads while the others wait; a cached model is not downloaded again.
     """
     path = Path(name).expanduser()
     on_disk = path.exists() or path.is_absolute() or str(name).startswith((".", "~")) or len(path.parts) > 2
-    if any(together(lambda: on_disk, "resolve")):  # a rank that does not see it will say so
+    if any(
+        agree(lambda: on_disk, "resolve", error=WeightsError)
+    ):  # a rank that does not see the path raises an error later
         return path
 
     def fetch(mine: bool) -> str | None:
         return _snapshot(str(name), **options) if mine else None
 
     first = runtime.local_rank() == 0
-    together(lambda: fetch(first), "download")
-    return Path(together(lambda: fetch(True), "download")[runtime.rank()] or "")
+    agree(lambda: fetch(first), "download", error=WeightsError)
+    return Path(agree_locally(lambda: fetch(True), "download", error=WeightsError) or "")
 
 
 def _snapshot(name: str, **options: Any) -> str:
@@ -174,8 +176,8 @@ def _snapshot(name: str, **options: Any) -> str:
         return snapshot_download(name, allow_patterns=list(HUB_FILES), **options)
     except (OSError, ValueError, HFValidationError) as error:  # the Hub's own errors are OSErrors or ValueErrors
         offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
-        reason = "the Hub is switched off (HF_HUB_OFFLINE is set) and it is not in the cache" if offline else str(error)
+        reason = "HF_HUB_OFFLINE is set and the model is not in the cache" if offline else str(error)
         raise WeightsError(
-            f"{name!r} is neither a directory here nor a model that can be fetched: {reason.splitlines()[0]}."
+            f"{name!r} is neither a local directory nor a model that can be downloaded: {reason.splitlines()[0]}."
             f"{_suggest(Path(name))}"
         ) from error

@@ -1,6 +1,6 @@
-"""What a model wants and what files offer, compared by names and shapes alone: the work that loading has to do.
+"""Compares a model with files by names and shapes, and plans what loading has to do (`LoadPlan`).
 
-No data is read here and nothing is communicated; every rank comes to the same result from the same headers.
+Only file headers are read and nothing is communicated, so every rank gets the same plan.
 """
 
 from __future__ import annotations
@@ -16,142 +16,195 @@ from transformers import PreTrainedModel
 
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
-from fullshard.lora.virtual_tokens import begins_as, encoders
+from fullshard.lora.virtual_tokens import encoders, init_rows
+from fullshard.torch_private import buffers_of, non_persistent_buffers
 from fullshard.weights import adapter_init
-from fullshard.weights import key_mapping as keys
-from fullshard.weights import resize_vocab as grow
-from fullshard.weights.load_report import Problems
-from fullshard.weights.safetensors_index import Source
-from fullshard.weights.slice_reader import Reader
+from fullshard.weights.key_mapping import find_readers, may_be_missing, plain_model, plain_name
+from fullshard.weights.load_report import LoadProblems
+from fullshard.weights.resize_vocab import may_grow
+from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.slice_reader import TensorReader
 from fullshard.weights.transforms import own_readers
+
+ParameterReads = list[tuple[ShardedParameter, TensorReader]]
+BufferReads = list[tuple[str, nn.Module, str, TensorReader]]
+"""Name in the model, module, name in the module, reader."""
 
 
 @dataclass
-class Work:
-    """What has to be read, computed and noted."""
+class LoadPlan:
+    """What loading has to read and compute, and the mismatches that were found."""
 
-    source: Source
+    source: SafetensorsFiles
     parameters: list[ShardedParameter]
+    """All parameters of the model."""
     plain: PreTrainedModel | None
+    """The transformers model inside the model."""
     adapted: bool
     """Whether the model has an adapter."""
-    reads: list[tuple[ShardedParameter, Reader]] = field(default_factory=list)
-    grows: list[tuple[ShardedParameter, Reader]] = field(default_factory=list)
-    adapts: list[tuple[ShardedParameter, Reader]] = field(default_factory=list)
-    """Parameters that an adapter's files give their values."""
-    rows: list[tuple[ShardedParameter, ShardedParameter, list[int]]] = field(default_factory=list)
-    """Trained rows of a layer, the layer's own table, and which rows of it they begin as."""
-    originals: list[tuple[str, nn.Module, str, ShardedParameter, list[int]]] = field(default_factory=list)
-    """Buffers that keep those rows as they were."""
-    own: list[tuple[Any, dict[str, Reader], dict[str, ShardedParameter]]] = field(default_factory=list)
-    """Modules that read files themselves, their readers, their parameters."""
-    buffers: list[tuple[str, nn.Module, str, Reader]] = field(default_factory=list)
-    initialise: list[ShardedParameter] = field(default_factory=list)
-    derived: list[adapter_init.Derived] = field(default_factory=list)
-    """Adapter layers whose values follow from the weights they adapt."""
-    problems: Problems = field(default_factory=Problems)
-    conversions: list[Any] | None = None
-
+    reads: ParameterReads = field(default_factory=list)
+    """Parameters that are read from the files."""
+    resizes: ParameterReads = field(default_factory=list)
+    """Embeddings with more rows than in the files."""
+    adapter_reads: ParameterReads = field(default_factory=list)
+    """Parameters that are read from an adapter's files."""
+    token_rows: list[tuple[ShardedParameter, ShardedParameter, list[int]]] = field(default_factory=list)
+    """Trained rows of an embedding or head, its table, and the row indices they are initialized from."""
+    token_buffers: list[tuple[str, nn.Module, str, ShardedParameter, list[int]]] = field(default_factory=list)
+    """Buffers with the original values of those rows."""
+    self_loading: list[tuple[Any, dict[str, TensorReader], dict[str, ShardedParameter]]] = field(default_factory=list)
+    """Modules that read files themselves (`ReadsFiles`), their readers and their parameters."""
+    buffers: BufferReads = field(default_factory=list)
+    """Buffers that are read from files."""
+    initialize: list[ShardedParameter] = field(default_factory=list)
+    """Parameters that are initialized."""
+    derived: list[adapter_init.DerivedAdapter] = field(default_factory=list)
+    """Adapter layers whose values are computed from the weights they adapt."""
     changed: list[ShardedParameter] = field(default_factory=list)
-    """Parameters that a transform gave another value than the files."""
+    """Parameters that a transform changed; set during loading."""
+    problems: LoadProblems = field(default_factory=LoadProblems)
+    conversions: list[Any] | None = None
+    """The conversions of transformers' mapping that are used."""
 
     @property
     def provided(self) -> list[ShardedParameter]:
-        """Parameters that reading the files again gives again."""
-        made = [p for _, _, parameters in self.own for p in parameters.values()]
-        # Beside an adapter, what is trained of the new rows is the adapter's; the table itself can be grown again.
-        read = [*self.reads, *(self.grows if self.adapted else ())]
+        """Parameters whose values can be read again from the files."""
+        made = [p for _, _, parameters in self.self_loading for p in parameters.values()]
+        # With an adapter, trained new rows belong to the adapter; the table itself can be resized again.
+        read = [*self.reads, *(self.resizes if self.adapted else ())]
         return [p for p, _ in read if p not in self.changed] + made
 
 
 def match(
-    model: nn.Module, engine: Engine, source: Source, key_mapping: Any, new: set[str], resize_vocab: bool,
-    adapter: Mapping[str, Reader] | None = None, first: Mapping[str, Reader] | None = None,
-) -> Work:  # fmt: skip
-    """Compare names and shapes, and lay out the work."""
-    prefix, plain = keys.plain_model(model)
-    parameters = [p for unit in engine.units for p in unit.parameters]
-    work = Work(source, parameters, plain, hasattr(model, "peft_config"))
-    by_site = {(module, name): p for p in parameters for module, name in p.sites}
-    readers_own = own_readers(model)
-    made = {id(by_site[module, name]) for module in readers_own.values() for name in module.made_parameters()}
+    model: nn.Module, engine: Engine, source: SafetensorsFiles, key_mapping: Any, new: set[str], resize_vocab: bool,
+    adapter: Mapping[str, TensorReader] | None = None, first: Mapping[str, TensorReader] | None = None,
+) -> LoadPlan:  # fmt: skip
+    """Compare names and shapes, and plan the load."""
+    matcher = _Matcher(model, engine, source, key_mapping, adapter or {})
+    matcher.match_parameters(new, resize_vocab)
+    matcher.match_buffers()
+    matcher.match_self_loading()
+    matcher.match_derived(first or {})
+    return matcher.plan
 
-    wanted: dict[str, tuple[int, ...]] = {}
-    for p in parameters:
-        if id(p) not in made:
-            wanted.update({keys.plain_name(name, prefix): p.plan.shape for name in p.plan.names})
-    buffers = _persistent_buffers(model)
-    wanted.update({keys.plain_name(name, prefix): tuple(b.shape) for name, (_, _, b) in buffers.items()})
-    for name, module in readers_own.items():
-        for tensor, shape in module.file_tensors().items():
-            wanted[keys.plain_name(f"{name}.{tensor}", prefix)] = tuple(shape)
 
-    found = keys.find(plain, wanted, source, key_mapping)
-    work.conversions, work.problems.unexpected = found.conversions, found.unexpected
-    work.problems.unconvertible = found.unconvertible
-    excused = keys.may_be_missing(plain, wanted)
-    grows = grow.may_grow(plain, {id(p.shard): list(p.plan.names) for p in parameters}) if resize_vocab else set()
+class _Matcher:
+    """The comparison of one model with its files, and with an adapter's (`from_adapter`, by name in the model)."""
 
-    def fits(name: str, reader: Reader | None, shape: tuple[int, ...]) -> bool:
+    def __init__(
+        self, model: nn.Module, engine: Engine, source: SafetensorsFiles, key_mapping: Any,
+        from_adapter: Mapping[str, TensorReader],
+    ):  # fmt: skip
+        self.model, self.from_adapter = model, from_adapter
+        self.prefix, plain = plain_model(model)
+        parameters = [p for unit in engine.units for p in unit.parameters]
+        self.plan = LoadPlan(source, parameters, plain, hasattr(model, "peft_config"))
+        self.by_site = {(module, name): p for p in parameters for module, name in p.sites}
+        self.modules = own_readers(model)
+        self.made = {id(self.by_site[m, name]) for m in self.modules.values() for name in m.made_parameters()}
+        self.buffers = _persistent_buffers(model)
+        self.wanted = self._wanted()
+        self.found = find_readers(plain, self.wanted, source, key_mapping)
+        self.plan.conversions = self.found.conversions
+        self.plan.problems.unexpected = self.found.unexpected
+        self.plan.problems.unconvertible = self.found.unconvertible
+
+    def _wanted(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of all tensors that the model needs from files."""
+        wanted: dict[str, tuple[int, ...]] = {}
+        for p in self.plan.parameters:
+            if id(p) not in self.made:
+                wanted.update({self._plain(name): p.plan.shape for name in p.plan.names})
+        wanted.update({self._plain(name): tuple(b.shape) for name, (_, _, b) in self.buffers.items()})
+        for name, module in self.modules.items():
+            for tensor, shape in module.file_tensors().items():
+                wanted[self._plain(f"{name}.{tensor}")] = tuple(shape)
+        return wanted
+
+    def _plain(self, name: str) -> str:
+        return plain_name(name, self.prefix)
+
+    def _fits(self, name: str, reader: TensorReader | None, shape: tuple[int, ...]) -> bool:
         if reader is not None and reader.shape != shape:
-            work.problems.misshaped.append((name, reader.shape, shape))
+            self.plan.problems.misshaped.append((name, reader.shape, shape))
         return reader is not None and reader.shape == shape
 
-    given = adapter or {}
-    rows = _token_rows(model, by_site, work)
-    for p in parameters:
-        if id(p) in made:
-            continue
-        plain_names = [keys.plain_name(name, prefix) for name in p.plan.names]
-        reader = next((found.readers[n] for n in plain_names if n in found.readers), None)
-        if brought := next((given[n] for n in p.plan.names if n in given), None):
-            work.adapts.append((p, brought))
-        elif id(p) in rows and p.local.is_meta:
-            work.rows.append((p, *rows[id(p)]))
-        elif reader is None:
-            expected = any(n in new or _in_adapter(model, n) for n in p.plan.names) or excused & set(plain_names)
-            if not expected:
-                work.problems.missing.append(plain_names[0])
-            if p.local.is_meta:
-                work.initialise.append(p)
-        elif p.plan.name in grows and reader.shape[1:] == p.plan.shape[1:] and reader.shape[0] < p.plan.shape[0]:
-            work.grows.append((p, reader))
-        elif fits(plain_names[0], reader, p.plan.shape):
-            work.reads.append((p, reader))
-    for name, (module, key, buffer) in buffers.items():
-        reader = found.readers.get(keys.plain_name(name, prefix))
-        if reader is not None and fits(name, reader, tuple(buffer.shape)):
-            work.buffers.append((name, module, key, reader))
-    for name, reader in given.items():  # an adapter's own, such as VeRA's shared projections
-        path, _, key = name.rpartition(".")
-        if key in model.get_submodule(path)._buffers:
-            work.buffers.append((name, model.get_submodule(path), key, reader))
-    for name, module in readers_own.items():
-        tensors = {t: keys.plain_name(f"{name}.{t}", prefix) for t in module.file_tensors()}
-        held = {t: found.readers.get(n) for t, n in tensors.items()}
-        lacking = [tensors[t] for t, reader in held.items() if reader is None]
-        # Nothing else could give these layers their values, so this is an error even if not strict.
-        work.problems.unconvertible += [(n, f"{type(module).__name__} needs it") for n in lacking]
-        if all(fits(tensors[t], held[t], wanted[tensors[t]]) for t in tensors):
-            parts = {n: by_site[module, n] for n in module.made_parameters()}
-            work.own.append((module, held, parts))  # type: ignore[arg-type]
-    dense, packed = {id(p): reader for p, reader in work.reads}, {module: readers for module, readers, _ in work.own}
-    work.derived = adapter_init.find(model, by_site, given, dense, packed, first or {})
-    computed = {id(one.parameters[kind]) for one in work.derived for kind in one.sends if kind in one.parameters}
-    work.initialise = [p for p in work.initialise if id(p) not in computed]
-    return work
+    def match_parameters(self, new: set[str], resize_vocab: bool) -> None:
+        """Decide for each parameter where its value comes from. `new` has names that need not be in the files."""
+        plan, plain = self.plan, self.plan.plain
+        excused = may_be_missing(plain, self.wanted)
+        names_by_id = {id(p.shard): list(p.plan.names) for p in plan.parameters}
+        resizable = may_grow(plain, names_by_id) if resize_vocab else set()
+        token_rows = _token_rows(self.model, self.by_site, plan)
+        for p in plan.parameters:
+            if id(p) in self.made:
+                continue
+            names = [self._plain(name) for name in p.plan.names]
+            reader = next((self.found.readers[n] for n in names if n in self.found.readers), None)
+            from_adapter = next((self.from_adapter[n] for n in p.plan.names if n in self.from_adapter), None)
+            if from_adapter is not None:
+                plan.adapter_reads.append((p, from_adapter))
+            elif id(p) in token_rows and p.local.is_meta:
+                plan.token_rows.append((p, *token_rows[id(p)]))
+            elif reader is None:
+                is_new = any(n in new or _in_adapter(self.model, n) for n in p.plan.names)
+                if not is_new and not excused & set(names):
+                    plan.problems.missing.append(names[0])
+                if p.local.is_meta:
+                    plan.initialize.append(p)
+            elif p.plan.name in resizable and _has_fewer_rows(reader.shape, p.plan.shape):
+                plan.resizes.append((p, reader))
+            elif self._fits(names[0], reader, p.plan.shape):
+                plan.reads.append((p, reader))
+
+    def match_buffers(self) -> None:
+        """Find the persistent buffers of the model, and those of its adapter such as VeRA's shared projections."""
+        for name, (module, key, buffer) in self.buffers.items():
+            reader = self.found.readers.get(self._plain(name))
+            if reader is not None and self._fits(name, reader, tuple(buffer.shape)):
+                self.plan.buffers.append((name, module, key, reader))
+        for name, reader in self.from_adapter.items():
+            path, _, key = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            if key in buffers_of(module):
+                self.plan.buffers.append((name, module, key, reader))
+
+    def match_self_loading(self) -> None:
+        """Find the file tensors of modules that read files themselves."""
+        for name, module in self.modules.items():
+            names = {t: self._plain(f"{name}.{t}") for t in module.file_tensors()}
+            readers = {t: self.found.readers.get(n) for t, n in names.items()}
+            lacking = [names[t] for t, reader in readers.items() if reader is None]
+            # These modules cannot be initialized, so this is an error even if not strict.
+            self.plan.problems.unconvertible += [(n, f"{type(module).__name__} needs it") for n in lacking]
+            if all(self._fits(names[t], readers[t], self.wanted[names[t]]) for t in names):
+                parameters = {n: self.by_site[module, n] for n in module.made_parameters()}
+                self.plan.self_loading.append((module, readers, parameters))  # type: ignore[arg-type]
+
+    def match_derived(self, first: Mapping[str, TensorReader]) -> None:
+        """Find the adapter layers whose values are computed from weights; these are not initialized otherwise."""
+        plan = self.plan
+        dense = {id(p): reader for p, reader in plan.reads}
+        packed = {module: readers for module, readers, _ in plan.self_loading}
+        plan.derived = adapter_init.find(self.model, self.by_site, self.from_adapter, dense, packed, first)
+        computed = {id(one.parameters[kind]) for one in plan.derived for kind in one.computed if kind in one.parameters}
+        plan.initialize = [p for p in plan.initialize if id(p) not in computed]
+
+
+def _has_fewer_rows(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    return found[1:] == wanted[1:] and found[0] < wanted[0]
 
 
 def _token_rows(
-    model: nn.Module, by_site: dict[Any, ShardedParameter], work: Work
+    model: nn.Module, by_site: dict[Any, ShardedParameter], plan: LoadPlan
 ) -> dict[int, tuple[ShardedParameter, list[int]]]:
-    """Rows that an adapter trains in place of a layer's own (PEFT's trainable tokens), or before all others (a prompt
-    that begins as a text): of which table, and which."""
+    """The table and row indices that initialize each parameter of PEFT's trainable tokens and of prompts with an
+    initial text."""
     found = {}
     for encoder in encoders(model).values():
-        if (begins := begins_as(encoder)) is not None:
+        if (rows := init_rows(encoder)) is not None:
             table = by_site[cast(Any, model).word_embeddings, "weight"]
-            found[id(by_site[encoder.embedding, "weight"])] = (table, begins)
+            found[id(by_site[encoder.embedding, "weight"])] = (table, rows)
     for name, module in model.named_modules():
         if getattr(module, "token_adapter", None) is None or module.token_adapter.tied_adapter is not None:
             continue
@@ -160,9 +213,9 @@ def _token_rows(
         for adapter, indices in layer.token_indices.items():
             found[id(by_site[layer.trainable_tokens_delta, adapter])] = (table, list(indices))
             kept = layer.trainable_tokens_original
-            if kept._buffers[adapter].is_meta:
+            if buffers_of(kept)[adapter].is_meta:
                 where = f"{name}.token_adapter.trainable_tokens_original.{adapter}"
-                work.originals.append((where, kept, adapter, table, list(indices)))
+                plan.token_buffers.append((where, kept, adapter, table, list(indices)))
     return found
 
 
@@ -170,13 +223,13 @@ def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, tor
     return {
         f"{prefix}.{name}" if prefix else name: (module, name, buffer)
         for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
+        for name, buffer in buffers_of(module).items()
+        if buffer is not None and name not in non_persistent_buffers(module)
     }
 
 
 def _in_adapter(model: nn.Module, name: str) -> bool:
-    """Whether a parameter belongs to an adapter rather than to the layer it adapts."""
+    """Whether a parameter belongs to an adapter rather than to its base layer."""
     parts = name.split(".")
     module: Any = model
     if parts[0] == "prompt_encoder":

@@ -1,7 +1,7 @@
-"""A model's files on their way out, on the rank that writes them.
+"""`ModelDirWriter`: writes the files of a model directory, on the one rank that writes.
 
-They are written aside, in a directory of their own on the same disk, and take their names only when all of them are
-whole and checked, so nothing half-written is ever found under a name that others read.
+Files are written to a temporary directory on the same disk and renamed only when all of them are complete and verified,
+so a partially written file never has a name that others read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import PreTrainedModel
 
-from fullshard.checkpoint.publish import sync
+from fullshard.byte_size import file_size
+from fullshard.durable import sync
 from fullshard.errors import WeightsError
 from fullshard.fsdp.strategy import dtype_name
 from fullshard.weights.locate import INDEX, SINGLE
@@ -31,24 +32,24 @@ TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model",
     "sentencepiece*", "chat_template*", "additional_chat_templates", "*processor_config.json", "*.py",
 )  # fmt: skip
-"""What is copied beside the weights: tokenizer, templates, and the code of models that bring their own."""
+"""Files copied with the weights: tokenizer, chat templates, and custom model code."""
 
 OWN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Files of weights that `save_pretrained` writes, here and in transformers: those of an earlier one are removed."""
+"""Weight files written by `save_pretrained`, here and in transformers; those of an earlier save are removed."""
 
 
-class Outgoing:
-    """The files on their way, on the first rank."""
+class ModelDirWriter:
+    """The files of one model while they are written. `form` has all tensors on meta; `packed` names the 4-bit ones."""
 
     def __init__(
         self, target: Path, form: dict[str, torch.Tensor], max_shard_size: int | str, packed: Collection[str] = ()
     ):
-        self.target = target = target.resolve()  # a link to an empty folder cannot be replaced by a rename
+        self.target = target = target.resolve()  # a rename cannot replace a symlink to an empty folder
         self.dense = {name: t for name, t in form.items() if name not in packed}
         self.files: dict[str, FileWriter] = {}
-        self.aside: Path | None = None
+        self.temporary: Path | None = None
         if target.exists() and not target.is_dir():
-            raise WeightsError(f"{target} is a file; name a directory to write the model to")
+            raise WeightsError(f"{target} is a file; expected a directory to write the model to")
         self.split = split_torch_state_dict_into_shards(
             form, filename_pattern=SINGLE.replace(".", "{suffix}."), max_shard_size=max_shard_size
         )
@@ -59,18 +60,19 @@ class Outgoing:
             free, needed = shutil.disk_usage(home).free, total_bytes(form)
             if free < needed:
                 raise WeightsError(
-                    f"{target} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB left; make room, "
-                    f"choose another directory, or a narrower dtype="
+                    f"{target} needs {file_size(needed)} and its disk has {file_size(free)} free; free some space, "
+                    f"choose another directory, or a smaller dtype="
                 )
-            self.aside = home / f".{target.name}-{uuid.uuid4().hex[:8]}.writing"
-            self.aside.mkdir()
+            self.temporary = home / f".{target.name}-{uuid.uuid4().hex[:8]}.writing"
+            self.temporary.mkdir()
             for file, names in self.split.filename_to_tensors.items():
-                self.files[file] = FileWriter(self.aside / file, {name: form[name] for name in names})
+                self.files[file] = FileWriter(self.temporary / file, {name: form[name] for name in names})
         except OSError as error:
             self.clean_up()
             raise _failed(target, error) from error
 
     def write(self, values: dict[str, torch.Tensor]) -> int:
+        """Write tensors; returns their size in bytes."""
         try:
             for name, value in values.items():
                 self.files[self.split.tensor_to_filename[name]].write(name, value)
@@ -79,8 +81,8 @@ class Outgoing:
         return total_bytes(values)
 
     def finish(self, model: PreTrainedModel, tokenizer: Any, verify: bool) -> None:
-        """Check what was written, put configuration and tokenizer beside it, and give all of it its name."""
-        assert self.aside is not None
+        """Verify what was written, add configuration and tokenizer, and publish all files under their names."""
+        assert self.temporary is not None
         try:
             for file in self.files.values():
                 file.finish(verify)
@@ -90,48 +92,49 @@ class Outgoing:
                     "metadata": {"total_parameters": parameters, **self.split.metadata},
                     "weight_map": dict(sorted(self.split.tensor_to_filename.items())),
                 }
-                (self.aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-            _write_config(model, self.aside, self.dense)
+                (self.temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            _write_config(model, self.temporary, self.dense)
             if tokenizer is not None:
-                tokenizer.save_pretrained(self.aside)
+                tokenizer.save_pretrained(self.temporary)
             else:
-                _copy_tokenizer(model, self.aside)
+                _copy_tokenizer(model, self.temporary)
             self._publish()
         except OSError as error:
             raise _failed(self.target, error) from error
 
     def _publish(self) -> None:
-        assert self.aside is not None
-        for path in [*self.aside.rglob("*"), self.aside]:
+        assert self.temporary is not None
+        for path in [*self.temporary.rglob("*"), self.temporary]:
             sync(path)
         if self.fresh:
-            os.replace(self.aside, self.target)  # one rename: all or nothing
+            os.replace(self.temporary, self.target)  # one rename: all or nothing
         else:
-            new = {path.name for path in self.aside.iterdir()}
+            new = {path.name for path in self.temporary.iterdir()}
             old = [p for p in self.target.glob("model*.safetensors*") if OWN.fullmatch(p.name) and p.name not in new]
-            # The index goes last: until then it points at what it described.
-            for path in sorted(self.aside.iterdir(), key=lambda p: p.name == INDEX):
+            # The index comes last: until then the old one refers to its own files.
+            for path in sorted(self.temporary.iterdir(), key=lambda p: p.name == INDEX):
                 if path.is_dir() and (self.target / path.name).exists():
                     shutil.rmtree(self.target / path.name)
                 os.replace(path, self.target / path.name)
             for path in old:
                 path.unlink()
-            self.aside.rmdir()
+            self.temporary.rmdir()
             sync(self.target)
         sync(self.target.parent)
-        self.aside = None
+        self.temporary = None
 
     def clean_up(self) -> None:
+        """Close the files and remove what was not published."""
         for file in self.files.values():
             file.close()
-        if self.aside is not None:
-            shutil.rmtree(self.aside, ignore_errors=True)
+        if self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def _write_config(model: PreTrainedModel, directory: Path, form: dict[str, torch.Tensor]) -> None:
     config = copy.deepcopy(model.config)
     floating = [t for t in form.values() if t.is_floating_point()]
-    if floating:  # the dtype that most of the weights have
+    if floating:  # the most common dtype, by number of elements
         sizes: dict[torch.dtype, int] = {}
         for t in floating:
             sizes[t.dtype] = sizes.get(t.dtype, 0) + t.numel()
@@ -149,7 +152,7 @@ def _copy_tokenizer(model: PreTrainedModel, directory: Path) -> None:
 
 
 def copy_tokenizer_files(source: Path, directory: Path) -> None:
-    """Copy what is there of them; nothing if there is no such folder."""
+    """Copy the tokenizer files in `source`; does nothing if there is no such folder."""
     for pattern in TOKENIZER_FILES if source.is_dir() else ():
         for found in source.glob(pattern):
             copied = shutil.copytree if found.is_dir() else shutil.copyfile
@@ -159,5 +162,5 @@ def copy_tokenizer_files(source: Path, directory: Path) -> None:
 def _failed(target: Path, error: OSError) -> WeightsError:
     return WeightsError(
         f"the model could not be written to {target}: {error.strerror or error} "
-        f"({error.filename or 'while writing'}). Nothing was left there; what was there before is untouched"
+        f"({error.filename or 'while writing'}). Partial files were removed; existing files are unchanged"
     )

@@ -1,8 +1,8 @@
-"""Safetensors files as a source of slices: what lies in them, found and checked before anything is read.
+"""Safetensors files: the dtype, shape and position of every tensor, and reading of byte ranges.
 
-`Source` knows every tensor's dtype, shape and place. Bytes are read with `pread` straight into the memory they are
-meant for, never through a memory map: no rank holds more than it asked for, and a disk that fails is an error on that
-rank rather than the end of its process. What a slice of a tensor is made of is the business of `slice_reader.py`.
+Bytes are read with `pread` directly into their destination, never through a memory map: a rank holds only what it
+requested, and a failing disk raises an error on that rank instead of killing its process. Slices of tensors are read by
+`slice_reader.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
-"""The dtypes of the format, by the names that headers use."""
+"""torch dtypes by their names in safetensors headers."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -39,11 +39,11 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Its first byte, counted from the start of the file."""
+    """Offset of its first byte in the file."""
 
 
-class Source:
-    """Every tensor of a set of safetensors files, by name."""
+class SafetensorsFiles:
+    """An index of all tensors in a set of safetensors files; reads byte ranges. `path` is used in messages."""
 
     def __init__(self, path: str | Path, files: Iterable[Path]):
         self.path = Path(path)
@@ -57,19 +57,19 @@ class Source:
                 if entry.name in self.entries:
                     raise WeightsError(
                         f"tensor {entry.name} is in two files, {self.entries[entry.name].file} and {file}; remove the "
-                        f"one that does not belong to the model"
+                        f"file that does not belong to the model"
                     )
                 self.entries[entry.name] = entry
 
     def read(self, file: Path, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on; several threads may read at once."""
+        """Read the bytes from `offset` on into `into`. Thread-safe."""
         descriptor = self._open(file)
         done = 0
         try:
             while done < len(into):
                 count = os.preadv(descriptor, [into[done:]], offset + done)
                 if count == 0:
-                    raise WeightsError(f"{file} ends at byte {offset + done}, inside a tensor: it has been cut short")
+                    raise WeightsError(f"{file} ends at byte {offset + done}, inside a tensor: the file is truncated")
                 done += count
         except OSError as error:
             raise WeightsError(f"{file} cannot be read at byte {offset + done}: {error.strerror}") from error
@@ -90,7 +90,7 @@ class Source:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> SafetensorsFiles:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -98,7 +98,7 @@ class Source:
 
 
 def read_header(file: Path) -> list[Entry]:
-    """The tensors of a file. safetensors itself checks that header and size belong together."""
+    """The tensors of a file. The safetensors library checks that header and file size match."""
     try:
         with safe_open(file, framework="pt"):
             pass
@@ -107,8 +107,8 @@ def read_header(file: Path) -> list[Entry]:
             header: dict[str, Any] = json.loads(stream.read(length))
     except SafetensorError as error:
         raise WeightsError(
-            f"{file} is not a whole safetensors file ({error}; {os.path.getsize(file):,} bytes on disk). It was cut "
-            f"short or damaged, most often while it was downloaded or copied: fetch it again"
+            f"{file} is not a valid safetensors file ({error}; {os.path.getsize(file):,} bytes on disk). It is "
+            f"truncated or damaged, most often by an interrupted download or copy: get it again"
         ) from error
     except OSError as error:
         raise WeightsError(f"{file} cannot be read: {error.strerror or error}") from error
@@ -116,7 +116,7 @@ def read_header(file: Path) -> list[Entry]:
     entries = []
     for name, item in header.items():
         if item["dtype"] not in DTYPES:
-            raise WeightsError(f"{file}: tensor {name} has dtype {item['dtype']}, which torch cannot hold")
+            raise WeightsError(f"{file}: tensor {name} has dtype {item['dtype']}, which torch does not support")
         start = 8 + length + item["data_offsets"][0]
         entries.append(Entry(name, file, DTYPES[item["dtype"]], tuple(item["shape"]), start))
     return entries

@@ -1,8 +1,8 @@
-"""Tensors that are read slice by slice.
+"""Readers: tensors in files that are read slice by slice.
 
-A `Reader` stands for a tensor that lies in files, as it is (`Stored`) or put together from several (`Joined`,
-`Stacked`, `Transposed`; `Computed` where nothing better is known). Asking for a slice reads that slice and no more.
-Which readers make up a model's parameters is decided in `key_mapping.py`.
+A `TensorReader` represents one tensor in a file (`Stored`) or one built from several (`Joined`, `Stacked`,
+`Transposed`; `Computed` for conversions that need whole tensors). Indexing it reads only that slice. `key_mapping.py`
+chooses the readers for a model's parameters.
 """
 
 from __future__ import annotations
@@ -17,37 +17,38 @@ from typing import Any
 import torch
 
 from fullshard import accelerator
-from fullshard.weights.safetensors_index import Entry, Source
+from fullshard.weights.safetensors_index import Entry, SafetensorsFiles
 
 Cuts = tuple[slice, ...]
-"""A slice of a tensor: for each dim where it begins and ends."""
+"""A slice of a tensor: start and stop for each dim."""
 Job = Callable[[], None]
-"""A part of a read that can run beside others."""
+"""A part of a read; jobs can run in parallel."""
 
 JOB_BYTES = 8 * 2**20
-"""At most this many bytes are read by one job, so that threads share large tensors and buffers stay small."""
+"""Maximum number of bytes per job, so that threads share large tensors and buffers stay small."""
 SHORT_RUN = 4 * 2**10
-"""Runs of fewer bytes are not fetched one by one: whole rows are read and cut in memory."""
+"""Contiguous runs shorter than this (bytes) are not read one by one: whole rows are read and sliced in memory."""
 LONG_ROW = 2**20
-"""Rows of more bytes than this are not read for the sake of a short run."""
+"""Rows longer than this (bytes) are never read whole for a short run."""
 
 
-class Reader(ABC):
-    """A tensor in files."""
+class TensorReader(ABC):
+    """A tensor that is read from files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @abstractmethod
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
-        """What has to run, in any order, for `out` (any dtype, any device) to hold the slice."""
+        """Jobs that read the slice into `out` (any dtype, any device); they can run in any order."""
 
     def read_into(self, out: torch.Tensor, cuts: Cuts) -> None:
+        """Read the slice into `out`."""
         for job in self.jobs(out, cuts):
             job()
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """The slice as a tensor in host memory. `key` is a slice, or a tuple of slices, without steps."""
+        """Read a slice into host memory. `key` is a slice, or a tuple of slices, without steps."""
         given = key if isinstance(key, tuple) else (key,)
         full = (*given, *(slice(None),) * (len(self.shape) - len(given)))
         cuts = tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(full, self.shape, strict=True))
@@ -56,17 +57,17 @@ class Reader(ABC):
         return out
 
     def flat(self, start: int, stop: int) -> torch.Tensor:
-        """Elements `start` to `stop` of the flattened tensor."""
+        """Read elements `start` to `stop` of the flattened tensor."""
         width = math.prod(self.shape[1:])
         first = start // width
         rows = self[first : -(-stop // width)]
         return rows.reshape(-1)[start - first * width : stop - first * width]
 
 
-class Stored(Reader):
-    """A tensor as it lies in a file."""
+class Stored(TensorReader):
+    """One tensor of a file."""
 
-    def __init__(self, source: Source, entry: Entry):
+    def __init__(self, source: SafetensorsFiles, entry: Entry):
         self.source, self.entry = source, entry
         self.shape, self.dtype = entry.shape, entry.dtype
 
@@ -102,7 +103,7 @@ class Stored(Reader):
         out.copy_(buffer[wanted])
 
     def _widened(self, cuts: Cuts) -> Cuts:
-        """A slice around this one whose contiguous runs are worth a read each."""
+        """The smallest enclosing slice whose contiguous runs are long enough to read one by one."""
         _, run = self._runs(cuts)
         dim = self._innermost(cuts)
         if dim is None or dim == 0 or run * self.dtype.itemsize >= SHORT_RUN:
@@ -112,19 +113,19 @@ class Stored(Reader):
         return self._widened((*cuts[:dim], slice(0, self.shape[dim]), *cuts[dim + 1 :]))
 
     def _innermost(self, cuts: Cuts) -> int | None:
-        """The last dim of which only a part is wanted."""
+        """The last dim that is only partly read."""
         partial = [dim for dim, n in enumerate(self.shape) if lengths(cuts)[dim] != n]
         return partial[-1] if partial else None
 
     def _runs(self, cuts: Cuts) -> tuple[Iterator[int], int]:
-        """Where the slice's contiguous runs begin, in elements, and how long they are."""
+        """The start of each contiguous run of the slice, in elements, and their length."""
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         dim = self._innermost(cuts)
         if dim is None:
             return iter([0]), math.prod(self.shape)
         outer = [range(cut.start * s, cut.stop * s, s) for cut, s in zip(cuts[:dim], strides[:dim], strict=True)]
         first = cuts[dim].start * strides[dim]
-        starts = (sum(place) + first for place in itertools.product(*outer))
+        starts = (sum(offsets) + first for offsets in itertools.product(*outer))
         return starts, (cuts[dim].stop - cuts[dim].start) * strides[dim]
 
     def _fetch(self, out: torch.Tensor, starts: Sequence[int] | Iterator[int], run: int) -> None:
@@ -137,10 +138,10 @@ class Stored(Reader):
             self.source.read(self.entry.file, self.entry.start + start * item, into)
 
 
-class Joined(Reader):
-    """Tensors one after another along a dim."""
+class Joined(TensorReader):
+    """Tensors concatenated along a dim."""
 
-    def __init__(self, parts: Sequence[Reader], dim: int):
+    def __init__(self, parts: Sequence[TensorReader], dim: int):
         self.parts, self.dim = list(parts), dim % len(parts[0].shape)
         self.shape = joined_shape([part.shape for part in parts], self.dim)
         self.dtype = parts[0].dtype
@@ -156,10 +157,10 @@ class Joined(Reader):
             begin = end
 
 
-class Stacked(Reader):
-    """Tensors of one shape side by side along a new dim."""
+class Stacked(TensorReader):
+    """Tensors of one shape stacked along a new dim."""
 
-    def __init__(self, parts: Sequence[Reader], dim: int):
+    def __init__(self, parts: Sequence[TensorReader], dim: int):
         self.parts, self.dim = list(parts), dim
         inner = parts[0].shape
         if any(part.shape != inner for part in parts):
@@ -174,10 +175,10 @@ class Stacked(Reader):
             yield from self.parts[i].jobs(out.select(self.dim, i - wanted.start), cut)
 
 
-class Transposed(Reader):
-    """A tensor with two dims exchanged."""
+class Transposed(TensorReader):
+    """A tensor with two dims swapped."""
 
-    def __init__(self, inner: Reader, dim0: int, dim1: int):
+    def __init__(self, inner: TensorReader, dim0: int, dim1: int):
         self.inner = inner
         self.order = list(range(len(inner.shape)))
         self.order[dim0], self.order[dim1] = self.order[dim1], self.order[dim0]
@@ -188,16 +189,16 @@ class Transposed(Reader):
         yield from self.inner.jobs(out.permute(self.order), tuple(cuts[dim] for dim in self.order))
 
 
-class Computed(Reader):
-    """A tensor that is worked out whole from whole tensors, and cut afterwards."""
+class Computed(TensorReader):
+    """A tensor that is computed whole from whole tensors, and then sliced."""
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[Callable[[Reader], torch.Tensor]], Any]
+        self, shape: Sequence[int], dtype: torch.dtype, compute: Callable[[Callable[[TensorReader], torch.Tensor]], Any]
     ):
         self.shape, self.dtype, self.compute = tuple(shape), dtype, compute
 
     def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
-        def whole(reader: Reader) -> torch.Tensor:
+        def whole(reader: TensorReader) -> torch.Tensor:
             value = reader[()]
             return value.to(out.dtype) if value.is_floating_point() else value
 
@@ -205,13 +206,15 @@ class Computed(Reader):
 
 
 def lengths(cuts: Cuts) -> tuple[int, ...]:
+    """The shape of a slice."""
     return tuple(cut.stop - cut.start for cut in cuts)
 
 
 def joined_shape(shapes: Sequence[tuple[int, ...]], dim: int) -> tuple[int, ...]:
+    """The shape of tensors concatenated along a dim."""
     rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
     if len(rest) != 1:
-        raise ValueError(f"tensors of shapes {sorted(set(shapes))} cannot be joined along dim {dim}")
+        raise ValueError(f"tensors of shapes {sorted(set(shapes))} cannot be concatenated along dim {dim}")
     return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
 
 
@@ -219,7 +222,7 @@ _buffers = threading.local()
 
 
 def _buffer(size: int, device: torch.device) -> torch.Tensor:
-    """Bytes to read into on the way to another dtype, layout or device; each thread has its own, used again."""
+    """A staging buffer for reads that change dtype, layout or device; one per thread, reused."""
     held = getattr(_buffers, "bytes", None)
     if held is None or held.numel() < size:
         held = _buffers.bytes = accelerator.staging(max(size, JOB_BYTES), device)

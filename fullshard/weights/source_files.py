@@ -1,7 +1,7 @@
-"""The files a model was loaded from: where they lie, how they are recognised, and which parameters they still provide.
+"""The files a model was loaded from: their path and fingerprint, and which parameters they still provide.
 
-A checkpoint leaves out frozen values that the base files give again. It may do so only for parameters that came whole
-and unchanged from those files and that nobody has written to since; `Base` keeps that record on the model.
+A checkpoint omits frozen parameters that can be loaded from the base files again. That is allowed only for parameters
+that were loaded unchanged and not written to since; `SourceFiles` records this on the model.
 """
 
 from __future__ import annotations
@@ -21,53 +21,53 @@ from fullshard.fsdp.write_count import piece_of, writes_of
 from fullshard.weights.locate import weight_files
 
 ATTRIBUTE = "_fullshard_base"
-"""Where a loaded model keeps its `Base`."""
+"""The attribute of a loaded model with its `SourceFiles`."""
 SAMPLES = 64
-"""Places per file that a fingerprint looks at, beside its header and size."""
+"""Samples per file in a fingerprint, besides its header and size."""
 SAMPLE_BYTES = 4096
 
 
-Loaded = tuple["weakref.ref[torch.Tensor]", tuple[int, int, int]]
-"""A piece, and how often it and the sharded tensor around it had been written to."""
+WriteCount = tuple["weakref.ref[torch.Tensor]", tuple[int, int, int]]
+"""A shard, and the write counts of it and of its sharded tensor."""
 
 
 @dataclass
-class Base:
-    """The origin of a model's values."""
+class SourceFiles:
+    """The files that a model's parameters were loaded from."""
 
     path: str
-    """The directory (or file) they were read from."""
+    """The directory (or file)."""
     fingerprint: str
-    """`fingerprint_of(path)` when they were read."""
-    loaded: dict[str, Loaded] = field(default_factory=dict, repr=False)
-    """By parameter name, the state of this rank's piece once it was loaded."""
+    """`fingerprint_of(path)` at load."""
+    loaded: dict[str, WriteCount] = field(default_factory=dict, repr=False)
+    """By parameter name, the write counts of this rank's shard after loading."""
 
     def record(self, names: Iterable[str], shard: torch.Tensor) -> None:
-        """Note that the files provide this parameter, under every name it has."""
+        """Record that the files provide this parameter, under all its names."""
         self.loaded.update(dict.fromkeys(names, (weakref.ref(piece_of(shard)), writes_of(shard))))
 
     def provides(self, name: str, shard: torch.Tensor) -> bool:
-        """Whether reading the files again gives this parameter's present value.
+        """Whether the files contain this parameter's current value.
 
-        Any write since then, whatever it wrote, makes this False; only writes through `.data` go unseen, as they do
-        everywhere in torch.
+        False after any write to it, even of the same value. Writes through `.data` are not detected, because torch does
+        not count them.
         """
         if name not in self.loaded:
             return False
-        known, writes = self.loaded[name]
-        return known() is piece_of(shard) and writes_of(shard) == writes
+        loaded, writes = self.loaded[name]
+        return loaded() is piece_of(shard) and writes_of(shard) == writes
 
 
-def base_of(model: nn.Module) -> Base | None:
-    """The base of a loaded model; None if its values came from elsewhere."""
+def base_of(model: nn.Module) -> SourceFiles | None:
+    """The files that a model was loaded from; None if it was not loaded from files."""
     return getattr(model, ATTRIBUTE, None)
 
 
 def fingerprint_of(path: str | Path) -> str:
-    """A short text that changes when the weight files under `path` do.
+    """A hash of the weight files at `path`: of their names, sizes and headers, and of evenly spaced samples.
 
-    Names, sizes and headers of the files that hold the weights count, and evenly spaced samples of their contents:
-    cheap for any size, and enough to tell apart models, versions of a model and damaged copies, not to prove equality.
+    It is cheap for any model size. It distinguishes models, versions of a model and damaged copies, but equal
+    fingerprints do not prove equal files.
     """
     files = weight_files(Path(path))
     digest = hashlib.blake2b(digest_size=16)

@@ -1,9 +1,9 @@
-"""How a value is changed on its way from the files into the shards.
+"""Changes to values during loading, slice by slice.
 
-Two ways, both slice by slice. A `transform` sees each ordinary parameter's slice and may return another one. A module
-that stores something else than its files hold (packed, quantised weights) reads the files itself: it says which file
-tensors it takes, is handed a `Reader` for each, asks for the ranges that concern this rank, and writes to its own
-shards. `docs/weights.md` has the protocol and an example.
+There are two ways. A `transform` function gets this rank's slice of each ordinary parameter and may return another one.
+A module whose parameters have another form than its files (quantized weights) reads the files itself: it names the file
+tensors it needs, gets a `TensorReader` for each, reads the ranges for this rank and writes its own shards
+(`ReadsFiles`). `docs/weights.md` describes the protocol.
 """
 
 from __future__ import annotations
@@ -19,65 +19,66 @@ from fullshard import runtime
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import Mesh
-from fullshard.weights.slice_reader import Cuts, Reader
+from fullshard.weights.slice_reader import Cuts, TensorReader
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter, and what this rank holds of it."""
+    """One parameter and this rank's shard of it."""
 
     name: str
-    """In the model."""
+    """Its name in the model."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The full shape."""
     dtype: torch.dtype
     cuts: Cuts
-    """Which part of the whole this rank holds, dim by dim."""
+    """The slice of the full tensor on this rank."""
     local: torch.Tensor
-    """The memory of that part, to be written to."""
+    """The memory of that slice, to write to."""
     mesh: Mesh
 
     @property
     def rows(self) -> slice:
-        """This rank's part of dim 0."""
+        """This rank's slice of dim 0."""
         return self.cuts[0]
 
 
 Transform = Callable[[str, torch.Tensor, Piece], torch.Tensor | None]
-"""`transform(name, value, piece)`: this rank's slice of a parameter as it was read. What it returns takes its place;
-None leaves it."""
+"""`transform(name, value, piece)`: `value` is this rank's slice of a parameter as loaded. The returned tensor replaces
+it; None keeps it."""
 
 
 @runtime_checkable
 class ReadsFiles(Protocol):
-    """A module whose parameters are made from file tensors of another form."""
+    """A module whose parameters are computed from file tensors of another form."""
 
     def file_tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """The tensors it takes, by the name they would have in it, with their shapes: `{"weight": (out, in)}`."""
+        """Names (relative to the module) and shapes of the file tensors it needs: `{"weight": (out, in)}`."""
 
     def made_parameters(self) -> tuple[str, ...]:
-        """Its parameters that are made from them. Those it does not name are loaded as usual."""
+        """The names of its parameters that are computed from them. Other parameters are loaded as usual."""
 
-    def read_files(self, readers: Mapping[str, Reader], pieces: Mapping[str, Piece]) -> Any:
-        """Read what this rank needs; no communication here. Called for one module at a time."""
+    def read_files(self, readers: Mapping[str, TensorReader], pieces: Mapping[str, Piece]) -> Any:
+        """Read what this rank needs. Must not communicate. Called for one module at a time."""
 
     def finish_reading(self, read: Any, pieces: Mapping[str, Piece]) -> None:
-        """Called on every rank, in the same order, once all have read: may communicate, and writes the pieces."""
+        """Write the pieces. Called on every rank in the same order after all have read; may communicate."""
 
 
 @runtime_checkable
 class WritesFiles(Protocol):
-    """A module that also knows the way back, so that a model with it can be exported."""
+    """A module that can also convert its parameters back to file tensors, for export."""
 
     def made_parameters(self) -> tuple[str, ...]:
         """As in `ReadsFiles`."""
 
     def as_files(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The tensors that files hold, by the name they would have in the module, from its whole made parameters. Of
-        meta tensors it gives meta tensors of the same form."""
+        """The file tensors by name (relative to the module), from the unsharded values of its made parameters. Meta
+        tensors give meta tensors."""
 
 
 def piece_of(p: ShardedParameter) -> Piece:
+    """The piece of a sharded parameter on this rank."""
     dtype = dtype_of(p.plan.dtype)
     assert dtype is not None
     cuts = p.layout.slices(p.plan.shape, runtime.rank())
@@ -85,5 +86,5 @@ def piece_of(p: ShardedParameter) -> Piece:
 
 
 def own_readers(root: nn.Module) -> dict[str, Any]:
-    """The modules that read the files themselves, by name."""
+    """The modules that read files themselves (`ReadsFiles`), by name."""
     return {name: module for name, module in root.named_modules() if isinstance(module, ReadsFiles)}

@@ -16,7 +16,7 @@ from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.checkpoint.consolidate import merge_weights
 from fullshard.cli import app
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.weights.source_files import Base, fingerprint_of
+from fullshard.weights.source_files import SourceFiles, fingerprint_of
 from tests.checkpoint.resume_programs import Case, Training
 from tests.fsdp.programs import HUGGING_FACE, build, mesh_for
 from tests.pool import ranks
@@ -69,7 +69,7 @@ def _save_on_base(folder):
     torch.distributed.barrier()
     model.model.layers.requires_grad_(False)
     model = FSDPv2(model, mesh_for("FULL_SHARD"))
-    model._fullshard_base = Base(str(base), fingerprint_of(base))
+    model._fullshard_base = SourceFiles(str(base), fingerprint_of(base))
     for name, p in model.named_parameters():
         model._fullshard_base.record([name], p)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_frozen_values_come_from_the_base(tmp_path):
     with open(tmp_path / "base/model.safetensors", "r+b") as file:
         file.seek(-5, os.SEEK_END)
         file.write(b"x")
-    with pytest.raises(CheckpointError, match="its files have changed since"):
+    with pytest.raises(CheckpointError, match="whose files have changed since"):
         merge_weights(tmp_path / "step-5", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -184,8 +184,8 @@ def test_the_commands_and_their_mistakes(tmp_path):
     assert command.invoke(app, ["merge-weights", str(here / "step-5"), str(tmp_path / "out")]).exit_code == 0
     for wrong, words in (
         (here, "step-5"), (tmp_path / "run", "step-5"), (tmp_path / "nowhere", "does not exist"),
-        (here / "step-6", "step-5"), (tmp_path / "out", "holds whole weights"),
-        (here / ".step-9.0123abcd.tmp", "not finished"),
+        (here / "step-6", "step-5"), (tmp_path / "out", "holds model weights"),
+        (here / ".step-9.0123abcd.tmp", "an unfinished save"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=words):
             merge_weights(wrong, tmp_path / "other")

@@ -159,6 +159,6 @@ def test_a_damaged_file_is_named_and_the_one_before_offered(tmp_path):
         message = str(caught.value)
         assert f"{tmp_path}/step-3/rank00001-0.safetensors is damaged: its sha256 is" in message
         assert files["rank00001-0.safetensors"].sha256 in message
-        assert "The checkpoint of step 1 is whole: restore(1, …) takes it" in message
+        assert "The checkpoint of step 1 is intact: load it with restore(1, …)" in message
         assert manager.restore(None, state, fallback=True) == 1
         assert len(state["losses"]) == 1 and values

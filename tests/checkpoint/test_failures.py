@@ -12,7 +12,7 @@ import torch
 from fullshard import CheckpointManager, FSDPv2, runtime, save_state
 from fullshard.checkpoint import dcp_storage, publish
 from fullshard.errors import CheckpointError, UserError
-from fullshard.watchdog import heartbeat, watch
+from fullshard.watchdog import heartbeat, investigate, threads, watch
 from tests.checkpoint.resume_programs import Case, Training, assert_same_bits
 from tests.fsdp.programs import Stack, mesh_for
 from tests.pool import ranks
@@ -33,7 +33,7 @@ def _fails(error_number, where, rank=1):
 
 FAULTS = {
     "disk full while writing": (errno.ENOSPC, (dcp_storage, "_write"), 1),
-    "disk full at fsync": (errno.ENOSPC, (publish, "sync"), 1),
+    "disk full at fsync": (errno.ENOSPC, (dcp_storage, "sync"), 1),
     "read-only": (errno.EROFS, (publish, "make_directory"), 0),
     "permission lost at the manifest": (errno.EACCES, (publish, "write_manifest"), 0),
     "permission lost at the rename": (errno.EACCES, (os, "rename"), 0),
@@ -116,7 +116,7 @@ def test_files_that_the_first_rank_does_not_see_are_never_published(tmp_path):
                 self.directory.mkdir(parents=True)
 
             patch.setattr(dcp_storage.CheckpointWriter, "__init__", elsewhere)
-        with pytest.raises(CheckpointError, match=r"what rank 1 wrote does not appear on rank 0: .* is missing"):
+        with pytest.raises(CheckpointError, match=r"rank 0 does not see the files of rank 1: .* is missing"):
             save_state(tmp_path / "one", model=model)
     torch.distributed.barrier()
     assert not (tmp_path / "one").exists()
@@ -138,8 +138,8 @@ def test_a_save_on_some_ranks_only_is_reported_and_ended(tmp_path):
     heard = _Heard()
     runtime.get_logger().addHandler(heard)
     with pytest.MonkeyPatch.context() as patch, CheckpointManager(tmp_path, 1) as manager:
-        patch.setattr(watch, "REPORT_AFTER", 1.0)
-        patch.setattr(watch, "POLL", 0.1)
+        patch.setattr(investigate, "REPORT_AFTER", 1.0)
+        patch.setattr(threads, "POLL", 0.1)
         patch.setattr(heartbeat, "BEAT", 0.2)
         torch.distributed.barrier()
         start = time.monotonic()

@@ -83,7 +83,8 @@ def test_killed_at_a_stage(tmp_path, at, who, background):
     _resume(tmp_path, 4 if published else 3, 4 if published else 3)
 
 
-EVERY = [(at, who) for at in publish.STAGES for who in (0, 1) if who == 0 or at not in publish.STAGES[5:]]
+STAGES = ("start", "directory", "inside a file", "file", "files", "manifest", "publish", "published", "removing")
+EVERY = [(at, who) for at in STAGES for who in (0, 1) if who == 0 or at not in STAGES[5:]]
 
 
 @pytest.mark.slow

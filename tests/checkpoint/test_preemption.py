@@ -14,7 +14,7 @@ import torch
 
 from fullshard import CheckpointManager, runtime
 from fullshard.checkpoint.manifest import published_steps
-from fullshard.checkpoint.preemption import ECHO, EXIT_PREEMPTED, SignalNote
+from fullshard.checkpoint.preemption import ECHO, EXIT_PREEMPTED, SignalListener
 from tests.checkpoint.resume_programs import Case, Training
 from tests.pool import ranks
 
@@ -57,7 +57,7 @@ def test_a_step_that_was_just_saved_is_not_saved_again(tmp_path):
 
 
 def test_off_the_main_thread_it_says_so_and_does_nothing():
-    note, answers = SignalNote([signal.SIGTERM]), []
+    note, answers = SignalListener([signal.SIGTERM]), []
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=lambda: answers.append(note.install()))
     thread.start()
@@ -68,8 +68,8 @@ def test_off_the_main_thread_it_says_so_and_does_nothing():
 SIGNALLED = """
     import signal, sys, time
     sys.path.insert(0, {root!r})
-    from fullshard.checkpoint.preemption import SignalNote
-    note = SignalNote([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+    from fullshard.checkpoint.preemption import SignalListener
+    note = SignalListener([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
     assert note.install()
     print("ready", flush=True)
     while note.seen is None:

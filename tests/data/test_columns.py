@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from fullshard.data.encode import TextSettings, pieces
+from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.loader import load_table
-from fullshard.data.raw_row import Raw
-from fullshard.data.row_formats import Reading, reading_of, understand
+from fullshard.data.raw_row import RawRow
+from fullshard.data.row_formats import Reading, parse_row, reading_of
 from fullshard.data.sources import row_source
 from fullshard.data.token_table import unused_columns
 from fullshard.errors import ConfigError, DataError
@@ -28,7 +28,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": None}}
 
 def read(row: Any, **reading: Any) -> dict[str, Any]:
     """What a row means: the fields of its document that are set."""
-    document = understand(Raw("here", row, 1), Reading(**reading))
+    document = parse_row(RawRow("here", row, 1), Reading(**reading))
     return {k: v for k, v in vars(document).items() if v is not None and k != "where"}
 
 
@@ -74,16 +74,16 @@ def test_columns_beside_tokens(case: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "preferences": ({"prompt": "Q", "chosen": "a", "rejected": "b"}, r"preferences .`chosen` and `rejected`., which DPO .*completion=chosen.*DPOTrainer"),
+    "preferences": ({"prompt": "Q", "chosen": "a", "rejected": "b"}, r"preferences .`chosen` and `rejected`., the data format of DPO .*completion=chosen.*DPOTrainer"),
     "whole preferences": ({"chosen": [U, A], "rejected": [U, A]}, "messages=chosen"),
     "preferences for a talk": ({"conversations": [U], "chosen": A, "rejected": A}, "the row holds preferences"),
     "Alpaca's preferences": ({"instruction": "Q", "chosen": "a", "rejected": "b"}, "the row holds preferences"),
     "a verdict": ({"prompt": "Q", "completion": "R", "label": False}, "`label` is False: an unpaired preference .KTO."),
     "a verdict in words": ({"prompt": "Q", "completion": "R", "label": "True"}, "`label` is 'True': an unpaired preference"),
     "a tag": ({**TALK, "kto_tag": True}, "`kto_tag` is True: an unpaired preference"),
-    "pictures": ({**TALK, "images": ["x.png"]}, "`images`: pictures and sound cannot be trained on"),
+    "pictures": ({**TALK, "images": ["x.png"]}, "`images`: images, video and audio are not supported"),
     "functions": ({**TALK, "functions": [TOOL]}, "dataset_columns tools=functions"),
-    "a prompt": ({"prompt": "Q"}, "A prompt alone is for trainers that generate the answer"),
+    "a prompt": ({"prompt": "Q"}, "Rows with only a prompt are for trainers that generate"),
     "half a weight": ({"messages": [U, {**A, "weight": 0.5}]}, r"messages\[1\] has the weight 0.5; expected 0 or 1"),
     "a weight in words": ({"messages": [U, {**A, "train": "yes"}]}, r"messages\[1\] has the train 'yes'; expected 0 or 1"),
     "two weights": ({"messages": [U, {**A, "weight": 0, "train": True}]}, r"messages\[1\] has weight 0 and train True; expected one of them"),
@@ -97,8 +97,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a call in words": ({"conversations": [U, {"from": "function_call", "value": "find it"}]}, r"conversations\[1\].tool_calls\[0\] is 'find it'"),
     "words for the template": ({**TALK, "chat_template_kwargs": [1]}, r"`chat_template_kwargs` is \[1\]; expected an object"),
     "the template itself": ({**TALK, "chat_template_kwargs": {"chat_template": "x"}}, "`chat_template_kwargs` sets chat_template, which"),
-    "several documents": ({"input_ids": [1, 2], "seq_lengths": [1, 1]}, "by `seq_lengths` the row holds several documents"),
-    "positions twice": ({"input_ids": [1, 2], "position_ids": [0, 0]}, "by `position_ids` the row holds several documents"),
+    "several documents": ({"input_ids": [1, 2], "seq_lengths": [1, 1]}, "according to `seq_lengths` the row holds several documents"),
+    "positions twice": ({"input_ids": [1, 2], "position_ids": [0, 0]}, "according to `position_ids` the row holds several documents"),
     "positions from five": ({"input_ids": [1, 2], "position_ids": [5, 6]}, "expected 0, 1, 2"),
     "a hole": ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "`attention_mask` has zeros between ones"),
     "only padding": ({"input_ids": [1], "attention_mask": [0]}, "`attention_mask` is all zeros"),
@@ -139,8 +139,8 @@ def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
 def test_masks_of_completions() -> None:
     row = {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 0], "assistant_masks": [1, 1, 1]}
     for only, expected in ((None, [0, 1, 0]), (True, [0, 1, 0]), (False, [1, 1, 1])):
-        raw = Raw("here", row, 1)
-        ((_, mask),) = pieces([raw], make_tokenizer(), TextSettings(completion_only_loss=only), Counter())
+        raw = RawRow("here", row, 1)
+        ((_, mask),) = encode_rows([raw], make_tokenizer(), TextSettings(completion_only_loss=only), Counter())
         assert mask.tolist() == expected
 
 
@@ -150,13 +150,13 @@ QUESTION = "### {question}\n{{x}} {context}\n=> "
 def test_prompts_by_a_format() -> None:
     reading = reading_of("text", "completion=answer", "stop", QUESTION)
     row = {"question": "Q?", "context": None, "answer": "R", "id": 3}
-    assert vars(understand(Raw("here", row, 1), reading))["prompt"] == "### Q?\n{x} \n=> "
+    assert vars(parse_row(RawRow("here", row, 1), reading))["prompt"] == "### Q?\n{x} \n=> "
     assert read({"question": "Q", "context": "C", "output": "R"}, prompt_format=QUESTION) == {
         "prompt": "### Q\n{x} C\n=> ",
         "text": "R",
     }
     with pytest.raises(
-        DataError, match=r"here: columns text; prompt_format names question, context, and the answer is expected"
+        DataError, match=r"here: columns text; prompt_format needs question, context, and the completion must be"
     ):
         read({"text": "T"}, prompt_format=QUESTION)
     with pytest.raises(DataError, match=r"here: `output` is empty"):

@@ -19,11 +19,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.chat_template import TEMPLATES
-from fullshard.data.encode import TextSettings, pieces
+from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.file_formats import READERS, read_file
-from fullshard.data.raw_row import Raw, parse
-from fullshard.data.row_formats import Reading, documents
+from fullshard.data.raw_row import RawRow, parse_json
+from fullshard.data.row_formats import Reading, parse_rows
 from fullshard.errors import DataError
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows
 
@@ -31,22 +31,22 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "40"))
 FUZZ = settings(
     deadline=None, max_examples=EXAMPLES, derandomize=EXAMPLES == 40, suppress_health_check=list(HealthCheck)
 )
-SKIP = TextSettings(100_000, template=TEMPLATES["qwen"], reading=Reading(on_bad_row="skip"))
-STOP = TextSettings(100_000, template=TEMPLATES["qwen"])
-LEARNS = ({}, {"assistant_only_loss": True}, {"last_turn_only_loss": True, "template": TEMPLATES["chatml"]})
+SKIP = TextSettings(100_000, template=BUILT_IN["qwen"].text, reading=Reading(on_bad_row="skip"))
+STOP = TextSettings(100_000, template=BUILT_IN["qwen"].text)
+LEARNS = ({}, {"assistant_only_loss": True}, {"last_turn_only_loss": True, "template": BUILT_IN["chatml"].text})
 TOKENIZER = make_tokenizer()
 
 
-def account(rows: list[Raw]) -> int:
+def account(rows: list[RawRow]) -> int:
     """Tokenise rows; every one of them is a document, empty or counted as bad, and no error is hidden by skipping."""
     for changes in LEARNS:
         counts: dict[str, Any] = Counter()
-        found = list(pieces(rows, TOKENIZER, replace(SKIP, **changes), counts))
+        found = list(encode_rows(rows, TOKENIZER, replace(SKIP, **changes), counts))
         assert len(found) + counts["empty"] + counts["bad"] == len(rows)
         assert len(counts.get("bad_rows") or ()) == min(5, counts["bad"])
         assert all(len(ids) == len(mask) > 0 for ids, mask in found)
         try:
-            again = list(pieces(rows, TOKENIZER, replace(STOP, **changes), Counter()))
+            again = list(encode_rows(rows, TOKENIZER, replace(STOP, **changes), Counter()))
             assert len(again) == len(found) and not counts["bad"]
         except DataError as error:
             check_clear(error)
@@ -59,12 +59,12 @@ def check_clear(error: DataError, names: str = "") -> None:
     assert text.encode() and "\n" not in text and len(text) < 900 and names in text, text[:2000]
 
 
-def read_all(name: str, content: bytes, account: Callable[[list[Raw]], int] = account) -> int | None:
+def read_all(name: str, content: bytes, account: Callable[[list[RawRow]], int] = account) -> int | None:
     """How many documents a file gives; None if it cannot be read."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_bytes(content)
-        rows: list[Raw] = []
+        rows: list[RawRow] = []
         try:
             rows.extend(read_file(path))
         except DataError as error:
@@ -108,14 +108,14 @@ ROWS = st.dictionaries(st.sampled_from(COLUMNS), TURNS | TEXT | VALUES, max_size
 @FUZZ
 @given(st.lists(ROWS, max_size=6))
 def test_any_values_as_rows(rows: list[Any]) -> None:
-    account([Raw(f"row {i}", row, i + 1) for i, row in enumerate(rows)])
-    account([Raw(f"row {i}", json.dumps(row).encode(), i + 1) for i, row in enumerate(rows)])
+    account([RawRow(f"row {i}", row, i + 1) for i, row in enumerate(rows)])
+    account([RawRow(f"row {i}", json.dumps(row).encode(), i + 1) for i, row in enumerate(rows)])
 
 
 @FUZZ
 @given(st.lists(st.binary(max_size=60), max_size=6))
 def test_any_bytes_as_rows(rows: list[bytes]) -> None:
-    account([Raw(f"row {i}", row, i + 1) for i, row in enumerate(rows)])
+    account([RawRow(f"row {i}", row, i + 1) for i, row in enumerate(rows)])
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -125,7 +125,9 @@ def _written(kind: str, rows: list[dict[str, Any]], path: Path) -> None:
     """Rows as others write them."""
     frame = pandas.DataFrame(rows)
     if kind in (".csv", ".tsv"):
-        frame.to_csv(path, index=False, sep="," if kind == ".csv" else "\t")
+        # pandas quotes a carriage return only where lines end with one; unquoted it would be a line break.
+        ends = "\r\n" if any("\r" in str(value) for row in rows for value in row.values()) else "\n"
+        frame.to_csv(path, index=False, sep="," if kind == ".csv" else "\t", lineterminator=ends)
     elif kind == ".json":
         frame.to_json(path, orient="records")
     elif kind == ".arrow":
@@ -148,7 +150,7 @@ def test_what_pandas_writes_is_read(kind: str, pairs: list[tuple[str, str]]) -> 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"x{kind}"
         _written(kind, rows, path)
-        found = [parse(raw.value) if isinstance(raw.value, bytes) else raw.value for raw in read_file(path)]
+        found = [parse_json(raw.value) if isinstance(raw.value, bytes) else raw.value for raw in read_file(path)]
     assert found == rows
 
 
@@ -250,13 +252,13 @@ LARGE: dict[str, tuple[str, bytes, int | None]] = {
 }
 
 
-def understood(rows: list[Raw]) -> int:
+def understood(rows: list[RawRow]) -> int:
     """As `account`, but for the tokens, which take their time."""
     counts: dict[str, Any] = {}
-    found = documents(rows, SKIP.reading, counts)
+    found = parse_rows(rows, SKIP.reading, counts)
     assert len(found) + counts.get("bad", 0) == len(rows)
     try:
-        assert documents(rows, STOP.reading, {}) == found
+        assert parse_rows(rows, STOP.reading, {}) == found
     except DataError as error:
         check_clear(error)
         assert counts["bad"]
@@ -271,7 +273,7 @@ def test_large_things(case: str) -> None:
 
 @pytest.mark.parametrize("words", [100_000, pytest.param(2_000_000, marks=pytest.mark.slow)])
 def test_a_large_row_is_a_document(words: int) -> None:
-    row = Raw("here", {"text": "bird " * words}, 1)
+    row = RawRow("here", {"text": "bird " * words}, 1)
     counts: dict[str, Any] = Counter()
-    ((ids, mask),) = pieces([row], TOKENIZER, TextSettings(1 << 24), counts)
+    ((ids, mask),) = encode_rows([row], TOKENIZER, TextSettings(1 << 24), counts)
     assert len(ids) >= words and mask.all() and not counts["cut"]

@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.data.encode import TextSettings
-from fullshard.data.loader import IGNORED, Collator, Loader, Order, Pick, TableFeed, load_table, one_pass, share
+from fullshard.data.loader import (
+    IGNORED,
+    Collator,
+    Loader,
+    Pick,
+    RowOrder,
+    TableSampler,
+    load_table,
+    micro_batch_rows,
+    one_pass,
+)
 from fullshard.data.sources import row_source
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import DataError
@@ -26,7 +36,7 @@ def table(tmp_path: Path, rows: int = 23, **settings: Any) -> TokenTable:
 
 @given(st.integers(1, 50), st.integers(1, 9), st.integers(0, 5), st.booleans())
 def test_every_epoch_has_each_row_once(rows: int, batch: int, seed: int, shuffle: bool) -> None:
-    order = Order(rows, batch, seed, shuffle)
+    order = RowOrder(rows, batch, seed, shuffle)
     epochs = [
         np.concatenate([order.step(e * order.steps_per_epoch + i) for i in range(order.steps_per_epoch)])
         for e in (0, 1)
@@ -35,14 +45,14 @@ def test_every_epoch_has_each_row_once(rows: int, batch: int, seed: int, shuffle
         assert sorted(epoch) == list(range(rows))
     if shuffle and rows > 10:
         assert epochs[0].tolist() != epochs[1].tolist()
-    dropped = Order(rows, batch, seed, shuffle, drop_last=True)
+    dropped = RowOrder(rows, batch, seed, shuffle, drop_last=True)
     if rows >= batch:
         assert all(len(dropped.step(i)) == batch for i in range(dropped.steps_per_epoch))
 
 
 @given(st.integers(1, 40), st.sampled_from([1, 2, 3, 4]), st.integers(1, 5))
 def test_ranks_share_a_batch(rows: int, world: int, size: int) -> None:
-    parts = [share(range(rows), rank, world, size) for rank in range(world)]
+    parts = [micro_batch_rows(range(rows), rank, world, size) for rank in range(world)]
     assert len({len(p) for p in parts}) == 1, "as many micro-batches on every rank"
     assert sorted(row for p in parts for micro in p for row in micro) == list(range(rows))
     assert max(len(micro) for p in parts for micro in p) <= size
@@ -51,10 +61,10 @@ def test_ranks_share_a_batch(rows: int, world: int, size: int) -> None:
 
 def test_the_rows_of_a_step_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
     found = table(tmp_path)
-    order = Order(len(found), 8, seed=3)
+    order = RowOrder(len(found), 8, seed=3)
     seen = []
     for world, size in ((1, 8), (2, 4), (4, 1), (2, 1)):
-        feed = TableFeed(found, order)
+        feed = TableSampler(found, order)
         loaders = [Loader(feed, Collator(2), size, rank, world) for rank in range(world)]
         steps = [[loader.load(feed.pick(step)) for loader in loaders] for step in range(5)]
         seen.append([sorted(r for part in ranks for micro in part.mine for r in micro) for ranks in steps])
@@ -66,9 +76,9 @@ def test_the_rows_of_a_step_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
 
 def test_threads_give_the_same_steps(tmp_path: Path) -> None:
     found = table(tmp_path)
-    order = Order(len(found), 5, seed=1)
-    plain = Loader(TableFeed(found, order), Collator(2), 2, 0, 2)
-    threads = Loader(TableFeed(found, order), Collator(2), 2, 0, 2, workers=3)
+    order = RowOrder(len(found), 5, seed=1)
+    plain = Loader(TableSampler(found, order), Collator(2), 2, 0, 2)
+    threads = Loader(TableSampler(found, order), Collator(2), 2, 0, 2, workers=3)
     for a, b in zip(plain.steps(3, 14), threads.steps(3, 14), strict=True):
         assert a.number == b.number and a.mine == b.mine
         assert all(torch.equal(x[k], y[k]) for x, y in zip(a.batches, b.batches, strict=True) for k in x)
@@ -100,7 +110,7 @@ def test_tensors_of_packed_rows(tmp_path: Path) -> None:
 
 def test_a_rank_without_rows_gets_a_row_that_teaches_nothing(tmp_path: Path) -> None:
     found = table(tmp_path, rows=1)
-    feed = TableFeed(found, Order(1, 4, 0))
+    feed = TableSampler(found, RowOrder(1, 4, 0))
     empty = Loader(feed, Collator(2), 1, 3, 4).load(feed.pick(0))
     assert empty.mine == [[]] and (empty.batches[0]["labels"] == IGNORED).all()
     assert empty.batches[0]["input_ids"].shape[0] == 1 and empty.pick.targets == found.facts["targets"]
@@ -114,7 +124,7 @@ def test_evaluation_sees_each_row_once(tmp_path: Path) -> None:
 
 def test_a_step_says_where_its_epoch_stands(tmp_path: Path) -> None:
     found = table(tmp_path)
-    feed = TableFeed(found, Order(len(found), 5, seed=1))
+    feed = TableSampler(found, RowOrder(len(found), 5, seed=1))
     picks = [feed.pick(step) for step in range(12)]
     assert [p.ends_epoch for p in picks] == [step % 5 == 4 for step in range(12)]
     assert [p.epoch for p in picks] == [(step + 1) / 5 for step in range(12)]
@@ -123,10 +133,10 @@ def test_a_step_says_where_its_epoch_stands(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_comes_after_the_steps_before_it(tmp_path: Path, workers: int) -> None:
     found = table(tmp_path)
-    plain = TableFeed(found, Order(len(found), 5, seed=1))
+    plain = TableSampler(found, RowOrder(len(found), 5, seed=1))
     closed = []
 
-    class Feed:
+    class BatchSampler:
         batch = 5
 
         def picks(self, start: int, end: int, position: Any) -> Generator[Pick, None, None]:
@@ -138,9 +148,9 @@ def test_an_error_comes_after_the_steps_before_it(tmp_path: Path, workers: int) 
 
     seen: list[int] = []
     with pytest.raises(DataError, match="no more"):
-        seen.extend(step.number for step in Loader(Feed(), Collator(2), 5, 0, 1, workers).steps(0, 9))
+        seen.extend(step.number for step in Loader(BatchSampler(), Collator(2), 5, 0, 1, workers).steps(0, 9))
     assert seen == [0, 1, 2, 3] and closed == [True]
-    steps = Loader(Feed(), Collator(2), 5, 0, 1, workers).steps(0, 9)
+    steps = Loader(BatchSampler(), Collator(2), 5, 0, 1, workers).steps(0, 9)
     next(steps)
     steps.close()
     assert closed == [True, True], "left early, the feed is closed as well"

@@ -15,29 +15,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.row_formats import understand
-from fullshard.data.sources import Source, chain, file_source, hold_back, mix, row_source
+from fullshard.data.row_formats import parse_row
+from fullshard.data.sources import DataSource, chain, file_source, hold_back, mix, row_source
 from fullshard.errors import ConfigError, DataError, UserError
-from fullshard.train.cli_args import find
 from fullshard.train.config import SFTConfig
+from fullshard.train.dataset_options import find
 from tests.data.tiny import text_rows, write_rows
 
 QUICK = settings(deadline=None, max_examples=40, derandomize=True)
 
 
-def sources(sizes: Sequence[int]) -> list[Source]:
+def sources(sizes: Sequence[int]) -> list[DataSource]:
     return [row_source([{"text": f"{s}:{i}"} for i in range(size)], f"set {s}") for s, size in enumerate(sizes)]
 
 
-def texts(source: Source, start: Any = None) -> list[str]:
-    return [understand(row).text or "" for row in source.rows(start)]
+def texts(source: DataSource, start: Any = None) -> list[str]:
+    return [parse_row(row).text or "" for row in source.rows(start)]
 
 
 def of(text: str) -> int:
     return int(text.split(":")[0])
 
 
-def check_places(source: Source, every: int = 1) -> None:
+def check_places(source: DataSource, every: int = 1) -> None:
     """From any row on, the rest is the same, with the place written down as JSON in between."""
     rows = list(source.rows(None))
     for i in range(0, len(rows), every):
@@ -115,7 +115,7 @@ def test_fingerprints_of_mixes() -> None:
 
 
 def test_a_set_without_rows_cannot_be_mixed() -> None:
-    with pytest.raises(DataError, match="set 1: no rows in it"):
+    with pytest.raises(DataError, match="set 1: no rows;"):
         texts(mix(sources([3, 0]), [1, 1]))
 
 
@@ -130,7 +130,7 @@ def test_rows_held_back_are_gone_from_the_rest(size: int, data: st.DataObject, s
     kept, back = hold_back(source, count, seed)
     exact = count if count >= 1 else max(1, round(count * size))
     if exact >= size:
-        with pytest.raises(DataError, match=f"holds back {exact} rows, but set 0 has {size}"):
+        with pytest.raises(DataError, match=f"holds out {exact} rows, but set 0 has only {size}"):
             texts(kept)
         return
     assert len(texts(back)) == exact
@@ -157,7 +157,7 @@ def test_rows_held_back_from_a_mix_never_come_again(sizes: list[int], count: int
     kept, back = hold_back(mix(sources(sizes), weights), count, 0, streaming)
     left = Counter(map(of, texts(back)))
     if any(left[s] >= size for s, size in enumerate(sizes)):  # a set would have nothing left
-        with pytest.raises(DataError, match=r"no rows in it|all there is"):
+        with pytest.raises(DataError, match=r"no rows;|all rows of"):
             texts(kept)
         return
     trained, held = texts(kept), texts(back)
@@ -172,9 +172,9 @@ def test_a_stream_holds_back_its_first_rows() -> None:
     assert texts(back) == ["0:0", "0:1", "0:2"] and texts(kept) == [f"0:{i}" for i in range(3, 9)]
     check_places(kept)
     check_places(back)
-    with pytest.raises(DataError, match="holds back 9 rows, which is all there is of set 0"):
+    with pytest.raises(DataError, match="holds out 9 rows, which are all rows of set 0"):
         texts(hold_back(sources([9])[0], 9, 0, streaming=True)[0])
-    with pytest.raises(ConfigError, match=r"val_size is 0.5: the part of a stream is not known beforehand"):
+    with pytest.raises(ConfigError, match=r"val_size is 0.5: the length of a stream is not known in advance"):
         hold_back(sources([9])[0], 0.5, 0, streaming=True)
 
 
@@ -218,13 +218,13 @@ def test_several_sets_by_options(place: Path) -> None:
         ({"dataset_weights": "1,nan"}, "expected numbers above 0"),
         ({"dataset_weights": "a,b"}, "expected numbers above 0"),
         ({"dataset_name": "{}/one.jsonl"}, "evaluation is on .eval_strategy steps., but .*one.jsonl has no split 'test'; .*val_size"),
-        ({"dataset_name": "{}/0", "splits": "train"}, "is asked for the split 'train' alone; name one in splits, or hold rows back"),
+        ({"dataset_name": "{}/0", "splits": "train"}, "is asked for the split 'train' alone; name one in splits, or hold out rows"),
         ({"dataset_name": " , "}, "dataset_name is empty"),
-        ({"val_size": 2.5}, "val_size is 2.5; expected a whole number of rows, or a part below 1"),
-        ({"val_size": 0.5, "streaming": True}, "val_size is 0.5: the part of a stream is not known beforehand"),
+        ({"val_size": 2.5}, "val_size is 2.5; expected a number of rows, or a fraction below 1"),
+        ({"val_size": 0.5, "streaming": True}, "val_size is 0.5: a fraction of a stream is unknown"),
         ({"val_size": -1}, "val_size is -1; expected 0 or more"),
         ({"dataset_columns": "x"}, "dataset_columns has 'x'"),
-        ({"dataset_columns": "text=body"}, r"0/train.jsonl, line 1: dataset_columns says text=body, but the columns are text"),
+        ({"dataset_columns": "text=body"}, r"0/train.jsonl, line 1: dataset_columns is text=body, but the columns are text"),
         ({"dataset_text_field": "body"}, r"0/train.jsonl, line 1: columns text; expected .*`body`"),
     ],
 )  # fmt: skip
@@ -232,13 +232,13 @@ def test_options_that_do_not_fit(place: Path, values: dict[str, Any], said: str)
     given = {"dataset_name": f"{place}/0,{place}/1", "max_steps": 1, **values}
     given["dataset_name"] = given["dataset_name"].format(place)
     with pytest.raises(UserError, match=said):
-        find(config(**given))
+        find(config(**given), check_rows=True)
 
 
 def test_bad_rows_do_not_stop_a_run_that_skips_them(place: Path) -> None:
     (place / "one.jsonl").write_text("{\n" + json.dumps({"text": "good"}) + "\n")
     values = {"dataset_name": f"{place}/one.jsonl", "eval_strategy": "no"}
     with pytest.raises(DataError, match=r"one.jsonl, line 1: not JSON"):
-        find(config(**values))
-    train, _ = find(config(**values, on_bad_row="skip"))
+        find(config(**values), check_rows=True)
+    train, _ = find(config(**values, on_bad_row="skip"), check_rows=True)
     assert len(list(train.rows(None))) == 2

@@ -16,19 +16,20 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fullshard.data import chat_template, encode, render_chat
-from fullshard.data.row_formats import Raw
+from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.row_formats import RawRow
 from fullshard.errors import ConfigError, DataError
 from tests.data import chats
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows
 
-BUILT_IN = {
+PLAIN_TEMPLATES = {
     "chatml": (
-        chat_template.TEMPLATES["chatml"],
+        BUILT_IN["chatml"].text,
         chats.plain(lambda role: f"<|im_start|>{role}\n", "<|im_end|>", "\n"),
     ),
-    "zephyr": (chat_template.TEMPLATES["zephyr"], chats.plain(lambda role: f"<|{role}|>\n", "</s>", "\n")),
+    "zephyr": (BUILT_IN["zephyr"].text, chats.plain(lambda role: f"<|{role}|>\n", "</s>", "\n")),
 }
-ALL = {**BUILT_IN, **chats.TWINS}
+ALL = {**PLAIN_TEMPLATES, **chats.TWINS}
 WORDS = (
     "the bird", " ", "\n", "\t ", "", "a", "é", "日本", "🙂", "e\u0301", "<|im_end|>", "<|im_start|>assistant\n", "</s>", "<s>",
     "[/INST]", "<|eot_id|>", "<end_of_turn>", "</think>", "<think>", "Assistant:", render_chat.PROBE, "assistant\n", "the bird sings",
@@ -129,7 +130,9 @@ def check(name: str, messages: chats.Messages, kind: str) -> None:
     template, twin = ALL[name]
     tokenizer, pieces = KINDS[kind], twin(messages)
     if pieces is None:
-        with pytest.raises(DataError, match=r"here: .*(refuses this conversation|cannot begin with the assistant)"):
+        with pytest.raises(
+            DataError, match=r"here: .*(rejects this conversation|does not allow the assistant to begin)"
+        ):
             encoded(tokenizer, {"messages": tuple(messages)}, template=template, assistant_only_loss=True)
         return
     roles = [m["role"] for m in messages]
@@ -169,7 +172,7 @@ def test_built_in_marks_are_what_is_found_without_them(
     name: str, messages: chats.Messages, data: st.DataObject
 ) -> None:
     """A template's marks, and the turns as they are told apart in the same template without marks."""
-    marked = chat_template.TEMPLATES[name]
+    marked = BUILT_IN[name].text
     plain = re.sub(r"\{% (end)?generation %\}", "", marked)
     assert render_chat.MARKED.search(marked) and not render_chat.MARKED.search(plain)
     if name == "qwen":
@@ -186,8 +189,8 @@ def test_built_in_marks_are_what_is_found_without_them(
             try:
                 found.append(encoded(KINDS["marks"], row, template=template, **changes))
             except DataError as error:
-                found.append(([], []) if "refuses this conversation" in str(error) else "told apart")
-        assert found[0] == found[1] or (messages[0]["role"] == "assistant" and "told apart" in found)
+                found.append(([], []) if "rejects this conversation" in str(error) else "loss mask")
+        assert found[0] == found[1] or (messages[0]["role"] == "assistant" and "loss mask" in found)
 
 
 @settings(max_examples=40, deadline=None)
@@ -209,13 +212,13 @@ def test_conversations_as_prompt_and_completion(name: str, messages: chats.Messa
     if len(messages) < 2 or pieces is None or twin(messages[:1]) is None:
         return
     first = data.draw(st.integers(1, len(messages) - 1))
-    row = {"messages": tuple(messages), "learnt_from": first}
+    row = {"messages": tuple(messages), "completion_start": first}
     whole, prompt, border = (
         tokenizer.apply_chat_template(part, chat_template=template, tokenize=False, add_generation_prompt=cue)
         for part, cue in ((messages, False), (messages[:first], True), (messages[:first], False))
     )
     if not whole.startswith(prompt) and not whole.startswith(border):
-        with pytest.raises(DataError, match="it writes the prompt differently once the completion follows"):
+        with pytest.raises(DataError, match="it renders the prompt differently when the completion follows"):
             encoded(tokenizer, row, template=template)
         return
     size = max(i for i in range(len(prompt) + 1) if whole.startswith(prompt[:i]))
@@ -241,7 +244,7 @@ def test_completion_only_loss_needs_prompts() -> None:
 
 def test_a_text_s_first_and_last_tokens_are_written_once() -> None:
     tokenizer = make_tokenizer()
-    template = "{{ bos_token }}" + chat_template.TEMPLATES["zephyr"]
+    template = "{{ bos_token }}" + BUILT_IN["zephyr"].text
     row = {"messages": tuple(chat_rows(1)[0]["messages"])}
     plain, _ = encoded(tokenizer, row, template=template)
     added, _ = encoded(tokenizer, row, template=template, add_special_tokens=True)
@@ -272,7 +275,7 @@ REFUSED = {
 def test_what_cannot_be_told_exactly_is_refused(why: str) -> None:
     row = next(row for row in chat_rows(30) if len(row["messages"]) > 3)
     said = {"messages": tuple(m for m in row["messages"] if m["role"] != "system")}
-    with pytest.raises(DataError, match=r"here: what is said in turn \d cannot be told apart .*generation"):
+    with pytest.raises(DataError, match=r"here: the loss mask of turn \d cannot be determined .*generation"):
         encoded(make_tokenizer(), said, template=REFUSED[why], assistant_only_loss=True)
     assert encoded(make_tokenizer(), said, template=REFUSED[why])[0], "without a mask it does not matter"
 
@@ -280,7 +283,7 @@ def test_what_cannot_be_told_exactly_is_refused(why: str) -> None:
 def test_text_that_repeats_what_was_left_out_is_not_taken_for_it() -> None:
     said = [("user", "one"), ("assistant", "two"), ("user", "two three"), ("assistant", "four")]
     messages = tuple({"role": role, "content": content} for role, content in said)
-    with pytest.raises(DataError, match="turn 1 cannot be told apart"):
+    with pytest.raises(DataError, match="turn 1 cannot be determined"):
         encoded(
             make_tokenizer(), {"messages": messages}, template=REFUSED["later turns drop it"], assistant_only_loss=True
         )
@@ -288,13 +291,13 @@ def test_text_that_repeats_what_was_left_out_is_not_taken_for_it() -> None:
 
 def test_rows_that_a_template_refuses_can_be_skipped() -> None:
     rows = [*chat_rows(3), {"messages": [{"role": "assistant", "content": "x"}]}]
-    raw = [Raw(f"row {i}", row, i + 1) for i, row in enumerate(rows)]
+    raw = [RawRow(f"row {i}", row, i + 1) for i, row in enumerate(rows)]
     counts: dict[str, Any] = {"empty": 0, "long": 0, "cut": 0}
     template = chats.TWINS["mistral"][0]
     settings = encode.TextSettings(template=template, reading=encode.Reading(on_bad_row="skip"))
-    kept = list(encode.pieces(raw, make_tokenizer(), settings, counts))
+    kept = list(encode.encode_rows(raw, make_tokenizer(), settings, counts))
     assert len(kept) + counts["bad"] == 4 and counts["bad"] >= 1
-    assert "row 3: the chat template refuses this conversation: roles must alternate" in counts["bad_rows"][-1]
+    assert "row 3: the chat template rejects this conversation: roles must alternate" in counts["bad_rows"][-1]
 
 
 def test_a_conversation_needs_a_template() -> None:
@@ -304,7 +307,7 @@ def test_a_conversation_needs_a_template() -> None:
 
 def test_an_error_inside_a_template_is_a_line_about_the_row() -> None:
     row = {"messages": tuple(chat_rows(1)[0]["messages"])}
-    with pytest.raises(DataError, match="here: the chat template refuses this conversation: TypeError: "):
+    with pytest.raises(DataError, match="here: the chat template rejects this conversation: TypeError: "):
         encoded(make_tokenizer(), row, template="{{ messages + 1 }}")
 
 
@@ -316,7 +319,7 @@ def test_markers_become_tokens() -> None:
     size = len(tokenizer)
     assert chat_template.prepare_tokenizer(tokenizer, "chatml").added == ["<|im_start|>", "<|im_end|>"]
     assert len(tokenizer) == size + 2 and tokenizer.eos_token == "<|im_end|>", "generation is to stop there"
-    assert chat_template.template_of(tokenizer) == chat_template.TEMPLATES["chatml"]
+    assert chat_template.template_of(tokenizer) == BUILT_IN["chatml"].text
     assert chat_template.prepare_tokenizer(tokenizer, "chatml").added == [], "they are there already"
     other = make_tokenizer()
     assert chat_template.prepare_tokenizer(other, "zephyr").added == ["<|system|>", "<|user|>", "<|assistant|>"]
@@ -340,9 +343,7 @@ def test_templates_from_files(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     prepared = chat_template.prepare_tokenizer(tokenizer, "chatml", str(file))
     assert prepared.added == ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    assert (
-        "chat_template_format chatml is not used" in prepared.notes[0] and tokenizer.chat_template == file.read_text()
-    )
+    assert "chat_template_format chatml is ignored" in prepared.notes[0] and tokenizer.chat_template == file.read_text()
     other = make_tokenizer()
     chat_template.prepare_tokenizer(other, "chatml")
     other.add_special_tokens({"additional_special_tokens": ["<|unused|>"]}, replace_extra_special_tokens=False)
@@ -350,17 +351,17 @@ def test_templates_from_files(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     prepared = chat_template.prepare_tokenizer(tokenizer, "none", str(tmp_path / "tokenizer"))
     assert prepared.added == ["<|im_start|>", "<|im_end|>"] and tokenizer.eos_token == "<|im_end|>"
-    assert tokenizer.chat_template == chat_template.TEMPLATES["chatml"]
+    assert tokenizer.chat_template == BUILT_IN["chatml"].text
     only = tmp_path / "only"
     only.mkdir()
-    (only / "chat_template.jinja").write_text(chat_template.TEMPLATES["zephyr"])
-    assert chat_template.read_template(str(only)).text == chat_template.TEMPLATES["zephyr"]
+    (only / "chat_template.jinja").write_text(BUILT_IN["zephyr"].text)
+    assert chat_template.read_template(str(only)).text == BUILT_IN["zephyr"].text
 
 
 BAD = {
     "syntax": ("{% for m in messages %}\n{{ m.content }\n{% endfor %}", r"bad.jinja is not valid Jinja: line 2: "),
     "unknown tag": ("{{ messages }}{% wrong %}", r"line 1: Encountered unknown tag 'wrong'"),
-    "variable": ("{{ messages }}{{ persona }}", r"bad.jinja needs persona, which conversations do not give"),
+    "variable": ("{{ messages }}{{ persona }}", r"bad.jinja uses persona, which conversations do not have"),
     "empty": (" \n", r"bad.jinja is empty"),
     "constant": ("hello", r"does not use `messages`"),
 }
@@ -376,7 +377,9 @@ def test_bad_templates_are_one_clear_error(what: str, tmp_path: Path) -> None:
 
 def test_a_path_without_a_template(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"chat_template_path: .*empty' is no file, and no tokenizer could be read"):
+    with pytest.raises(
+        ConfigError, match=r"chat_template_path: .*empty' is not a file, and no tokenizer could be loaded"
+    ):
         chat_template.read_template(str(tmp_path / "empty"))
     make_tokenizer().save_pretrained(tmp_path / "without")
     with pytest.raises(ConfigError, match=r"without holds a tokenizer without a chat template"):

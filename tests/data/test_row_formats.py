@@ -23,9 +23,9 @@ import pytest
 
 from fullshard.data import find_dataset
 from fullshard.data.file_formats import read_file
-from fullshard.data.raw_row import BadRow, Raw, parse, short
-from fullshard.data.row_formats import Reading, documents, reading_of, understand
-from fullshard.data.sources import Source, file_source, row_source
+from fullshard.data.raw_row import BadRow, RawRow, parse_json, short
+from fullshard.data.row_formats import Reading, parse_row, parse_rows, reading_of
+from fullshard.data.sources import DataSource, file_source, row_source
 from fullshard.errors import ConfigError, DataError, UserError
 from tests.data.tiny import chat_rows, text_rows, write_rows
 
@@ -34,7 +34,7 @@ U, A = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}
 
 def read(row: Any, **reading: Any) -> dict[str, Any]:
     """What a row means: the fields of its document that are set."""
-    document = understand(Raw("here", row, 1), Reading(**reading))
+    document = parse_row(RawRow("here", row, 1), Reading(**reading))
     return {k: v for k, v in vars(document).items() if v is not None and k != "where"}
 
 
@@ -72,9 +72,9 @@ UNDERSTOOD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Alpaca with its own text": ({"instruction": "Q", "output": "R", "text": "### Q"}, TALK),
     "prompt and completion": ({"prompt": "Q", "completion": " R"}, {"prompt": "Q", "text": " R"}),
     "no prompt": ({"prompt": "", "completion": "R"}, {"prompt": "", "text": "R"}),
-    "prompt and completion as messages": ({"prompt": [U], "completion": [A]}, {**TALK, "learnt_from": 1}),
-    "and a system column": ({"prompt": [U], "completion": [A], "system": "S"}, {"messages": ({"role": "system", "content": "S"}, U, A), "learnt_from": 2}),
-    "prompt and completion as messages in JSON text": ({"prompt": json.dumps([U]), "completion": json.dumps([A])}, {**TALK, "learnt_from": 1}),
+    "prompt and completion as messages": ({"prompt": [U], "completion": [A]}, {**TALK, "completion_start": 1}),
+    "and a system column": ({"prompt": [U], "completion": [A], "system": "S"}, {"messages": ({"role": "system", "content": "S"}, U, A), "completion_start": 2}),
+    "prompt and completion as messages in JSON text": ({"prompt": json.dumps([U]), "completion": json.dumps([A])}, {**TALK, "completion_start": 1}),
     "a prompt that is JSON text": ({"prompt": json.dumps([U]), "completion": "[1, 2]"}, {"prompt": json.dumps([U]), "text": "[1, 2]"}),
     "prompt beside messages": ({"prompt": "Q", "messages": [U, A]}, {**TALK, "unused": ("prompt",)}),
     "text": ({"text": "T"}, {"text": "T"}),
@@ -104,7 +104,7 @@ def test_columns_under_other_names() -> None:
     assert read({"x": [U, A], "messages": 7}, columns=(("messages", "x"),)) == TALK
     with pytest.raises(
         DataError,
-        match=r"here: dataset_columns says prompt=question, but the columns are answer\. The row: \{'answer': 'R'\}",
+        match=r"here: dataset_columns is prompt=question, but the columns are answer\. The row: \{'answer': 'R'\}",
     ):
         read({"answer": "R"}, columns=columns)
 
@@ -129,7 +129,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "not UTF-8": (b'{"text": "\xff"}', "not UTF-8 text .invalid start byte at byte 10"),
     "a deep row": (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
     "a long number": (b'{"text": ' + b"1" * 5000 + b"}", "not usable JSON .Exceeds the limit"),
-    "a key twice": (b'{"text": "a", "text": "b"}', "the key 'text' is there twice"),
+    "a key twice": (b'{"text": "a", "text": "b"}', "the key 'text' occurs twice"),
     "only text": (b'"only text"', "'only text' is not an object with columns"),
     "no columns": ({}, "columns none; expected `input_ids`, `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, `text`"),
     "unknown columns": ({"question": "Q"}, r"columns question; expected .*dataset_columns.*dataset_text_field.* The row: \{'question': 'Q'\}"),
@@ -139,7 +139,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "infinity": ({"text": float("inf")}, "the text is inf; expected a string"),
     "half a character": ({"text": "ab\ud800"}, r"the text holds '\\ud800' at character 2, which is half of a surrogate pair"),
     "half a character in JSON": (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', r"the content of messages\[0\] holds '\\ud83d' at character 0"),
-    "half a character elsewhere": ({"messages": [{**U, "name": "\udc00"}]}, r"messages\[0\] holds '\\udc00', which is no plain data"),
+    "half a character elsewhere": ({"messages": [{**U, "name": "\udc00"}]}, r"messages\[0\] holds '\\udc00', which is not JSON-compatible"),
     "messages that are text": ({"messages": "hi"}, "`messages` is 'hi'; expected a list"),
     "broken JSON text": ({"messages": "[{"}, "`messages`: not JSON"),
     "no messages": ({"messages": []}, r"`messages` is \[\]"),
@@ -148,13 +148,13 @@ BAD: dict[str, tuple[Any, str]] = {
     "no content": ({"messages": [{"role": "user"}]}, r"messages\[0\] has the content None; expected text"),
     "a turn that is text": ({"messages": ["x"]}, r"messages\[0\] is 'x'"),
     "a picture": ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, r"messages\[0\] has .*image.* in its content; expected text"),
-    "an empty answer": ({"messages": [U, {"role": "assistant", "content": " \n"}]}, r"messages\[1\]: the assistant says nothing"),
-    "an empty question": ({"conversations": [{"from": "human", "value": ""}]}, r"conversations\[0\]: the user says nothing"),
+    "an empty answer": ({"messages": [U, {"role": "assistant", "content": " \n"}]}, r"messages\[1\]: the assistant message is empty"),
+    "an empty question": ({"conversations": [{"from": "human", "value": ""}]}, r"conversations\[0\]: the user message is empty"),
     "an empty output": ({"instruction": "Q", "output": ""}, "`output` is empty; expected text"),
     "an empty instruction": ({"instruction": " ", "input": "", "output": "R"}, "`instruction` is empty"),
     "a wrong output": ({"instruction": "Q", "output": 3}, "`output` is 3; expected a string"),
     "a wrong history": ({"instruction": "Q", "output": "R", "history": [["a"]]}, r"history\[0\] is \['a'\]; expected"),
-    "two systems": ({"messages": [{"role": "system", "content": "S"}, U], "system": "S"}, "a `system` column and a system turn"),
+    "two systems": ({"messages": [{"role": "system", "content": "S"}, U], "system": "S"}, "both a `system` column and a system message"),
     "an empty completion": ({"prompt": "Q", "completion": ""}, "`completion` is empty"),
     "text and messages": ({"prompt": "Q", "completion": [A]}, "one of `prompt` and `completion` is text"),
     "fewer labels": ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids but 1 labels"),
@@ -162,9 +162,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "fractions": ({"input_ids": [1.5]}, r"`input_ids` is \[1.5\]; expected a list of integers"),
     "truths": ({"input_ids": [True]}, "`input_ids` is .True.; expected a list of integers"),
     "no tokens": ({"input_ids": []}, r"`input_ids` is \[\]"),
-    "too large a token": ({"input_ids": [2**31]}, "`input_ids` holds 2147483648, which is no token"),
-    "too large by far": ({"input_ids": [10**5000]}, "`input_ids` holds int, which is no token"),
-    "below zero": ({"input_ids": [-1]}, "`input_ids` holds -1, which is no token"),
+    "too large a token": ({"input_ids": [2**31]}, "`input_ids` holds 2147483648, which is not a token id"),
+    "too large by far": ({"input_ids": [10**5000]}, "`input_ids` holds int, which is not a token id"),
+    "below zero": ({"input_ids": [-1]}, "`input_ids` holds -1, which is not a token id"),
     "what a reader refused": (BadRow("2 values, the header has 3.", ["a", "b"]), r"2 values, the header has 3\. The row: \['a', 'b'\]"),
 }  # fmt: skip
 
@@ -172,14 +172,14 @@ BAD: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_row_is_shown_or_counted(case: str) -> None:
     value, said = BAD[case]
-    good = Raw("file, line 1", {"text": "good"}, 1)
-    bad = Raw("file, line 2", value, 2)
+    good = RawRow("file, line 1", {"text": "good"}, 1)
+    bad = RawRow("file, line 2", value, 2)
     with pytest.raises(DataError, match=f"^file, line 2: .*{said}.*on_bad_row skip leaves such rows out") as error:
-        documents([good, bad], Reading(), {})
+        parse_rows([good, bad], Reading(), {})
     text = str(error.value)
     assert "\n" not in text and len(text) < 700 and text.encode()
     counts: dict[str, Any] = {}
-    found = documents([good, bad, bad, good, *[bad] * 9], Reading(on_bad_row="skip"), counts)
+    found = parse_rows([good, bad, bad, good, *[bad] * 9], Reading(on_bad_row="skip"), counts)
     assert [d.text for d in found] == ["good", "good"] and counts["bad"] == 11
     assert len(counts["bad_rows"]) == 5 and counts["bad_rows"][0].startswith("file, line 2: ")
 
@@ -259,7 +259,7 @@ def test_a_file_gives_its_rows_from_any_place_on(case: str, tmp_path: Path) -> N
     name, writer = WRITERS[case]
     writer(tmp_path / name, rows)
     found = list(read_file(tmp_path / name))
-    values = [parse(raw.value) if isinstance(raw.value, bytes) else raw.value for raw in found]
+    values = [parse_json(raw.value) if isinstance(raw.value, bytes) else raw.value for raw in found]
     assert [{k: v for k, v in value.items() if k != "more"} for value in values] == rows
     assert len({raw.where for raw in found}) == len(rows)
     for i in range(0, len(rows), 4):
@@ -329,7 +329,7 @@ BAD_IN_FILES: dict[str, tuple[str, Any, str, int]] = {
     "a quote inside": ("x.csv", 'text\n"a"b\nc\n', "x.csv, line 2: not a row of values .*expected after", 1),
     "bytes in CSV": ("x.csv", b"text\ngood\n\xff\n", r"x.csv, line 3: the text holds '\\udcff' at character 0", 1),
     "bytes in JSON": ("x.json", b'[{"text": "good"},\n{"text": "\xff"}]', r"x.json, line 2 .row 1.: the text holds '\\udcff'", 1),
-    "a key twice": ("x.json", '[{"text": "a"}, {"text": "b", "text": "c"}, {"text": "d"}]', "x.json, line 1 .row 1.: the key 'text' is there twice", 2),
+    "a key twice": ("x.json", '[{"text": "a"}, {"text": "b", "text": "c"}, {"text": "d"}]', "x.json, line 1 .row 1.: the key 'text' occurs twice", 2),
     "bytes in parquet": ("x.parquet", bad_parquet, "x.parquet, row 1: a value that cannot be read .*UTF8", 2),
     "a line": ("x.jsonl", b'{"text": "a"}\n\0\n{"text": "b"}\n', "x.jsonl, line 2: not JSON", 2),
 }  # fmt: skip
@@ -346,32 +346,32 @@ def test_a_bad_row_in_a_file(case: str, tmp_path: Path) -> None:
         list(file_source([path]).documents())
     counts: dict[str, Any] = {}
     rows = pickle.loads(pickle.dumps(list(read_file(path))))  # on their way to another process
-    assert len(documents(rows, Reading(on_bad_row="skip"), counts)) == good and counts["bad"] == 1
+    assert len(parse_rows(rows, Reading(on_bad_row="skip"), counts)) == good and counts["bad"] == 1
 
 
 UNREADABLE: dict[str, tuple[str, Any, str]] = {
     "empty JSON": ("x.json", b"", "x.json: the file is empty"),
     "empty CSV": ("x.csv", b"\n", "x.csv: the file is empty; expected a line of column names"),
     "columns twice": ("x.csv", b"text,text\n", "x.csv, line 1: columns text, text; expected each name once"),
-    "an open quote": ("x.csv", b'text\na\n"b\nc\nd\n', "x.csv, line 3: a quote that is opened here is never closed"),
+    "an open quote": ("x.csv", b'text\na\n"b\nc\nd\n', "x.csv, line 3: the quote that is opened here is never closed"),
     "half a list": ("x.json", b'[{"text": "a"},\n{"text": ', "x.json, line 2: not JSON"),
     "no comma": ("x.json", b'[{"text": "a"}\n{"text": "b"}]', r"x.json, line 2: not JSON .expected , or \] after row 0"),
-    "more than a list": ("x.json", b'[{"text": "a"}] x', "x.json, line 1: not JSON .something follows"),
+    "more than a list": ("x.json", b'[{"text": "a"}] x', "x.json, line 1: not JSON .extra data"),
     "a number": ("x.json", b"7", "x.json: the file holds 7; expected a list of rows"),
     "a deep list": ("x.json", b'[{"text": ' + b"[" * 100_000, "x.json, line 1 .row 0.: not usable JSON .nested too deeply"),
     "a long number": ("x.json", b'[{"text": ' + b"1" * 5000 + b"}]", "x.json, line 1 .row 0.: not usable JSON .Exceeds"),
     "two splits": ("x.json", b'{"train": [{"text": "a"}], "test": []}', "x.json: the file holds several lists .train, test."),
     "text as parquet": ("x.parquet", b"text\na\n", "x.parquet cannot be read as parquet"),
     "empty parquet": ("x.parquet", b"", "x.parquet cannot be read as parquet"),
-    "parquet as text": ("x.jsonl", b"PAR1\0\0", "x.jsonl: by its content a .parquet file, not .jsonl; give it its right name"),
-    "gzip as text": ("x.csv", gzip.compress(b"text\na\n"), "x.csv: by its content a .gz file"),
+    "parquet as text": ("x.jsonl", b"PAR1\0\0", "x.jsonl: the content is that of a .parquet file, not .jsonl; rename it"),
+    "gzip as text": ("x.csv", gzip.compress(b"text\na\n"), "x.csv: the content is that of a .gz file"),
     "text as gzip": ("x.jsonl.gz", b'{"text": "a"}', "x.jsonl.gz cannot be read: Not a gzipped file"),
     "half a gzip": ("x.jsonl.gz", gzip.compress(os.urandom(5000))[:3000], "x.jsonl.gz cannot be read: Compressed file ended"),
     "text as arrow": ("x.arrow", b"text", "x.arrow cannot be read as Arrow data"),
     "empty arrow": ("x.arrow", b"", "x.arrow cannot be read"),
     "no file": ("x.jsonl", None, "x.jsonl cannot be read: No such file"),
-    "another kind": ("x.doc", b"text", r"x.doc: a file of kind '.doc'; expected .jsonl, .ndjson, .json, .csv, .tsv, .txt, .parquet, .arrow"),
-    "two delimiters": ("x.csv", b"text;a,b\n", "x.csv: the header 'text;a,b' has commas and semicolons; expected one of them"),
+    "another kind": ("x.doc", b"text", r"x.doc: unsupported file type '.doc'; expected .jsonl, .ndjson, .json, .csv, .tsv, .txt, .parquet, .arrow"),
+    "two delimiters": ("x.csv", b"text;a,b\n", "x.csv: the header 'text;a,b' has commas and semicolons; expected one delimiter"),
 }  # fmt: skip
 
 
@@ -407,7 +407,7 @@ def test_parquet_is_not_read_as_a_whole(tmp_path: Path) -> None:
 # --- data sets ------------------------------------------------------------------------------------------------------
 
 
-def names(source: Source | None) -> list[str]:
+def names(source: DataSource | None) -> list[str]:
     return [] if source is None else [Path(part.name).name for part in source.parts or (source,)]
 
 
@@ -459,7 +459,7 @@ def test_what_datasets_saved(tmp_path: Path) -> None:
     ):
         find_dataset.find_data(str(tmp_path / "both"), ["valid"])
     next((tmp_path / "one").glob("*.arrow")).unlink()
-    with pytest.raises(DataError, match=r"state\.json names data-00000-of-00001.arrow, but they are not there"):
+    with pytest.raises(DataError, match=r"state\.json lists data-00000-of-00001.arrow, but they do not exist"):
         find_dataset.find_data(str(tmp_path / "one"), ["train"])
     (tmp_path / "one" / "state.json").write_text("[1")
     with pytest.raises(DataError, match=r"state.json is not what `datasets` writes"):
@@ -473,8 +473,8 @@ def test_what_datasets_saved(tmp_path: Path) -> None:
         ("a" * 300, "train", "does not exist"),
         ("a\0b", "train", "does not exist"),
         (".", "valid", r"no file for the split 'valid' .such as valid.jsonl.; the folder holds notes.doc, train.jsonl, two"),
-        ("notes.doc", "train", "a file of kind '.doc'; expected .jsonl"),
-        ("two", "train", r"two: files of several kinds for the split 'train' .train.csv, train.jsonl.; name one"),
+        ("notes.doc", "train", "unsupported file type '.doc'; expected .jsonl"),
+        ("two", "train", r"two: files of several formats for the split 'train' .train.csv, train.jsonl.; name one"),
     ],
 )  # fmt: skip
 def test_data_that_is_not_there(tmp_path: Path, dataset: str, splits: str, said: str) -> None:
@@ -501,7 +501,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         source = find_dataset.find_data(str(tmp_path), ["train"])[0]
         monkeypatch.setattr(Path, name, refuse)
         with pytest.raises(DataError, match=r" cannot be read: Permission denied\.$"):
-            find_dataset.look(
+            find_dataset.check_first_rows(
                 source if name == "open" else find_dataset.find_data(str(tmp_path), ["train"])[0], Reading()
             )
         monkeypatch.undo()
@@ -523,10 +523,10 @@ def test_the_first_row_is_looked_at(tmp_path: Path) -> None:
     third.write_text("\n")
     source = file_source([first, second])
     with pytest.raises(DataError, match=r"train-1.jsonl, line 1: columns body"):
-        find_dataset.look(source, Reading())
-    find_dataset.look(source, Reading(on_bad_row="skip"))
-    with pytest.raises(DataError, match=r"train-2.jsonl: no rows in it"):
-        find_dataset.look(file_source([third]), Reading(on_bad_row="skip"))
+        find_dataset.check_first_rows(source, Reading())
+    find_dataset.check_first_rows(source, Reading(on_bad_row="skip"))
+    with pytest.raises(DataError, match=r"train-2.jsonl: no rows;"):
+        find_dataset.check_first_rows(file_source([third]), Reading(on_bad_row="skip"))
 
 
 def test_names_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,22 +558,22 @@ def test_names_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *_, **__: text_rows(1) if datasets.config.HF_HUB_OFFLINE else None
     )
-    find_dataset.look(find_dataset.find_data("me/it", ["train"])[0], Reading())  # what was loaded before
+    find_dataset.check_first_rows(find_dataset.find_data("me/it", ["train"])[0], Reading())  # what was loaded before
     assert not datasets.config.HF_HUB_OFFLINE
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(
         DataError,
-        match=r"the data 'no/where' is no file or folder here, and the hub does not give its split 'train'.*: it cannot be reached .division by zero.\.$",
+        match=r"the dataset 'no/where' is not a local file or folder, and its split 'train' could not be loaded.*: it cannot be reached .division by zero.\.$",
     ):
-        find_dataset.look(find_dataset.find_data("no/where", ["train"])[0], Reading())
+        find_dataset.check_first_rows(find_dataset.find_data("no/where", ["train"])[0], Reading())
 
 
 def test_without_a_network_a_name_is_one_line() -> None:
     """`datasets` itself is asked here, with the network switched off."""
     program = (
-        "import sys\nfrom fullshard.data import find\nfrom fullshard.data.row_formats import Reading\n"
+        "import sys\nfrom fullshard.data import find_dataset\nfrom fullshard.data.row_formats import Reading\n"
         "from fullshard.errors import DataError\n"
-        "try: find.look(find.find_data('no-such-owner/no-such-data', ['train'])[0], Reading())\n"
+        "try: find_dataset.check_first_rows(find_dataset.find_data('no-such-owner/no-such-data', ['train'])[0], Reading())\n"
         "except DataError as error: print(error)\n"
         "print('torch' in sys.modules)"
     )
@@ -581,7 +581,8 @@ def test_without_a_network_a_name_is_one_line() -> None:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
     said, torch = ran.stdout.splitlines()
     assert (
-        said.startswith("the data 'no-such-owner/no-such-data' is no file or folder here") and "HF_HUB_OFFLINE" in said
+        said.startswith("the dataset 'no-such-owner/no-such-data' is not a local file or folder")
+        and "HF_HUB_OFFLINE" in said
     )
     assert torch == "False"
 
@@ -610,7 +611,7 @@ def test_what_users_hand_over(tmp_path: Path) -> None:
         source = find_dataset.source_of(data, "x")
         assert [d.text for d in source.documents()] == [row["text"] for row in rows]
         places = [row.after for row in source.rows(None)]
-        assert [understand(row).text for row in source.rows(places[1])] == [row["text"] for row in rows[2:]]
+        assert [parse_row(row).text for row in source.rows(places[1])] == [row["text"] for row in rows[2:]]
 
 
 HANDED: dict[str, tuple[Any, str]] = {

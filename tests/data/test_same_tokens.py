@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fullshard.data import chat_template
-from fullshard.data.encode import TextSettings, pieces
+from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.loader import load_table
 from fullshard.data.sources import file_source, row_source
 from tests.data.test_row_formats import WRITERS
@@ -20,7 +20,7 @@ from tests.train.runs import losses, settings, train
 from tests.train.tiny import make_model
 
 Row = dict[str, Any]
-CHATML = chat_template.TEMPLATES["chatml"]
+CHATML = BUILT_IN["chatml"].text
 
 
 def render(messages: list[Row]) -> str:
@@ -70,7 +70,7 @@ def tokens_of(rows: list[Row], **changes: Any) -> list[tuple[list[int], list[int
     counts: Counter[str] = Counter()
     raws = list(row_source(rows, "rows").rows(None))
     changes = {"append_concat_token": False, **changes}  # the text of a conversation is no text that ends
-    found = pieces(raws, make_tokenizer(), TextSettings(template=CHATML, **changes), counts)
+    found = encode_rows(raws, make_tokenizer(), TextSettings(template=CHATML, **changes), counts)
     return [(ids.tolist(), mask.tolist()) for ids, mask in found]
 
 

@@ -22,14 +22,14 @@ from fullshard import runtime
 from fullshard.data import shared_pages, tokenize
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import Collator, Loader, Step
-from fullshard.data.raw_row import Raw
+from fullshard.data.raw_row import RawRow
 from fullshard.data.row_formats import reading_of
 from fullshard.data.shared_pages import Pages
-from fullshard.data.sources import Source, file_source, row_source
-from fullshard.data.stream import Stream, StreamFeed
-from fullshard.data.temp_dirs import Scratch, is_alive
+from fullshard.data.sources import DataSource, file_source, row_source
+from fullshard.data.stream import Stream, StreamSampler
+from fullshard.data.temp_dirs import TempDir, is_alive
 from fullshard.data.token_table import TokenTable
-from fullshard.data.tokenize import Tokenizing, cut
+from fullshard.data.tokenize import TokenizerPool, batch_rows
 from fullshard.errors import ConfigError, DataError
 from fullshard.ranks import exchange
 from fullshard.train.config import SFTConfig
@@ -42,14 +42,14 @@ PAGE, BATCH, SEED = 16, 6, 5
 ROWS = text_rows(70)
 
 
-def feed(source: Source, folder: Path, workers: int = 0, page: int = PAGE, **more: Any) -> StreamFeed:
+def feed(source: DataSource, folder: Path, workers: int = 0, page: int = PAGE, **more: Any) -> StreamSampler:
     values: dict[str, Any] = {name: more.pop(name) for name in ("shuffle", "drop_last", "batch") if name in more}
     check: dict[str, Any] = {"check": more.pop("check")} if "check" in more else {}
     pages = Pages(source, make_tokenizer(), TextSettings(**more), page, workers)
-    return StreamFeed(Stream(pages, str(folder), **check), seed=SEED, **{"batch": BATCH, **values})
+    return StreamSampler(Stream(pages, str(folder), **check), seed=SEED, **{"batch": BATCH, **values})
 
 
-def read(found: StreamFeed, start: int, end: int, position: Any = None, workers: int = 0) -> list[Step]:
+def read(found: StreamSampler, start: int, end: int, position: Any = None, workers: int = 0) -> list[Step]:
     """Steps of one rank that is all there is."""
     return list(Loader(found, Collator(2), found.batch, 0, 1, workers).steps(start, end, position))
 
@@ -84,11 +84,11 @@ def left_in(folder: Path) -> list[str]:
 
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 7), st.integers(1, 60))
 def test_pages_are_cut_where_they_end(rows: int, page: int, batch: int, weight: int) -> None:
-    source = [Raw(str(i), b"x" * (i % 13), i + 1) for i in range(rows)]
+    source = [RawRow(str(i), b"x" * (i % 13), i + 1) for i in range(rows)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenize, "BATCH", batch)
         patch.setattr(tokenize, "WEIGHT", weight)
-        calls = list(cut(source, page))
+        calls = list(batch_rows(source, page))
     assert [row for call in calls for row in call.rows] == source
     assert [call.ends_data for call in calls] == [False] * (len(calls) - 1) + [True] and calls[-1].ends_page
     assert all(0 < len(call.rows) <= batch for call in calls[:-1]) and (calls[-1].rows or not rows)
@@ -145,16 +145,16 @@ def test_ranks_share_the_same_rows(tmp_path: Path, world_size: int) -> None:
     mine = []
     for step in loader.steps(0, 26):
         mine.append(own_documents(step))
-        assert exchange(step.pick.position, step.number, "positions") == [step.pick.position] * world_size
-    assert merged(exchange(mine, 0, "rows")) == expected(26, True)
+        assert exchange(step.pick.position, "positions") == [step.pick.position] * world_size
+    assert merged(exchange(mine, "rows")) == expected(26, True)
     # A position says nothing of ranks: after five steps of the second epoch it is this one on any number.
     there = {"epoch": 1, "page": 1, "place": PAGE, "row": 5 * BATCH - PAGE, "before": len(ROWS) + 5 * BATCH}
     later = []
     for step in loader.steps(17, 20, there):
         later.append(own_documents(step))
-        exchange(step.number, 0, "a step, as in training")
-    assert merged(exchange(later, 0, "rows")) == expected(20, True)[17:]
-    exchange(None, 0, "the maker has closed")
+        exchange(step.number, "a step, as in training")
+    assert merged(exchange(later, "rows")) == expected(20, True)[17:]
+    exchange(None, "the maker has closed")
     assert left_in(tmp_path) == []
 
 
@@ -235,10 +235,10 @@ def test_every_rank_meets_an_error_at_the_same_step(tmp_path: Path, threads: int
     loader = Loader(feed(row_source(rows, "rows"), tmp_path), Collator(2), 3, runtime.rank(), 2, threads)
     done: list[Any] = []
     with pytest.raises(DataError, match="rows, row 37: ") as error:
-        done.extend(exchange(step.number, 0, "a step")[0] for step in loader.steps(0, 20))
-    assert len(set(exchange(str(error.value), 0, "errors"))) == 1
+        done.extend(exchange(step.number, "a step")[0] for step in loader.steps(0, 20))
+    assert len(set(exchange(str(error.value), "errors"))) == 1
     # The third page has the bad row; rows 30 and 31 of the first two wait for it in vain.
-    assert exchange(done, 0, "steps") == [[0, 1, 2, 3, 4]] * 2
+    assert exchange(done, "steps") == [[0, 1, 2, 3, 4]] * 2
     assert left_in(tmp_path) == []
 
 
@@ -258,7 +258,7 @@ def test_tokens_that_the_model_cannot_take_are_refused_on_every_rank(tmp_path: P
 
     def train() -> None:
         for step in loader.steps(0, 20):
-            done.extend(exchange(step.number, 0, "a step"))
+            done.extend(exchange(step.number, "a step"))
             time.sleep(late * runtime.rank())
 
     with pytest.raises(ConfigError, match="token 999"):
@@ -311,22 +311,22 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def test_a_worker_that_is_killed_is_one_error(tmp_path: Path) -> None:
-    with Tokenizing(make_tokenizer(), TextSettings(), workers=1) as pool:
-        chunks = pool.chunks(cut([Raw(str(i), ROWS[i % 70], i + 1) for i in range(5000)]))
+    with TokenizerPool(make_tokenizer(), TextSettings(), workers=1) as pool:
+        chunks = pool.chunks(batch_rows([RawRow(str(i), ROWS[i % 70], i + 1) for i in range(5000)]))
         next(chunks)
         (process,) = pool._processes
         os.kill(process._process.pid, signal.SIGKILL)
-        with pytest.raises(DataError, match=r"tokenises \(dataloader_num_workers\) was ended by SIGKILL"):
+        with pytest.raises(DataError, match=r"a tokenization worker \(dataloader_num_workers\) was killed by SIGKILL"):
             list(chunks)
     assert not Path(f"/proc/{process._process.pid}").exists()
 
 
 def test_a_worker_s_error_is_the_row_s() -> None:
-    rows = [Raw(f"row {i}", {"text": 3} if i == 700 else ROWS[0], i + 1) for i in range(1200)]
-    with Tokenizing(make_tokenizer(), TextSettings(), workers=1) as pool:
+    rows = [RawRow(f"row {i}", {"text": 3} if i == 700 else ROWS[0], i + 1) for i in range(1200)]
+    with TokenizerPool(make_tokenizer(), TextSettings(), workers=1) as pool:
         seen: list[int] = []
         with pytest.raises(DataError, match=r"^row 700: "):
-            seen.extend(len(call.rows) for call, _ in pool.chunks(cut(rows)))
+            seen.extend(len(call.rows) for call, _ in pool.chunks(batch_rows(rows)))
     assert seen == [512], "what stands before it comes first"
 
 
@@ -339,20 +339,20 @@ class Homemade:
 
 def test_a_tokenizer_that_cannot_travel() -> None:
     with pytest.raises(DataError, match=r"dataloader_num_workers is 2, but a Homemade cannot .*\(made of local"):
-        Tokenizing(Homemade(), TextSettings(), workers=2)
+        TokenizerPool(Homemade(), TextSettings(), workers=2)
 
 
 ORPHANS = """
 import sys
 from pathlib import Path
 from fullshard.data.encode import TextSettings
-from fullshard.data.raw_row import Raw
-from fullshard.data.temp_dirs import Scratch
-from fullshard.data.tokenize import Tokenizing, cut
+from fullshard.data.raw_row import RawRow
+from fullshard.data.temp_dirs import TempDir
+from fullshard.data.tokenize import TokenizerPool, batch_rows
 from tests.data.tiny import make_tokenizer
-scratch = Scratch(Path(sys.argv[1]))
-pool = Tokenizing(make_tokenizer(), TextSettings(), 1)
-chunks = pool.chunks(cut(Raw("", {"text": "one"}, i) for i in range(10**9)))
+scratch = TempDir(Path(sys.argv[1]))
+pool = TokenizerPool(make_tokenizer(), TextSettings(), 1)
+chunks = pool.chunks(batch_rows(RawRow("", {"text": "one"}, i) for i in range(10**9)))
 next(chunks)
 print(pool._processes[0]._process.pid, scratch.folder, flush=True)
 for _ in chunks:
@@ -372,7 +372,7 @@ def test_a_killed_program_leaves_nothing_for_long(tmp_path: Path) -> None:
     job.wait()
     wait_until(lambda: not Path(f"/proc/{pid}").exists())
     assert Path(folder).exists() and not is_alive(Path(folder))
-    with Scratch(tmp_path) as mine:
+    with TempDir(tmp_path) as mine:
         assert sorted(p.name for p in tmp_path.iterdir()) == [mine.folder.name, f"{mine.folder.name}.lock"]
     assert not list(tmp_path.iterdir())
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from fullshard.data import chat_template, template_fields
-from fullshard.data.encode import TextSettings, pieces
+from fullshard.data import template_fields
+from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.row_formats import Reading
 from fullshard.data.sources import row_source
 from fullshard.errors import DataError
@@ -29,11 +30,16 @@ OTHERS = {
 }
 
 
+def template_text(template: str) -> str:
+    """The text of a built-in template by its name; other templates as they are."""
+    return BUILT_IN[template].text if template in BUILT_IN else template
+
+
 def texts(rows: list[dict[str, Any]], template: str, **changes: Any) -> list[tuple[str, str]]:
     """Each row as text, and what of it is learnt."""
-    settings = TextSettings(10**6, template=chat_template.TEMPLATES.get(template, template), **changes)
+    settings = TextSettings(10**6, template=template_text(template), **changes)
     raws = list(row_source(rows, "rows").rows(None))
-    found = pieces(raws, TOKENIZER, settings, Counter())
+    found = encode_rows(raws, TOKENIZER, settings, Counter())
     return [(TOKENIZER.decode(ids), TOKENIZER.decode(ids[mask.astype(bool)])) for ids, mask in found]
 
 
@@ -63,7 +69,8 @@ def test_templates_of_other_styles(name: str) -> None:
     row = {"messages": [U, call, result, A]}
     if name == "results follow":
         with pytest.raises(
-            DataError, match=r"turn 1 cannot be told apart exactly .*: it refuses to end with this turn"
+            DataError,
+            match=r"turn 1 cannot be determined exactly .*: it does not allow a conversation to end with this turn",
         ):
             texts([row], OTHERS[name], assistant_only_loss=True)
         assert '<find{"word": "red bird", "n": 2}call00001>' in texts([row], OTHERS[name])[0][0]
@@ -75,17 +82,17 @@ def test_templates_of_other_styles(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "tools": ({"messages": [U, A], "tools": [TOOL]}, "chatml", "the row has `tools`, which the chat template chatml does not write"),
-    "tool calls": ({"messages": CALLS}, "chatml", "the row has tool calls, which the chat template chatml does not write"),
+    "tools": ({"messages": [U, A], "tools": [TOOL]}, "chatml", "the row has `tools`, which the chat template chatml does not render"),
+    "tool calls": ({"messages": CALLS}, "chatml", "the row has tool calls, which the chat template chatml does not render"),
     "a call in ShareGPT's words": ({"conversations": [U, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}]}, "zephyr", "the row has tool calls"),
     "reasoning": ({"messages": [U, {**A, "reasoning_content": "hm"}]}, "chatml", "the row has `reasoning_content`, .* put it into the content"),
-    "thinking": ({"messages": [U, {**A, "thinking": "hm"}]}, chats.TWINS["llama-3"][0], "the row has `thinking`, which the chat template does not write"),
+    "thinking": ({"messages": [U, {**A, "thinking": "hm"}]}, chats.TWINS["llama-3"][0], "the row has `thinking`, which the chat template does not render"),
     "a system message": ({"messages": [{"role": "system", "content": "S"}, U, A]}, "{% for m in messages %}{% if m.role != 'system' %}[{{ m.content }}]{% endif %}{% endfor %}", "the row has a system message, which"),
     "a tool's result": ({"messages": [U, A, {"role": "tool", "content": "x"}, A]}, "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.content }}]{% endif %}{% endfor %}", "the row has a tool message, which"),
     "the result of a call": ({"messages": CALLS}, "{% for m in messages %}{% if m.role != 'tool' %}[{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}]{% endif %}{% endfor %}", "the row has a tool message, which"),
     "text beside a call": ({"messages": [U, {**A, "tool_calls": [CALL]}]}, OTHERS["no text"], "the row has a tool call beside text, which"),
     "a call beside text": ({"messages": [U, {**A, "tool_calls": [CALL]}]}, OTHERS["null"], "the row has a tool call beside text, which"),
-    "what a template refuses": ({"messages": [U, {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}]}, OTHERS["no text"], "refuses this conversation: one call at a time"),
+    "what a template refuses": ({"messages": [U, {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}]}, OTHERS["no text"], "rejects this conversation: one call at a time"),
 }  # fmt: skip
 
 
@@ -96,8 +103,8 @@ def test_what_a_template_would_drop_is_refused(case: str) -> None:
         texts([row], template)
     assert "\n" not in str(error.value)
     counts: Counter[str] = Counter()
-    skip = TextSettings(template=chat_template.TEMPLATES.get(template, template), reading=Reading(on_bad_row="skip"))
-    kept = list(pieces(list(row_source([row, {"messages": [U, A]}], "rows").rows(None)), TOKENIZER, skip, counts))
+    skip = TextSettings(template=template_text(template), reading=Reading(on_bad_row="skip"))
+    kept = list(encode_rows(list(row_source([row, {"messages": [U, A]}], "rows").rows(None)), TOKENIZER, skip, counts))
     assert len(kept) == 1 and counts["bad"] == 1
 
 
@@ -141,7 +148,7 @@ def test_a_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_is_told_to_the_template() -> None:
-    template = "{{ mood }}" + chat_template.TEMPLATES["chatml"]
+    template = "{{ mood }}" + BUILT_IN["chatml"].text
     rows: list[dict[str, Any]] = [
         {"messages": [U, A], "chat_template_kwargs": {"mood": "glad", "none": None}},
         {"messages": [U, A], "chat_template_kwargs": '{"mood": "sad", "size": 3}'},
@@ -149,7 +156,7 @@ def test_more_is_told_to_the_template() -> None:
     ]
     assert [text[:4] for text, _ in texts(rows, template)] == ["glad", "sad<", "calm"]
     counts: Counter[str] = Counter()
-    list(pieces(list(row_source(rows, "rows").rows(None)), TOKENIZER, TextSettings(template=template), counts))
+    list(encode_rows(list(row_source(rows, "rows").rows(None)), TOKENIZER, TextSettings(template=template), counts))
     assert {k: v for k, v in counts.items() if k.startswith("unused")} == {"unused chat_template_kwargs.size": 1}
 
 
@@ -175,7 +182,7 @@ def test_which_turns_are_learnt(template: str) -> None:
     assert learnt({}) == whole
     assert learnt({2: 0}) == whole.replace(first, "", 1)
     if template == "phi":  # which ends every text with a mark of its own
-        with pytest.raises(DataError, match="turn 3 cannot be told apart exactly"):
+        with pytest.raises(DataError, match="turn 3 cannot be determined exactly"):
             learnt({3: 1}, assistant_only_loss=True)
     elif template != "mistral":  # where the word is one token with the blank before it
         asked = learnt({3: 1, 2: 0, 4: 0}, "training", assistant_only_loss=True)

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fullshard import progress as display
 from fullshard import runtime
-from fullshard.data import chat_template, tally
+from fullshard.data import chat_template
 from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import load_table
-from fullshard.data.raw_row import Raw
+from fullshard.data.raw_row import RawRow
 from fullshard.data.row_formats import reading_of
-from fullshard.data.sources import Source, file_source, row_source
+from fullshard.data.sources import DataSource, file_source, row_source
 from fullshard.data.token_table import TokenTable, make_table, open_table, statistics, table_key
 from fullshard.errors import DataError
 from fullshard.train.batches import describe_data
@@ -37,8 +38,8 @@ def test_tokens_are_the_tokenizer_s(tmp_path: Path) -> None:
         assert len(found) == 20
         for i, row in enumerate(rows):
             ids = tokenizer(row["text"], add_special_tokens=special)["input_ids"] + [tokenizer.eos_token_id] * end
-            ((tokens, learnt),) = found.documents(i)
-            assert tokens.tolist() == ids and learnt.all()
+            ((tokens, loss_mask),) = found.documents(i)
+            assert tokens.tolist() == ids and loss_mask.all()
             assert found.row_sizes[i] == len(ids) and found.row_targets[i] == len(ids) - 1
 
 
@@ -49,8 +50,8 @@ def test_learnt_tokens_spell_the_answers(tmp_path: Path, name: str) -> None:
     template = chat_template.template_of(tokenizer)
     found = table(rows, tmp_path, tokenizer, template=template, assistant_only_loss=True)
     for i, row in enumerate(rows):
-        ((tokens, learnt),) = found.documents(i)
-        spelt = tokenizer.decode(tokens[learnt.astype(bool)])
+        ((tokens, loss_mask),) = found.documents(i)
+        spelt = tokenizer.decode(tokens[loss_mask.astype(bool)])
         answers = [m["content"] + str(BUILT_IN[name].end) for m in row["messages"] if m["role"] == "assistant"]
         assert spelt == "".join(answers)
 
@@ -81,8 +82,8 @@ def test_nothing_to_learn_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no documents with tokens"):
         table([], tmp_path)
     users_only = [{"messages": [{"role": "user", "content": "hello"}]}]
-    with pytest.raises(DataError, match=r"no token in them is learnt \(assistant_only_loss"):
-        table(users_only, tmp_path, tokenizer, template=chat_template.TEMPLATES["chatml"], assistant_only_loss=True)
+    with pytest.raises(DataError, match=r"none of their tokens contributes to the loss \(assistant_only_loss"):
+        table(users_only, tmp_path, tokenizer, template=BUILT_IN["chatml"].text, assistant_only_loss=True)
     assert not [*(tmp_path / "tokens").iterdir()], "nothing half-written"
 
 
@@ -116,13 +117,13 @@ def test_statistics_are_numpy_s(tmp_path: Path, packing: bool) -> None:
 def test_everything_that_was_left_out_is_said(tmp_path: Path) -> None:
     rows = [*text_rows(40), {"text": ""}, {"other": 1}, {"text": 3}, {"text": ""}]
     reading = reading_of("text", None, "skip")
-    cases: Any = (("truncate", "were cut off ("), ("drop", "were left out ("), ("split", "were split;"))
+    cases: Any = (("truncate", "were truncated ("), ("drop", "were dropped ("), ("split", "were split;"))
     for overflow, words in cases:
         found = table(rows, tmp_path, max_length=16, overflow=overflow, reading=reading)
         line = describe_data("training", found.facts, SFTConfig(max_seq_len=16, overflow=overflow))
         assert f"; {found.facts['long']} documents longer than 16 tokens {words}" in line
         assert (f"({found.facts['cut']} tokens lost; overflow split keeps them)" in line) == (overflow != "split")
-        assert "; 2 empty rows were left out; 2 rows that cannot be understood were left out\n  rows, row 41: " in line
+        assert "; 2 empty rows were dropped; 2 rows in an unknown format were dropped\n  rows, row 41: " in line
     clean = table(text_rows(5), tmp_path, packing=True)
     assert ";" not in describe_data("training", clean.facts, SFTConfig(packing=True))
 
@@ -131,12 +132,12 @@ def test_everything_that_was_left_out_is_said(tmp_path: Path) -> None:
 def test_long_work_says_how_far_it_is(
     progress: str, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tally, "SAYS_EVERY", -1.0)
-    with tally.Tally("the rows", progress) as told:
+    monkeypatch.setattr(display, "PLAIN_LINE_EVERY", -1.0)
+    with display.TokenizingProgress("the rows", progress) as told:
         told(512, 1000)
         told(488, 2000)
     out = capsys.readouterr().out
-    assert ("tokenising the rows: 1,000 rows, 3,000 tokens, " in out) == said and (said or not out)
+    assert ("tokenizing the rows: 1,000 rows, 3,000 tokens, " in out) == said and (said or not out)
 
 
 def test_the_cache_is_named_by_content(tmp_path: Path) -> None:
@@ -185,9 +186,9 @@ def test_one_rank_tokenises_and_all_see_it(tmp_path: Path) -> None:
 
     def rows(start: Any) -> Any:
         calls.append(runtime.rank())
-        return (Raw(f"row {i}", row, i + 1) for i, row in enumerate(text_rows(9)))
+        return (RawRow(f"row {i}", row, i + 1) for i, row in enumerate(text_rows(9)))
 
-    source = Source("rows", rows, lambda: "fixed")
+    source = DataSource("rows", rows, lambda: "fixed")
     found = load_table(source, make_tokenizer(), TextSettings(), str(tmp_path))
     assert len(found) == 9 and calls == ([0] if runtime.rank() == 0 else [])
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fullshard.data import chat_template
-from fullshard.data.encode import TextSettings, pieces
+from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.sources import row_source
 from tests.data import trl_tokens
 from tests.data.trl_tokens import CASES, Case
@@ -25,7 +26,7 @@ def our_tokens(case: Case) -> list[list[list[int]]]:
     settings = TextSettings(10**6, template=template, add_special_tokens=template is None, **case.settings)
     raws = list(row_source(case.rows, "rows").rows(None))
     found = []
-    for ids, mask in pieces(raws, tokenizer, settings, Counter()):
+    for ids, mask in encode_rows(raws, tokenizer, settings, Counter()):
         labels = [token if learnt else -100 for token, learnt in zip(ids.tolist(), mask.tolist(), strict=True)]
         found.append([ids.tolist(), labels])
     return found
@@ -62,8 +63,8 @@ def test_the_end_of_text_is_written_once(tmp_path: Any) -> None:
     end, start = tokenizer.eos_token_id, tokenizer.bos_token_id
 
     def encoded(row: dict[str, Any], **changes: Any) -> list[int]:
-        settings = TextSettings(template=chat_template.TEMPLATES["zephyr"], **changes)
-        ((ids, _),) = pieces(list(row_source([row], "rows").rows(None)), tokenizer, settings, Counter())
+        settings = TextSettings(template=BUILT_IN["zephyr"].text, **changes)
+        ((ids, _),) = encode_rows(list(row_source([row], "rows").rows(None)), tokenizer, settings, Counter())
         return ids.tolist()
 
     chat = {"messages": trl_tokens.SHORT}

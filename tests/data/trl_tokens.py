@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.data import chat_template
+from fullshard.data.built_in_templates import BUILT_IN
 from tests.data import chats
 from tests.data.tiny import make_tokenizer
 
@@ -103,7 +104,7 @@ CASES = {
 def tokenizer(case: Case) -> Any:
     """A tokenizer to which the marks of the case's template are single tokens."""
     made = make_tokenizer()
-    named = case.ours in chat_template.TEMPLATES
+    named = case.ours in BUILT_IN
     chat_template.prepare_tokenizer(made, str(case.ours) if named else "none")
     made.eos_token = "</s>"
     if case.ours is not None and not named:

@@ -210,7 +210,7 @@ def test_calls_without_a_graph_are_forgotten():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward_entry, "KEPT", 2)
         for step in range(6):
-            backward_entry._calls.enough = 0
+            backward_entry._calls.limit = 0
             model(data(2, 8, seed=step)).square().mean().backward()
     mine_ = [call for call in backward_entry._calls.outermost if call._unit() in model._fullshard_engine.units]
     assert len(mine_) <= 3 and not backward_entry._calls.open

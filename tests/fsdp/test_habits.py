@@ -282,6 +282,8 @@ def test_optimizers_that_need_whole_parameters(strategy, name):
             return transformers.optimization.Adafactor(m.parameters())
         return getattr(torch.optim, name)(m.parameters(), lr=0.1)
 
+    if name == "Rprop" and strategy == "NO_SHARD" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 has no sharding rule for index_put_ on a DTensor, which Rprop calls")
     if strategy == "NO_SHARD" and name != "transformers":  # what the refusal suggests
         train_both(Stack, strategy, optimizer)
         return
@@ -346,7 +348,7 @@ def test_lists_of_sharded_and_plain_parameters_are_refused_with_what_to_do(how):
             optimizer.zero_grad()
             head(body(data(4, 8))).square().mean().backward()
             if groups == 1 and body is models[1][0]:
-                with pytest.raises(FSDPError, match=rf"{how}=True.*group of their own"):
+                with pytest.raises(FSDPError, match=rf"{how}=True.*separate parameter group"):
                     optimizer.step()
             elif groups == 2:
                 optimizer.step()
@@ -412,7 +414,7 @@ def test_a_moving_average_by_hand(strategy):
 def test_averaged_model_is_refused_with_what_to_do_instead():
     _, model = pair(Stack, "FULL_SHARD", auto_wrap_policy={Block})
     for copying in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
-        with pytest.raises(FSDPError, match=r"cannot be deep-copied.*average of the weights.*lerp_"):
+        with pytest.raises(FSDPError, match=r"cannot be deep-copied.*averaged weights.*lerp_"):
             copying(model)
 
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from fullshard import load_state, runtime, save_state
 from fullshard.fsdp import FSDPv2, ShardingPlan, split_dim
-from fullshard.fsdp.plan import Terms, UnitPlan, plan_parameter, plan_unit
+from fullshard.fsdp.plan import UnitPlan
+from fullshard.fsdp.planner import Terms, plan_parameter, plan_unit
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from fullshard import accelerator, runtime
-from fullshard.fsdp import comm, engine, streams, unit
+from fullshard.fsdp import comm, engine, reduction, streams, unit
 
 CYCLES = 4_000_000
 """The longest sleep of a stream: about 2 ms on today's GPUs."""
@@ -86,13 +86,13 @@ def chaos(seed: int, *, delays: bool = True, poison: bool = True) -> Iterator[Ch
         yield made
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams.Lane, "run", _lane_run(made, streams.Lane.run))
+        patch.setattr(streams.SideStream, "run", _stream_run(made, streams.SideStream.run))
         for owner, name in (
-            (streams.Beside, "join"),
+            (streams.AsyncWork, "join"),
             (unit.Unit, "free"),
             (unit.Unit, "finish_gather"),
-            (unit.Reduction, "__init__"),
-            (unit.Reduction, "finish"),
+            (reduction.Reduction, "__init__"),
+            (reduction.Reduction, "finish"),
         ):
             patch.setattr(owner, name, _around(made, getattr(owner, name)))
         patch.setattr(comm.Collectives, "_coalesced", _before(made.sleep, comm.Collectives._coalesced))
@@ -101,10 +101,10 @@ def chaos(seed: int, *, delays: bool = True, poison: bool = True) -> Iterator[Ch
         torch.cuda.synchronize()
 
 
-def _lane_run(made: Chaos, run: Callable[..., Any]) -> Callable[..., Any]:
+def _stream_run(made: Chaos, run: Callable[..., Any]) -> Callable[..., Any]:
     @contextlib.contextmanager
-    def slowly(lane: streams.Lane) -> Iterator[streams.Aside]:
-        with run(lane) as work:
+    def slowly(stream: streams.SideStream) -> Iterator[streams.StreamWork]:
+        with run(stream) as work:
             made.stomp()  # the side stream's memory, at the moment it may be used again
             made.sleep()
             yield work

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.fsdp import activation_checkpointing, comm, streams, unit
+from fullshard.fsdp import activation_checkpointing, comm, reduction, streams
 from tests.gpu.cases import Case
 from tests.gpu.chaos import chaos
 from tests.gpu.programs import train_sharded
@@ -24,37 +24,37 @@ SEEDS = (1, 2, 3)
 
 def _keeps_nothing(patch: pytest.MonkeyPatch) -> None:
     """Gradients that the side stream packs are let go at once (version 0.1)."""
-    patch.setattr(streams.Aside, "keep", lambda self, *tensors: None)
+    patch.setattr(streams.StreamWork, "keep", lambda self, *tensors: None)
 
 
 def _sums_replicas_early(patch: pytest.MonkeyPatch) -> None:
     """The sum over the replicas starts on the compute stream before the side stream has filled its buffers (0.1)."""
-    start = unit.Reduction._sum_replicas
+    start = reduction.Reduction._sum_replicas
 
     def early(self: Any) -> None:
         with torch.cuda.stream(torch.cuda.default_stream()):
             start(self)
 
-    patch.setattr(unit.Reduction, "_sum_replicas", early)
+    patch.setattr(reduction.Reduction, "_sum_replicas", early)
 
 
 def _joins_without_waiting(patch: pytest.MonkeyPatch) -> None:
     """Compute does not wait for what ran aside."""
-    patch.setattr(streams.Aside, "_wait", lambda self: None)
+    patch.setattr(streams.StreamWork, "_wait", lambda self: None)
 
 
 def _does_not_wait_for_compute(patch: pytest.MonkeyPatch) -> None:
     """A side stream begins before compute has produced what it reads."""
 
     @contextlib.contextmanager
-    def run(self: streams.Lane) -> Iterator[streams.Aside]:
-        work = streams.Aside(self.device, True)
+    def run(self: streams.SideStream) -> Iterator[streams.StreamWork]:
+        work = streams.StreamWork(self.device, True)
         assert self._stream is not None
         with self._stream:
             yield work
         work.ended(self._stream.record_event())
 
-    patch.setattr(streams.Lane, "run", run)
+    patch.setattr(streams.SideStream, "run", run)
 
 
 def _uses_sums_early(patch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def _forgets_activations(patch: pytest.MonkeyPatch) -> None:
         return None if last is None else last[0]
 
     patch.setattr(activation_checkpointing, "_join_last", leave)
-    patch.setattr(streams.Aside, "keep", lambda self, *tensors: None)
+    patch.setattr(streams.StreamWork, "keep", lambda self, *tensors: None)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case]] = {

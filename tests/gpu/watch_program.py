@@ -52,8 +52,8 @@ def rank_program(case: str) -> None:
     from fullshard import processes
     from fullshard.errors import UserError
     from fullshard.fsdp import FSDPv2
-    from fullshard.watchdog import heartbeat, watch
-    from fullshard.watchdog import threads as lookout
+    from fullshard.watchdog import heartbeat, rank_state, watch
+    from fullshard.watchdog.diagnosis import Failure
     from tests.fsdp.programs import mesh_for
 
     faulthandler.enable()
@@ -61,13 +61,13 @@ def rank_program(case: str) -> None:
     heartbeat.LOST_AFTER = 12.0
     if case == "kill-remote":
         processes.node_id = lambda: f"node-{rank}"
-    set_verdict = lookout.Lookout._set
+    set_failure = rank_state.set_failure
 
-    def noted(self: lookout.Lookout, verdict: object) -> None:
-        print("VERDICT", time.time(), flush=True)
-        set_verdict(self, verdict)
+    def noted(failure: Failure) -> None:
+        print("FAILURE", time.time(), flush=True)
+        set_failure(failure)
 
-    lookout.Lookout._set = noted
+    rank_state.set_failure = noted
 
     class Layer(nn.Module):
         def __init__(self, width: int):
@@ -215,7 +215,8 @@ class Run:
         self.ended = self._until("the end of the others", over, limit) - self.event
         if self.case.startswith("stop"):
             os.kill(self.jobs[self.victim].pid, signal.SIGCONT)
-            self._until("the end of the rank that was stopped", lambda: self.jobs[self.victim].poll() is not None, 20)
+        if self.case.startswith("stop") or self.case == "exit":  # the interpreter takes a while to end
+            self._until("the victim's own end", lambda: self.jobs[self.victim].poll() is not None, 20)
 
     def _judge(self) -> None:
         codes = [job.returncode for job in self.jobs]
@@ -233,9 +234,9 @@ class Run:
         for rank in range(self.world):
             if rank != self.victim and codes[rank] not in expected:
                 self.troubles.append(f"rank {rank} ended with {codes[rank]}")
-            _, _, after = self.said(rank).partition("VERDICT")
+            _, _, after = self.said(rank).partition("FAILURE")
             if "LOSS" in after:
-                self.troubles.append(f"rank {rank} went on after the verdict")
+                self.troubles.append(f"rank {rank} went on after the failure")
 
     def row(self) -> str:
         codes = ",".join(str(job.returncode) for job in self.jobs)

@@ -17,7 +17,7 @@ from transformers import (
 from fullshard import runtime
 from fullshard.integrations import four_bit, loaded_values
 from fullshard.parallelize.settings import EngineSettings
-from fullshard.quant.quantize_model import quantized_layers
+from fullshard.quant.quantize import quantized_layers
 from tests.fsdp.programs import mesh_for
 from tests.integrations.launched import alone, launched, result
 from tests.pool import ROOT, ranks

@@ -39,7 +39,7 @@ elif how == "lost" and attempt == 0:
     if rank == 1:
         sys.exit(3)
     time.sleep(0.5)
-    raise RankLostError("rank 0 cannot go on in step 7: rank 1 has exited", "step 7")
+    raise RankLostError("rank 0 cannot continue in step 7: rank 1 has exited", "step 7")
 elif how.endswith("outside the engine"):
     import torch
     import torch.distributed as dist

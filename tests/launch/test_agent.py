@@ -81,7 +81,7 @@ def settled(*flags: str):
 def test_flags_of_the_run_reach_the_agent(tmp_path):
     def agent(*flags):
         settings = settled(*flags)
-        return run.Agent(run._spec(settings, print), settings, print, str(tmp_path))
+        return run.Agent(run.worker_spec(settings, print), settings, print, str(tmp_path))
 
     def spec(*flags):
         return agent(*flags).get_worker_group().spec
@@ -119,7 +119,7 @@ def test_every_option_of_the_launcher_is_tried_somewhere():
     }
     for config, places in ((RunSettings, run_flags), (ProcessSettings, keys)):
         tried = {name for names in places.values() for name in names.split()}
-        assert {one.name for one in options_of(config) if not one.no_op} == tried
+        assert {one.name for one in options_of(config)} == tried
 
 
 def test_a_crash_is_started_again_and_every_rank_has_a_log(tmp_path):
@@ -127,7 +127,7 @@ def test_a_crash_is_started_again_and_every_rank_has_a_log(tmp_path):
     code, out, err = job.end()
     assert code == 0, err
     pid, host = (tmp_path / "pid-0-1").read_text(), socket.gethostname()
-    assert f"rank 1 (process {pid} on {host}) was ended by SIGKILL; starting again (1 of 2)" in err
+    assert f"rank 1 (process {pid} on {host}) was ended by SIGKILL; restarting (1 of 2)" in err
     assert "(2 of 2)" not in err
     logs = sorted(path.read_text() for path in (tmp_path / "logs").rglob("stdout.log"))
     assert logs == [f"rank {rank} of 2, attempt {attempt}\n" for rank in (0, 1) for attempt in (0, 1)]
@@ -139,9 +139,7 @@ def test_a_crash_is_started_again_and_every_rank_has_a_log(tmp_path):
 def test_losing_a_rank_is_no_mistake_of_the_user(tmp_path, restarts):
     code, out, err = Launched(tmp_path, "lost", "--quiet", "--max_restarts", restarts).end()
     assert code == (3 if restarts == "0" else 0), err
-    assert ("ended with exit code 3; rank 0 waited for it in step 7; starting again (1 of 1)" in err) == (
-        restarts == "1"
-    )
+    assert ("ended with exit code 3; rank 0 waited for it in step 7; restarting (1 of 1)" in err) == (restarts == "1")
     assert re.search(r"rank 1 \(process \d+ on .*\) ended with exit code 3; rank 0 waited for it in step 7", err)
     assert out.count("attempt 1") == 2 * int(restarts)
 
@@ -170,22 +168,22 @@ def test_a_rank_killed_during_a_collective_of_the_script_is_named_without_a_trac
         ({0: 2, 1: -6}, {0: "no such file"}, 2, "rank 0: no such file"),  # the abort follows from the mistake
         ({0: 69, 1: -9}, {}, 137, "rank 1 (process 7 on HOST) was ended by SIGKILL; rank 0 waited for it in step 4"),
         ({0: 69, 1: 3}, {}, 3, "rank 1 (process 7 on HOST) ended with exit code 3; rank 0 waited for it in step 4"),
-        ({0: 69}, {}, 69, "rank 0 cannot go on in step 4, gather: rank 1 is stopped"),
-        ({1: 75, 0: 75}, {}, 75, "the processes have saved and ended"),
+        ({0: 69}, {}, 69, "rank 0 cannot continue in step 4, gather: rank 1 is stopped"),
+        ({1: 75, 0: 75}, {}, 75, "the processes saved a checkpoint and ended"),
     ],
 )  # fmt: skip
 def test_exit_codes_and_what_is_said(tmp_path, codes, reports, code, said):
     """As docs/launch.md has them. `codes` are in the order in which processes ended."""
     lines = []
-    agent = run.Agent(run._spec(settled(), print), settled(), lines.append, str(tmp_path))
+    agent = run.Agent(run.worker_spec(settled(), print), settled(), lines.append, str(tmp_path))
     for rank, worker in enumerate(agent._worker_group.workers):
         worker.global_rank, worker.id = rank, 6 + rank
-    agent.exit_codes, agent.reports = codes, reports
-    agent.echoes = {
-        rank: "rank 0 cannot go on in step 4, gather: rank 1 is stopped\nmore" for rank in codes if codes[rank] == 69
+    agent.exit_codes, agent.user_errors = codes, reports
+    agent.rank_lost = {
+        rank: "rank 0 cannot continue in step 4, gather: rank 1 is stopped\nmore" for rank in codes if codes[rank] == 69
     }
-    agent.places = dict.fromkeys(agent.echoes, "step 4, gather")
-    assert agent.verdict() == code
+    agent.positions = dict.fromkeys(agent.rank_lost, "step 4, gather")
+    assert agent.report_failure() == code
     assert len(lines) == 1 and lines[0].startswith(said.replace("HOST", socket.gethostname()))
 
 
@@ -223,8 +221,8 @@ def test_the_first_signal_saves_and_is_not_a_crash(tmp_path):
     code, out, err = job.end()
     assert code == 75, err
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
-    assert out.count("attempt") == 2 and "starting again" not in err
-    assert "SIGTERM: the processes get 30 s to save and end" in err and "have saved and ended" in err
+    assert out.count("attempt") == 2 and "restarting" not in err
+    assert "SIGTERM: the processes have 30 s to save and end" in err and "saved a checkpoint and ended" in err
 
 
 def test_the_second_signal_ends_at_once_with_children(tmp_path):

@@ -30,8 +30,8 @@ def engine(path: Path, text: str | None = None) -> EngineSettings:
 @pytest.mark.parametrize(
     ("name", "precision", "offload", "layers", "note"),
     [
-        ("peft_fsdp", "bf16", False, None, "stand at the top level; read as part of fsdp_config"),
-        ("peft_fsdp_qlora", "no", True, None, "stand at the top level; read as part of fsdp_config"),
+        ("peft_fsdp", "bf16", False, None, "are at the top level; read as part of fsdp_config"),
+        ("peft_fsdp_qlora", "no", True, None, "are at the top level; read as part of fsdp_config"),
         (
             "trainer_fsdp",
             "bf16",
@@ -114,8 +114,8 @@ def test_json_and_yaml_mean_the_same(tmp_path):
         ("num_processes: 2.5\n", "expected a whole number, got 2.5"),
         ("fsdp_config:\n  fsdp_offload_params: maybe\n", "expected true or false, got 'maybe'"),
         ("fsdp_config: 3\n", "c.yaml:1: fsdp_config: expected keys with values, got 3"),
-        ("num_processes: 2\nnum_processes: 3\n", "c.yaml:2: num_processes stands there twice, first on line 1"),
-        ("fsdp_config: {offload_params: true, fsdp_offload_params: true}\n", "both say fsdp_offload_params; keep one"),
+        ("num_processes: 2\nnum_processes: 3\n", "c.yaml:2: num_processes is set twice, first on line 1"),
+        ("fsdp_config: {offload_params: true, fsdp_offload_params: true}\n", "both set fsdp_offload_params; keep one"),
         ("fsdp_config:\n  a: [1, 2\n", "c.yaml:3: not YAML"),
         ("just words\n", "expected keys with values"),
     ],
@@ -130,14 +130,14 @@ def test_mistakes_are_named_with_their_line(tmp_path, text, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("fsdp_config: {xla: true}\n", "the XLA engine, which is not there yet"),
-        ("distributed_type: XLA\n", "the XLA engine, which is not there yet"),
-        ("distributed_type: DEEPSPEED\n", "DEEPSPEED is not offered"),
-        ("deepspeed_config: {zero_stage: 2}\n", "deepspeed_config is not offered"),
-        ("megatron_lm_config: {a: 1}\n", "megatron_lm_config is not offered"),
-        ("mpirun_config: {a: 1}\n", "mpirun_config is not offered"),
-        ("fp8_config: {a: 1}\n", "fp8_config is not offered"),
-        ("mixed_precision: fp8\n", "fp8 is not offered"),
+        ("fsdp_config: {xla: true}\n", "xla: true: PyTorch/XLA is not supported yet"),
+        ("distributed_type: XLA\n", "XLA is not supported yet"),
+        ("distributed_type: DEEPSPEED\n", "DEEPSPEED is not supported"),
+        ("deepspeed_config: {zero_stage: 2}\n", "deepspeed_config is not supported"),
+        ("megatron_lm_config: {a: 1}\n", "megatron_lm_config is not supported"),
+        ("mpirun_config: {a: 1}\n", "mpirun_config is not supported"),
+        ("fp8_config: {a: 1}\n", "fp8_config is not supported"),
+        ("mixed_precision: fp8\n", "fp8 is not supported"),
         ("compute_environment: AMAZON_SAGEMAKER\n", "expected LOCAL_MACHINE"),
         ("parallelism_config: {tp_size: 2}\n", "tp_size 2"),
         ("parallelism_config: {cp_size: 2}\n", "cp_size 2"),
@@ -147,8 +147,8 @@ def test_mistakes_are_named_with_their_line(tmp_path, text, said):
         ("fsdp_config: {reshard_after_forward: sometimes}\n", "expected true, false or one of FULL_SHARD"),
         ("fsdp_config: {activation_checkpointing_offload: true}\n", "needs fsdp_activation_checkpointing"),
         ("fsdp_config: {ignored_modules: '(('}\n", "not a regular expression"),
-        ("num_machines: 2\n", "needs main_process_ip"),
-        ("num_machines: 2\nnum_processes: 3\nmain_process_ip: a\n", "does not divide by num_machines 2"),
+        ("num_machines: 2\n", "requires main_process_ip"),
+        ("num_machines: 2\nnum_processes: 3\nmain_process_ip: a\n", "is not divisible by num_machines 2"),
         ("machine_rank: 1\n", "machine_rank: expected 0 to 0"),
         ("distributed_type: 'NO'\nnum_processes: 2\n", "NO is one process"),
         ("main_process_port: 70000\n", "main_process_port: expected 0 to 65535"),
@@ -167,9 +167,7 @@ def test_a_file_that_is_not_there(tmp_path):
         read_file(tmp_path / "fsd.yaml")
     with pytest.raises(ConfigError, match=r"not JSON: .*"):
         read(tmp_path / "c.json", "{")
-    with pytest.raises(
-        ConfigError, match=r"is a folder; name the configuration file in it \(there are: c.json, fsdp.y"
-    ):
+    with pytest.raises(ConfigError, match=r"is a directory; name the configuration file in it \(found: c.json, fsdp.y"):
         read_file(tmp_path)
     assert read(tmp_path / "fsdp.yaml")[0] == {}
 

@@ -92,6 +92,12 @@ def test_launch_uses_exactly_what_was_answered(tmp_path):
 def test_the_self_test_says_what_works(tmp_path, flags):
     run = launch(tmp_path, "test", *flags.split())
     assert run.returncode == 0, run.stderr
-    for said in ("have met", "collectives add up", "the model is sharded", "one device's losses", "everything works"):
+    for said in (
+        "are connected",
+        "an all-reduce over all ranks is correct",
+        "the model is sharded",
+        "one device's losses",
+        "everything works",
+    ):
         assert said in run.stdout
     assert "a checkpoint was written, read back" in run.stdout

@@ -12,4 +12,4 @@ def test_the_page_of_options_is_current():
     for _, _, config in tool["PAGES"]:
         for one in tool["options_of"](config):
             assert f"`{one.key}`" in text
-            assert one.help or one.no_op, f"{config.__name__}.{one.name} has no text"
+            assert one.help, f"{config.__name__}.{one.name} has no text"

@@ -19,7 +19,8 @@ from rich.console import Console
 from fullshard.configfile import nest, write_file
 from fullshard.launch import command
 from fullshard.launch.config import file_options
-from fullshard.launch.questionnaire import Asker, Machine, ask_all
+from fullshard.launch.machine import Machine
+from fullshard.launch.questionnaire import Asker, ask_all
 from fullshard.launch.resolve import resolve, settle
 from tests.pool import ROOT
 from tests.test_cli import command as run_here
@@ -84,22 +85,23 @@ def interview(home, path, answers):
 
 VERSION_2 = [
     ("Where do you run", ""), ("Which machines", "multi-CPU"), ("How many machines", "1"),
-    ("Check while running", "yes"), ("Compile the model", "no"), ("Shard the model", "maybe"),
-    ("please answer yes or no", "yes"), ("Whose options", "1"), ("Drop gathered layers", "no"), ("Keep shards", "y"),
-    ("Which modules are gathered", "1"), ("Parameters that make", "1e3"),
-    ("What do checkpoints hold", "FULL_STATE_DICT"), ("RAM-efficient", ""), ("Compute activations again", "yes"),
-    ("Keep copies", "yes"), ("How many copies", "2"), ("How many ranks hold", "1"), ("How many processes", "many"),
+    ("Check at run time", "yes"), ("Compile the model", "no"), ("Shard the model", "maybe"),
+    ("please answer yes or no", "yes"), ("Which version", "1"), ("Free gathered", "no"), ("Keep sharded", "y"),
+    ("Which wrap policy", "1"), ("Parameters per wrapped", "1e3"),
+    ("Which state dict type", "FULL_STATE_DICT"), ("RAM-efficient", ""), ("Use activation checkpointing", "yes"),
+    ("Replicate the model", "yes"), ("How many replicas", "2"), ("How many ranks per", "1"),
+    ("How many processes", "many"),
     ("expected a whole number", "2"), ("Which mixed precision", "9"), ("please answer 0 to 2", "bf16"),
 ]  # fmt: skip
 VERSION_1 = [
     ("Where do you run", "0"), ("Which machines", "2"), ("How many machines", "2"), ("Which of them", "1"),
     ("Address of machine 0", "10.0.0.1"), ("Port on machine 0", "29511"), ("one local network", "no"),
-    ("Rendezvous backend", "c10d"), ("Check while running", ""), ("Compile the model", "yes"), ("Which backend", ""),
-    ("Which mode", "reduce-overhead"), ("Shard the model", ""), ("Whose options", "FSDP version 1"),
-    ("Which sharding strategy", "HYBRID_SHARD"), ("Keep shards", ""), ("Which modules are gathered", ""),
-    ("Use the layers that", "no"), ("Layer classes", "BertLayer, BertPooler"), ("next layer gathered in backward", "1"),
-    ("What do checkpoints hold", "2"), ("Gather the next layer ahead", "yes"), ("use_orig_params", "no"),
-    ("RAM-efficient", "no"), ("Start all ranks", "no"), ("Compute activations again", ""),
+    ("Rendezvous backend", "c10d"), ("Check at run time", ""), ("Compile the model", "yes"), ("Which backend", ""),
+    ("Which mode", "reduce-overhead"), ("Shard the model", ""), ("Which version", "FSDP version 1"),
+    ("Which sharding strategy", "HYBRID_SHARD"), ("Keep sharded", ""), ("Which wrap policy", ""),
+    ("Wrap the model's own", "no"), ("Layer classes", "BertLayer, BertPooler"), ("Which backward prefetch", "1"),
+    ("Which state dict type", "2"), ("Prefetch the next layer", "yes"), ("use_orig_params", "no"),
+    ("RAM-efficient", "no"), ("Broadcast rank 0", "no"), ("Use activation checkpointing", ""),
     ("How many GPUs", "8"), ("Which mixed precision", ""),
 ]  # fmt: skip
 
@@ -194,7 +196,7 @@ def test_the_questionnaire_offers_what_the_machine_has(case, tmp_path, monkeypat
 
 def test_more_processes_than_gpus_are_asked_for_again(monkeypatch):
     machine = Machine((H200,) * 4)
-    values, shown, _ = answer_all(monkeypatch, machine, {"How many GPUs": "8", "each process needs its own": "3"})
+    values, shown, _ = answer_all(monkeypatch, machine, {"How many GPUs": "8", "each process needs one": "3"})
     assert values["num_processes"] == 3 and "this machine has 4 GPU(s)" in shown
     values, _, _ = answer_all(monkeypatch, machine, {"How many machines": "2", "Address of machine 0": "10.0.0.1"})
     assert values["num_processes"] == 8, "the GPUs of both"
@@ -209,7 +211,7 @@ def accelerates(path):
 
 @pytest.mark.parametrize(
     ("key", "code", "said"),
-    [(b"\x04", 2, "fullshard: the questionnaire ended before its last"), (b"\x03", 130, "fullshard: interrupted")],
+    [(b"\x04", 2, "fullshard: the input ended before the last"), (b"\x03", 130, "fullshard: interrupted")],
     ids=["Ctrl-D", "Ctrl-C"],
 )
 def test_an_interview_that_is_broken_off_writes_nothing(key, code, said, tmp_path):

@@ -80,11 +80,11 @@ def test_devices_and_processes(home):
     assert settings("--distributed_type NO", home, gpus=4).local_processes == 1
     two = settings("--num_machines 2 -n 8 --main_process_ip a --machine_rank 1", home, gpus=4)
     assert (two.world_size, two.local_processes, two.endpoint) == (8, 4, "a:29500")
-    with pytest.raises(ConfigError, match=r"5 processes on this machine, but 4 GPU\(s\)"):
+    with pytest.raises(ConfigError, match=r"5 processes on this machine, but only 4 GPU\(s\)"):
         settings("-n 5", home, gpus=4)
     with pytest.raises(ConfigError, match=r"this machine has 1 GPU\(s\)"):
         settings("--gpu_ids 0,1", home, gpus=1)
-    with pytest.raises(ConfigError, match=r"3 copies .* are 3 processes, but there are 4"):
+    with pytest.raises(ConfigError, match=r"3 replicas .* need 3 processes, but there are 4"):
         settings("-n 4 --cpu --fsdp_sharding_strategy HYBRID_SHARD --parallelism_config_dp_replicate_size 3", home)
 
 
@@ -112,8 +112,7 @@ def test_the_processes_environment_carries_everything(home):
     stale = {"FSDP_OFFLOAD_PARAMS": "true", "FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Old", "HOME": "h"}
     made = given.environment(stale)
     read = EngineSettings.from_environment(made)
-    assert read == EngineSettings(**{f.name: getattr(given.engine, f.name) for f in options_of(EngineSettings)}
-                                  | {"cpu_ram_efficient_loading": False})  # fmt: skip
+    assert read == given.engine
     assert made["HOME"] == "h" and "FSDP_OFFLOAD_PARAMS" not in made
     assert made["ACCELERATE_USE_FSDP"] == "true" and made["FULLSHARD_DEVICE"] == "cpu"
     resolved = json.loads(made["FULLSHARD_RESOLVED"])
@@ -123,11 +122,10 @@ def test_the_processes_environment_carries_everything(home):
 
 def test_every_setting_survives_the_environment():
     """Whatever an option's value, the processes read what was meant."""
-    forced = ("cpu_ram_efficient_loading",)  # always false there: transformers would act on it
     refused = ("xla", "tp_size", "cp_size", "sp_size")
     tried = 0
     for one in options_of(EngineSettings):
-        if not one.env or one.name in (*forced, *refused):
+        if not one.env or one.name in refused:
             continue
         texts = ["true", "false"] if one.kind is bool or one.name == "reshard_after_forward" else one.choices or ["7"]
         for text in texts:
@@ -161,13 +159,13 @@ def test_flags_end_at_the_script(tmp_path, home):
         ("--num_processes", "--num_processes needs a value"),
         ("--mixed_precision bf17", "--mixed_precision: expected no, fp16, bf16, fp8, got 'bf17'"),
         ("--max_restarts -1 --dry_run", "--max_restarts: expected 0 or more"),
-        ("--use_fsdp --multi_gpu --dry_run", "give one of them"),
-        ("--use_deepspeed --dry_run", "DEEPSPEED is not offered"),
-        ("--use_megatron_lm --dry_run", "MEGATRON_LM is not offered"),
-        ("--tpu --dry_run", "the XLA engine, which is not there yet"),
+        ("--use_fsdp --multi_gpu --dry_run", "use one of them"),
+        ("--use_deepspeed --dry_run", "DEEPSPEED is not supported"),
+        ("--use_megatron_lm --dry_run", "MEGATRON_LM is not supported"),
+        ("--tpu --dry_run", "XLA is not supported yet"),
         ("", "no script"),
         ("nothing.py", "the script nothing.py does not exist"),
-        ("nothing", "a module is started with -m"),
+        ("nothing", "to run a module, use -m"),
         ("--no_python nothing-at-all", "was not found"),
     ],
 )

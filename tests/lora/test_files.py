@@ -1,4 +1,4 @@
-"""4-bit models and files: quantised while loading, read from and written to bitsandbytes' form, resumed, exported."""
+"""4-bit models and files: quantized while loading, read from and written to bitsandbytes' form, resumed, exported."""
 
 import bitsandbytes.functional as bnb
 import pytest
@@ -62,7 +62,7 @@ def with_adapter(model):
         pytest.param("HYBRID_SHARD", True, True, marks=pytest.mark.slow),
     ],
 )
-def test_quantised_while_loading(tmp_path, world_size, strategy, offload, double):
+def test_quantized_while_loading(tmp_path, world_size, strategy, offload, double):
     if world_size == 1 and strategy.startswith("HYBRID"):
         pytest.skip("one rank has no replicas")
     plain = llama(torch.bfloat16)
@@ -124,7 +124,7 @@ def test_files_that_bitsandbytes_wrote_are_loaded_as_they_are(tmp_path, double, 
         )
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     other = Scheme(double=not double)
-    with pytest.raises(UserError, match="configuration it was quantised with"):
+    with pytest.raises(UserError, match="configuration it was quantized with"):
         load_pretrained(tmp_path / "packed", mesh_for("FULL_SHARD"), quantization_config=other, progress=False)
 
 

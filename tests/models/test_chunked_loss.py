@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from fullshard.data.encode import TextSettings
-from fullshard.data.loader import IGNORED, Collator, load_table
+from fullshard.data.loader import Collator, load_table
+from fullshard.data.pretokenized import IGNORED
 from fullshard.data.sources import row_source
 from fullshard.models.chunked_loss import DeferredLogits, LeanHead, chunked_cross_entropy
 from tests.data.tiny import make_tokenizer, text_rows
@@ -76,7 +77,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(name: str, chunk: int) -> 
     model.zero_grad()
     head = LeanHead(model, chunk)
     assert head.head is not None, head.why_not
-    output = model(input_ids=ids, labels=labels, use_cache=False)
+    with head.loss_pass() as measured:
+        output = model(input_ids=ids, labels=labels, use_cache=False)
     (output.loss / 3).backward()
     assert output.logits is None
     torch.testing.assert_close(output.loss, expected, rtol=1e-12, atol=0)
@@ -84,11 +86,10 @@ def test_loss_and_gradients_are_those_of_whole_logits(name: str, chunk: int) -> 
         if n in gradients:
             torch.testing.assert_close(p.grad, gradients[n], rtol=1e-9, atol=1e-12)
     learnt = labels[:, 1:] != IGNORED
-    assert head.statistics is not None
     chances = logits[:, :-1].softmax(-1)
     entropy = -(chances * chances.log()).sum(-1)
-    assert head.statistics.sums[1] == ((logits[:, :-1].argmax(-1) == labels[:, 1:]) & learnt).sum()
-    torch.testing.assert_close(head.statistics.sums[2], (entropy * learnt).sum().detach())
+    assert measured.sums[1] == ((logits[:, :-1].argmax(-1) == labels[:, 1:]) & learnt).sum()
+    torch.testing.assert_close(measured.sums[2], (entropy * learnt).sum().detach())
 
 
 def test_logits_never_exist_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,28 +103,31 @@ def test_logits_never_exist_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     model = build("llama")
-    LeanHead(model, 5)
+    head = LeanHead(model, 5)
     monkeypatch.setattr(F, "linear", spy)
     ids, labels = batch()
-    model(input_ids=ids, labels=labels).loss.backward()
+    with head.loss_pass():
+        model(input_ids=ids, labels=labels).loss.backward()
     assert largest == [5] * 6 + [3]
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
     model = build("llama")
     model.lm_head.weight.requires_grad_(False)
-    LeanHead(model, 4)
+    head = LeanHead(model, 4)
     ids, labels = batch()
-    model(input_ids=ids, labels=labels).loss.backward()
+    with head.loss_pass():
+        model(input_ids=ids, labels=labels).loss.backward()
     assert model.lm_head.weight.grad is None and model.model.embed_tokens.weight.grad is not None
 
 
 def test_generation_and_plain_logits_are_untouched() -> None:
     model = build("llama").float()
-    ids, _ = batch()
-    before = model(input_ids=ids).logits
+    ids, labels = batch()
+    before, loss = model(input_ids=ids).logits, model(input_ids=ids, labels=labels).loss
     LeanHead(model, 4)
     assert torch.equal(model(input_ids=ids).logits, before)
+    assert torch.equal(model(input_ids=ids, labels=labels).loss, loss), "the model's own outside loss_pass"
     assert model.generate(ids[:1], max_new_tokens=3, do_sample=False).shape == (1, ids.shape[1] + 3)
 
 
@@ -155,7 +159,8 @@ def test_a_head_that_is_no_plain_linear_layer_is_said_and_exact() -> None:
     model.lm_head = head
     lean = LeanHead(model)
     assert "the output head is Head" in lean.why_not
-    torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, expected, rtol=1e-12, atol=0)
+    with lean.loss_pass():
+        torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, expected, rtol=1e-12, atol=0)
 
 
 def test_in_bf16_as_exact_as_whole_logits() -> None:
@@ -237,8 +242,7 @@ def test_text_rows_of_the_tiny_model_pack_alike(tmp_path: Path) -> None:
             row_source(text_rows(25), "x"), make_tokenizer(), TextSettings(48, packing=packing), str(tmp_path)
         )
         data = Collator(2, isolate=packing)(table, range(len(table)))
-        with torch.no_grad():
+        with torch.no_grad(), head.loss_pass() as measured:
             model(**data, use_cache=False)
-        assert head.statistics is not None
-        sums.append(head.statistics.sums)
+        sums.append(measured.sums)
     torch.testing.assert_close(sums[0], sums[1], rtol=1e-10, atol=1e-10)

@@ -24,12 +24,13 @@ from transformers import (
 )
 
 from fullshard import runtime
-from fullshard.data.loader import IGNORED, Collator
+from fullshard.data.loader import Collator
+from fullshard.data.pretokenized import IGNORED
 from fullshard.errors import ConfigError
 from fullshard.models import packing_check
 from fullshard.models.chunked_loss import LeanHead
-from fullshard.models.packed_inputs import Packed, Way
-from fullshard.models.packing_check import SEES, Trial, try_packing
+from fullshard.models.packed_inputs import Packed, PackingMethod
+from fullshard.models.packing_check import LEAKS, Trial, try_packing
 from fullshard.models.small_copy import small_models
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
@@ -67,12 +68,11 @@ def runnable(model: Any) -> Any:
     raise AssertionError("the trial had a model, this has none")
 
 
-def summed(model: Any, way: Way, collator: Collator, rows: list[Any]) -> float:
+def summed(model: Any, way: PackingMethod, collator: Collator, rows: list[Any]) -> float:
     head, packed, batch = LeanHead(model, 16), Packed(model, way), collator(Rows(), rows)
-    with torch.no_grad(), packed.rows(batch):
+    with torch.no_grad(), packed.rows(batch), head.loss_pass() as measured:
         model(**batch, use_cache=False)
-    assert head.statistics is not None
-    return float(head.statistics.loss)
+    return float(measured.sums[0])
 
 
 @pytest.mark.parametrize("family", SWEPT)
@@ -88,8 +88,8 @@ def test_a_family_is_packed_if_its_documents_have_the_losses_they_have_alone(fam
     if not verdict.tried or family == "git":  # whose loss is over what follows an image, and fails without one
         return
     small = runnable(model)
-    way = verdict.way or Way()
-    alone = [summed(copy.deepcopy(small), Way(), Collator(0), [(i,)]) for i in range(6)]
+    way = verdict.way or PackingMethod()
+    alone = [summed(copy.deepcopy(small), PackingMethod(), Collator(0), [(i,)]) for i in range(6)]
     together = summed(copy.deepcopy(small), way, Collator(0, isolate=True), [0, 1, 2])
     same = together == pytest.approx(sum(alone), rel=2e-5)
     assert same == (verdict.way is not None), (together, sum(alone))
@@ -104,8 +104,8 @@ def check_own_loss(model: Any) -> None:
     expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     head = LeanHead(model, 7)
-    head.scale = 1 / int((batch["labels"][:, 1:] != IGNORED).sum())
-    loss = model(**batch, use_cache=False).loss
+    with head.loss_pass(scale=1 / int((batch["labels"][:, 1:] != IGNORED).sum())):
+        loss = model(**batch, use_cache=False).loss
     loss.backward()
     torch.testing.assert_close(loss, own, rtol=1e-5, atol=1e-6)
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -120,7 +120,7 @@ def test_random_numbers_are_not_touched() -> None:
     model = make_model()
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    assert try_packing(model, CPU, False).way == Way()
+    assert try_packing(model, CPU, False).way == PackingMethod()
     assert torch.equal(torch.get_rng_state(), before) and torch.get_default_dtype() == torch.float32
 
 
@@ -145,12 +145,12 @@ def test_what_cannot_be_packed_is_refused_before_any_token_is_made(tmp_path: Pat
         return SFTTrainer(model, config, train_dataset=text_rows(8), tokenizer=make_tokenizer())
 
     shape = make_model().config
-    with pytest.raises(ConfigError, match=f"packing: {SEES} in Forgetful"):
+    with pytest.raises(ConfigError, match=f"packing: {LEAKS} in Forgetful"):
         start(Forgetful(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4)), trust_packing=True)
     with pytest.raises(ConfigError, match=r"whether Own keeps documents .* cannot be tried .*needed.*trust_packing"):
         start(Own(shape, 1))
     assert not (tmp_path / "cache").exists()
-    assert start(Own(shape, 1), trust_packing=True).parts.way == Way()
+    assert start(Own(shape, 1), trust_packing=True).parts.packing == PackingMethod()
 
 
 SHAPE = {
@@ -210,5 +210,5 @@ def test_the_trial_is_short_whatever_the_model(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(packing_check, "small_models", lambda *a: (made.append(m) or m for m in small(*a)))
     with torch.device("meta"):
         model = make_model(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=20)
-    assert try_packing(model, CPU, False).way == Way()
+    assert try_packing(model, CPU, False).way == PackingMethod()
     assert len(made) == 1 and sum(p.numel() for p in made[0].parameters()) < 2**20

@@ -64,9 +64,9 @@ def test_what_cannot_be_scaled_is_refused(tmp_path: Path) -> None:
         scale_rope(GPT2Config(), "linear", 4096, print)
     shape = make_model().config
     shape.rope_parameters = {**shape.rope_parameters, "rope_type": "llama3"}
-    with pytest.raises(ConfigError, match=r"scaled already \(llama3\)"):
+    with pytest.raises(ConfigError, match=r"already has scaled positions \(llama3\)"):
         scale_rope(shape, "linear", 4096, print)
-    with pytest.raises(ConfigError, match="rope_scaling dynamic follows the longest document"):
+    with pytest.raises(ConfigError, match="rope_scaling dynamic depends on the longest document"):
         settings(tmp_path, rope_scaling="dynamic", packing=True)
     with pytest.raises(ConfigError, match="the model is in memory already"):
         SFTTrainer(make_model(), settings(tmp_path, rope_scaling="yarn"), train_dataset=text_rows(3))
@@ -77,4 +77,4 @@ def test_nothing_is_scaled_without_need(tmp_path: Path) -> None:
     shape, said = AutoConfig.from_pretrained(tmp_path / "model"), []
     before = shape.to_dict()
     scale_rope(shape, "yarn", 128, said.append)
-    assert shape.to_dict() == before and "nothing to do" in said[0]
+    assert shape.to_dict() == before and "not needed" in said[0]

@@ -34,7 +34,7 @@ from fullshard import runtime
 from fullshard.errors import ConfigError, FSDPError
 from fullshard.fsdp import uneven_batches
 from fullshard.parallelize.data_loader import RankLoader
-from fullshard.parallelize.row_assignment import deal
+from fullshard.parallelize.row_assignment import rank_batches
 from tests.parallelize.test_prepare import assert_values, data
 from tests.parallelize.test_settings import Model
 from tests.pool import ranks
@@ -47,7 +47,7 @@ def test_every_row_is_dealt_once(count, size, world_size, drop, own):
     batches = [list(range(i, min(i + size, count))) for i in range(0, count, size)]
     if drop:
         batches = [b for b in batches if len(b) == size]
-    dealt = [list(deal(batches, rank, world_size, None if own else size, drop)) for rank in range(world_size)]
+    dealt = [list(rank_batches(batches, rank, world_size, None if own else size, drop)) for rank in range(world_size)]
     assert len({len(d) for d in dealt}) == 1 and all(one.batch for d in dealt for one in d)
     steps = list(zip(*dealt, strict=True))
     order = [row for step in steps for one in step if one.rows for row in one.batch]
@@ -245,9 +245,9 @@ def test_streams_and_samplers_are_told_the_epoch_and_begin_anywhere():
 
 @ranks(2)
 def test_what_a_loader_is_refused_for():
-    with pytest.raises(ConfigError, match="worker processes"):
+    with pytest.raises(ConfigError, match="each worker process of an IterableDataset"):
         fullshard.prepare(DataLoader(Stream(), num_workers=1))
-    with pytest.raises(ConfigError, match="DistributedSampler, which gives each rank its own rows already"):
+    with pytest.raises(ConfigError, match="DistributedSampler, which already splits the rows"):
         fullshard.prepare(DataLoader(Items(), sampler=DistributedSampler(Items())))
     with pytest.raises(ConfigError, match="loss_reduction is 'max'; expected mean or sum"):
         fullshard.prepare(DataLoader(Items()), loss_reduction="max")
@@ -398,7 +398,7 @@ def test_a_mean_over_tokens(world_size):
         assert tokens == int(mask[number * 8 : number * 8 + 8].sum())
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=1e-12)
-    with pytest.raises(FSDPError, match=r"weighted\(-1\): expected how many things"), fullshard.weighted(-1):
+    with pytest.raises(FSDPError, match=r"weighted\(-1\): expected the number of items"), fullshard.weighted(-1):
         pass
 
 
@@ -460,7 +460,7 @@ def test_what_cannot_be_joined_is_said_on_every_rank():
     with pytest.raises(ConfigError, match=r"a tensor of \[2, 3\] in float32, rank 1 one of \[2, 4\] in float32"):
         fullshard.gather_for_metrics(mine)
     detections = [{"box": torch.zeros(2)}] * (1 + runtime.rank())
-    with pytest.raises(ConfigError, match=r"rank 0 gave \[\{box: a tensor\}\], rank 1 gave .* use_gather_object=True"):
+    with pytest.raises(ConfigError, match=r"rank 0 has \[\{box: a tensor\}\], rank 1 has .* use_gather_object=True"):
         fullshard.gather_for_metrics(detections)
     assert len(fullshard.gather_for_metrics(detections, use_gather_object=True)) == 3
 

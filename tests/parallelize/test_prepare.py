@@ -90,11 +90,11 @@ def test_what_prepare_refuses():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.zeros(2, 8)).sum().backward()
     optimizer.step()
-    with pytest.raises(ConfigError, match="has taken steps on the whole parameters"):
+    with pytest.raises(ConfigError, match="has already taken steps on the unsharded parameters"):
         fullshard.prepare(model, optimizer)
-    with pytest.raises(ConfigError, match="sharded already"):
+    with pytest.raises(ConfigError, match="already sharded"):
         fullshard.prepare(model)
-    with pytest.raises(ConfigError, match="not list"):
+    with pytest.raises(ConfigError, match="got a list; expected torch models"):
         fullshard.prepare([1])
 
 

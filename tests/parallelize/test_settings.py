@@ -1,4 +1,4 @@
-"""Every option of the engine changes what the engine does, or says why it does not."""
+"""Every option of the engine changes what the engine does; the options that do not are in one table."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from fullshard.errors import ConfigError, FSDPError
 from fullshard.fsdp import ShardingStrategy, activation_checkpointing, build
 from fullshard.fsdp.activation_checkpointing import _Checkpointed
 from fullshard.fsdp.strategy import BackwardPrefetch
+from fullshard.launch.config import ProcessSettings, RunSettings
 from fullshard.options import options_of
 from fullshard.parallelize import settings as engine
+from fullshard.parallelize.fsdp_flags import settings_from_trainer_flags
+from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
+from fullshard.parallelize.model import shard_model
 from fullshard.parallelize.settings import EngineSettings
 from tests.pool import ranks
 
@@ -75,7 +79,7 @@ def facts(settings: EngineSettings) -> dict[str, object]:
         patch.setattr(build, "assemble", observed)
         patch.setattr(nn.Module, "compile", lambda self, **options: compiled.append(options))
         torch.manual_seed(runtime.rank())
-        model = settings.wrap(Model())
+        model = shard_model(Model(), settings)
     told["compiled"] = compiled
     told["plain"] = [name for name, p in model.named_parameters() if not hasattr(p, "full_tensor")]
     kinds = [m.__dict__.get("forward") for m in model.modules()]
@@ -89,12 +93,9 @@ def facts(settings: EngineSettings) -> dict[str, object]:
 
 
 @ranks(2)
-def test_every_option_changes_the_run_or_says_why_not():
+def test_every_option_changes_the_run():
     covered = set(CHANGES) | set(REFUSED)
     for one in options_of(EngineSettings):
-        if one.no_op:
-            assert len(one.no_op) > 20 and one.name not in covered
-            continue
         if one.name in REFUSED:
             with pytest.raises(ConfigError, match=one.name):
                 EngineSettings(**{one.name: REFUSED[one.name]})
@@ -136,7 +137,7 @@ def test_what_the_options_mean():
 def test_checkpointed_inputs_on_the_host_give_the_same_gradients():
     def gradients(**values):
         torch.manual_seed(0)
-        model = EngineSettings(**values).wrap(Model())
+        model = shard_model(Model(), EngineSettings(**values))
         model(torch.randn(4, 8)).sum().backward()
         return [p.grad.full_tensor() for p in model.parameters()]
 
@@ -150,7 +151,7 @@ def test_checkpointed_inputs_on_the_host_give_the_same_gradients():
 
         patch.setattr(activation_checkpointing, "_to_host", counted)
         offloaded = gradients(activation_checkpointing=True, activation_checkpointing_offload=True)
-    assert len(moved) == 2
+    assert len([shape for shape in moved if shape.numel()]) == 2  # torch 2.11 also saves an empty tensor
     for a, b in zip(plain, offloaded, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
@@ -160,33 +161,41 @@ def test_a_layer_class_that_the_model_does_not_have():
     with pytest.raises(
         FSDPError, match=r"no module of class BertLayer in Model\. Candidates found in the model: Block"
     ):
-        EngineSettings(transformer_layer_cls_to_wrap=("BertLayer",)).wrap(Model())
-    with pytest.raises(ConfigError, match="no module's name matches 'nothing' as a whole"):
-        EngineSettings(ignored_modules="nothing").wrap(Model())
+        shard_model(Model(), EngineSettings(transformer_layer_cls_to_wrap=("BertLayer",)))
+    with pytest.raises(ConfigError, match="no module's full name matches 'nothing'"):
+        shard_model(Model(), EngineSettings(ignored_modules="nothing"))
 
 
 def test_names_are_the_engines_own():
-    assert [(s.name, s.value) for s in ShardingStrategy] == list(zip(engine.STRATEGIES, range(1, 6), strict=True))
+    assert [(s.name, s.value) for s in ShardingStrategy] == [(name, i) for i, name in enumerate(engine.STRATEGIES, 1)]
 
 
 def test_trainer_flags_lie_over_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "NO_SHARD")
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    made = EngineSettings.from_trainer_flags(
-        fsdp="full_shard auto_wrap", fsdp_config={"backward_prefetch": "backward_post"}
-    )
+    made = settings_from_trainer_flags(fsdp="full_shard auto_wrap", fsdp_config={"backward_prefetch": "backward_post"})
     assert (made.strategy, made.offload_params, made.backward_prefetch) == ("FULL_SHARD", True, "BACKWARD_POST")
     whole, notes = tmp_path / "c.yaml", []
     whole.write_text("num_processes: 2\nmixed_precision: bf16\nfsdp_config:\nfsdp_offload_params: false\n")
-    made = EngineSettings.from_trainer_flags(fsdp_config=whole, notes=notes)
+    made = settings_from_trainer_flags(fsdp_config=whole, notes=notes)
     assert (made.strategy, made.offload_params, made.mixed_precision) == ("NO_SHARD", False, "bf16")
     assert any("num_processes" in note for note in notes)
     with pytest.raises(ConfigError, match="did you mean backward_prefetch"):
-        EngineSettings.from_trainer_flags(fsdp_config={"backward_prefetc": 1})
+        settings_from_trainer_flags(fsdp_config={"backward_prefetc": 1})
 
 
 def test_every_option_has_a_text_and_a_place():
     assert {one.name for one in options_of(EngineSettings)} == {f.name for f in dataclasses.fields(EngineSettings)}
     for one in options_of(EngineSettings):
         assert one.help.endswith("."), one.name
-        assert one.env or one.no_op, one.name
+        assert one.env and not one.no_op, one.name
+
+
+def test_ignored_options_are_read_and_belong_to_no_configuration():
+    taken = {one.key for config in (EngineSettings, ProcessSettings, RunSettings) for one in options_of(config)}
+    assert not taken & {one.key for one in IGNORED_OPTIONS}
+    assert all(len(one.no_op) > 20 for one in IGNORED_OPTIONS)
+    section = {"use_orig_params": False, "fsdp_limit_all_gathers": False, "xla_fsdp_settings": {"a": 1}}
+    assert settings_from_trainer_flags(fsdp_config=section) == EngineSettings()
+    with pytest.raises(ConfigError, match="use_orig_params: expected true or false, got 'perhaps'"):
+        settings_from_trainer_flags(fsdp_config={"use_orig_params": "perhaps"})

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fullshard.fsdp import FSDPv2, checkpoint_module, transformer_auto_wrap_policy
-from fullshard.quant.quantize_model import quantize_model
+from fullshard.quant.quantize import quantize_model
 from fullshard.quant.sharded_groups import Scheme
 from tests.fsdp.programs import mean_over_ranks, mesh_for, mine
 

@@ -14,14 +14,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import fullshard.spmd as xs
-from fullshard import load_pretrained, load_state, runtime, save_pretrained, save_state
+from fullshard import load_pretrained, load_state, lora, runtime, save_pretrained, save_state
 from fullshard.errors import QuantizationError
 from fullshard.fsdp import FSDPv2, checkpoint_module, transformer_auto_wrap_policy
-from fullshard.lora import targets
-from fullshard.quant.expert_weights import Factors
+from fullshard.quant.expert_weights import LoraFactors
 from fullshard.quant.experts import NF4Experts
 from fullshard.quant.export import model_tensors
-from fullshard.quant.quantize_model import dequantize_model, quantize_model, quantized_experts
+from fullshard.quant.quantize import dequantize_model, quantize_model, quantized_experts
 from fullshard.quant.sharded_groups import Scheme
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.fsdp.programs import STRATEGIES, mesh_for, mine
@@ -97,7 +96,7 @@ def test_bytes_are_those_of_bitsandbytes_expert_by_expert(family, scheme):
         module, _, own = where.rpartition(".")
         if unpacked.shape[-1] % scheme.blocksize == 0:  # bitsandbytes unpacks others with wrong scales on CPUs
             assert torch.equal(model.get_submodule(module).dequantize(own)[int(index)], unpacked)
-    assert targets.count_parameters(model) == (sum(p.numel() for p in model.parameters() if p.requires_grad),
+    assert lora.count_parameters(model) == (sum(p.numel() for p in model.parameters() if p.requires_grad),
                                             sum(p.numel() for p in dense.parameters()))  # fmt: skip
 
 
@@ -181,7 +180,11 @@ def test_every_use_of_a_weight_counts_the_adapters_in_force():
     experts = quantize_model(mixtral(), Scheme()).model.layers[0].mlp.experts
     torch.manual_seed(1)
     left, right = torch.randn(3, 192, 4), torch.randn(3, 4, 128)
-    for adapters in ([], [Factors(left, right, 0.5)], [Factors(left, right, 0.5), Factors(-left, right, 0.25)]):
+    for adapters in (
+        [],
+        [LoraFactors(left, right, 0.5)],
+        [LoraFactors(left, right, 0.5), LoraFactors(-left, right, 0.25)],
+    ):
         experts.adapters["gate_up_proj"] = adapters
         weight, dense = experts.gate_up_proj, experts.dequantize("gate_up_proj")
         for one in adapters:
@@ -235,7 +238,7 @@ def with_meta_lora(model):
      for s, o in itertools.product(STRATEGIES, [False, True])],
 )  # fmt: skip
 def test_trained_from_files_resumed_and_loaded_by_peft(tmp_path, strategy, offload):
-    """Quantised while loading, by ranks that share experts; adapters on experts, router and the rest."""
+    """Quantized while loading, by ranks that share experts; adapters on experts, router and the rest."""
     base, scheme = saved(tmp_path / "base"), Scheme(double=True)
     model = from_files(base, scheme, strategy, cpu_offload=offload)
     dense = mixtral()

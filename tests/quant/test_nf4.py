@@ -246,5 +246,5 @@ def test_what_is_refused():
     with pytest.raises(QuantizationError, match="quant_map"):
         files.from_tensors({**tensors, "weight.quant_map": tensors["weight.quant_map"] * 2})
     state.nested.code[0] = -1
-    with pytest.raises(QuantizationError, match="a map of their own"):
+    with pytest.raises(QuantizationError, match="a custom table"):
         from_state(packed, state)

@@ -9,13 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fullshard.spmd as xs
-from fullshard import runtime
+from fullshard import lora, runtime
 from fullshard.errors import QuantizationError
 from fullshard.fsdp import FSDPv2, MixedPrecision, transformer_auto_wrap_policy
-from fullshard.lora import targets
 from fullshard.quant.export import model_tensors
 from fullshard.quant.linear import NF4Linear
-from fullshard.quant.quantize_model import quantize_model, quantized_layers
+from fullshard.quant.quantize import quantize_model, quantized_layers
 from fullshard.quant.sharded_groups import Scheme, quantize_shard, shard_range
 from tests.fsdp.programs import STRATEGIES, mesh_for, mine
 from tests.pool import ranks
@@ -90,7 +89,7 @@ def test_scales_of_scales_do_not_depend_on_the_number_of_ranks():
 
 
 @ranks(2, 4)
-def test_bytes_at_rest_and_gathered_are_those_that_were_quantised():
+def test_sharded_and_gathered_bytes_are_those_that_were_quantized():
     """Also where packed bytes would be NaNs in the storage dtype, and compute is in another."""
     scheme = Scheme(storage=torch.bfloat16)
     plain = quantize_model(llama(), scheme)
@@ -175,7 +174,7 @@ def test_one_unit_holds_packed_base_narrow_norms_and_wide_adapters(precision):
     assert dense == {torch.bfloat16}, census.made  # unpacked to the dtype of the activations, never wider
     trained = {n for n, p in model.named_parameters() if p.grad is not None}
     assert trained == {n for n, p in model.named_parameters() if "lora" in n} and len(trained) == 28
-    assert targets.summary(model) == targets.summary(with_lora(llama()))
+    assert lora.summary(model) == lora.summary(with_lora(llama()))
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ import pytest
 
 from fullshard.errors import ConfigError
 from fullshard.reporting import loggers
+from fullshard.reporting.records import Sample
 from fullshard.reporting.reporter import Reporter, sample_text
-from fullshard.train import cli_args
+from fullshard.train import checked_run
 from fullshard.train.config import SFTConfig
-from fullshard.train.samples import Sample
 from fullshard.train.trainer import SFTTrainer
 
 SAMPLES = [Sample(2, "say\n<hi>", "hi\x1b[2J", "hi"), Sample(2, "and?", "", None)]
@@ -57,8 +57,12 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("wandb", None)
 
 
+def opener(config: SFTConfig) -> loggers.OpenLoggers:
+    return loggers.opener(config.report_to, config.to_dict(), config.run_name)
+
+
 def run(folder: Path, step: int, **settings: Any) -> Reporter:
-    reporter = Reporter(folder, 10, "quiet", loggers.opener(SFTConfig(**settings)))
+    reporter = Reporter(folder, 10, "quiet", opener(SFTConfig(**settings)))
     reporter.start(step)
     reporter.log(step + 2, {"loss": 1.5, "eval_loss": 2.5, "note": "text"})
     reporter.samples(step + 2, SAMPLES)
@@ -93,7 +97,7 @@ def test_weights_and_biases(tmp_path: Path, wandb: Any) -> None:
     assert wandb.calls[0][2]["name"] == tmp_path.name
 
 
-def test_a_board_that_fails_is_left_out(tmp_path: Path, wandb: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logger_that_fails_is_disabled(tmp_path: Path, wandb: Any, caplog: pytest.LogCaptureFixture) -> None:
     wandb.fails.add("log")
     reporter = run(tmp_path, 0, report_to="wandb")
     assert len(reporter.history) == 1 and len(reporter.answers) == 2, "the run's own files have it all"
@@ -102,8 +106,8 @@ def test_a_board_that_fails_is_left_out(tmp_path: Path, wandb: Any, caplog: pyte
     run(tmp_path, 0, report_to="wandb")
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        "report_to WeightsAndBiases: log failed; training goes on without it",
-        "report_to wandb: no network; training goes on without it",
+        "report_to WeightsAndBiases: log failed; training continues without it",
+        "report_to wandb: no network; training continues without it",
     ]
 
 
@@ -113,8 +117,8 @@ def test_what_is_not_installed(
     """Without a word where nobody asked for it; what is named is an error before anything is done."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for given in ("auto", "all", "none"):
-        cli_args.check_report_to(given)
-        assert loggers.opener(SFTConfig(report_to=given))(tmp_path, 0) == []
+        checked_run.check_report_to(given)
+        assert opener(SFTConfig(report_to=given))(tmp_path, 0) == []
     assert SFTConfig().report_to == "auto" and not caplog.records
     with pytest.raises(ConfigError, match="report_to names wandb, which is not installed; pip install wandb"):
         SFTTrainer(args=SFTConfig(report_to="none,wandb"))
@@ -122,11 +126,11 @@ def test_what_is_not_installed(
         SFTConfig(report_to="trackio")
 
 
-def test_which_boards_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_loggers_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(loggers, "BOARDS", {name: lambda *given, name=name: name for name in loggers.BOARDS})
+    monkeypatch.setattr(loggers, "LOGGERS", {name: lambda *given, name=name: name for name in loggers.LOGGERS})
     for given, opened in {"auto": ["tensorboard"], "all": ["tensorboard", "wandb"], "wandb": ["wandb"]}.items():
-        assert loggers.opener(SFTConfig(report_to=given))(tmp_path, 0) == opened
+        assert opener(SFTConfig(report_to=given))(tmp_path, 0) == opened
 
 
 def test_samples_in_files_and_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,11 +127,11 @@ def test_report_and_card(tmp_path: Path) -> None:
     config = SFTConfig(learning_rate=3e-4, run_name="a <run>")
     history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "eval_loss": 1.5}, {"step": 3, "loss": None}]
     samples = [{"step": n, "prompt": "<p>", "answer": f"a{n}", "reference": "r"} for n in (1, 2)]
-    write_report(tmp_path / "report.html", config, history, {"steps": 3}, samples)
+    write_report(tmp_path / "report.html", config.run_name, config.changed(), history, {"steps": 3}, samples)
     page = (tmp_path / "report.html").read_text()
     assert "<h1>a &lt;run&gt;</h1>" in page and page.count("<polyline") == 2 and "0.0003" in page
     assert "<pre>&lt;p&gt;</pre>" in page and page.index("<pre>a1") < page.index("<pre>a2") < page.index("<pre>r<")
     facts = {"base": "llama", "adapter": True, "data": "x.jsonl", "steps": 3, "ranks": 2, "metrics": {"loss": 1.0}}
-    write_card(tmp_path, config, {**facts, "versions": {"torch": "2"}})
+    write_card(tmp_path, config.run_name, config.changed(), {**facts, "versions": {"torch": "2"}})
     card = (tmp_path / "README.md").read_text()
     assert 'library_name: "peft"' in card and 'base_model: "llama"' in card and "| `learning_rate` | `0.0003` |" in card

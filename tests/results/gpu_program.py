@@ -12,11 +12,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fullshard.data.chat_template import TEMPLATES
+from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.quant.linear import NF4Linear
-from fullshard.quant.quantize_model import quantize_model
+from fullshard.quant.quantize import quantize_model
 from fullshard.results.chat import Chat
-from fullshard.results.chat_model import FOUR_BITS, open_speaker
+from fullshard.results.chat_model import FOUR_BITS, load_chat_model
 from fullshard.results.find_result import find
 from tests.data.tiny import make_tokenizer
 from tests.train.tiny import make_model
@@ -41,7 +41,7 @@ def main(place: Path) -> None:
     make_model(**SHAPE).bfloat16().save_pretrained(base)
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = TEMPLATES["chatml"]
+    tokenizer.chat_template = BUILT_IN["chatml"].text
     tokenizer.save_pretrained(base)
 
     def plain() -> Any:
@@ -64,10 +64,10 @@ def main(place: Path) -> None:
     )
     given = torch.tensor([ids], device="cuda")
     for name, (folder, four_bits, model) in cases.items():
-        speaker = open_speaker(find(str(folder)), device="cuda", four_bits=four_bits)
-        assert any(isinstance(m, NF4Linear) for m in speaker.model.modules()) == four_bits
+        loaded = load_chat_model(find(str(folder)), device="cuda", four_bits=four_bits)
+        assert any(isinstance(m, NF4Linear) for m in loaded.model.modules()) == four_bits
         began = time.monotonic()
-        reply = Chat(speaker, None, LIMIT).ask("the red bird")
+        reply = Chat(loaded, None, LIMIT).ask("the red bird")
         took = time.monotonic() - began
         out = model.generate(
             input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=LIMIT, do_sample=False,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import logging as transformers_logging
 
 from fullshard import cli, runtime
-from fullshard.data.chat_template import TEMPLATES
+from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import chat_rows, make_tokenizer
 from tests.train.runs import settings
@@ -33,7 +33,7 @@ def chat_model(folder: Path, **changes: Any) -> Path:
     make_model(**SHAPE, **changes).save_pretrained(folder)
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = TEMPLATES["chatml"]
+    tokenizer.chat_template = BUILT_IN["chatml"].text
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -21,10 +21,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard.errors import ConfigError
-from fullshard.models.generate import Ends, Sampling, ends_of
+from fullshard.models.generate import Sampling, StopCriteria, stop_criteria
 from fullshard.quant.sharded_groups import Scheme
-from fullshard.results.chat import Chat, _Pieces, save
-from fullshard.results.chat_model import open_speaker
+from fullshard.results.chat import Chat, _TextStream, save
+from fullshard.results.chat_model import load_chat_model
 from fullshard.results.find_result import find
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
@@ -41,8 +41,8 @@ def expected(model: Any, tokenizer: Any, messages: list[dict[str, str]], **optio
 
 def assert_talks_like(name: Path, plain: Any, four_bits: bool | None = None, base: str | None = None) -> None:
     """Two turns and a system prompt: text and number of tokens are those of the plain model."""
-    speaker = open_speaker(find(str(name), base), four_bits=four_bits)
-    chat, tokenizer = Chat(speaker, "be brief", LIMIT), speaker.tokenizer
+    loaded = load_chat_model(find(str(name), base), four_bits=four_bits)
+    chat, tokenizer = Chat(loaded, "be brief", LIMIT), loaded.tokenizer
     history = [{"role": "system", "content": "be brief"}]
     for text in ("the red bird", "and the old stone?"):
         shown: list[str] = []
@@ -69,21 +69,23 @@ def test_answers_are_those_of_generate(tmp_path: Path) -> None:
     scheme = Scheme(double=True)
     assert_talks_like(base, rounded(plain(), scheme), four_bits=True)
     assert_talks_like(adapter, PeftModel.from_pretrained(rounded(plain(), scheme), adapter), four_bits=True)
-    speaker = open_speaker(find(str(base)), four_bits=True)
-    speaker.model.save_pretrained(tmp_path / "packed", tokenizer=speaker.tokenizer)
+    loaded = load_chat_model(find(str(base)), four_bits=True)
+    loaded.model.save_pretrained(tmp_path / "packed", tokenizer=loaded.tokenizer)
     assert_talks_like(tmp_path / "packed", rounded(plain(), scheme))
-    speaker = open_speaker(find(str(base)))
-    with pytest.raises(ConfigError, match=r"the conversation has 3\d\d tokens, the model 256 positions; begin anew"):
-        Chat(speaker).ask("the red bird " * 100)
+    loaded = load_chat_model(find(str(base)))
+    with pytest.raises(
+        ConfigError, match=r"the conversation has 3\d\d tokens, but the model has 256 positions; start a new one"
+    ):
+        Chat(loaded).ask("the red bird " * 100)
     for seed in (3, 4):
         torch.manual_seed(seed)
-        reply = Chat(speaker, None, LIMIT, Sampling(0.9, 0.8)).ask("salt")
+        reply = Chat(loaded, None, LIMIT, Sampling(0.9, 0.8)).ask("salt")
         torch.manual_seed(seed)
         options = {"do_sample": True, "temperature": 0.9, "top_p": 0.8, "top_k": 0}
-        tokens = expected(plain(), speaker.tokenizer, [{"role": "user", "content": "salt"}], **options)
-        assert reply.text == speaker.tokenizer.decode(tokens, skip_special_tokens=True)
+        tokens = expected(plain(), loaded.tokenizer, [{"role": "user", "content": "salt"}], **options)
+        assert reply.text == loaded.tokenizer.decode(tokens, skip_special_tokens=True)
     moved = shutil.move(base, tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"base of the adapter in .*/base does not exist; name the folder .* --base"):
+    with pytest.raises(ConfigError, match=r"base of the adapter in .*/base does not exist; set the folder .* --base"):
         find(str(adapter))
     with_adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(moved), adapter)
     assert_talks_like(adapter, with_adapter, base=str(moved))
@@ -106,34 +108,34 @@ def test_a_run_by_command(tmp_path: Path) -> None:
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         (out / name).unlink()
     code, _, error = command(*words, "--prompt", "x")
-    assert code == 2 and "has not written its result yet; its newest checkpoint is that of step 4" in error
+    assert code == 2 and "is a run without a result yet; its newest checkpoint is step 4" in error
     assert error.startswith("fullshard: ") and error.count("\n") == 1
 
 
 def test_where_answers_end() -> None:
     tokenizer = make_tokenizer()
-    ends = Ends(frozenset({1}), (" <end>",), tokenizer.decode)
+    ends = StopCriteria(frozenset({1}), (" <end>",), tokenizer.decode)
     before, mark, after = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("old tree", " <end>", " and"))
     assert ends.cut([*before, 1, *after]) == (before, True) and ends.cut(before) == (before, False)
     cut, over = ends.cut([*before, *mark, *after])
     assert over and cut == [*before, *mark] and ends.text(cut) == "old tree"
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}</s>\n{% endfor %}"
-    found = ends_of(torch.nn.Linear(1, 1), tokenizer)
+    found = stop_criteria(torch.nn.Linear(1, 1), tokenizer)
     assert found.tokens == {1} and found.texts == ()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for mark, tokens, texts in (("<|im_end|> ...", {1, end}, ()), ("[end]", {1}, ("[end]",)), ("", {1}, ())):
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}" + mark + "\n{% endfor %}"
-        found = ends_of(torch.nn.Linear(1, 1), tokenizer)
+        found = stop_criteria(torch.nn.Linear(1, 1), tokenizer)
         assert (found.tokens, found.texts) == (tokens, texts), mark
 
 
 def test_text_appears_in_whole_characters_and_without_marks() -> None:
     tokenizer = make_tokenizer()
     shown: list[str] = []
-    pieces = _Pieces(Ends(frozenset(), ("<end>",), tokenizer.decode), shown.append)
+    pieces = _TextStream(StopCriteria(frozenset(), ("<end>",), tokenizer.decode), shown.append)
     for token in tokenizer("bread é <b <end> x", add_special_tokens=False)["input_ids"]:
-        pieces.tell(token)
+        pieces.add(token)
     assert "".join(shown) == "bread é <b " and "\ufffd" not in "".join(shown) and len(shown) > 3
     assert not any(piece.endswith("<e") for piece in shown)
 
@@ -141,22 +143,22 @@ def test_text_appears_in_whole_characters_and_without_marks() -> None:
 WRONG: list[tuple[list[str], str]] = [
     (["chat", "nowhere/at/all"], "nowhere/at/all does not exist"),
     (["chat", "FILE"], "is a file; expected a folder"),
-    (["chat", "EMPTY"], "holds neither a model"),
-    (["chat", "MODEL", "--base", "x"], "--base names the model that an adapter belongs to"),
-    (["chat", "MODEL", "--checkpoint", "3"], "holds no checkpoints"),
+    (["chat", "EMPTY"], "contains no model (config.json and safetensors files), adapter"),
+    (["chat", "MODEL", "--base", "x"], "--base sets the base model of an adapter"),
+    (["chat", "MODEL", "--checkpoint", "3"], "contains no checkpoints"),
     (["chat", "MODEL", "--temperature", "-1"], "--temperature is -1.0; expected 0 or more"),
     (["chat", "MODEL", "--top_p", "0"], "--top_p is 0.0; expected more than 0"),
     (["chat", "MODEL", "--max-new-tokens", "0"], "--max_new_tokens is 0"),
     (["chat", "MODEL", "--dtype", "int8"], "--dtype is 'int8'; expected auto, float32"),
     (["chat", "MODEL", "--device", "tpu"], "--device is 'tpu'; expected cpu or cuda"),
-    (["chat", "MODEL", "--json"], "--json goes with --prompt"),
+    (["chat", "MODEL", "--json"], "--json needs --prompt"),
     (["chat", "MODEL", "--prompt", " "], "--prompt is empty"),
     (["export", "MODEL", "MODEL"], "exists already and is not empty"),
     (["export", "MODEL", "OUT", "--dtype", "int4"], "--dtype is 'int4'; expected one of float32"),
     (["export", "MODEL", "OUT", "--max-shard-size", "big"], "--max_shard_size is 'big'; expected a size such as 5GB"),
-    (["export", "MODEL", "OUT", "--dequantized"], "it goes with --merge"),
-    (["export", "MODEL", "OUT", "--merge", "--dequantized"], "holds a whole model; there is no adapter"),
-    (["export", "RUN", "OUT"], "has neither a result nor a checkpoint yet"),
+    (["export", "MODEL", "OUT", "--dequantized"], "--dequantized needs --merge"),
+    (["export", "MODEL", "OUT", "--merge", "--dequantized"], "contains a full model; there is no adapter"),
+    (["export", "RUN", "OUT"], "is a run without a result or a checkpoint yet"),
 ]
 
 
@@ -173,7 +175,7 @@ def test_wrong_words_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (code, out) == (2, "") and message in error and error.count("\n") == 1, (words, error)
     assert not (tmp_path / "OUT").exists()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "runs in one process, and here are 2 ranks" in command("chat", str(tmp_path / "MODEL"))[2]
+    assert "runs in one process, but there are 2 ranks" in command("chat", str(tmp_path / "MODEL"))[2]
 
 
 class Terminal:
@@ -244,7 +246,7 @@ def test_a_conversation_is_added_to_json_lines_and_to_nothing_else(tmp_path: Pat
         assert json.loads(added) == {"messages": talk.messages} and added.endswith("\n"), name
     other = tmp_path / "model.safetensors"
     other.write_bytes(b"\x08\0\0\0{}\n")
-    with pytest.raises(ConfigError, match="exists and is not a file of JSON lines"):
+    with pytest.raises(ConfigError, match="exists and is not a JSON lines file"):
         save(talk, other)
     assert other.read_bytes() == b"\x08\0\0\0{}\n"
 
@@ -260,7 +262,7 @@ def test_talking_on_a_terminal(tmp_path: Path) -> None:
         terminal.type("/help\n")
         terminal.until("/save FILE")
         terminal.type("/system be brief\n")
-        terminal.until("(begun anew)")
+        terminal.until("(new conversation)")
         terminal.type("the red bird\n")
         messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the red bird"}]
         first = tokenizer.decode(expected(plain, tokenizer, messages), skip_special_tokens=True)
@@ -270,11 +272,11 @@ def test_talking_on_a_terminal(tmp_path: Path) -> None:
         terminal.until("(stopped)")
         terminal.prompt()
         terminal.process.send_signal(signal.SIGINT)
-        terminal.until("(/exit or Ctrl-D leaves)")
+        terminal.until("(/exit or Ctrl-D to exit)")
         terminal.type(f"/save {tmp_path / 'talk.jsonl'}\n")
-        terminal.until("added 2 turns")
+        terminal.until("appended 2 messages")
         terminal.type("/nothing\n")
-        terminal.until("/nothing is no command")
+        terminal.until("/nothing: unknown command")
         terminal.prompt()
         terminal.type("\x04")
         assert terminal.process.wait(60) == 0

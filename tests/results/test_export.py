@@ -91,7 +91,7 @@ def test_a_run_of_the_whole_model(tmp_path: Path) -> None:
     assert f'from_pretrained("{tmp_path / "b"}", dtype="auto")' in printed and "fullshard chat" in printed
     assert AutoTokenizer.from_pretrained(tmp_path / "b").chat_template
     code, _, error = command("chat", str(out), "--checkpoint", "4", "--prompt", "x")
-    assert code == 2 and "is a checkpoint of a whole model" in error and "fullshard export" in error
+    assert code == 2 and "is a training checkpoint of a full model" in error and "fullshard export" in error
 
 
 @ranks(1)
@@ -107,12 +107,12 @@ def test_a_base_that_is_stored_in_4_bits(tmp_path: Path) -> None:
     plain = rounded(AutoModelForCausalLM.from_pretrained(base), Scheme(double=True)).to(torch.bfloat16)
     assert_same(tmp_path / "out", PeftModel.from_pretrained(plain, adapter).merge_and_unload())
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    with pytest.raises(QuantizationError, match="holds dense weights; say with dequantized="):
+    with pytest.raises(QuantizationError, match="contains dense weights; set dequantized="):
         merge_adapter(adapter, tmp_path / "x", dequantized=True)
     error = command("export", str(adapter), str(tmp_path / "x"), "--merge", "--dequantized")[2]
-    assert "do not say that it trained in 4 bits" in error
+    assert "did not train in 4 bits" in error
     exported(str(tmp_path / "packed"), str(tmp_path / "copy"))
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("copy", "packed"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     error = command("export", str(tmp_path / "packed"), str(tmp_path / "x"), "--dtype", "float16")[2]
-    assert "holds 4-bit weights" in error
+    assert "contains 4-bit weights" in error

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fullshard.spmd as xs
 from fullshard import FSDPv2, runtime
-from fullshard.spmd import ops
+from fullshard.spmd import torch_rules
 from tests.pool import ranks
 from tests.spmd.orders import keepable
 
@@ -168,5 +168,5 @@ def test_how_a_step_runs_is_chosen_once():
             model(torch.randn(4, 8)).square().sum().backward()
             optimizer.step()
             schedule.step()
-            known.append(len(ops._choices))
+            known.append(len(torch_rules._choices))
         assert len(set(known[2:])) == 1, (kind, known)

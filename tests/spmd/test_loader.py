@@ -61,7 +61,7 @@ def test_parts_that_do_not_fit_together():
 @ranks(4)
 def test_batches_that_do_not_fit_the_sharding():
     keyed = {"x": xs.ShardingSpec(square(), ("data", None))}
-    with pytest.raises(BatchError, match=r"keys \['x'\], but the loader gave a tuple"):
+    with pytest.raises(BatchError, match=r"keys \['x'\], but the loader returned a tuple"):
         next(iter(xs.ShardedLoader([(torch.ones(2, 2),)], input_sharding=keyed)))
     with pytest.raises(BatchKeyError, match=r"keys \['x'\] and the batch \['y'\]: the batch lacks \['x'\]") as caught:
         next(iter(xs.ShardedLoader([{"y": torch.ones(2, 2)}], input_sharding=keyed)))

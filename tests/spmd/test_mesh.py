@@ -81,25 +81,25 @@ def test_groups_of_an_axis():
 
 
 BAD_MESHES = {
-    "ids and shape": (([0, 1, 2, 3], (2, 3)), r"4 device ids \[0, 1, 2, 3\].*\(2, 3\), which has 6 places"),
-    "too few ids": (([0, 1], (2, 2)), r"2 device ids \[0, 1\].*4 places"),
+    "ids and shape": (([0, 1, 2, 3], (2, 3)), r"4 device ids \[0, 1, 2, 3\].*\(2, 3\), which has 6 positions"),
+    "too few ids": (([0, 1], (2, 2)), r"2 device ids \[0, 1\].*4 positions"),
     "names and axes": (([0, 1, 2, 3], (2, 2), ("data",)), r"1 axis names \('data',\) for a mesh of 2 axes"),
-    "same name twice": (([0, 1, 2, 3], (2, 2), ("data", "data")), r"\('data', 'data'\) must be different"),
+    "same name twice": (([0, 1, 2, 3], (2, 2), ("data", "data")), r"\('data', 'data'\) must be unique"),
     "empty name": (([0, 1, 2, 3], (2, 2), ("data", "")), r"not empty"),
     "one string as names": (([0, 1], (2, 1), "ab"), r"axis_names must be a sequence of names.*'ab'"),
     "names that are numbers": (([0, 1, 2, 3], (2, 2), (0, 1)), r"axis_names must be a sequence of names"),
-    "same device twice": (([0, 1, 1, 3], (2, 2)), r"\[0, 1, 1, 3\] name \[1\] more than once"),
+    "same device twice": (([0, 1, 1, 3], (2, 2)), r"\[0, 1, 1, 3\] contain \[1\] more than once"),
     "device out of range": (
         ([0, 1, 2, 7], (2, 2)),
         r"device ids \[7\] are out of range.*4 device\(s\), numbered 0 to 3",
     ),
     "negative device": (([0, 1, 2, -1], (2, 2)), r"device ids \[-1\] are out of range"),
-    "devices that are no numbers": ((["a", "b"], (2, 1)), r"device_ids must be whole numbers"),
+    "devices that are no numbers": ((["a", "b"], (2, 1)), r"device_ids must be integers"),
     "shape of nothing": (([], ()), r"at least one size.*got \(\)"),
     "axis of size zero": (([], (0,)), r"1 or more; got \(0,\)"),
-    "fractional shape": (([0, 1], (2.5,)), r"whole number"),
-    "shape that is no sequence": (([0], 1), r"mesh_shape must be a sequence of whole numbers.*not 1"),
-    "shape of words": (([0], ("a",)), r"mesh_shape must be a sequence of whole numbers"),
+    "fractional shape": (([0, 1], (2.5,)), r"an integer of 1 or more"),
+    "shape that is no sequence": (([0], 1), r"mesh_shape must be a sequence of integers.*not 1"),
+    "shape of words": (([0], ("a",)), r"mesh_shape must be a sequence of integers"),
 }
 
 

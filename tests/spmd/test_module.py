@@ -156,7 +156,7 @@ def _two_layers(mesh):
 
 
 def _reminders():
-    return [key for key in runtime.warned() if key.startswith("marked but whole")]
+    return [key for key in runtime.warned() if key.startswith("marked but not sharded")]
 
 
 @ranks(4)
@@ -167,7 +167,7 @@ def test_marks_that_nobody_honours_are_named_once():
     assert not _reminders()
     for _ in range(2):
         model(torch.randn(2, 8))
-    assert _reminders() == ["marked but whole: 0.weight, 1.weight"]
+    assert _reminders() == ["marked but not sharded: 0.weight, 1.weight"]
     assert unused_annotations._forward_hook is None  # nothing is left to look for
 
     runtime.forget_warnings()
@@ -175,7 +175,7 @@ def test_marks_that_nobody_honours_are_named_once():
     xs.mark_sharding(bare, mesh, ("model", None))
     bare.sum().backward()
     torch.optim.SGD([bare], lr=0.1).step()
-    assert _reminders() == ["marked but whole: a parameter of shape (4, 4)"]
+    assert _reminders() == ["marked but not sharded: a parameter of shape (4, 4)"]
 
     runtime.forget_warnings()
     for model in (

@@ -285,7 +285,7 @@ def test_a_tensor_reshaped_in_place():
 def test_a_write_that_cannot_reach_its_tensor_is_refused():
     t = xs.mark_sharding(torch.randn(3, 4), square(), (("data", "model"), None))
     view = t.unfold(0, 2, 1)
-    with pytest.raises(LayoutError, match=r"a write into a view made by aten.unfold.*\(3, 4\)"):
+    with pytest.raises(LayoutError, match=r"a write to a view made by aten.unfold.*\(3, 4\)"):
         view.zero_()
 
 

@@ -171,12 +171,12 @@ def test_local_shards_are_loaded_back():
     t.load_local_shards_([value[mine.indices]])
     assert torch.equal(t.full_tensor(), value)
     t.load_local_shards_(t.local_shards)
-    with pytest.raises(LayoutError, match=r"shape \(9, 9\).*piece of the \(6, 4\).*shape \(3, 2\)"):
+    with pytest.raises(LayoutError, match=r"shape \(9, 9\).*shard of the \(6, 4\).*shape \(3, 2\)"):
         t.load_local_shards_([torch.zeros(9, 9)])
     with pytest.raises(LayoutError, match=r"2 shard\(s\) given; this process holds 1"):
         t.load_local_shards_([mine, mine])
     pending = t.sum(0)
-    with pytest.raises(LayoutError, match="pending sum"):
+    with pytest.raises(LayoutError, match="sum over ranks"):
         pending.load_local_shards_(pending.local_shards)
 
 
@@ -203,9 +203,7 @@ def test_copies_of_a_piece_are_loaded_with_one_value():
         t.load_local_shards_([mine.data * 2])
         assert torch.equal(t.full_tensor(), value * 2)
         for odd in (mine.data * (2 if me == 3 else 3), torch.zeros(9) if me == 1 else mine.data):
-            with pytest.raises(
-                LayoutError, match=r"on several ranks, and not all of them were given the same|shape \(9,"
-            ):
+            with pytest.raises(LayoutError, match=r"on several ranks, and they were given different data|shape \(9,"):
                 t.load_local_shards_([odd])
             assert torch.equal(t.full_tensor(), value * 2)  # on every rank
 

@@ -92,7 +92,7 @@ BAD_SPECS = {
     "axis twice": (("data", "data"), (4, 4), r"axis 'data' is used more than once"),
     "axis twice in a tuple": ((("model", "model"), None), (4, 4), r"axis 'model' is used more than once"),
     "axis alone and in a tuple": (("data", ("model", 0)), (4, 4), r"axis 'data' is used more than once"),
-    "nested tuple": ((("data", ("model",)), None), (4, 4), r"holds another tuple"),
+    "nested tuple": ((("data", ("model",)), None), (4, 4), r"contains another tuple"),
     "None in a tuple": ((("data", None), None), (4, 4), r"None inside the tuple"),
     "one string": ("data", (4,), r"a spec is a tuple"),
     "no sequence": (3, (4,), r"a spec is a tuple"),
@@ -149,8 +149,8 @@ def test_pieces_tile_the_tensor(drawn):
         times[where] += 1
         seen.setdefault(tuple((c.start, c.stop) for c in where), []).append(layout.replica_id(device))
         piece = tuple(c.stop - c.start for c in where)
-        assert all(size <= full for size, full in zip(piece, layout.piece_shape(shape), strict=True))
-        assert not layout.is_even(shape) or piece == layout.piece_shape(shape)
+        assert all(size <= full for size, full in zip(piece, layout.shard_shape(shape), strict=True))
+        assert not layout.is_even(shape) or piece == layout.shard_shape(shape)
     assert (times == copies).all()
     for ids in seen.values():
         assert len(ids) % copies == 0 and sorted(set(ids)) == list(range(copies))

@@ -36,7 +36,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "update": (torch.optim.AdamW, "step"),
     "evaluation": (loop.Loop, "evaluate"),
     "saving": (manager.CheckpointManager, "save"),
-    "export": (results, "export"),
+    "export": (results.ResultWriter, "export"),
     "end": (results, "show"),
 }
 """Where a rank can be lost: before the n-th call of a function."""

@@ -33,7 +33,7 @@ def train(model: Any, config: SFTConfig, rows: Any = None, engine: dict[str, Any
     more.setdefault("tokenizer", make_tokenizer())
     trainer = SFTTrainer(model=model, args=config, train_dataset=rows if rows is not None else text_rows(60), **more)
     if engine:
-        trainer.parts.engine = dataclasses.replace(trainer.parts.engine, **engine)
+        trainer.parts = dataclasses.replace(trainer.parts, engine=dataclasses.replace(trainer.parts.engine, **engine))
     trainer.train()
     return trainer
 
@@ -41,7 +41,7 @@ def train(model: Any, config: SFTConfig, rows: Any = None, engine: dict[str, Any
 def losses(trainer: Any) -> list[float]:
     """The loss of every step, on every rank."""
     found = [r["loss"] for r in trainer.state.log_history if "loss" in r]
-    return exchange(found, 0, "losses")[0]
+    return exchange(found, "losses")[0]
 
 
 def plain_losses(made: Any, optimizer: Any, schedule: Any, table: Any, order: Any, config: SFTConfig) -> list[float]:

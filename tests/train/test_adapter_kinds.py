@@ -97,7 +97,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 def one_device(made: Any, trainer: Any) -> list[float]:
     """The plain loop, with each document in a row of its own."""
-    config, table, order = trainer.args, trainer.parts.train, trainer.loop.loader.feed.order
+    config, table, order = trainer.args, trainer.parts.train, trainer.prepare().loader.sampler.order
     trained = [p for p in made.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=0.0)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=config.max_steps)
@@ -146,7 +146,7 @@ def _loftq(layer: Any, weight: torch.Tensor) -> None:
 
 def check(kind: str, place: Path) -> None:
     trainer = start(place, **KINDS[kind][0])
-    config, values = trainer.args, values_of(trainer.loop.model)
+    config, values = trainer.args, values_of(trainer.prepare().model)
     if config.use_4bit_quantization:
         assert any(isinstance(m, NF4Linear) for m in trainer.model.modules())
     trainer.train()
@@ -169,7 +169,7 @@ def check(kind: str, place: Path) -> None:
         assert (logits_of(base_of(place, config)) - got).abs().max() > 1e-3, (
             "an adapter that does nothing shows nothing"
         )
-    alone = exchange(alone, 0, "oracle", watched=False)[0]
+    alone = exchange(alone, "oracle", watched=False)[0]
     assert ours == pytest.approx(alone, abs=1e-5), (ours, alone)
 
 

@@ -23,7 +23,7 @@ from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.errors import CheckpointError, ConfigError, WeightsError
 from fullshard.lora.adapter_config import FIRST
-from fullshard.models.generate import Ends, answer
+from fullshard.models.generate import StopCriteria, answer
 from fullshard.train.optimizer import make_optimizer
 from fullshard.train.run_dir import CHECKPOINTS
 from fullshard.train.trainer import SFTTrainer
@@ -55,7 +55,7 @@ def life(kind: str, place: Path) -> None:
     again = start(place, "part", **changes, resume=True)
     again.train()
     assert losses(again) == losses(whole)[-len(losses(again)) :] and len(losses(again)) >= 2
-    ours = values_of(again.loop.model)
+    ours = values_of(again.prepare().model)
     for name, value in values_of(model).items():
         assert torch.equal(value, ours[name]), name
     checkpoint = out / CHECKPOINTS / "step-4"
@@ -82,7 +82,7 @@ def after(kind: str, place: Path, out: Path, got: torch.Tensor) -> None:
     for name, value in load_file(made / "adapter_model.safetensors").items():
         assert torch.equal(value, theirs[name]), name
     if kind in ("prompt", "prefix, projected", "p_tuning"):
-        with pytest.raises(WeightsError, match="changes the model's input, no weights; it cannot be merged"):
+        with pytest.raises(WeightsError, match="change the model's input, not its weights, and cannot be merged"):
             merge_adapter(out, place / "merged", progress=False)
     elif kind != "dora, 4 bits":
         merge_adapter(out, place / "merged", progress=False)
@@ -92,7 +92,7 @@ def after(kind: str, place: Path, out: Path, got: torch.Tensor) -> None:
         loaded = AutoPeftModelForCausalLM.from_pretrained(out)
         assert loaded.peft_config["default"].r == 8 and loaded.peft_config["default"].init_lora_weights is True
         shutil.rmtree(out / FIRST)
-        with pytest.raises(CheckpointError, match="what it began with is not beside it"):
+        with pytest.raises(CheckpointError, match="its initial values are missing"):
             write_adapter(out / CHECKPOINTS / "step-4", made)
 
 
@@ -123,7 +123,7 @@ def test_answers_with_a_prompt_are_peft_s(kind: str, tmp_path: Path) -> None:
     trainer = start(tmp_path, **KINDS[kind][0])
     trainer.train()
     trainer.save_model()
-    prompt, end = [4, 9, 23, 50], Ends(frozenset())
+    prompt, end = [4, 9, 23, 50], StopCriteria(frozenset())
     said = answer(trainer.model, prompt, end, 12)
     loaded = PeftModel.from_pretrained(base_of(tmp_path, trainer.args), trainer.args.output_dir).eval()
     ids = torch.tensor([prompt])
@@ -169,7 +169,7 @@ def test_in_bf16(kind: str, tmp_path: Path) -> None:
 @ranks(1)
 def test_noise_is_transformers(tmp_path: Path) -> None:
     trainer = start(tmp_path, use_peft_lora=False, neftune_noise_alpha=7.0)
-    embedding, plain = trainer.loop.model.get_input_embeddings(), make_model().get_input_embeddings()
+    embedding, plain = trainer.prepare().model.get_input_embeddings(), make_model().get_input_embeddings()
     plain.neftune_noise_alpha = 7.0
     plain.register_forward_hook(neftune_post_forward_hook)
     ids = torch.arange(24).view(2, 12)
@@ -191,7 +191,7 @@ def test_groups_of_loraplus_are_peft_s(tmp_path: Path) -> None:
     theirs = create_loraplus_optimizer(
         plain, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.1
     )
-    names = [{id(p): n for n, p in m.named_parameters()} for m in (trainer.loop.model, plain)]
+    names = [{id(p): n for n, p in m.named_parameters()} for m in (trainer.prepare().model, plain)]
     ours, expected = (
         [
             (g.get("initial_lr", g["lr"]), g["weight_decay"], [known[id(p)] for p in g["params"]])
@@ -202,14 +202,14 @@ def test_groups_of_loraplus_are_peft_s(tmp_path: Path) -> None:
     )
     assert ours == expected and len(ours) > 1
     trainer.args.use_peft_lora, trainer.args.loraplus_lr_ratio = False, 2.0
-    with pytest.raises(ConfigError, match="no LoRA matrix trains"):
+    with pytest.raises(ConfigError, match="no LoRA matrix is trainable"):
         make_optimizer(make_model(), trainer.args)
 
 
 @ranks(1)
 def test_frozen_by_pattern(tmp_path: Path) -> None:
     trainer = start(tmp_path, use_peft_lora=False, freeze="embed_tokens,layers.0, *.self_attn.[kv]_proj.*", max_steps=2)
-    before = values_of(trainer.loop.model)
+    before = values_of(trainer.prepare().model)
     trainer.train()
     same = {name for name, value in values_of(trainer.loop.model).items() if torch.equal(value, before[name])}
     assert same == {n for n in before if "embed" in n or ".layers.0." in n or "k_proj" in n or "v_proj" in n}
@@ -217,12 +217,12 @@ def test_frozen_by_pattern(tmp_path: Path) -> None:
     trains = [name for name, p in adapter.model.named_parameters() if p.requires_grad]
     assert trains and not [name for name in trains if ".layers.1." in name]
     for pattern, message in {
-        "embed_token": "'embed_token' names no parameter; did you mean embed_tokens",
-        "lm_head": "'lm_head' names only what does not train anyway",
+        "embed_token": "'embed_token' matches no parameter; did you mean embed_tokens",
+        "lm_head": "'lm_head' matches only frozen parameters",
     }.items():
         with pytest.raises(ConfigError, match=message):
             start(tmp_path, "wrong", use_peft_lora=pattern == "lm_head", freeze=pattern)
-    with pytest.raises(ConfigError, match="no parameter of the model trains"):
+    with pytest.raises(ConfigError, match="the model has no trainable parameters"):
         start(tmp_path, "nothing", use_peft_lora=False, freeze="*")
     with pytest.raises(ConfigError, match="has no token '<nobody>'"):
         start(tmp_path, "token", trainable_token_indices="<nobody>")
@@ -235,7 +235,7 @@ def test_what_an_adapter_of_the_user_s_cannot_do(tmp_path: Path) -> None:
 
     def begin(config: Any, **changes: Any) -> None:
         args = settings(tmp_path, max_steps=1, **changes)
-        _ = SFTTrainer(model=str(tmp_path / "model"), args=args, train_dataset=rows, peft_config=config).loop
+        SFTTrainer(model=str(tmp_path / "model"), args=args, train_dataset=rows, peft_config=config).prepare()
 
     prompt = {"num_virtual_tokens": 2, "task_type": "CAUSAL_LM"}
     with pytest.raises(ConfigError, match="packing is on, and the adapter is prompt_tuning"):
@@ -249,5 +249,5 @@ def test_what_an_adapter_of_the_user_s_cannot_do(tmp_path: Path) -> None:
     lora: dict[str, Any] = {"r": 2, "target_modules": ["lm_head"], "task_type": "CAUSAL_LM"}
     with pytest.raises(WeightsError, match=r"changes the weight of .*lm_head, which is tied to another"):
         begin(LoraConfig(init_lora_weights="pissa", **lora))
-    with pytest.raises(WeightsError, match="init_lora_weights='eva' is not offered for this layer, or not at all"):
+    with pytest.raises(WeightsError, match="init_lora_weights='eva' is not supported for this layer"):
         begin(LoraConfig(init_lora_weights="eva", **{**lora, "target_modules": ["q_proj"]}))

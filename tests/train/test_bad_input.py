@@ -15,8 +15,9 @@ import pytest
 
 from fullshard.errors import UserError
 from fullshard.launch.sft_command import sft
+from fullshard.train.checked_run import check_command
 from fullshard.train.cli_args import parse
-from fullshard.train.trainer import run
+from fullshard.train.trainer import train_run
 from tests.data.tiny import make_tokenizer, write_rows
 from tests.pool import ranks
 from tests.train.tiny import make_folder, make_model
@@ -58,17 +59,17 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "flag without value": (lambda p: ["--learning_rate"], "--learning_rate needs a value"),
     "word that is no flag": (lambda p: ["--seed", "1", "run.yaml"], "'run.yaml' is not a flag. The file of settings comes first"),
     "unknown key in the file": (lambda p: [str(p / "run.yaml")], "run.yaml:1: learning_rat: unknown key; did you mean learning_rate?"),
-    "key twice": (lambda p: [str(p / "twice.yaml")], "both say max_seq_len; keep one"),
+    "key twice": (lambda p: [str(p / "twice.yaml")], "both set max_seq_len; keep one"),
     "file that is no YAML": (lambda p: [str(p / "broken.yaml")], "broken.yaml:2: not YAML"),
     "no such file": (lambda p: [str(p / "nothing.yaml")], "nothing.yaml does not exist"),
     "no model": (lambda p: words(p, model_name_or_path=None), "model_name_or_path is missing; give --model_name_or_path"),
     "no data": (lambda p: words(p, dataset_name=None), "dataset_name is missing"),
     "model folder missing": (lambda p: words(p, model_name_or_path=p / "nowhere"), "model_name_or_path: .*nowhere does not exist"),
     "model folder without config": (lambda p: words(p, model_name_or_path=p / "data"), "has no config.json; it holds test.jsonl"),
-    "data missing": (lambda p: words(p, dataset_name=p / "nowhere"), "the data '.*nowhere' does not exist"),
+    "data missing": (lambda p: words(p, dataset_name=p / "nowhere"), "the dataset '.*nowhere' does not exist"),
     "no file for the split": (lambda p: words(p, dataset_name=p / "empty"), "no file for the split 'train'"),
     "no evaluation split": (lambda p: words(p, dataset_name=p / "noise", eval_strategy="epoch"), "evaluation is on .eval_strategy epoch., but .*noise has no split 'test'; .*val_size"),
-    "a kind of file that is not read": (lambda p: words(p, dataset_name=p / "run.yaml"), "a file of kind '.yaml'; expected .jsonl"),
+    "a kind of file that is not read": (lambda p: words(p, dataset_name=p / "run.yaml"), "unsupported file type '.yaml'; expected .jsonl"),
     "output is a file": (lambda p: words(p, output_dir=p / "run.yaml"), "output_dir: .*run.yaml is a file"),
     "output holds other things": (lambda p: words(p, output_dir=p / "noise"), "is not empty .* and holds no earlier run"),
     "zero rows": (lambda p: words(p, per_device_train_batch_size=0), "per_device_train_batch_size is 0; expected 1 or more"),
@@ -76,37 +77,37 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "negative rate": (lambda p: words(p, learning_rate=-1), "learning_rate is -1.0; expected 0 or more"),
     "rate that is no number": (lambda p: words(p, learning_rate="nan"), "learning_rate is nan"),
     "both precisions": (lambda p: words(p, bf16=True, fp16=True), "bf16 and fp16 are both on"),
-    "8 bits": (lambda p: words(p, use_8bit_quantization=True), "8-bit weights are not offered"),
+    "8 bits": (lambda p: words(p, use_8bit_quantization=True), "8-bit weights are not supported"),
     "nested alone": (lambda p: words(p, use_nested_quant=True), "it needs use_4bit_quantization"),
     "both quantisations": (lambda p: words(p, use_4bit_quantization=True, use_8bit_quantization=True), "are both on; choose one"),
     "unsloth": (lambda p: words(p, use_unsloth=True), "Unsloth's models cannot be sharded"),
     "best without evaluation": (lambda p: words(p, load_best_model_at_end=True), "load_best_model_at_end needs evaluations"),
     "resume and overwrite": (lambda p: words(p, resume=True, overwrite=True), "resume and overwrite are both on"),
     "no evaluation data": (lambda p: words(p, dataset_name=p / "data" / "train.jsonl", eval_strategy="epoch"), "train.jsonl has no split 'test'; .*val_size"),
-    "no rows": (lambda p: words(p, dataset_name=p / "noise"), "noise/train.jsonl: no rows in it; expected at least one"),
+    "no rows": (lambda p: words(p, dataset_name=p / "noise"), "noise/train.jsonl: no rows; expected at least one"),
     "a first row that is not understood": (lambda p: words(p, dataset_text_field="body"), "train.jsonl, line 1: columns text; expected .*dataset_columns"),
-    "a file by another name": (lambda p: words(p, dataset_name=p / "odd.jsonl"), "odd.jsonl: by its content a .parquet file"),
+    "a file by another name": (lambda p: words(p, dataset_name=p / "odd.jsonl"), "odd.jsonl: the content is that of a .parquet file"),
     "half a parquet": (lambda p: words(p, dataset_name=p / "odd.parquet"), "odd.parquet cannot be read as parquet"),
-    "columns that are not there": (lambda p: words(p, dataset_columns="text=body"), "line 1: dataset_columns says text=body, but the columns are text"),
+    "columns that are not there": (lambda p: words(p, dataset_columns="text=body"), "line 1: dataset_columns is text=body, but the columns are text"),
     "weights of other sets": (lambda p: words(p, dataset_weights="1,2"), "dataset_weights has 2 numbers, dataset_name 1 data sets"),
-    "a part of a row": (lambda p: words(p, val_size=1.5), "val_size is 1.5; expected a whole number of rows"),
+    "a part of a row": (lambda p: words(p, val_size=1.5), "val_size is 1.5; expected a number of rows"),
     "no such way to begin": (lambda p: words(p, use_peft_lora=True, init_lora_weights="piss"), "init_lora_weights is 'piss'; expected true, false, gaussian"),
-    "a way to begin that is not offered": (lambda p: words(p, use_peft_lora=True, init_lora_weights="eva"), "init_lora_weights is eva, which is not offered: it begins with activations"),
-    "loftq without 4 bits": (lambda p: words(p, use_peft_lora=True, init_lora_weights="loftq"), "loftq, which makes up for 4 bits; it needs use_4bit_quantization"),
-    "pissa in 4 bits": (lambda p: words(p, use_peft_lora=True, init_lora_weights="pissa", use_4bit_quantization=True), "pissa, and the model is held in 4 bits: .*Use loftq"),
+    "a way to begin that is not offered": (lambda p: words(p, use_peft_lora=True, init_lora_weights="eva"), "init_lora_weights is eva, which is not supported: it needs activations"),
+    "loftq without 4 bits": (lambda p: words(p, use_peft_lora=True, init_lora_weights="loftq"), "loftq, which corrects quantization errors; it needs use_4bit_quantization"),
+    "pissa in 4 bits": (lambda p: words(p, use_peft_lora=True, init_lora_weights="pissa", use_4bit_quantization=True), "pissa, and the model is quantized to 4 bits: .*Use loftq"),
     "pissa saved narrow": (lambda p: words(p, use_peft_lora=True, init_lora_weights="pissa", save_dtype="float16"), "save_dtype is float16, and init_lora_weights is pissa"),
     "a setting of another adapter": (lambda p: words(p, peft_type="vera", use_dora=True), "use_dora is a setting of lora adapters, and peft_type is vera"),
-    "a setting without adapter": (lambda p: words(p, use_rslora=True), "use_rslora is a setting of lora adapters, and no adapter is asked for"),
-    "modules to save without adapter": (lambda p: words(p, modules_to_save="lm_head"), "modules_to_save: without an adapter all modules train"),
+    "a setting without adapter": (lambda p: words(p, use_rslora=True), "use_rslora is a setting of lora adapters, and there is no adapter"),
+    "modules to save without adapter": (lambda p: words(p, modules_to_save="lm_head"), "modules_to_save: without an adapter all modules are trained"),
     "an adapter that is not offered": (lambda p: words(p, peft_type="ia3"), "--peft_type: expected lora, vera, prompt_tuning, prefix_tuning, p_tuning, got 'ia3'"),
     "a prompt in packed rows": (lambda p: words(p, peft_type="p_tuning", packing=True), "packing is on, and the adapter is p_tuning: documents that share a row"),
-    "a prefix computed again": (lambda p: words(p, peft_type="prefix_tuning", gradient_checkpointing=True), "the adapter is prefix_tuning: the prefix lies in the attention cache"),
-    "no floor": (lambda p: words(p, lr_scheduler_type="cosine_with_min_lr"), "which needs min_lr .a learning rate. or min_lr_rate"),
+    "a prefix computed again": (lambda p: words(p, peft_type="prefix_tuning", gradient_checkpointing=True), "the adapter is prefix_tuning: the prefix is in the attention cache"),
+    "no floor": (lambda p: words(p, lr_scheduler_type="cosine_with_min_lr"), "which needs either min_lr .a learning rate. or min_lr_rate"),
     "no end": (lambda p: words(p, lr_scheduler_type="warmup_stable_decay"), "which needs num_decay_steps in lr_scheduler_kwargs"),
     "a setting of another schedule": (lambda p: words(p, lr_scheduler_kwargs="min_lr=1"), "linear has no setting 'min_lr'; it takes none"),
     "a shape that is none": (lambda p: words(p, lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs="num_decay_steps=2,decay_type=wavy"), "decay_type is 'wavy'; expected linear, cosine, 1-sqrt"),
     "settings that are none": (lambda p: words(p, lr_scheduler_kwargs="fast"), "--lr_scheduler_kwargs: expected name=value,…, or JSON, got 'fast'"),
-    "nothing to freeze": (lambda p: words(p, freeze=","), "freeze is empty; expected names with commas"),
+    "nothing to freeze": (lambda p: words(p, freeze=","), "freeze is empty; expected a comma-separated list"),
     "noise below zero": (lambda p: words(p, neftune_noise_alpha=-1), "neftune_noise_alpha is -1.0; expected 0 or more"),
     "a ratio below one": (lambda p: words(p, use_peft_lora=True, loraplus_lr_ratio=0.5), "loraplus_lr_ratio is 0.5; expected 1 or more"),
     "unknown reporter": (lambda p: words(p, report_to="mlflow"), "report_to names mlflow; expected auto, tensorboard, wandb, all or none"),
@@ -150,13 +151,13 @@ LATE: dict[str, tuple[dict[str, Any], str]] = {
     "wrong tokenizer": ({"model_name_or_path": "small"}, "the tokenizer has 400 tokens, the model's embedding 300 rows"),
     "documents too long": ({"model_name_or_path": "short"}, "documents of .* tokens, LlamaForCausalLM has 8 positions"),
     "unknown target": ({"use_peft_lora": True, "lora_target_modules": "query"}, "lora_target_modules: .*Linear layers of LlamaFor.*q_proj"),
-    "no weights": ({"model_name_or_path": "hollow"}, "holds no safetensors files"),
+    "no weights": ({"model_name_or_path": "hollow"}, "contains no safetensors files"),
     "not a language model": ({"model_name_or_path": "vision"}, "expected a causal language model"),
     "nothing to resume": ({"resume": True}, "there is no checkpoint in .* to resume from"),
     "unknown layer class": ({"fsdp_config": "layers.json"}, "no module of class BertLayer in LlamaForCausalLM.*LlamaDecoderLayer"),
     "unknown metric": (
         {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "bleu", "early_stopping_patience": 1},
-        "there is no eval_bleu; evaluation gives eval_loss",
+        "there is no eval_bleu; evaluation has eval_loss",
     ),
 }  # fmt: skip
 
@@ -189,6 +190,6 @@ def test_found_on_every_rank(case: str, late_place: Path) -> None:
     out = late_place / f"out {case}"
     flags = words(late_place, **{"output_dir": out, "progress": "quiet", **local})
     with pytest.raises(UserError, match=said):
-        run(parse(flags).config)
+        train_run(check_command(parse(flags)))
     left = [p.name for p in out.rglob("*")] if out.exists() else []
     assert not [n for n in left if n.endswith((".safetensors", ".part"))]

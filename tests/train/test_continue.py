@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fullshard import runtime
 from fullshard.data.chat_template import prepare_tokenizer
 from fullshard.errors import ConfigError, WeightsError
-from fullshard.train.cli_args import check_paths, parse
+from fullshard.train.checked_run import check_paths
+from fullshard.train.cli_args import parse
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer
 from tests.pool import ranks
@@ -53,7 +54,7 @@ def test_training_goes_on_from_the_adapter_s_values(tmp_path: Path) -> None:
     third = start(
         tmp_path, max_steps=1, model=out, **changes
     )  # a folder with an adapter may be named as the model, too
-    assert str(third.parts.earlier) == out and third.model.peft_config["default"].r == 4
+    assert str(third.parts.adapter) == out and third.model.peft_config["default"].r == 4
 
 
 def _resized(place: Path) -> Any:
@@ -115,7 +116,7 @@ def test_adapters_of_others(kind: str, held: str, tmp_path: Path) -> None:
         base = _resized(tmp_path) if kind == "resized" else AutoModelForCausalLM.from_pretrained(tmp_path / "model")
         return logits_of(PeftModel.from_pretrained(base, adapter), tokenizer)
 
-    got = logits_of(trainer.loop.model, tokenizer)
+    got = logits_of(trainer.prepare().model, tokenizer)
     torch.testing.assert_close(got, loaded(tmp_path / kind), rtol=1e-4, atol=1e-5)
     trainer.train()
     trainer.save_model()
@@ -142,8 +143,9 @@ def paths(place: Path, *words: str) -> Any:
 
 
 def test_an_adapter_names_its_base(place: Path) -> None:
-    assert paths(place, "--adapter_name_or_path", str(place / "lora")).train
-    assert paths(place, "--model_name_or_path", str(place / "lora")).train
+    named = str(place / "lora")
+    for option in ("--adapter_name_or_path", "--model_name_or_path"):
+        assert paths(place, option, named) == (str(place / "model"), named)
 
 
 def test_bad_adapters_are_named_before_torch(place: Path, tmp_path: Path) -> None:
@@ -165,8 +167,11 @@ def test_bad_adapters_are_named_before_torch(place: Path, tmp_path: Path) -> Non
         ((adapter, str(tmp_path / "absent")), r"adapter_name_or_path: .*absent does not exist"),
         ((adapter, str(place / "model")), r"model has no adapter_config.json; it holds"),
         ((adapter, str(broken)), r"broken has no adapter_model.safetensors; it holds"),
-        ((adapter, str(lost)), r"lost was trained on /nowhere/model, which is not here; name the model's folder"),
-        ((adapter, str(nameless)), r"nameless does not say which model it was trained on"),
+        (
+            (adapter, str(lost)),
+            r"lost was trained on /nowhere/model, which does not exist here; give the model's folder",
+        ),
+        ((adapter, str(nameless)), r"nameless does not name the model it was trained on"),
         (
             (adapter, str(place / "lora"), "--model_name_or_path", str(place / "lora")),
             r"holds an adapter, and adapter_",
@@ -185,7 +190,7 @@ def test_bad_adapters_are_named_before_torch(place: Path, tmp_path: Path) -> Non
             paths(place, *words)
     with pytest.raises(WeightsError, match=r"adapter_config.json cannot be read"):
         paths(place, adapter, str(garbled))
-    program = "import sys; import fullshard.train.cli_args; sys.exit('torch' in sys.modules)"
+    program = "import sys; import fullshard.train.checked_run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
@@ -209,14 +214,16 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     make_model(vocab_size=NEW, hidden_size=16).save_pretrained(tmp_path / "other")
     make_tokenizer().save_pretrained(tmp_path / "other")
     config, data = settings(tmp_path, adapter_name_or_path=str(adapter)), str(tmp_path / "data" / "train.jsonl")
-    with pytest.raises(WeightsError, match=r"lora was trained on \S+/model \(fingerprint .*, and \S+/other is another"):
+    with pytest.raises(
+        WeightsError, match=r"lora was trained on \S+/model \(fingerprint .*, but \S+/other is a different"
+    ):
         SFTTrainer(model=str(tmp_path / "other"), args=config, train_dataset=data)
     shutil.rmtree(tmp_path / "model")
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "warn_once", lambda key, text: said.append(text))
         trainer = SFTTrainer(model=str(tmp_path / "other"), args=config, train_dataset=data)
-    assert f"{tmp_path / 'model'}, which is not here: whether {tmp_path / 'other'} is the same model" in said[0]
-    shapes = r"trained on \S+/model, does not fit the model \S+/other: .*lora_A.weight has shape \(3, 32\)"
+    assert f"{tmp_path / 'model'}, which was not found. {tmp_path / 'other'} cannot be compared with it" in said[0]
+    shapes = r"trained on \S+/model, does not match the model \S+/other: .*lora_A.weight has shape \(3, 32\)"
     with pytest.raises(WeightsError, match=shapes):
-        _ = trainer.loop
+        trainer.prepare()

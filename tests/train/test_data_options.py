@@ -15,7 +15,8 @@ from fullshard import runtime
 from fullshard.data.sources import hold_back
 from fullshard.errors import ConfigError, DataError
 from fullshard.train.batches import make_table
-from fullshard.train.cli_args import find, parse
+from fullshard.train.cli_args import parse
+from fullshard.train.dataset_options import find
 from fullshard.train.model import prepared_tokenizer
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows, write_rows
@@ -68,7 +69,7 @@ def test_evaluation_data_is_given_once(tmp_path: Path) -> None:
     config = settings(tmp_path, val_size=2)
     with pytest.raises(ConfigError, match="val_size is 2, and there is an eval_dataset; choose one"):
         SFTTrainer(make_model(), config, None, text_rows(9), text_rows(3), tokenizer=make_tokenizer())
-    with pytest.raises(ConfigError, match=r"there is no eval_dataset; give one, or hold rows back with val_size"):
+    with pytest.raises(ConfigError, match=r"there is no eval_dataset; give one, or hold out rows with val_size"):
         SFTTrainer(
             make_model(), settings(tmp_path, eval_strategy="steps"), None, text_rows(9), tokenizer=make_tokenizer()
         )

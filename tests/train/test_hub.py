@@ -150,7 +150,7 @@ def test_no_token_no_network_no_luck(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, changes, fails, reason in (
             ("token", {"token": None}, "", "there is no token; log in with `hf auth login`, or set HF_TOKEN"),
-            ("offline", {"offline": True}, "", "the hub is switched off (HF_HUB_OFFLINE is set)"),
+            ("offline", {"offline": True}, "", "the hub is disabled (HF_HUB_OFFLINE is set)"),
             ("network", {}, "create", "no route to the hub"),
             ("upload", {"hub_strategy": "end"}, "upload", "413 too large"),
         ):
@@ -158,12 +158,12 @@ def test_no_token_no_network_no_luck(tmp_path: Path) -> None:
             calls, said = train(tmp_path / name, patch, **{"hub_model_id": "me/it", **changes})
             place = tmp_path / name / "out"
             command = f"hf upload me/it {place} . --exclude 'checkpoints/**' --exclude 'runs/**' --exclude 'wandb/**'"
-            expected = f"not uploaded to me/it: {reason}. The run goes on, and its result stays in {place}; upload it later with: {command}"  # noqa: E501
+            expected = f"not uploaded to me/it: {reason}. The run continues, and its result stays in {place}; upload it later with: {command}"  # noqa: E501
             at_once = changes.get("hub_strategy") != "end"
             assert set(said) == {expected} and len(said) == 1 + at_once, "when training begins, and at the end"
             assert fails or not calls, "nothing is tried that cannot work"
 
 
 def test_the_name_of_the_folder_is_the_name_on_the_hub(tmp_path: Path) -> None:
-    trainer: Any = type("Trainer", (), {"args": settings(tmp_path)})()
-    assert Hub(trainer)._name == "out"
+    writer: Any = None
+    assert Hub(settings(tmp_path), writer, print)._name == "out"

@@ -57,14 +57,19 @@ def test_steps_that_the_scaler_leaves_out_are_no_updates(tmp_path: Path) -> None
     )  # fmt: skip
     made = make_model()
     trainer = SFTTrainer(model=made, args=config, train_dataset=text_rows(60), tokenizer=make_tokenizer())
-    loop = trainer.loop
+    loop = trainer.prepare()
     loop.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     usual = loop.forward
     # On one rank alone: all leave the step out.
     factor = lambda: math.inf if loop.progress.step in OVERFLOWS and runtime.rank() == 1 else 1.0  # noqa: E731
-    loop.forward = lambda batch: usual(batch) * factor()  # type: ignore[method-assign]
+
+    def forward(batch: Any) -> Any:
+        loss, sums = usual(batch)
+        return loss * factor(), sums
+
+    loop.forward = forward  # type: ignore[method-assign]
     trainer.train()
-    expected = plain_loop(make_model(), trainer.parts.train, loop.loader.feed.order, config)
+    expected = plain_loop(make_model(), trainer.parts.train, loop.loader.sampler.order, config)
     records = trainer.state.log_history
     for name, tolerance in (("loss", 1e-4), ("learning_rate", 1e-12)):
         assert [r[name] for r in records] == pytest.approx(expected[name], abs=tolerance), name

@@ -38,10 +38,10 @@ def test_a_lost_rank_is_named_and_the_job_ends_as_documented(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "place", "fault", "noticed"),
     [
-        ("stop", "export", "from fullshard.watchdog.torch_collectives import Outside; Outside.look = lambda *_: None",
-         "not ended"),
+        ("stop", "export", "from fullshard.watchdog.external_waits import ExternalWaits; "
+         "ExternalWaits.scan = lambda *_: None", "not ended"),
         ("stop", "end", "from fullshard.launch.agent import Agent; Agent._look_for_stopped = lambda _: 0", "not named"),
-        ("stop", "forward", "from fullshard.launch.agent import Agent; Agent._judged = property(lambda agent: False, "
+        ("stop", "forward", "from fullshard.launch.agent import Agent; Agent._outcome_known = property(lambda _: 0, "
          "lambda agent, value: None)", "exit code 137, not 69"),
         ("kill", "metrics", "from fullshard.launch.agent import Agent; Agent._name = lambda *_: str()",
          "was not named"),

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.options import options_of
-from fullshard.parallelize.settings import EngineSettings
+from fullshard.train import assemble
 from fullshard.train.config import SFTConfig
 from fullshard.train.hub import Hub
 from fullshard.train.loop import Loop
@@ -88,7 +88,7 @@ ELSEWHERE = {
 
 
 def test_every_option_is_accounted_for() -> None:
-    named = {o.name for o in options_of(SFTConfig) if not o.no_op}
+    named = {o.name for o in options_of(SFTConfig)}
     assert named == CHANGES.keys() | ELSEWHERE.keys() and not CHANGES.keys() & ELSEWHERE.keys()
 
 
@@ -110,7 +110,8 @@ def picture(place: Path, name: str, changes: dict[str, Any], events: list[Any]) 
     config = settings(place, **values)
     train, test = (str(data / f"{split}.jsonl") for split in ("train", "test"))
     trainer = SFTTrainer(model=str(place / "model"), args=config, train_dataset=train, eval_dataset=test)
-    loop, held = trainer.loop, trainer.loop.model.no_sync
+    loop = trainer.prepare()
+    held = loop.model.no_sync
     vars(loop.model)["no_sync"] = lambda: (events.append("no_sync"), held())[1]
     trainer.train()
     trainer.save_model()
@@ -168,7 +169,7 @@ def test_every_option_changes_the_run(tmp_path: Path) -> None:
         patch.setattr(Hub, "push", lambda self, place: events.append("pushed"))
         patch.setattr(Hub, "_start", lambda self, work: events.append("sent"))
         _note(patch, events, CheckpointManager, "save_async", lambda kwargs: "save_async")
-        _note(patch, events, EngineSettings, "wrap", lambda kwargs: ("wrap", kwargs["timeout"]))
+        _note(patch, events, assemble, "shard_model", lambda kwargs: ("wrap", kwargs["timeout"]))
         _note(patch, events, Loop, "forward", lambda kwargs: "forward")
         for number, (name, (also, value)) in enumerate(CHANGES.items()):
             key = json.dumps(also, sort_keys=True)

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from fullshard.data.loader import IGNORED, Loader
+from fullshard.data.loader import Loader
+from fullshard.data.pretokenized import IGNORED
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
@@ -97,13 +98,12 @@ def test_loss_and_gradients_are_those_of_the_model(name: str, chunked: bool) -> 
     expected = gradients(model)
     tokens = int((data["labels"][:, 1:] != IGNORED).sum())
     head = LeanHead(model, 7, chunked)
-    head.scale = 2 / tokens
-    loss = model(**data, use_cache=False).loss
+    with head.loss_pass(scale=2 / tokens) as measured:
+        loss = model(**data, use_cache=False).loss
     loss.backward()
     exactness = 1e-6  # transformers' loss is in fp32
     torch.testing.assert_close(loss, 2 * own.to(loss.dtype), rtol=exactness, atol=0)
-    assert head.statistics is not None
-    assert float(head.statistics.loss) == pytest.approx(float(own.detach()) * tokens, rel=exactness)
+    assert float(measured.sums[0]) == pytest.approx(float(own.detach()) * tokens, rel=exactness)
     found = gradients(model)
     assert found.keys() == expected.keys() and (name != "scale" or expected["log_scale"].abs() > 1e-3)
     for key, gradient in expected.items():
@@ -115,10 +115,10 @@ def test_a_batch_that_teaches_nothing_counts_nothing(name: str) -> None:
     model, data = build(name), batch()
     data["labels"].fill_(IGNORED)
     head = LeanHead(model, 7)
-    head.targets = 0
-    loss = model(**data, use_cache=False).loss
+    with head.loss_pass(targets=0) as measured:
+        loss = model(**data, use_cache=False).loss
     loss.backward()
-    assert float(loss.detach()) == 0 and head.statistics is not None and not head.statistics.sums.any()
+    assert float(loss.detach()) == 0 and not measured.sums.any()
     assert all(not gradient.any() for gradient in gradients(model).values())
 
 
@@ -140,14 +140,14 @@ def check_steps(place: Path) -> None:
         per_device_train_batch_size=2, gradient_accumulation_steps=2,
     )  # fmt: skip
     trainer = SFTTrainer(build("router"), config, train_dataset=text_rows(40), tokenizer=make_tokenizer())
-    loader = trainer.loop.loader
+    loader = trainer.prepare().loader
     trainer.train()
     oracle = build("router")
     optimizer, expected = torch.optim.SGD(oracle.parameters(), lr=0.1), []
-    for pick in loader.feed.picks(0, 3, None):
+    for pick in loader.sampler.picks(0, 3, None):
         total = torch.zeros(())
         for rank in range(loader.world):
-            for data in Loader(loader.feed, loader.collator, loader.size, rank, loader.world).load(pick).batches:
+            for data in Loader(loader.sampler, loader.collator, loader.size, rank, loader.world).load(pick).batches:
                 tokens = int((data["labels"][:, 1:] != IGNORED).sum())
                 total = total + oracle(**data, use_cache=False).loss * tokens / pick.targets
         total.backward()

@@ -28,12 +28,12 @@ def test_brackets_and_colours_stand_around_what_is_learnt(tmp_path: Path) -> Non
     table = load_table(row_source(rows, "rows"), tokenizer, text_settings(config, tokenizer), str(tmp_path))
     for number, row in enumerate(rows):
         ((ids, mask),) = table.documents(number)
-        text = preview.coloured(ids, mask, tokenizer, marks=True).plain
+        text = preview.colored(ids, mask, tokenizer, marks=True).plain
         answers = [m["content"].strip() + "<|im_end|>" for m in row["messages"] if m["role"] == "assistant"]
         assert re.findall(r"⟦([^⟦⟧]*)⟧", text) == answers
         plain = tokenizer.decode(ids.tolist())
         assert text.replace("⟦", "").replace("⟧", "") == plain
-        shown = preview.coloured(ids, mask, tokenizer)
+        shown = preview.colored(ids, mask, tokenizer)
         assert shown.plain == plain
         bold = "".join(shown.plain[s.start : s.end] for s in shown.spans if "bold" in str(s.style))
         assert bold == "".join(answers)
@@ -42,7 +42,7 @@ def test_brackets_and_colours_stand_around_what_is_learnt(tmp_path: Path) -> Non
 def test_the_first_token_is_never_learnt() -> None:
     tokenizer = make_tokenizer()
     ids = np.asarray(tokenizer("winter bread", add_special_tokens=False)["input_ids"], dtype=np.int32)
-    text = preview.coloured(ids, np.ones(len(ids), np.uint8), tokenizer, marks=True).plain
+    text = preview.colored(ids, np.ones(len(ids), np.uint8), tokenizer, marks=True).plain
     assert not text.startswith("⟦") and text.endswith("⟧")
 
 
@@ -66,7 +66,7 @@ def test_the_command(
     assert said.count("<|im_start|>assistant") > 1 and "⟦" in said
     assert re.findall(r"^row (\d):", said, re.M) == ["1", "2"]
     documents = [int(n) for n in re.findall(r"documents +(\d+)", said)]
-    total, (skipped,) = len(path.read_text().splitlines()), re.findall(r"not understood +(\d+)", said) or (0,)
+    total, (skipped,) = len(path.read_text().splitlines()), re.findall(r"unknown format +(\d+)", said) or (0,)
     assert documents == [10, 4] if streaming else sum(documents) + int(skipped) == total and int(skipped) == 1
     assert re.search(r"longer than max_seq_len +\d+ documents, \d+ tokens lost", said)
     assert re.search(r"rows +\d+ of at most 50 tokens, \d+\.\d% full", said)

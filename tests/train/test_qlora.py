@@ -19,7 +19,7 @@ from fullshard import runtime
 from fullshard.checkpoint.manifest import read_manifest
 from fullshard.errors import ConfigError, QuantizationError
 from fullshard.quant.linear import NF4Linear
-from fullshard.quant.quantize_model import dequantize_model, quantize_model
+from fullshard.quant.quantize import dequantize_model, quantize_model
 from fullshard.ranks import exchange
 from fullshard.train.adapter import quantization
 from fullshard.train.run_dir import CHECKPOINTS
@@ -53,8 +53,8 @@ def test_losses_of_one_device(packing: bool, tmp_path: Path) -> None:
     if runtime.is_main():
         dense = rounded(make_model(), config)
         torch.manual_seed(config.seed)
-        alone = one_device(get_peft_model(dense, LORA), trainer.parts.train, trainer.loop.loader.feed.order, config)
-    alone = exchange(alone, 0, "oracle", watched=False)[0]
+        alone = one_device(get_peft_model(dense, LORA), trainer.parts.train, trainer.loop.loader.sampler.order, config)
+    alone = exchange(alone, "oracle", watched=False)[0]
     assert alone is not None and alone[0] - alone[-1] > 0.05
     assert losses(trainer) == pytest.approx(alone, abs=1e-4)
 

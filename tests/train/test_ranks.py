@@ -49,11 +49,11 @@ def check(strategy: str, kind: str, packing: bool, world: int, folder: Path) -> 
     assert trainer.model.plan.strategy == strategy
     ours = losses(trainer)
     alone = (
-        one_device(make_trained(kind), trainer.parts.train, trainer.loop.loader.feed.order, config)
+        one_device(make_trained(kind), trainer.parts.train, trainer.loop.loader.sampler.order, config)
         if runtime.is_main()
         else None
     )
-    alone = exchange(alone, 0, "oracle", watched=False)[0]
+    alone = exchange(alone, "oracle", watched=False)[0]
     assert alone is not None and alone[0] - alone[-1] > 0.05, "a curve that goes nowhere shows nothing"
     assert ours == pytest.approx(alone, abs=1e-4)
 

@@ -76,7 +76,7 @@ def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
     open_folder(config).release()
     assert contents(out) == {**before, DOOMED: 0}, "nor does holding the folder"
     said = remove_earlier(config)
-    assert said is not None and "data, model.fp16.safetensors, notes.txt did not come from a run" in said
+    assert said is not None and "data, model.fp16.safetensors, notes.txt were not written by a run" in said
     assert sorted(contents(out)) == FOREIGN and not (out / "runs").exists()
 
 
@@ -139,7 +139,7 @@ def test_what_is_needed_is_not_removed(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     an_earlier_run(out)
     config = SFTConfig(output_dir=str(out), overwrite=True, **{name: str(out / "checkpoints" / "step-5")})
-    with pytest.raises(ConfigError, match=rf"{name}: .*step-5\S* lies in .*step-5, which --overwrite removes"):
+    with pytest.raises(ConfigError, match=rf"{name}: .*step-5\S* is in .*step-5, which --overwrite removes"):
         check_folder(config, {})
     with pytest.raises(ConfigError, match=r"resume and overwrite are both on"):
         SFTConfig(overwrite=True, resume_from_checkpoint="true")
@@ -151,7 +151,7 @@ def test_what_is_read_lies_behind_a_link_in_the_folder(tmp_path: Path) -> None:
     shutil.rmtree(out / "checkpoints")
     model.mkdir(parents=True)
     (out / "checkpoints").symlink_to(tmp_path / "models")
-    with pytest.raises(ConfigError, match=r"model_name_or_path: .*models/step-5 lies in .*checkpoints/step-5, which"):
+    with pytest.raises(ConfigError, match=r"model_name_or_path: .*models/step-5 is in .*checkpoints/step-5, which"):
         check_folder(SFTConfig(output_dir=str(out), overwrite=True), {"model_name_or_path": [model]})
 
 
@@ -232,7 +232,7 @@ def test_a_folder_with_something_that_is_read_is_refused(case: str, place: Path)
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     before = contents(place)
     for flags in (["--overwrite"], ["--resume"], []):
-        with pytest.raises(ConfigError, match=r"output_dir: .* (is also|holds) .*; choose another folder"):
+        with pytest.raises(ConfigError, match=r"output_dir: .* (is also|contains) .*; choose another directory"):
             sft([*words, *flags])
     assert contents(place) == before
 
@@ -272,7 +272,7 @@ def test_models_and_tokenizers_in_memory_and_data_sets_count_too(tmp_path: Path)
             SFTTrainer(args=in_model, train_dataset=text_rows(8), **options)
     in_data = settings(tmp_path, output_dir=str(place / "data"), overwrite=True)
     file = str(place / "data" / "train.jsonl")
-    with pytest.raises(ConfigError, match=r"output_dir: .* holds .*train.jsonl, which dataset_name names"):
+    with pytest.raises(ConfigError, match=r"output_dir: .* contains .*train.jsonl, which dataset_name names"):
         SFTTrainer(model=make_model(), args=in_data, train_dataset=file, tokenizer=make_tokenizer())
     trainer = SFTTrainer(model=str(place / "model"), args=settings(tmp_path), train_dataset=file)
     with pytest.raises(ConfigError, match=r"save_model: .*model is also model_name_or_path"):
@@ -382,7 +382,7 @@ def test_results_do_not_go_where_checkpoints_are_removed(tmp_path: Path) -> None
     (run / "step-5").mkdir(parents=True)
     (run / "step-5" / "manifest.json").write_text("{}")
     for name in ("step-6", "step-5/whole", "step-7/deep/er"):
-        with pytest.raises(ConfigError, match=r"lies among the checkpoints in"):
+        with pytest.raises(ConfigError, match=r"is inside the checkpoints in"):
             check_new_folder(run / name)
     with pytest.raises(ConfigError, match=r"exists already and is not empty"):
         check_new_folder(run / "step-5")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard import runtime
 from fullshard.errors import ConfigError
-from fullshard.models.generate import end_mark, lead_in
+from fullshard.models.generate import end_of_turn, generation_prompt
 from fullshard.train.config import SFTConfig
 from fullshard.train.prompts import read_prompts
 from fullshard.train.samples import answer_begins
@@ -117,9 +117,9 @@ def test_where_an_answer_begins() -> None:
     assert answer_begins([1, 2, 3, 4, 5, 6, 7, 8], everything, before) == 4, "half of running text"
     assert answer_begins([1], np.ones(1, dtype=bool), before) == 0
     tokenizer = make_tokenizer()
-    assert lead_in(tokenizer) == "" == end_mark(tokenizer)
+    assert generation_prompt(tokenizer) == "" == end_of_turn(tokenizer)
     tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} <end>\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"  # noqa: E501
-    assert (lead_in(tokenizer), end_mark(tokenizer)) == ("[assistant] ", "<end>")
+    assert (generation_prompt(tokenizer), end_of_turn(tokenizer)) == ("[assistant] ", "<end>")
 
 
 def test_a_file_of_prompts_is_checked(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_file_of_prompts_is_checked(tmp_path: Path) -> None:
         '{"messages": [': r"prompts.jsonl:1 is not JSON",
         '{"messages": [{"role": "user"}]}': r"prompts.jsonl:1: expected .*messages",
         '{"prompt": "a", "reference": 3}': r"reference is 3; expected text",
-        json.dumps({"messages": turns[1:]}): r"an answer and nothing that it answers",
+        json.dumps({"messages": turns[1:]}): r"an answer without a prompt",
         "\n": r"holds no prompt",
     }
     for text, message in wrong.items():
@@ -141,5 +141,7 @@ def test_a_file_of_prompts_is_checked(tmp_path: Path) -> None:
             read_prompts(str(path))
     with pytest.raises(ConfigError, match=r"nowhere.txt cannot be read: No such file"):
         read_prompts(str(tmp_path / "nowhere.txt"))
-    with pytest.raises(ConfigError, match="eval_samples: samples are made at evaluations, but eval_strategy is no"):
+    with pytest.raises(
+        ConfigError, match="eval_samples: samples are generated at evaluations, but eval_strategy is no"
+    ):
         SFTConfig(eval_samples=2)

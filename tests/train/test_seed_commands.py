@@ -20,8 +20,9 @@ from fullshard import runtime
 from fullshard.fsdp.state_dict import whole_value
 from fullshard.launch.resolve import resolve
 from fullshard.ranks import exchange
-from fullshard.train import trainer as sft
+from fullshard.train.checked_run import check_command
 from fullshard.train.cli_args import parse
+from fullshard.train.trainer import SFTTrainer, train_run
 from tests.data.tiny import chat_rows, make_tokenizer, write_rows
 from tests.pool import ranks
 from tests.train.test_config import SEED_FLAGS
@@ -103,15 +104,16 @@ def test_what_is_trained_is_what_peft_loads(four_bits: bool, tmp_path: Path) -> 
     if runtime.is_main():
         make_place(tmp_path)
     runtime.barrier()
-    place = exchange(str(tmp_path), 0, "place")[0]
+    place = exchange(str(tmp_path), "place")[0]
     words = flags(Path(place), four_bits)
     launch = resolve([*config_file(tmp_path, four_bits), sys.executable])
     trainers: list[Any] = []
+    start = SFTTrainer._start
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**launch.engine.to_environment(), "FULLSHARD_CACHE": f"{place}/cache"}.items():
             patch.setenv(name, value)
-        patch.setattr(sft.results, "show", trainers.append)
-        sft.run(parse(words).config)
+        patch.setattr(SFTTrainer, "_start", lambda self, *given: (trainers.append(self), start(self, *given)))
+        train_run(check_command(parse(words)))
     (trainer,) = trainers
     assert trainer.parts.engine.offload_params == four_bits and trainer.parts.engine.mixed_precision == "bf16"
     assert trainer.loop.progress.step >= 1

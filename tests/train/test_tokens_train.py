@@ -25,9 +25,10 @@ from fullshard.errors import ConfigError
 from fullshard.fsdp.state_dict import whole_value
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.inner_model import embedding_rows
 from fullshard.ranks import exchange
 from fullshard.train import results
-from fullshard.train.model import embedding_rows, make_room
+from fullshard.train.model import make_room
 from fullshard.train.run_dir import CHECKPOINTS
 from fullshard.train.trainer import SFTTrainer
 from fullshard.weights.merge_adapter import merge_adapter
@@ -58,7 +59,8 @@ def start(place: Path, engine: dict[str, Any] | None = None, model: str | None =
     model = model or (str(place / "model") if config.adapter_name_or_path is None else None)
     rows = str(place / "chats" / "train.jsonl")
     trainer = SFTTrainer(model=model, args=config, train_dataset=rows, eval_dataset=rows.replace("train.", "test."))
-    trainer.parts.engine = dataclasses.replace(trainer.parts.engine, **(engine or {}))
+    changed = dataclasses.replace(trainer.parts.engine, **(engine or {}))
+    trainer.parts = dataclasses.replace(trainer.parts, engine=changed)
     return trainer
 
 
@@ -79,7 +81,7 @@ def check_against_one_device(place: Path, engine: dict[str, Any], tied: bool = F
     folder(place, tie_word_embeddings=tied)
     config = {"max_steps": 8, "lr_scheduler_type": "cosine", "warmup_steps": 3, "weight_decay": 0.01, **changes}
     trainer = start(place, engine, **config)
-    assert not trainer.loop.head.why_not, "the logits never exist as a whole"
+    assert not trainer.prepare().head.why_not, "the logits never exist as a whole"
     table = load_file(place / "model" / "model.safetensors")
     for name, value in rows_of(trainer.loop.model).items():
         key = "lm_head.weight" if "lm_head" in name else "model.embed_tokens.weight"
@@ -95,8 +97,8 @@ def check_against_one_device(place: Path, engine: dict[str, Any], tied: bool = F
         base.resize_token_embeddings(NEW + 2)
         base = rounded(base, trainer.args) if trainer.args.use_4bit_quantization else base
         plain = PeftModel.from_pretrained(base, place / "first", is_trainable=True)
-        alone = one_device(plain, trainer.parts.train, trainer.loop.loader.feed.order, trainer.args)
-    alone = exchange(alone, 0, "oracle", watched=False)[0]
+        alone = one_device(plain, trainer.parts.train, trainer.loop.loader.sampler.order, trainer.args)
+    alone = exchange(alone, "oracle", watched=False)[0]
     assert alone is not None and alone[0] - alone[-1] > 0.05
     assert ours == pytest.approx(alone, abs=1e-4)
     return trainer
@@ -236,7 +238,7 @@ def test_spare_rows_are_used_and_train(tmp_path: Path) -> None:
     folder(tmp_path, vocab_size=NEW + 16)
     before = load_file(tmp_path / "model" / "model.safetensors")["lm_head.weight"][NEW : NEW + 2]
     trainer = start(tmp_path, max_steps=4)
-    assert trainer.loop.model.get_base_model().config.vocab_size == NEW + 16
+    assert trainer.prepare().model.get_base_model().config.vocab_size == NEW + 16
     first = rows_of(trainer.loop.model)
     assert torch.equal(next(v for k, v in first.items() if "lm_head" in k), before), "as the files have them"
     trainer.train()
@@ -370,7 +372,8 @@ def test_the_loss_and_gradients_of_peft_s_own_layers(tied: bool) -> None:
             keep_tables_whole(model)
             head = LeanHead(model, 7)
             assert not head.why_not
-            loss = model(input_ids=ids, labels=labels).loss
+            with head.loss_pass():
+                loss = model(input_ids=ids, labels=labels).loss
         else:
             logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
             loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
@@ -378,7 +381,6 @@ def test_the_loss_and_gradients_of_peft_s_own_layers(tied: bool) -> None:
         found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
         if lean:
             with torch.no_grad():
-                head.enabled = False
                 shown = model(input_ids=ids).logits
                 with model.disable_adapter():
                     base = model(input_ids=ids).logits

@@ -34,12 +34,14 @@ def transformers_output(folder: Path) -> Any:
         return Trainer(model=make_model(), args=args, train_dataset=ROWS).train()
 
 
-def trainer(folder: Path, **changes: Any) -> SFTTrainer:
+def trainer(folder: Path, callbacks: Any = (), **changes: Any) -> SFTTrainer:
     config = settings(
         folder, max_steps=STEPS, logging_steps=LOGGED_EVERY, per_device_train_batch_size=BATCH, learning_rate=RATE,
         lr_scheduler_type="linear", **changes,
     )  # fmt: skip
-    return SFTTrainer(model=make_model(), args=config, train_dataset=ROWS, tokenizer=make_tokenizer())
+    return SFTTrainer(
+        model=make_model(), args=config, train_dataset=ROWS, tokenizer=make_tokenizer(), callbacks=callbacks
+    )
 
 
 @ranks(1)
@@ -49,7 +51,7 @@ def test_the_mean_loss_is_that_of_transformers_trainer(tmp_path: Path) -> None:
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         found = made.train()
-        results.show(made)
+        results.show(made.summary())
     assert found.global_step == expected.global_step == STEPS
     assert found.training_loss == pytest.approx(expected.training_loss, rel=1e-5)
     assert found.metrics["train_loss"] == found.training_loss
@@ -68,8 +70,7 @@ class Breaks:
 
 @ranks(1)
 def test_the_bar_is_taken_away_whatever_ends_a_run(tmp_path: Path) -> None:
-    made = trainer(tmp_path, progress="live")
-    made._callbacks.callbacks.append(Breaks())
+    made = trainer(tmp_path, callbacks=[Breaks()], progress="live")
     before = sys.stdout
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(KeyError, match="own mistake"):
         made.train()

@@ -23,10 +23,18 @@ from fullshard.fsdp import FSDPv2
 from fullshard.groups import short_name
 from fullshard.launch.worker import EXIT_RANK_LOST
 from fullshard.processes import Process, state_of
-from fullshard.watchdog import abort, heartbeat, threads, watch
-from fullshard.watchdog.diagnosis import Note, Verdict, Wait, belongs, judge, missing, report
-from fullshard.watchdog.heartbeat import Board, Loss, Ring, beat_every
-from fullshard.watchdog.torch_collectives import Outside
+from fullshard.watchdog import abort, heartbeat, investigate, rank_state, threads, watch
+from fullshard.watchdog.diagnosis import (
+    Failure,
+    RankStatus,
+    Wait,
+    describe_wait,
+    find_failure,
+    is_member,
+    late_ranks,
+)
+from fullshard.watchdog.external_waits import ExternalWaits
+from fullshard.watchdog.heartbeat import HeartbeatRing, Liveness, WatchStore, beat_every
 from tests.fsdp.programs import Block, Stack, mesh_for
 from tests.pool import ROOT, ranks
 
@@ -48,8 +56,8 @@ def _listening(report_after):
     logger, heard = runtime.get_logger(), _Heard()
     logger.addHandler(heard)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "REPORT_AFTER", report_after)
-        patch.setattr(watch, "POLL", 0.1)
+        patch.setattr(investigate, "REPORT_AFTER", report_after)
+        patch.setattr(threads, "POLL", 0.1)
         patch.setattr(heartbeat, "BEAT", 0.2)
         try:
             yield heard
@@ -63,7 +71,7 @@ def test_a_missing_rank_is_named_within_ten_seconds(world):
     # A heartbeat is seen by the successor at its next one, and its absence at the one after the limit.
     assert heartbeat.SILENT_AFTER + 2 * beat < 10
     # A wait is looked at on a heartbeat; others answer on theirs; the answers are read on the next.
-    assert watch.REPORT_AFTER + watch.POLL + 2 * beat < 10
+    assert investigate.REPORT_AFTER + threads.POLL + 2 * beat < 10
 
 
 # --- whole programs in the pool ---------------------------------------------------------------------------------------
@@ -92,7 +100,7 @@ def test_a_slow_rank_is_reported_and_left_alone():
         assert "rank 0: step 1, unit (root), gather (waiting)" in message
     else:
         assert not heard.lines
-    assert watch._here.verdict is None
+    assert rank_state.current.failure is None
     watch.check()
 
 
@@ -107,7 +115,7 @@ def test_a_rank_that_never_comes_is_given_up_at_the_timeout():
     start = time.monotonic()
     if runtime.rank() == 1:
         store.wait(["given up"], timedelta(seconds=50))
-    with pytest.raises(FSDPError, match=r"cannot go on in step 1, unit \(root\), gather"):
+    with pytest.raises(FSDPError, match=r"cannot continue in step 1, unit \(root\), gather"):
         model(torch.randn(4, 8)).sum().backward()
     if runtime.rank() == 0:
         assert time.monotonic() - start > 1.5
@@ -199,8 +207,8 @@ class _NCCLWork(_Work):
 @pytest.fixture
 def alone(monkeypatch):
     """A state of its own, and no threads."""
-    monkeypatch.setattr(watch, "_here", watch._Here())
-    monkeypatch.setattr(watch, "_threads_run", lambda: False)
+    monkeypatch.setattr(rank_state, "current", rank_state.RankState())
+    monkeypatch.setattr(threads, "ensure_started", lambda: None)
     made = watch.watch_for("gather", (0, 1), None)
     watch.at(3, "layers.0", "gather")
     return made
@@ -213,13 +221,13 @@ def test_followed_works_are_let_go_in_order(alone):
         labels.append(alone.issue())
         alone.follow(labels[-1], [work])
     now = time.monotonic()
-    assert watch.finish_followed(now) is None
+    assert rank_state.finish_followed(now) is None
     assert [label.number for label, _, _ in alone.followed] == [3, 4]
-    [(label, wait)] = watch.waits(now + 7)
-    assert label is labels[2] and wait.followed and 6.5 < wait.seconds < 7.5
+    [(label, wait)] = rank_state.waits(now + 7)
+    assert label is labels[2] and wait.on_device and 6.5 < wait.seconds < 7.5
     works[2].completed = True
-    assert watch.finish_followed(now + 8) is None
-    assert not alone.followed and watch.waits(now + 9) == []
+    assert rank_state.finish_followed(now + 8) is None
+    assert not alone.followed and rank_state.waits(now + 9) == []
 
 
 def test_time_counts_from_when_an_operation_is_the_oldest(alone):
@@ -227,10 +235,10 @@ def test_time_counts_from_when_an_operation_is_the_oldest(alone):
     for work in (first, second):
         alone.follow(alone.issue(), [work])
     now = time.monotonic()
-    watch.finish_followed(now)
+    rank_state.finish_followed(now)
     first.completed = True
-    watch.finish_followed(now + 60)  # the device was busy with what came before
-    [(label, wait)] = watch.waits(now + 61)
+    rank_state.finish_followed(now + 60)  # the device was busy with what came before
+    [(label, wait)] = rank_state.waits(now + 61)
     assert label.number == 2 and wait.seconds == pytest.approx(1, abs=0.1)
 
 
@@ -238,13 +246,13 @@ def test_time_counts_from_when_an_operation_is_the_oldest(alone):
     ("work", "why"),
     [
         (_Work(error="connection reset"), "connection reset"),
-        (_NCCLWork(1), "time-out"),
-        (_NCCLWork(2), "connection broke"),
+        (_NCCLWork(1), "timed out"),
+        (_NCCLWork(2), "broken connection"),
     ],
 )
 def test_a_followed_work_that_failed_says_why(alone, work, why):
     alone.follow(alone.issue(), [work])
-    label, reason = watch.finish_followed(time.monotonic())
+    label, reason = rank_state.finish_followed(time.monotonic())
     assert label.what == "step 3, unit layers.0, gather" and why in reason
     assert not alone.followed
 
@@ -254,39 +262,38 @@ def test_a_coalesced_launch_is_followed_by_its_works(alone):
         works = (_NCCLWork(0), _NCCLWork())
 
     alone.follow(alone.issue(), [Manager])
-    watch.finish_followed(time.monotonic())
+    rank_state.finish_followed(time.monotonic())
     assert len(alone.followed) == 1
     Manager.works[1].future.result = 0
-    watch.finish_followed(time.monotonic())
+    rank_state.finish_followed(time.monotonic())
     assert not alone.followed
 
 
 def test_what_is_followed_is_bounded(alone):
-    for _ in range(5 * watch.FOLLOWED):
+    for _ in range(5 * rank_state.FOLLOWED):
         alone.follow(alone.issue(), [_NCCLWork()])
-    assert len(alone.followed) == watch.FOLLOWED and len(alone.history) == watch.REMEMBERED
+    assert len(alone.followed) == rank_state.FOLLOWED and len(alone.history) == rank_state.REMEMBERED
 
 
 @ranks(2)
 def test_with_a_verdict_nobody_else_takes_communicators_of_nccl_apart():
     for backend, owns in (("gloo", True), ("nccl", False)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(watch, "_here", watch._Here())
-            patch.setattr(watch, "failures", watch.failures)
+            patch.setattr(rank_state, "current", rank_state.RankState())
             patch.setattr(runtime, "_owns_group", True)
             patch.setattr(abort, "backend_of", lambda group, device, found=backend: found)
-            threads.Lookout._set(object.__new__(threads.Lookout), Verdict("rank 1 is gone", lost=True))
+            rank_state.set_failure(Failure("rank 1 is gone", rank_lost=True))
             assert runtime._owns_group == owns
 
 
 def test_a_verdict_stops_everything_that_would_use_a_result(alone):
     watch.check()
     assert watch.cause(RuntimeError("an error of its own")) is None
-    watch._here.verdict = Verdict("rank 1 is gone", lost=True)
+    rank_state.current.failure = Failure("rank 1 is gone", rank_lost=True)
     assert isinstance(watch.cause(RuntimeError("an error that follows")), RankLostError)
     with pytest.raises(RankLostError, match="rank 1 is gone") as caught:
         watch.check()
-    assert caught.value.exit_code == EXIT_RANK_LOST and watch._here.raised
+    assert caught.value.exit_code == EXIT_RANK_LOST and rank_state.current.raised
 
 
 def test_steps_are_the_optimizer_s(alone):
@@ -303,7 +310,7 @@ def test_steps_are_the_optimizer_s(alone):
 @ranks(2)
 def test_reports_count_optimizer_steps():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "_here", watch._Here())
+        patch.setattr(rank_state, "current", rank_state.RankState())
         model = FSDPv2(Stack(), mesh_for("FULL_SHARD"), auto_wrap_policy={Block}, small_parameter_bytes=0)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         seen = []
@@ -330,15 +337,15 @@ def test_reports_count_optimizer_steps():
         ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:20613. This "
          "is typically caused by a remote worker crashing.", "a connection broke"),
         ("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation to "
-         "complete", "its time-out is over"),
-        ("Application timeout caused pair closure", "its time-out is over"),
+         "complete", "timed out"),
+        ("Application timeout caused pair closure", "timed out"),
         ("quota exceeded", "quota exceeded"),
     ],
 )  # fmt: skip
 def test_what_gloo_says_of_its_sockets_is_not_shown(alone, said, shown):
     error = watch.failed("step 3, unit a, gather", (0, 1), RuntimeError(said))
     assert isinstance(error, RankLostError) and error.at == "step 3, unit a, gather"
-    assert str(error).endswith(f"another rank has failed, or is too late ({shown})")
+    assert str(error).endswith(f"another rank failed, or did not arrive in time ({shown})")
 
 
 # --- waits outside the engine -----------------------------------------------------------------------------------------
@@ -348,15 +355,15 @@ def test_what_gloo_says_of_its_sockets_is_not_shown(alone, said, shown):
 @ranks(2)
 def test_a_collective_of_the_program_is_seen_from_outside():
     store = dist.distributed_c10d._get_default_store()
-    found = Outside()
+    found = ExternalWaits()
     if runtime.rank() == 1:
         store.wait(["seen from outside"], timedelta(seconds=50))
     else:
 
         def look():
-            found.look(0.0)
-            _until(lambda: (found.look(1.0), found.standing)[1], 30)
-            found.look(2.0)
+            found.scan(0.0)
+            _until(lambda: (found.scan(1.0), found.by_thread)[1], 30)
+            found.scan(2.0)
             store.set("seen from outside", "")
 
         looking = threading.Thread(target=look)
@@ -364,89 +371,93 @@ def test_a_collective_of_the_program_is_seen_from_outside():
     dist.all_reduce(torch.zeros(1))
     if runtime.rank() == 0:
         looking.join()
-        standing = found.longest()
-        assert standing.since == 1.0 and standing.what.startswith("all_reduce at test_watch.py:")
-        assert found.longest(but=threading.main_thread().ident) is None
-        found.look(3.0)
-        assert not found.standing
+        longest = found.longest()
+        assert longest.since == 1.0 and longest.what.startswith("all_reduce at test_watch.py:")
+        assert found.longest(excluding=threading.main_thread().ident) is None
+        found.scan(3.0)
+        assert not found.by_thread
 
 
 def test_a_wait_outside_ends_with_a_rank_that_is_lost_and_not_before():
-    wait = Wait("outside/0-2", 0, "step 4, barrier at train.py:7", 90.0, outside=True)
-    notes = {0: _note({"gather/0-2": 7}, [wait]), 1: _note({"gather/0-2": 7}, [wait]), 2: _note({"gather/0-2": 7})}
-    assert missing(wait, (0, 1, 2), notes) == [2]
+    wait = Wait("external/0-2", 0, "step 4, barrier at train.py:7", 90.0, external=True)
+    statuses = {
+        0: _status({"gather/0-2": 7}, [wait]),
+        1: _status({"gather/0-2": 7}, [wait]),
+        2: _status({"gather/0-2": 7}),
+    }
+    assert late_ranks(wait, (0, 1, 2), statuses) == [2]
     for how in ("silent", "stopped", "busy", "back", "exited"):  # it may not be one of those that are waited for
-        assert judge(notes, {2: Loss(2, how, "x")}) is None
-    found = judge(notes, {2: Loss(2, "lost", "step 4", " (process 5 on b)")})
-    assert found.lost and found.at == "step 4, barrier at train.py:7"
-    assert found.text.startswith("rank 0 waits in step 4, barrier at train.py:7, but rank 2 (process 5 on b) has given")
+        assert find_failure(statuses, {2: Liveness(2, how, "x")}) is None
+    found = find_failure(statuses, {2: Liveness(2, "lost", "step 4", " (process 5 on b)")})
+    assert found.rank_lost and found.at == "step 4, barrier at train.py:7"
+    assert found.text.startswith("rank 0 waits in step 4, barrier at train.py:7, but rank 2 (process 5 on b) has sent")
 
 
-# --- notes ------------------------------------------------------------------------------------------------------------
+# --- statuses ---------------------------------------------------------------------------------------------------------
 
 
-def _note(last, waits=(), done=None, where="step 4, unit (root), forward"):
-    return Note(1, where, list(waits), last, done or {})
+def _status(last, waits=(), operations=None, position="step 4, unit (root), forward"):
+    return RankStatus(1, position, list(waits), last, operations or {})
 
 
 GATHER = Wait("gather/0-1", 7, "step 4, unit a, gather", 6.0)
 
 
 def test_a_wait_for_a_slow_rank_may_end():
-    notes = {0: _note({"gather/0-1": 7}, [GATHER]), 1: _note({"gather/0-1": 6})}
-    assert judge(notes, {}) is None
-    assert missing(GATHER, (0, 1), notes) == [1]
+    statuses = {0: _status({"gather/0-1": 7}, [GATHER]), 1: _status({"gather/0-1": 6})}
+    assert find_failure(statuses, {}) is None
+    assert late_ranks(GATHER, (0, 1), statuses) == [1]
     for how in ("silent", "stopped", "busy", "back"):
-        assert judge(notes, {1: Loss(1, how, "x")}) is None
-    assert "has given no sign of life for 30 s" in judge(notes, {1: Loss(1, "lost", "x")}).text
-    assert judge(notes, {1: Loss(1, "silent", "x")}, connection_broke=True).lost
+        assert find_failure(statuses, {1: Liveness(1, how, "x")}) is None
+    assert "has sent no heartbeat for 30 s" in find_failure(statuses, {1: Liveness(1, "lost", "x")}).text
+    assert find_failure(statuses, {1: Liveness(1, "silent", "x")}, connection_broke=True).rank_lost
 
 
-def test_a_rank_that_exited_is_missed_only_where_it_belongs():
-    notes = {0: _note({"gather/0-1": 7}, [GATHER]), 2: _note({"gather/2-3": 1})}
-    assert judge(notes, {2: Loss(2, "exited", "its end")}) is None
-    assert "rank 1 has exited" in judge(notes, {1: Loss(1, "exited", "its end")}).text
-    notes[1] = _note({"gather/0-1": 7})  # it has sent its part
-    assert judge(notes, {1: Loss(1, "exited", "its end")}) is None
-    dead = judge(notes, {2: Loss(2, "dead", "step 3", " (process 5 on b)")}).text
+def test_a_rank_that_exited_is_missed_only_where_it_is_member():
+    statuses = {0: _status({"gather/0-1": 7}, [GATHER]), 2: _status({"gather/2-3": 1})}
+    assert find_failure(statuses, {2: Liveness(2, "exited", "its end")}) is None
+    assert "rank 1 has exited" in find_failure(statuses, {1: Liveness(1, "exited", "its end")}).text
+    statuses[1] = _status({"gather/0-1": 7})  # it has sent its part
+    assert find_failure(statuses, {1: Liveness(1, "exited", "its end")}) is None
+    dead = find_failure(statuses, {2: Liveness(2, "dead", "step 3", " (process 5 on b)")}).text
     assert dead == (
-        "rank 0 waits in step 4, unit a, gather, but rank 2 (process 5 on b) ended without a word, as a process does "
-        "that is killed (it was last in step 3)"
+        "rank 0 waits in step 4, unit a, gather, but rank 2 (process 5 on b) ended without an error of its own, like "
+        "a killed process (last seen in step 3)"
     )
-    assert [belongs(r, f"x/{short_name((0, 4, 8))}") for r in (0, 2, 4)] == [True, False, True]
-    assert belongs(5, f"x/{short_name((0, 3, 4))}")  # a digest does not say
+    assert [is_member(r, f"x/{short_name((0, 4, 8))}") for r in (0, 2, 4)] == [True, False, True]
+    assert is_member(5, f"x/{short_name((0, 3, 4))}")  # a digest does not say
 
 
 def test_ranks_that_wait_for_each_other_are_found_also_by_a_third():
     reduce = Wait("reduce/0-1", 3, "step 4, unit b, reduce", 6.0)
-    notes = {
-        0: _note({"gather/0-1": 7, "reduce/0-1": 2}, [GATHER]),
-        1: _note({"gather/0-1": 6, "reduce/0-1": 3}, [reduce]),
-        2: _note({"gather/0-2:2": 1}, [Wait("gather/0-2:2", 1, "step 4, unit c, gather", 6.0)]),
+    statuses = {
+        0: _status({"gather/0-1": 7, "reduce/0-1": 2}, [GATHER]),
+        1: _status({"gather/0-1": 6, "reduce/0-1": 3}, [reduce]),
+        2: _status({"gather/0-2:2": 1}, [Wait("gather/0-2:2", 1, "step 4, unit c, gather", 6.0)]),
     }
-    found = judge(notes, {})
+    found = find_failure(statuses, {})
     assert found.text == (
         "ranks entered different operations: rank 0 is in step 4, unit a, gather, rank 1 in step 4, unit b, reduce"
     )
-    assert not found.lost
+    assert not found.rank_lost
 
 
 def test_operations_of_one_number_and_different_kinds_are_found_behind_the_oldest():
     # On NCCL the host runs ahead of the device: the ranks differ two operations after the one that waits.
     mine = {"7": "step 4, unit a, gather", "8": "step 4, unit b, gather"}
     theirs = {"7": "step 4, unit a, gather", "8": "step 4, unit c, gather"}
-    notes = {0: _note({"gather/0-1": 8}, [GATHER], {"gather/0-1": mine}),
-             1: _note({"gather/0-1": 8}, [], {"gather/0-1": theirs})}  # fmt: skip
-    assert "rank 0 is in step 4, unit b, gather, rank 1 in step 4, unit c, gather" in judge(notes, {}).text
+    statuses = {0: _status({"gather/0-1": 8}, [GATHER], {"gather/0-1": mine}),
+             1: _status({"gather/0-1": 8}, [], {"gather/0-1": theirs})}  # fmt: skip
+    assert "rank 0 is in step 4, unit b, gather, rank 1 in step 4, unit c, gather" in find_failure(statuses, {}).text
 
 
 def test_a_report_of_many_ranks_is_short():
-    notes = {rank: _note({"gather/0-4095": 7}, [GATHER]) for rank in range(4096) if rank not in (5, 900)}
+    statuses = {rank: _status({"gather/0-4095": 7}, [GATHER]) for rank in range(4096) if rank not in (5, 900)}
     wait = Wait("gather/0-4095", 7, GATHER.what, 6.0)
-    text = report(wait, range(4096), notes, {900: Loss(900, "silent", "step 3")}, {5: "step 2"})
+    text = describe_wait(wait, range(4096), statuses, {900: Liveness(900, "silent", "step 3")}, {5: "step 2"})
     assert "not entered by rank(s) 5, 900" in text and len(text) < 600
-    assert "rank 5: step 2" in text and "rank 900 gives no sign of life (it was last in step 3)" in text
-    assert len(notes[0].text()) < 300
+    assert "rank 5: step 2" in text and "rank 900 sends no heartbeat (last seen in step 3)" in text
+    assert len(statuses[0].text()) < 300
 
 
 # --- heartbeats -------------------------------------------------------------------------------------------------------
@@ -478,13 +489,15 @@ def _until(condition, seconds=5):
 
 
 def test_the_ring_names_the_silent_and_leaves_the_rest_alone(monkeypatch):
-    board = Board(dist.HashStore())
-    rings = [Ring(board, rank, 4) for rank in range(4)]
+    store = WatchStore(dist.HashStore())
+    rings = [HeartbeatRing(store, rank, 4) for rank in range(4)]
     for rank in range(1, 4):  # on nodes of the same name, where processes of such numbers are not
-        board.put(f"process/{rank}", Process(f"node {rank}", 999_999, "5", socket.gethostname()).text())
+        store.put(f"process/{rank}", Process(f"node {rank}", 999_999, "5", socket.gethostname()).text())
 
     def look(now):
-        return [(loss.rank, loss.how) for loss in rings[0].look(board.read([f"beat/{r}" for r in range(4)]), now)]
+        return [
+            (change.rank, change.state) for change in rings[0].check(store.read([f"beat/{r}" for r in range(4)]), now)
+        ]
 
     assert look(0) == []  # nobody has begun
     for ring in rings:
@@ -497,17 +510,17 @@ def test_the_ring_names_the_silent_and_leaves_the_rest_alone(monkeypatch):
     assert look(8) == [(1, "back")] and rings[0].watched() == [1]
     assert look(11) == [] and look(14.1) == [(1, "silent")]
     rings[2].beat("step 2")
-    assert look(14.2) == [] and not [loss for now in (20, 26, 32, 37) for loss in look(now) if loss[0] == 1]
+    assert look(14.2) == [] and not [change for now in (20, 26, 32, 37) for change in look(now) if change[0] == 1]
     assert look(38.1)[0] == (1, "lost")
-    rings[1].part("its end")
+    rings[1].leave("its end")
     assert (1, "exited") in look(39)
 
 
 def test_a_rank_that_was_stopped_itself_accuses_nobody():
-    board = Board(dist.HashStore())
-    rings = [Ring(board, rank, 2) for rank in range(2)]
-    board.put("process/1", Process("another-node", 999_999, "5", "b").text())
-    look = lambda now: [loss.how for loss in rings[0].look(board.read(["beat/1"]), now)]  # noqa: E731
+    store = WatchStore(dist.HashStore())
+    rings = [HeartbeatRing(store, rank, 2) for rank in range(2)]
+    store.put("process/1", Process("another-node", 999_999, "5", "b").text())
+    look = lambda now: [change.state for change in rings[0].check(store.read(["beat/1"]), now)]  # noqa: E731
     rings[1].beat("step 1")
     assert look(0) == [] and look(1) == []
     assert look(3601) == []  # the whole job was suspended for an hour
@@ -517,12 +530,12 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody():
 
 
 def test_a_rank_that_is_stopped_before_its_first_heartbeat_is_named(monkeypatch):
-    board = Board(dist.HashStore())
-    ring = Ring(board, 0, 3)
+    store = WatchStore(dist.HashStore())
+    ring = HeartbeatRing(store, 0, 3)
     states = {"1": "alive", "2": "alive"}
     monkeypatch.setattr(heartbeat, "state_of", lambda process: states[process.start] if process else "")
-    board.put("process/1", Process("node", 1, "1", "a").text())  # as `runtime.use_spmd` does
-    look = lambda now: [(loss.rank, loss.how) for loss in ring.look({}, now)]  # noqa: E731
+    store.put("process/1", Process("node", 1, "1", "a").text())  # as `runtime.use_spmd` does
+    look = lambda now: [(change.rank, change.state) for change in ring.check({}, now)]  # noqa: E731
     assert [look(now) for now in range(0, 40, 5)] == [[]] * 8  # it loads
     states["1"] = "stopped"
     assert look(40) == [(1, "lost")]
@@ -539,20 +552,20 @@ def test_reading_keys_takes_few_calls():
             self.calls += 1
             return getattr(self.store, name)
 
-    store = Counting()
-    board = Board(store)
+    counting = Counting()
+    store = WatchStore(counting)
     for rank in range(1000):
         if rank != 321:
-            board.put(f"note/{rank}", str(rank))
-    store.calls = 0
-    keys = [f"note/{rank}" for rank in range(1000)]
-    found = board.read(keys)
-    assert len(found) == 999 and found["note/7"] == "7" and "note/321" not in found
-    assert store.calls < 30  # which are there is found by halves
-    store.calls = 0
-    board.read(keys)
-    assert store.calls == 2  # known keys in one call, the missing one in another
-    assert board.add("count", 1) == 1 and board.add("count", 0) == 1 and board.read(["count"]) == {"count": "1"}
+            store.put(f"status/{rank}", str(rank))
+    counting.calls = 0
+    keys = [f"status/{rank}" for rank in range(1000)]
+    found = store.read(keys)
+    assert len(found) == 999 and found["status/7"] == "7" and "status/321" not in found
+    assert counting.calls < 30  # which are there is found by halves
+    counting.calls = 0
+    store.read(keys)
+    assert counting.calls == 2  # known keys in one call, the missing one in another
+    assert store.add("count", 1) == 1 and store.add("count", 0) == 1 and store.read(["count"]) == {"count": "1"}
 
 
 def test_traffic_does_not_grow_with_the_number_of_ranks():
@@ -566,7 +579,7 @@ def test_traffic_does_not_grow_with_the_number_of_ranks():
         assert found["calm"]["calls"] <= 2.5 and found["calm"]["bytes"] < 300
         assert found["missing"]["calls"] < 8
     assert large["calm"]["calls"] == pytest.approx(small["calm"]["calls"], rel=0.1)
-    assert large["note_bytes"] < 2000
+    assert large["status_bytes"] < 2000
 
 
 # --- processes that end, are killed, are stopped ----------------------------------------------------------------------
@@ -630,8 +643,8 @@ def test_a_killed_rank_is_named(tmp_path, nodes):
         assert job.end(0) == [69]
         text = job.said(0)
         assert "rank 1" in text
-        assert ("ended without a word" if nodes == "one" else "gives no sign of life") in text
-        assert "it was last in step" in text
+        assert ("ended without an error" if nodes == "one" else "sends no heartbeat") in text
+        assert "last seen in step" in text
         assert _named_after(text) - killed < 10
         assert "STEPPED AFTER" not in text
 
@@ -641,7 +654,7 @@ def test_a_rank_that_exits_early_is_named(tmp_path):
     with Ranks(tmp_path, "exit") as job:
         assert job.end(1, 0) == [0, 69]
         text = job.said(0)
-        assert "rank 1 has exited (it was last in step" in text
+        assert "rank 1 has exited (last seen in step" in text
 
 
 @pytest.mark.slow
@@ -704,8 +717,8 @@ def test_a_rank_held_up_by_its_device_is_ended_too(tmp_path, killed):
         assert job.end(0) == [EXIT_RANK_LOST]
         assert time.time() - start < 20
         text = job.said(0)
-        assert ("rank 1 has exited" in text) != killed and ("ended without a word" in text) == killed
-        assert "did not come back from its wait: ending the process" in text and "RAISED" not in text
+        assert ("rank 1 has exited" in text) != killed and ("ended without an error" in text) == killed
+        assert "did not return from its wait: ending the process" in text and "RAISED" not in text
 
 
 def _free_port():

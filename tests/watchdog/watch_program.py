@@ -11,14 +11,14 @@ import fullshard.runtime as xr
 from fullshard import processes
 from fullshard.errors import UserError
 from fullshard.fsdp import FSDPv2
-from fullshard.watchdog import heartbeat, watch
+from fullshard.watchdog import heartbeat, investigate, rank_state, threads, watch
 from tests.fsdp.programs import Block, Stack, mesh_for
 
 how, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
 heartbeat.LOST_AFTER = float(os.environ.get("LOST_AFTER", heartbeat.LOST_AFTER))
 if os.environ.get("FAST"):
-    heartbeat.BEAT, heartbeat.SILENT_AFTER, watch.REPORT_AFTER, watch.POLL = 0.1, 0.6, 1.0, 0.1
-    watch.REPEAT_AFTER = 1e9
+    heartbeat.BEAT, heartbeat.SILENT_AFTER, investigate.REPORT_AFTER, threads.POLL = 0.1, 0.6, 1.0, 0.1
+    investigate.REPEAT_AFTER = 1e9
 if os.environ.get("NODES") == "several":
     processes.node_id = lambda: f"node {rank}".replace(" ", "-")  # process numbers say nothing of other ranks then
 
@@ -40,8 +40,8 @@ try:
         optimizer.step()
         optimizer.zero_grad()
         steps += 1
-        if watch._here.verdict is not None:
-            print("STEPPED AFTER", watch._here.verdict, flush=True)
+        if rank_state.current.failure is not None:
+            print("STEPPED AFTER", rank_state.current.failure, flush=True)
         if steps > 20:
             with open(folder / f"ready-{rank}", "a") as file:
                 file.write(".")

@@ -14,7 +14,7 @@ from peft import AutoPeftModelForCausalLM, PeftConfig
 from fullshard import load_pretrained
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.results.find_result import find
-from fullshard.train.start import base_of_adapter
+from fullshard.train.checked_run import base_of_adapter
 from fullshard.train.trainer import SFTTrainer
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name, read_record, write_record
 from fullshard.weights.merge_adapter import merge_adapter
@@ -64,7 +64,7 @@ def test_a_run_s_adapter_works_from_any_folder_and_knows_its_base(tmp_path: Path
     exported, early = tmp_path / "exported", tmp_path / "early"
     assert command("export", str(out), str(exported))[0] == 0
     assert command("export", str(out), str(early), "--checkpoint", "latest")[0] == 0
-    both = rf"{tmp_path}/model .*, and {other} is another model, or has been changed since .*remove {RECORD}"
+    both = rf"{tmp_path}/model .*, but {other} is a different model or has changed since .*remove {RECORD}"
     for adapter in (out, exported, early):
         with pytest.raises(WeightsError, match=both):
             check_base(adapter, other)
@@ -78,7 +78,7 @@ def test_a_run_s_adapter_works_from_any_folder_and_knows_its_base(tmp_path: Path
     with pytest.raises(WeightsError, match=both):
         SFTTrainer(model=str(other), args=again, train_dataset=text_rows(8))
     code, _, said = command("chat", str(out), "--base", str(other), "--prompt", "one")
-    assert code == 2 and "is another model" in said and len(said.splitlines()) == 1
+    assert code == 2 and "is a different model" in said and len(said.splitlines()) == 1
     code, _, said = command("export", str(out), str(tmp_path / "wrong"), "--base", str(other))
     assert code == 2 and not (tmp_path / "wrong").exists()
 
@@ -86,7 +86,7 @@ def test_a_run_s_adapter_works_from_any_folder_and_knows_its_base(tmp_path: Path
 def test_adapters_of_peft_are_known_by_what_they_name(made: Path, tmp_path: Path) -> None:
     adapter = shutil.copytree(made / "peft", tmp_path / "peft")
     check_base(adapter, made / "base")
-    with pytest.raises(WeightsError, match=rf"{made}/base .*, and {made}/other is another model"):
+    with pytest.raises(WeightsError, match=rf"{made}/base .*, but {made}/other is a different model"):
         check_base(adapter, made / "other")  # same shapes
     check_base(adapter, shutil.copytree(made / "base", tmp_path / "a copy"))
     named(adapter, str(made / "other"))
@@ -98,7 +98,9 @@ def test_adapters_of_peft_are_known_by_what_they_name(made: Path, tmp_path: Path
     for fits in (snapshot, "other-org/llama-3", "/models/Llama-3", "/models/Llama-3-bnb-4bit"):
         check_base(adapter, fits)
     for other in (made / "base", "org/Llama-3-Instruct", "/models/llama-3.1"):
-        with pytest.raises(WeightsError, match=rf"was trained on org/Llama-3, and {other} is called otherwise"):
+        with pytest.raises(
+            WeightsError, match=rf"was trained on org/Llama-3, and {other} appears to be a different model"
+        ):
             check_base(adapter, other)
     check_base(named(adapter, None), made / "other")  # nobody knows: shapes alone
 
@@ -113,7 +115,7 @@ def test_a_4_bit_copy_and_its_original_belong_together(made: Path, tmp_path: Pat
     write_record(adapter, "org/Llama-3-bnb-4bit", (str(packed), fingerprint_of(packed)))
     check_base(adapter, packed)
     check_base(adapter, made / "base")
-    with pytest.raises(WeightsError, match=r"was trained on org/Llama-3-bnb-4bit .*changed is another model"):
+    with pytest.raises(WeightsError, match=r"was trained on org/Llama-3-bnb-4bit .*changed is a different model"):
         check_base(adapter, _changed(packed))
 
 
@@ -134,12 +136,12 @@ def test_a_relative_base_is_found_from_the_folders_above_the_adapter(
     expected = str(tmp_path / "project" / "models" / "base")
     assert base_of_adapter(adapter) == expected and find(str(adapter)).base == expected
     named(adapter, "./lost")
-    with pytest.raises(ConfigError, match=r"\./lost does not exist; name the folder .* with --base"):
+    with pytest.raises(ConfigError, match=r"\./lost does not exist; set the folder .* with --base"):
         find(str(adapter))
     named(adapter, "lost/model")
     for words in (["chat", "--prompt", "one"], ["export", str(tmp_path / "to"), "--merge"]):
         code, _, said = command(words[0], str(adapter), *words[1:])
-        assert code == 2 and "'lost/model' is neither a directory here nor a model that can be fetched" in said
+        assert code == 2 and "'lost/model' is neither a local directory nor a model that can be downloaded" in said
         assert said.rstrip().endswith("with --base.") and len(said.splitlines()) == 1
 
 
@@ -157,6 +159,6 @@ def test_a_name_that_does_not_exist_is_one_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     for words in (["chat", "nobody/nothing", "--prompt", "one"], ["export", "nobody/nothing", "no/such/folder"]):
         code, _, said = command(*words)
-        assert code == 2 and said.startswith("fullshard: 'nobody/nothing' is neither a directory here nor a model")
+        assert code == 2 and said.startswith("fullshard: 'nobody/nothing' is neither a local directory nor a model")
         assert len(said.splitlines()) == 1
     assert asked == ["nobody/nothing"] * 2

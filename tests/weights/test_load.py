@@ -243,7 +243,7 @@ def test_an_adapters_values_are_loaded_after_the_model(files, tmp_path):
 
 
 @ranks(2)
-def test_what_files_lack_is_initialised_if_not_strict(files, tmp_path):
+def test_what_files_lack_is_initialized_if_not_strict(files, tmp_path):
     if runtime.is_main():
         values = load_file(files["llama"] / "model.safetensors")
         del values["lm_head.weight"], values["model.norm.weight"]

@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
 )
 
 from fullshard.weights import key_mapping, slice_reader
-from fullshard.weights.safetensors_index import DTYPES, Source
+from fullshard.weights.safetensors_index import DTYPES, SafetensorsFiles
 from fullshard.weights.slice_reader import Joined, Stacked, Stored, Transposed, lengths
 
 
@@ -37,7 +37,7 @@ def stored(tmp_path_factory):
     }
     path = tmp_path_factory.mktemp("reader") / "model.safetensors"
     save_file(values, path)
-    source = Source(path, [path])
+    source = SafetensorsFiles(path, [path])
     return values, {name: Stored(source, entry) for name, entry in source.entries.items()}, source
 
 
@@ -102,7 +102,7 @@ def test_conversions_are_those_of_transformers(kind, tmp_path):
     parts = {p: [torch.randn(12, 8) for _ in range(3 if "*" in p else 1)] for p in converter.source_patterns}
     names = {f"{p}-{i}": value for p, values in parts.items() for i, value in enumerate(values)}
     save_file(names, tmp_path / "model.safetensors")
-    source = Source(tmp_path, [tmp_path / "model.safetensors"])
+    source = SafetensorsFiles(tmp_path, [tmp_path / "model.safetensors"])
     readers = {p: [Stored(source, source.entries[f"{p}-{i}"]) for i in range(len(v))] for p, v in parts.items()}
     config = LlamaConfig(num_attention_heads=2)
     name = f"layer.{converter.target_patterns[0]}"
@@ -111,7 +111,7 @@ def test_conversions_are_those_of_transformers(kind, tmp_path):
         for value in values:
             theirs.add_tensor(name, name, pattern, value)
     expected = theirs.convert(name, config=config)
-    shown = key_mapping._Shown(type("Model", (), {"config": config})(), {})
+    shown = key_mapping._PlainShapes(type("Model", (), {"config": config})(), {})
     made = key_mapping._convert(converter, name, readers, shown)
     assert made.keys() == expected.keys()
     for key, value in expected.items():

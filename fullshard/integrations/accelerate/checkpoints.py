@@ -18,6 +18,7 @@ from torch import nn
 from fullshard import runtime
 from fullshard.errors import CheckpointError
 from fullshard.fsdp.parameter import ShardedParameter
+from fullshard.torch_private import spec_of
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 PLAIN_MODELS = ("model{}.safetensors", "pytorch_model{}.bin")
@@ -118,4 +119,4 @@ def _piece(value: Any, p: ShardedParameter | None) -> Any:
         return value  # a step count, or the state of a parameter that is not sharded
     shard: Any = p.shard
     piece = value[p.layout.slices(p.plan.shape, runtime.rank())].to(p.local.device).clone()
-    return type(shard)(piece, shard._spec, requires_grad=False)
+    return type(shard)(piece, spec_of(shard), requires_grad=False)

@@ -14,9 +14,10 @@ from torch.optim.optimizer import Optimizer
 
 from fullshard import runtime
 from fullshard.fsdp import FSDPv2, grad_clip, policy
-from fullshard.parallelize.model import wrap_policy
+from fullshard.parallelize.model import shard_model, wrap_policy
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
+from fullshard.torch_private import parameters_of
 
 
 def is_served(accelerator: Any) -> bool:
@@ -54,7 +55,7 @@ def _let_go(optimizers: list[Optimizer], models: list[nn.Module]) -> Iterator[No
     """Optimizers hold no parameters of the models inside, so that each is freed once it is sharded; shards after."""
     sites: dict[int, tuple[nn.Module, str]] = {}
     for module in (module for model in models for module in model.modules()):
-        sites |= {id(p): (module, name) for name, p in module._parameters.items() if p is not None}
+        sites |= {id(p): (module, name) for name, p in parameters_of(module).items() if p is not None}
     held = []
     for group in (group for optimizer in optimizers if not optimizer.state for group in optimizer.param_groups):
         held.append((group, [sites.get(id(p), p) for p in group["params"]]))
@@ -63,7 +64,7 @@ def _let_go(optimizers: list[Optimizer], models: list[nn.Module]) -> Iterator[No
         yield
     finally:
         for group, places in held:
-            group["params"] = [at[0]._parameters[at[1]] if isinstance(at, tuple) else at for at in places]
+            group["params"] = [parameters_of(at[0])[at[1]] if isinstance(at, tuple) else at for at in places]
 
 
 def prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +89,7 @@ def shard(accelerator: Any, model: nn.Module) -> Any:
     plugin = accelerator.state.fsdp_plugin
     settings = _settings(accelerator, plugin.fullshard.settings)
     options = {
-        "auto_wrap_policy": wrap_policy(settings, model),
+        "auto_wrap_policy": wrap_policy(model, settings),
         **plugin.fullshard.options,
         **plugin.fullshard.wrap_policy(plugin.auto_wrap_policy),
     }
@@ -98,7 +99,7 @@ def shard(accelerator: Any, model: nn.Module) -> Any:
 
         wrapped = four_bit.wrap(settings, model, options)
     else:
-        wrapped = settings.wrap(model, **options)
+        wrapped = shard_model(model, settings, **options)
     runtime.get_logger().info("%s: %s", type(model).__name__, str(wrapped.plan).splitlines()[0])
     return wrapped
 

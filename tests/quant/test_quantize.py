@@ -1,4 +1,4 @@
-"""Which layers are quantised and which get adapters, compared with transformers and PEFT; what is refused."""
+"""Which layers are quantized and which get adapters, compared with transformers and PEFT; what is refused."""
 
 import pytest
 import torch
@@ -17,13 +17,14 @@ from transformers import (
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from fullshard import load_pretrained, runtime, save_pretrained
+from fullshard import load_pretrained, lora, runtime, save_pretrained
 from fullshard.errors import ConfigError, QuantizationError
-from fullshard.lora import targets
-from fullshard.lora.inventory import bytes_by_kind, dense_line
+from fullshard.lora.targets import DEFAULT_TARGETS
+from fullshard.quant import config as quant_config
+from fullshard.quant.config import Quantization
 from fullshard.quant.export import model_tensors
 from fullshard.quant.linear import NF4Linear
-from fullshard.quant.quantize_model import Quantization, dequantize_model, quantize_model, quantized_layers
+from fullshard.quant.quantize import dequantize_model, quantize_model, quantized_layers
 from fullshard.quant.sharded_groups import Scheme
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.fsdp.programs import mesh_for
@@ -33,7 +34,7 @@ from tests.quant.programs import batches, llama, train, with_lora
 NF4_DOUBLE = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
-def test_the_layers_are_those_that_transformers_quantises():
+def test_the_layers_are_those_that_transformers_quantizes():
     config = BitsAndBytesConfig(**NF4_DOUBLE, bnb_4bit_compute_dtype="bfloat16", bnb_4bit_quant_storage="bfloat16")
     ours = quantize_model(llama(), config)
     theirs = llama()
@@ -74,7 +75,7 @@ def test_on_the_meta_device_layers_are_only_laid_out():
     [
         ({"load_in_8bit": True}, "8-bit weights are not supported yet"),
         ({"load_in_4bit": True, "load_in_8bit": True}, "both set"),
-        ({"load_in_4bit": False}, "quantises nothing"),
+        ({"load_in_4bit": False}, "quantizes nothing"),
         ({"load_in_4bit": True, "bnb_4bit_quant_typ": "nf4"}, "bnb_4bit_quant_typ"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf8"}, "nf8"),
         ({"load_in_4bit": True, "bnb_4bit_quant_storage": "int8"}, "int8"),
@@ -90,11 +91,11 @@ def test_configurations_that_are_refused(config, words):
 
 
 def test_models_that_are_refused():
-    with pytest.raises(QuantizationError, match="adapters already"):
+    with pytest.raises(QuantizationError, match="already has adapters"):
         quantize_model(with_lora(llama()), Scheme())
-    with pytest.raises(QuantizationError, match="quantised already"):
+    with pytest.raises(QuantizationError, match="already quantized"):
         quantize_model(quantize_model(llama(), Scheme()), Scheme())
-    with pytest.raises(QuantizationError, match="Sequential has no weight to quantise"):
+    with pytest.raises(QuantizationError, match="Sequential has no weight to quantize"):
         quantize_model(nn.Sequential(nn.Embedding(8, 8), nn.LayerNorm(8)), Scheme())
 
 
@@ -152,7 +153,7 @@ def test_subclasses_of_linear_layers_are_tried():
     }
 
 
-def test_conv1d_layers_are_those_that_transformers_quantises(tmp_path):
+def test_conv1d_layers_are_those_that_transformers_quantizes(tmp_path):
     """Bytes, keys and results of a GPT-2 that transformers loads with bitsandbytes; adapters go on and off it alike."""
     gpt2().save_pretrained(tmp_path)
     config = BitsAndBytesConfig(**NF4_DOUBLE, bnb_4bit_compute_dtype="float32")
@@ -230,8 +231,8 @@ def test_loftq_makes_up_for_what_a_transposed_weight_lost(tmp_path):
     config = LoraConfig(r=8, lora_alpha=8, target_modules="all-linear")
     config.init_lora_weights = "loftq"  # given at once, PEFT would want scipy
     model = load_pretrained(
-        tmp_path, mesh_for("FULL_SHARD"), quantization_config=Scheme(), adapt=lambda m: targets.lay_out(m, config),
-        progress=False,
+        tmp_path, mesh_for("FULL_SHARD"), quantization_config=Scheme(), progress=False,
+        adapt=lambda m: lora.get_peft_model_on_meta(m, config),
     )  # fmt: skip
     dense = gpt2()
     with model.summon_full_params(writeback=False):
@@ -250,7 +251,7 @@ def test_the_line_that_says_what_stays_dense():
         num_key_value_heads=4, num_local_experts=4,
     )  # fmt: skip
     model = quantize_model(MixtralForCausalLM(config), Scheme())
-    four_bits, dense = bytes_by_kind(model)
+    four_bits, dense = lora.bytes_by_kind(model)
     assert four_bits + dense.total() == sum(p.numel() * p.element_size() for p in model.parameters())
     assert dense == {"embedding": 2**18, "head": 2**18, "norms and biases": 5 * 512, "mlp.gate.weight": 2 * 4 * 512}
     weights = 2 * (4 * 128 * 128 + 4 * 3 * 128 * 128)
@@ -258,63 +259,64 @@ def test_the_line_that_says_what_stays_dense():
         f"4 bits: {weights:,} weights in 288.0 KiB; dense: 518.5 KiB (embedding 256.0 KiB, head 256.0 KiB, "
         "norms and biases 2.5 KiB, mlp.gate.weight 4.0 KiB)"
     )
-    assert dense_line(model) == line
+    assert lora.dense_line(model) == line
     lora_config = LoraConfig(r=2, target_modules=["q_proj"])
-    assert dense_line(get_peft_model(model, lora_config)) == line, "an adapter is none of it"
-    assert dense_line(nn.Linear(2, 2)) is None
+    assert lora.dense_line(get_peft_model(model, lora_config)) == line, "an adapter is none of it"
+    assert lora.dense_line(nn.Linear(2, 2)) is None
 
 
-def test_full_fine_tuning_of_quantised_weights_is_refused():
+def test_full_fine_tuning_of_quantized_weights_is_refused():
     model = quantize_model(llama(), Scheme())
     with pytest.raises(QuantizationError, match="full fine-tuning"):
-        targets.check_trains(model)
-    targets.check_trains(with_lora(model))
-    targets.check_trains(llama())
-    with pytest.raises(ConfigError, match="no parameter"):
-        targets.check_trains(llama().requires_grad_(False))
+        lora.check_trains(model)
+    lora.check_trains(with_lora(model))
+    lora.check_trains(llama())
+    with pytest.raises(ConfigError, match="no trainable parameters"):
+        lora.check_trains(llama().requires_grad_(False))
 
 
 def test_targets():
-    assert targets.target_modules() == list(targets.DEFAULT_TARGETS)
-    assert targets.target_modules("all-linear") == targets.target_modules(" ALL-linear") == "all-linear"
-    assert (
-        targets.target_modules("q_proj, v_proj") == targets.target_modules(["q_proj", "v_proj"]) == ["q_proj", "v_proj"]
-    )
+    assert lora.target_modules() == list(DEFAULT_TARGETS)
+    assert lora.target_modules("all-linear") == lora.target_modules(" ALL-linear") == "all-linear"
+    assert lora.target_modules("q_proj, v_proj") == lora.target_modules(["q_proj", "v_proj"]) == ["q_proj", "v_proj"]
     for wrong in ("", "q_proj,,", []):
         with pytest.raises(ConfigError, match="lora_target_modules"):
-            targets.target_modules(wrong)
+            lora.target_modules(wrong)
     with pytest.raises(ConfigError, match="no module named wq; its linear layers are down_proj, gate_proj"):
-        targets.find_targets(llama(), "q_proj,wq")
+        lora.find_targets(llama(), "q_proj,wq")
 
 
 @pytest.mark.parametrize("value", ["all-linear", "q_proj,v_proj", "mlp.up_proj", None])
 def test_targets_are_those_that_peft_finds(value):
-    config = LoraConfig(r=2, target_modules=targets.target_modules(value))
+    config = LoraConfig(r=2, target_modules=lora.target_modules(value))
     model = get_peft_model(llama(), config)
     expected = {n.removeprefix("base_model.model.") for n, m in model.named_modules() if hasattr(m, "lora_A")}
-    assert set(targets.find_targets(llama(), value)) == expected
-    assert set(targets.find_targets(quantize_model(llama(), Scheme()), value)) == expected
+    assert set(lora.find_targets(llama(), value)) == expected
+    assert set(lora.find_targets(quantize_model(llama(), Scheme()), value)) == expected
 
 
 def test_the_summary_counts_weights_not_bytes(capsys):
     plain, packed = with_lora(llama()), with_lora(quantize_model(llama(), Scheme(double=True)))
     plain.print_trainable_parameters()
-    assert targets.summary(plain) == targets.summary(packed) == capsys.readouterr().out.strip()
+    assert lora.summary(plain) == lora.summary(packed) == capsys.readouterr().out.strip()
 
 
 def test_options_of_the_training_script():
-    assert targets.quantization() is None
-    found = targets.quantization(
+    assert quant_config.quantization_from_options() is None
+    found = quant_config.quantization_from_options(
         use_4bit_quantization=True, use_nested_quant=True, bnb_4bit_compute_dtype="bfloat16",
         bnb_4bit_quant_storage_dtype="bfloat16",
     )  # fmt: skip
     assert found == Quantization(Scheme("nf4", 64, True, torch.bfloat16), torch.bfloat16)
     with pytest.raises(QuantizationError, match="8-bit"):
-        targets.quantization(use_8bit_quantization=True)
+        quant_config.quantization_from_options(use_8bit_quantization=True)
     with pytest.raises(QuantizationError, match="both set"):
-        targets.quantization(use_8bit_quantization=True, use_4bit_quantization=True)
+        quant_config.quantization_from_options(use_8bit_quantization=True, use_4bit_quantization=True)
     with pytest.raises(ConfigError, match="needs use_4bit_quantization"):
-        targets.quantization(use_nested_quant=True)
-    assert targets.dtype_beside(torch.uint8) is None and targets.dtype_beside(torch.bfloat16) == torch.bfloat16
-    assert targets.storage_note(torch.bfloat16, "bf16") is None and targets.storage_note(torch.float32, "fp16") is None
-    assert "float32" in targets.storage_note(torch.uint8, "fp16")
+        quant_config.quantization_from_options(use_nested_quant=True)
+    assert quant_config.dense_dtype(torch.uint8) is None and quant_config.dense_dtype(torch.bfloat16) == torch.bfloat16
+    assert (
+        quant_config.storage_note(torch.bfloat16, "bf16") is None
+        and quant_config.storage_note(torch.float32, "fp16") is None
+    )
+    assert "float32" in quant_config.storage_note(torch.uint8, "fp16")

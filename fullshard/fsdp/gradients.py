@@ -1,0 +1,168 @@
+"""One parameter's gradient, from the gathered value where autograd leaves it to the `.grad` of the shard.
+
+`reduction.py` sums the gradients of a unit over the ranks between the two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from fullshard.errors import FSDPError
+from fullshard.fsdp.no_sync_grads import HeldGradient
+from fullshard.fsdp.offload import HostTraffic
+from fullshard.fsdp.parameter import Copy, ShardedParameter
+from fullshard.fsdp.strategy import dtype_of
+from fullshard.spmd.mesh import origin
+from fullshard.spmd.redistribute import torch_layout
+from fullshard.spmd.tensor import is_sharded, redistributed
+from fullshard.torch_private import backward_hooks, local_of, post_accumulate_hooks, spec_of
+
+# --- from autograd ----------------------------------------------------------------------------------------------------
+
+
+def take(p: ShardedParameter) -> torch.Tensor | None:
+    """Remove and return this rank's term of the gradient: what backward left on the gathered value, plus what
+    `no_sync` held back."""
+    reduce_dtype = dtype_of(p.plan.reduce_dtype)
+    assert reduce_dtype is not None
+    total = None
+    if (held := held_by_no_sync(p)) is not None:
+        total, p.shard.grad = held.term, held.base
+    for leaf in (p.full, p.full_global):
+        if leaf is not None and leaf.grad is not None:
+            grad, leaf.grad = leaf.grad, None
+            term = _data_parallel_term(p, grad) if is_sharded(grad) else grad
+            if term.layout is not torch.strided:
+                term = term.to_dense()
+            term = term.to(reduce_dtype).contiguous()
+            total = term if total is None else total.add_(term)
+    return total
+
+
+def drop(p: ShardedParameter) -> None:
+    """Drop what a failed backward has left. What `no_sync` holds back is from earlier passes and stays."""
+    for leaf in (p.full, p.full_global):
+        if leaf is not None:
+            leaf.grad = None
+
+
+def _data_parallel_term(p: ShardedParameter, grad: DTensor) -> torch.Tensor:
+    """A global gradient as this rank's term of a sum along the data axes, split as annotated along the others."""
+    mesh, wanted = torch_layout(p.gathered_layout, p.plan.shape)
+    groups = origin(mesh)[1]
+    same_mesh = grad.device_mesh == mesh
+    target: list[Placement] = []
+    summed = []
+    for i, (group, placement) in enumerate(zip(groups, wanted, strict=True)):
+        along_data = set(group) <= p.data_axes
+        partial = same_mesh and along_data and grad.placements[i].is_partial()
+        target.append(grad.placements[i] if partial else Replicate() if along_data else placement)
+        if along_data and not partial:
+            summed.append(i)
+    local = local_of(redistributed(grad, mesh, target))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    # Along axes where every rank already has the sum, only the first rank contributes it.
+    return torch.zeros_like(local) if any(coordinate[i] != 0 for i in summed) else local
+
+
+# --- no_sync ----------------------------------------------------------------------------------------------------------
+
+
+def held_by_no_sync(p: ShardedParameter) -> HeldGradient | None:
+    """The gradient that `no_sync` holds back, unless it was dropped since."""
+    grad = p.shard.grad
+    return grad if isinstance(grad, HeldGradient) else None
+
+
+def hold_back(p: ShardedParameter) -> None:
+    """Hold this rank's gradient back, in the dtype it will be summed in."""
+    if hooks_on(p):
+        raise FSDPError(
+            f"a hook on {p.plan.name} and no_sync(): hooks on parameters receive the gradient summed over the ranks, "
+            f"which no_sync() delays. Leave out no_sync() (every micro-batch is reduced then), or remove the hook"
+        )
+    term = take(p)
+    if term is not None and p.shard.requires_grad:
+        p.shard.grad = HeldGradient(p.shard, term, p.shard.grad)
+
+
+# --- to the shard -----------------------------------------------------------------------------------------------------
+
+
+def pack(p: ShardedParameter, grad: torch.Tensor, rows: torch.Tensor) -> list[Copy]:
+    """The copies that cut a gradient into pieces, one per row of its slot in a bucket; padding is left as it is."""
+    if not grad.numel():
+        return []
+    pieces = rows[:, : math.prod(p.piece)].view(-1, *p.piece)
+    return [(piece, whole) for whole, piece in p.blocks(grad, pieces)]
+
+
+def trim(p: ShardedParameter, piece: torch.Tensor) -> torch.Tensor:
+    """A reduced piece in the shape of the shard."""
+    piece = piece.reshape(-1)[: math.prod(p.piece)].view(p.piece)
+    if p.plan.dim is not None:
+        piece = piece.narrow(p.plan.dim, 0, p.local.shape[p.plan.dim])
+    return piece
+
+
+def accumulate(p: ShardedParameter, grad: torch.Tensor, host: HostTraffic) -> None:
+    """Add a reduced piece to the shard's gradient; not if it was frozen since its forward, as on one device."""
+    if not p.shard.requires_grad:
+        return
+    grad = grad.detach().to(p.local.dtype)
+    if grad.device != p.local.device:
+        grad = host.to_host(grad)
+    grad = _run_hooks(p, grad, host)
+    current = p.shard.grad
+    if current is None:
+        assert is_sharded(p.shard)
+        p.shard.grad = type(p.shard)(grad, spec_of(p.shard), requires_grad=False)
+    else:
+        assert is_sharded(current)
+        host.add(local_of(current), grad)
+
+
+# --- hooks of the user ------------------------------------------------------------------------------------------------
+
+
+def hooks_on(p: ShardedParameter) -> list[Any]:
+    """The user's hooks on the parameter: `register_hook` and `register_post_accumulate_grad_hook`."""
+    both = (backward_hooks(p.shard), post_accumulate_hooks(p.shard))
+    return [hook for hooks in both for hook in (hooks or {}).values()]
+
+
+def _run_hooks(p: ShardedParameter, grad: torch.Tensor, host: HostTraffic) -> torch.Tensor:
+    """The reduced piece after the hooks of `register_hook` have seen or replaced it."""
+    hooks = backward_hooks(p.shard)
+    if not hooks:
+        return grad
+    if p.offloaded:
+        host.arrived()
+    assert is_sharded(p.shard)
+    value: Any = type(p.shard)(grad, spec_of(p.shard), requires_grad=False)
+    for hook in list(hooks.values()):
+        with torch.no_grad():
+            result = hook(value)
+        if result is None:
+            continue
+        if not is_sharded(result) or result.shape != p.shard.shape:
+            raise FSDPError(
+                f"the hook on {p.plan.name} returned a {type(result).__name__} of shape "
+                f"{tuple(getattr(result, 'shape', ()))}; it receives the gradient summed over the ranks, a DTensor of "
+                f"shape {p.plan.shape}, and must return one like it or None"
+            )
+        value = redistributed(result.detach(), p.shard.device_mesh, p.shard.placements)
+    local = local_of(value)
+    return local.to(p.local.dtype)
+
+
+def run_post_hooks(p: ShardedParameter) -> None:
+    """Run the hooks of `register_post_accumulate_grad_hook`, once the shard has its gradient."""
+    with torch.no_grad():
+        for hook in list((post_accumulate_hooks(p.shard) or {}).values()):
+            hook(p.shard)

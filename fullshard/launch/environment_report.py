@@ -1,0 +1,149 @@
+"""The report of `fullshard env`: versions, devices, backends, ranks and environment variables of this machine.
+
+It is made for bug reports, so it must never fail: a fact that cannot be found is replaced by the reason.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fullshard.errors import first_line
+from fullshard.version import __version__
+
+PACKAGES = ("transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "bitsandbytes", "triton")
+VARIABLES = re.compile(r"(FULLSHARD|NCCL|GLOO|TORCH)_\w+|HF_HUB_OFFLINE|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS")
+SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|AUTH")
+SECRET_VALUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+=-]{20,}|.*://[^/]*:[^/]*@.*")
+"""A long token of letters and digits, or a URL with a password."""
+LONGEST = 200
+
+
+def describe_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Everything that decides how a run behaves on this machine. Nothing is initialized."""
+    return {
+        "fullshard": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": _attempt(_torch_version),
+        "cuda": _attempt(_cuda_version),
+        "nccl": _attempt(_nccl_version),
+        **{name: _version(name) for name in PACKAGES},
+        "device": _attempt(_device),
+        "backend": _attempt(_backend),
+        "backends": _attempt(_backends),
+        "gpus": _attempt(_gpus),
+        "cpus": os.cpu_count(),
+        "rank": _attempt(lambda: _from_runtime("rank")),
+        "world_size": _attempt(lambda: _from_runtime("world_size")),
+        "local_world_size": _attempt(lambda: _from_runtime("local_world_size")),
+        "nodes": _attempt(lambda: _from_runtime("node_count")),
+        "config_file": _attempt(_config_file),
+        "variables": variables(environment),
+    }
+
+
+def as_lines(facts: Mapping[str, Any]) -> list[str]:
+    """The report as text, one fact per line."""
+    rows = {name.replace("_", " "): value for name, value in facts.items() if name != "variables"}
+    lines = [(name, (", ".join(value) or "none") if isinstance(value, list) else value) for name, value in rows.items()]
+    lines += facts["variables"].items()
+    width = max(len(name) for name, _ in lines)
+    return [f"{name:<{width}}  {value}" for name, value in lines]
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that change a run. Values that look like secrets are hidden."""
+    return {name: _shown(name, environment[name]) for name in sorted(environment) if VARIABLES.fullmatch(name)}
+
+
+def _shown(name: str, value: str) -> str:
+    if name == "FULLSHARD_RESOLVED":
+        return "(set by fullshard launch)"  # it holds the user's whole command
+    if SECRET_NAME.search(name) or SECRET_VALUE.fullmatch(value):
+        return "(hidden)"
+    return value if len(value) <= LONGEST else f"{value[:LONGEST]}…"
+
+
+def _attempt(find: Callable[[], Any]) -> Any:
+    try:
+        return find()
+    except Exception as error:
+        return f"unavailable: {type(error).__name__}: {first_line(error)}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except Exception:
+        return "not installed"
+
+
+def _torch_version() -> str:
+    import torch
+
+    return torch.__version__
+
+
+def _cuda_version() -> str:
+    import torch
+
+    return torch.version.cuda or "none (torch was built without CUDA)"
+
+
+def _nccl_version() -> str:
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        return "none (torch was built without NCCL)"
+    import torch.cuda.nccl
+
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _device() -> str:
+    from fullshard import runtime
+
+    return str(runtime.device())
+
+
+def _backend() -> str:
+    from fullshard import groups, rank_env, runtime
+
+    kind = runtime.device().type
+    own = groups.has_own(kind) and runtime.local_world_size() <= rank_env.gpu_count()
+    return rank_env.choose_backend(kind, own=own)
+
+
+def _backends() -> list[str]:
+    """The backends of `torch.distributed` in this build of torch."""
+    import torch.distributed as dist
+
+    return [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    from fullshard import accelerator
+
+    devices = torch.get_device_module(accelerator.kind())
+    sizes = [devices.get_device_properties(index).total_memory for index in range(accelerator.count())]
+    return [f"{name} ({size / 2**30:.1f} GiB)" for name, size in zip(accelerator.names(), sizes, strict=True)]
+
+
+def _from_runtime(name: str) -> int:
+    from fullshard import runtime
+
+    return int(getattr(runtime, name)())
+
+
+def _config_file() -> str:
+    from fullshard.launch.config import find_file
+
+    file, reason = find_file(None)
+    return f"{file} ({reason})" if file else reason

@@ -1,0 +1,149 @@
+"""`quantize_model`: replaces a model's linear layers by `NF4Linear` and its fused experts by `NF4Experts`.
+
+Models with values are quantized layer by layer. On the meta device only the modules are replaced; loading sets their
+values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.errors import QuantizationError
+from fullshard.quant import bnb_format
+from fullshard.quant.config import Quantization
+from fullshard.quant.experts import NF4Experts
+from fullshard.quant.linear import NF4Linear
+from fullshard.quant.quantizable import LinearForm, form_of, fused_experts
+from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import parameters_of
+
+
+def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int, ...]] | None = None) -> nn.Module:
+    """Quantize the model's linear layers (`NF4Linear`) and fused experts (`NF4Experts`) in place, and return it.
+
+    The output head and `llm_int8_skip_modules` stay dense. On the meta device the new layers get their values when the
+    model is loaded; `stored` then has the names and shapes of the tensors in the files, so that weights stored in 4
+    bits are read as they are.
+    """
+    chosen = Quantization.of(config)
+    _check(model)
+    made: dict[nn.Module, NF4Linear] = {}
+    for name, linear, form in list(linears(model, chosen.skip)):
+        if linear not in made:
+            made[linear] = NF4Linear.of(linear, chosen.scheme, chosen.compute_dtype, form)
+            made[linear].stored = _stored(f"{name}.weight", stored or {})
+            if made[linear].bias is not None:
+                made[linear].bias.requires_grad_(False)
+        model.set_submodule(name, made[linear])
+    experts = list(expert_modules(model, chosen.skip))
+    for _, module, names in experts:
+        NF4Experts.of(module, names, chosen.scheme, chosen.compute_dtype)
+    if not made and not experts:
+        raise QuantizationError(
+            f"{type(model).__name__} has no weight to quantize: no fused experts, and no linear layers besides the head"
+            f"{' and ' + ', '.join(chosen.skip) if chosen.skip else ''}"
+        )
+    if hasattr(model, "config"):
+        model.config.quantization_config = chosen.to_config()
+    return model
+
+
+def _stored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:
+    """The file tensors of a 4-bit weight, by their names in its layer; None if the weight is dense."""
+    if not bnb_format.is_quantized(shapes, name):
+        return None
+    return {"weight" + key.removeprefix(name): tuple(shape) for key, shape in shapes.items() if _of(key, name)}
+
+
+def _of(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
+
+
+def linears(model: nn.Module, skip: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, LinearForm]]:
+    """The linear layers to quantize, under every name they have."""
+    kept = [*skip, *_always_dense(model)]
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and not _matches(name, kept) and (form := form_of(module)) is not None:
+            yield name, module, form
+
+
+def expert_modules(model: nn.Module, skip: tuple[str, ...] = ()) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """The modules with fused experts to quantize, and the names of their fused weights."""
+    kept = [*skip, *_always_dense(model)]
+    for name, module in model.named_modules():
+        weights = [own for own, _ in fused_experts(module) if not _matches(f"{name}.{own}", kept)]
+        if weights and not _matches(name, kept):
+            yield name, module, weights
+
+
+def quantized_layers(model: nn.Module) -> dict[str, NF4Linear]:
+    """The model's 4-bit linear layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
+
+
+def quantized_experts(model: nn.Module) -> dict[str, NF4Experts]:
+    """The model's modules with 4-bit experts by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, NF4Experts)}
+
+
+def packed_parameters(model: nn.Module) -> set[int]:
+    """The ids of the parameters with 4-bit weights."""
+    modules: list[Any] = [*quantized_layers(model).values(), *quantized_experts(model).values()]
+    return {id(parameters_of(module)[name]) for module in modules for name in module.made_parameters()}
+
+
+def packed_weights(model: nn.Module) -> int:
+    """The number of weights in 4 bits."""
+    linear = sum(math.prod(layer.shape) for layer in quantized_layers(model).values())
+    return linear + sum(math.prod(s) for module in quantized_experts(model).values() for s in module.fused.values())
+
+
+def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Replace 4-bit layers by dense ones with the dequantized weights, in place; adapters stay."""
+    for module in quantized_experts(model).values():
+        module.restore(dtype)
+    for name, layer in quantized_layers(model).items():
+        dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        dense.weight = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
+        if layer.bias is not None:
+            dense.bias = layer.bias
+        model.set_submodule(name, dense.train(layer.training))
+    if hasattr(getattr(model, "config", None), "quantization_config"):
+        del model.config.quantization_config
+    return model
+
+
+def _check(model: nn.Module) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if any(is_sharded(p) for p in model.parameters()):
+        raise QuantizationError("the model is already sharded; quantize it before FSDPv2(model, mesh)")
+    if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
+        raise QuantizationError(
+            "the model already has adapters, which would be quantized too; quantize it before get_peft_model"
+        )
+    if quantized_layers(model) or quantized_experts(model):
+        raise QuantizationError("the model is already quantized")
+
+
+def _always_dense(model: nn.Module) -> list[str]:
+    """Modules that are never quantized: the output head, tied weights, and `_keep_in_fp32_modules`."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    names = [name for name, module in model.named_modules() if head is not None and module is head]
+    first: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for parameter in parameters_of(module).values():
+            if parameter is not None and first.setdefault(id(parameter), name) != name:
+                names += [first[id(parameter)], name]
+    return [*names, *(getattr(model, "_keep_in_fp32_modules", None) or [])]
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    """Whether a module's name starts with a pattern (up to a dot) or ends with one."""
+    return any(re.match(rf"(?:{p})(?:\.|$)", name) or name == p or name.endswith(f".{p}") for p in patterns if p)

@@ -1,0 +1,24 @@
+"""The records that a run writes: names of its files, and a sample generation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The model's answer to one prompt at one evaluation."""
+
+    step: int
+    prompt: str
+    answer: str
+    reference: str | None
+    """The answer in the data, if there is one."""
+
+    def record(self) -> dict[str, Any]:
+        """The sample as a line of `samples.jsonl`."""
+        return asdict(self)

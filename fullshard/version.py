@@ -1,0 +1,23 @@
+"""The version of this package, and of the libraries that a result depends on."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers")
+
+
+def library_versions() -> dict[str, str]:
+    """Name and version of fullshard, Python and each library that is installed, as runs and checkpoints record them."""
+    import platform
+    import sys
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"fullshard": __version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            # An imported module also names its build: 2.11.0+cu130.
+            found[name] = str(getattr(sys.modules.get(name), "__version__", None) or version(name))
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,473 @@
+"""Every private part of torch that fullshard uses still is what fullshard takes it for."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.data import DataLoader
+
+from fullshard import runtime, torch_private
+from fullshard.errors import RuntimeSetupError
+from fullshard.spmd import Mesh
+
+CHECKS: dict[str, Callable[[], None]] = {}
+aten = torch.ops.aten
+VERSION = torch.__version__
+PACKAGE = Path(torch_private.__file__).parent
+
+
+def check(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register the check of the given entries."""
+
+    def register(function: Callable[[], None]) -> Callable[[], None]:
+        CHECKS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def require(name: str) -> None:
+    """Run an entry's check; a failure names the entry and the torch version."""
+    try:
+        CHECKS[name]()
+    except Exception as error:
+        raise AssertionError(
+            f"fullshard.torch_private.{name} does not fit torch {VERSION}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def accepts(function: Any, *names: str) -> None:
+    given = inspect.signature(function).parameters
+    assert set(names) <= set(given), f"{function.__qualname__} takes {list(given)}, expected {list(names)}"
+
+
+def on_one_device() -> Any:
+    runtime.use_spmd()
+    return Mesh(np.arange(1), (1,), ("data",)).device_mesh
+
+
+def dtensor() -> DTensor:
+    t = torch.arange(4.0)
+    meta = torch_private.TensorMeta(t.shape, t.stride(), t.dtype)
+    return DTensor(t, torch_private.DTensorSpec(on_one_device(), (Shard(0),), tensor_meta=meta), requires_grad=False)
+
+
+# --- sharded tensors --------------------------------------------------------------------------------------------------
+
+
+@check("DTensorSpec", "TensorMeta")
+def specs() -> None:
+    spec = torch_private.spec_of(dtensor())
+    assert type(spec) is torch_private.DTensorSpec
+    assert spec.placements == (Shard(0),) and spec.mesh is not None
+    assert spec.shape == (4,) and spec.stride == (1,) and spec.tensor_meta.dtype == torch.float32
+
+
+@check("redistribute_local_tensor")
+def redistribution() -> None:
+    accepts(torch_private.redistribute_local_tensor, "local_tensor", "current_spec", "target_spec")
+    t = dtensor()
+    whole = torch_private.DTensorSpec(t.device_mesh, (Replicate(),), tensor_meta=torch_private.spec_of(t).tensor_meta)
+    moved = torch_private.redistribute_local_tensor(torch_private.local_of(t), torch_private.spec_of(t), whole)
+    assert torch.equal(moved, torch.arange(4.0))
+
+
+@check("AsyncCollectiveTensor")
+def unfinished_collectives() -> None:
+    assert issubclass(torch_private.AsyncCollectiveTensor, torch.Tensor)
+    accepts(torch_private.AsyncCollectiveTensor.wait, "self")
+
+
+@check("dtensor_new")
+def constructor() -> None:
+    t = dtensor()
+    made = torch_private.dtensor_new(DTensor, torch_private.local_of(t), torch_private.spec_of(t), requires_grad=False)
+    assert torch_private.local_of(made) is torch_private.local_of(t) and made.shape == (4,)
+    assert torch_private.spec_of(made) is torch_private.spec_of(t)
+
+
+@check("local_of", "spec_of")
+def shards() -> None:
+    t = dtensor()
+    assert torch.equal(torch_private.local_of(t), torch.arange(4.0))
+    assert torch_private.spec_of(t).mesh == t.device_mesh
+
+
+@check("set_local", "set_spec", "take_shard")
+def replaced_shards() -> None:
+    t, other = dtensor(), dtensor()
+    torch_private.set_local(t, torch.ones(4))
+    assert torch.equal(t.to_local(), torch.ones(4))
+    spec = copy.copy(torch_private.spec_of(t))
+    torch_private.set_spec(t, spec)
+    assert torch_private.spec_of(t) is spec
+    torch_private.take_shard(t, other)
+    assert torch_private.local_of(t) is torch_private.local_of(other)
+    assert torch_private.spec_of(t) is torch_private.spec_of(other)
+
+
+@check("is_in_mesh")
+def membership() -> None:
+    assert torch_private.is_in_mesh(on_one_device()) is True
+
+
+@check("torch_sharding")
+def torch_rules() -> None:
+    found = torch_private.torch_sharding(aten.add.Tensor, (dtensor(), dtensor()), {})
+    assert found.output_spec.placements == (Shard(0),) and found.needs_redistribute is False
+    assert hasattr(found, "redistribute_schema")
+
+
+@check("custom_op_handlers")
+def handlers() -> None:
+    table = torch_private.custom_op_handlers()
+    own = aten._amp_foreach_non_finite_check_and_unscale_.default
+    assert own in table, f"torch no longer has a handler for {own}"
+    called: list[Any] = []
+    table[aten.erfinv.default] = lambda op, args, kwargs: called.append((op, args, kwargs)) or args[0]
+    try:
+        aten.erfinv.default(dtensor())
+    finally:
+        del table[aten.erfinv.default]
+    (op, args, kwargs) = called[0]
+    assert op is aten.erfinv.default and type(args[0]) is DTensor and kwargs == {}
+
+
+@check("random_ops")
+def random_operators() -> None:
+    assert aten.uniform_.default in torch_private.random_ops()
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+@check("make_wrapper_subclass", "no_torch_function", "NoTorchFunction")
+def subclasses() -> None:
+    class Empty(torch.Tensor):
+        __torch_function__ = torch_private.no_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, *_: Any) -> Any:
+            raise AssertionError("called")
+
+    made = torch_private.make_wrapper_subclass(
+        Empty, (2, 3), strides=(3, 1), dtype=torch.float16, device=torch.device("cpu"), requires_grad=False
+    )
+    assert type(made) is Empty and made.shape == (2, 3) and made.dtype == torch.float16
+
+    class Refuses(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any) -> Any:
+            raise AssertionError("called")
+
+    t = torch.ones(1).as_subclass(Refuses)
+    with torch_private.NoTorchFunction():
+        assert t.dim() == 1
+
+
+@check("foreach_copy_")
+def copies() -> None:
+    targets = [torch.zeros(2), torch.zeros(3)]
+    torch_private.foreach_copy_(targets, [torch.ones(2), torch.ones(3)])
+    assert all(bool(t.all()) for t in targets)
+
+
+@check("version_of")
+def versions() -> None:
+    t = torch.zeros(1)
+    before = torch_private.version_of(t)
+    t.add_(1)
+    assert torch_private.version_of(t) == before + 1
+
+
+@check("storage_id")
+def storages() -> None:
+    t = torch.zeros(4)
+    assert torch_private.storage_id(t) == torch_private.storage_id(t[1:]) != torch_private.storage_id(torch.zeros(4))
+
+
+@check("backward_hooks", "post_accumulate_hooks", "share_hooks")
+def hooks() -> None:
+    one, other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    assert not torch_private.backward_hooks(one) and not torch_private.post_accumulate_hooks(one)
+    handles = [one.register_hook(abs), one.register_post_accumulate_grad_hook(id)]
+    torch_private.share_hooks(one, other)
+    for t in (one, other):
+        assert list((torch_private.backward_hooks(t) or {}).values()) == [abs]
+        assert list((torch_private.post_accumulate_hooks(t) or {}).values()) == [id]
+    for handle in handles:
+        handle.remove()
+    assert not torch_private.backward_hooks(other) and not torch_private.post_accumulate_hooks(other)
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+@check("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten")
+def trees() -> None:
+    tree = ((1, [2, 3]), {"a": 4})
+    flat, structure = torch_private.tree_flatten(tree)
+    assert flat == [1, 2, 3, 4] == torch_private.tree_leaves(tree)
+    assert torch_private.tree_unflatten(flat, structure) == tree and hash(structure) is not None
+    assert torch_private.tree_map(lambda x: x + 1, tree) == ((2, [3, 4]), {"a": 5})
+    assert torch_private.tree_map(len, [[1, 2]], is_leaf=lambda x: x == [1, 2]) == [2]
+
+
+@check("no_dispatch")
+def outer_tensors() -> None:
+    t = dtensor()
+    with torch_private.no_dispatch():
+        t.unsqueeze_(0)
+    assert t.shape == (1, 4) and torch_private.local_of(t).shape == (4,)
+
+
+@check("decomposition_table")
+def decompositions() -> None:
+    for name in ("native_batch_norm", "native_batch_norm_backward", "native_group_norm", "native_group_norm_backward"):
+        assert getattr(aten, name).default in torch_private.decomposition_table, f"no decomposition of {name}"
+
+
+@check("schema_of", "overload_name", "is_composite")
+def schemas() -> None:
+    schema = torch_private.schema_of(aten.add_.Tensor)
+    first = schema.arguments[0]
+    assert schema.name == "aten::add_" and first.name == "self" and first.alias_info.is_write
+    assert schema.arguments[2].default_value == 1
+    assert torch_private.overload_name(aten.transpose.int) == "int"
+    assert torch_private.is_composite(aten.matmul.default) and not torch_private.is_composite(aten.mm.default)
+
+
+@check("ATEN_OPERATORS")
+def operators() -> None:
+    for name in torch_private.ATEN_OPERATORS:
+        packet, _, overload = name.partition(".")
+        assert hasattr(getattr(aten, packet, None), overload), f"torch.ops.aten.{name} is gone"
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+@check("engine_run_backward", "replace_engine_run_backward")
+def start_of_backward() -> None:
+    plain, calls = torch_private.engine_run_backward(), []
+
+    def run(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
+        calls.append((len(outputs), len(grads), keep, create, inputs, kwargs.get("accumulate_grad", False)))
+        return plain(outputs, grads, keep, create, inputs, *rest, **kwargs)
+
+    x = torch.ones(1, requires_grad=True)
+    torch_private.replace_engine_run_backward(run)
+    try:
+        (x * 2).backward()
+        torch.autograd.grad(x * 3, x)
+    finally:
+        torch_private.replace_engine_run_backward(plain)
+    assert x.grad == 2, "the replaced function changed the result"
+    assert calls == [(1, 1, False, False, (), True), (1, 1, False, False, (x,), False)], f"called with {calls}"
+
+
+@check("current_graph_task_id", "at_end_of_backward")
+def running_backward() -> None:
+    seen: list[Any] = []
+    x = torch.ones(1, requires_grad=True)
+
+    def hook(grad: torch.Tensor) -> None:
+        seen.append(torch_private.current_graph_task_id())
+        torch_private.at_end_of_backward(lambda: seen.append("end"))
+
+    x.register_hook(hook)
+    assert torch_private.current_graph_task_id() == -1
+    (x * 2).sum().backward()
+    assert len(seen) == 2 and seen[0] >= 0 and seen[1] == "end", f"saw {seen}"
+
+
+@check("next_sequence_nr", "sequence_nr")
+def node_numbers() -> None:
+    x = torch.ones(1, requires_grad=True)
+    before = torch_private.next_sequence_nr()
+    y = x * 2
+    z = y + 1
+    after = torch_private.next_sequence_nr()
+    assert before <= torch_private.sequence_nr(y.grad_fn) < torch_private.sequence_nr(z.grad_fn) < after
+
+
+@check("saved_tensors_are_mutable")
+def saved_tensors() -> None:
+    assert not torch_private.saved_tensors_are_mutable()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        assert torch_private.saved_tensors_are_mutable()
+
+
+@check("in_functorch")
+def transforms() -> None:
+    seen: list[bool] = []
+    torch.func.vmap(lambda x: seen.append(torch_private.in_functorch()) or x)(torch.ones(2))
+    assert seen == [True] and not torch_private.in_functorch()
+
+
+# --- modules and data loaders -----------------------------------------------------------------------------------------
+
+
+@check("parameters_of", "replace_parameters", "buffers_of", "submodules_of", "non_persistent_buffers")
+def modules() -> None:
+    module = nn.Sequential(nn.Linear(1, 1, bias=False))
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("left_out", torch.zeros(1), persistent=False)
+    assert set(torch_private.submodules_of(module)) == {"0"}
+    assert set(torch_private.buffers_of(module)) == {"kept", "left_out"}
+    assert torch_private.non_persistent_buffers(module) == {"left_out"}
+    inner, plain = module[0], torch.ones(1, 1)
+    assert torch_private.parameters_of(inner) == {"weight": inner.weight, "bias": None}
+    torch_private.parameters_of(inner)["weight"] = plain
+    assert inner.weight is plain
+    torch_private.replace_parameters(inner, {"weight": nn.Parameter(plain * 2)})
+    assert inner.weight == 2
+
+
+@check("forget_iterator")
+def loaders() -> None:
+    loader = DataLoader([1, 2], num_workers=0)
+    assert "_iterator" in vars(loader), "DataLoader keeps its iterator elsewhere"
+    torch_private.forget_iterator(loader)
+    assert loader._iterator is None
+
+
+# --- torch.distributed ------------------------------------------------------------------------------------------------
+
+
+@check("coalescing_manager")
+def coalescing() -> None:
+    accepts(torch_private.coalescing_manager, "group", "device", "async_ops")
+
+
+@check("device_types", "backend_for", "backend_timeout", "set_group_timeout", "all_groups", "default_store")
+def process_groups() -> None:
+    on_one_device()
+    world = dist.group.WORLD
+    assert world is not None and world in torch_private.all_groups()
+    assert "cpu" in torch_private.device_types(world)
+    backend = torch_private.backend_for(world, "cpu")
+    assert backend.name().lower() == "gloo"
+    before = torch_private.backend_timeout(backend)
+    torch_private.set_group_timeout(world, timedelta(seconds=77))
+    try:
+        assert torch_private.backend_timeout(torch_private.backend_for(world, "cpu")) == 77
+    finally:
+        torch_private.set_group_timeout(world, timedelta(seconds=before))
+    store = torch_private.default_store()
+    store.set("contract", "kept")
+    assert store.get("contract") == b"kept"
+
+
+@check("mesh_without_groups")
+def meshes() -> None:
+    on_one_device()
+    mesh = torch_private.mesh_without_groups("cpu", torch.tensor([0]), ("data",))
+    assert mesh.mesh_dim_names == ("data",) and mesh.size() == 1
+
+
+@check("group_name")
+def names_of_groups() -> None:
+    on_one_device()
+    with torch_private.group_name("fullshard/contract"):
+        group = dist.new_group([0], use_local_synchronization=True)
+    assert group.group_name == "fullshard/contract", f"the group is named {group.group_name}"
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+@check("set_eval_frame")
+def compiler() -> None:
+    before = torch_private.set_eval_frame(None)
+    assert before is None and torch_private.set_eval_frame(before) is None
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
+
+
+def entries() -> list[str]:
+    """Everything that the module offers."""
+    functions = [
+        name
+        for name, value in vars(torch_private).items()
+        if isinstance(value, FunctionType) and value.__module__ == torch_private.__name__ and not name.startswith("_")
+    ]
+    return sorted({*functions, *torch_private.NAMES, "ATEN_OPERATORS"})
+
+
+@pytest.mark.parametrize("name", entries())
+def test_entry(name: str) -> None:
+    require(name)
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute", "entry"),
+    [
+        (torch.autograd, "_engine_run_backward", "engine_run_backward"),
+        (dist.distributed_c10d, "_get_default_store", "default_store"),
+        (torch.utils._pytree, "tree_leaves", "tree_leaves"),
+    ],
+)
+def test_a_removed_entry_is_named_with_the_torch_version(
+    owner: Any, attribute: str, entry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(owner, attribute)
+    vars(torch_private).pop(entry) if entry in torch_private.NAMES else None  # it is looked up again
+    with pytest.raises(AssertionError, match=rf"torch_private\.{entry} does not fit torch {re.escape(VERSION)}"):
+        require(entry)
+
+
+def test_a_missing_name_is_an_error_that_names_the_torch_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch_private.NAMES, "gone", "torch:Tensor._gone")
+    with pytest.raises(RuntimeSetupError, match=rf"torch {re.escape(VERSION)} has no torch.Tensor._gone"):
+        torch_private.gone  # noqa: B018
+
+
+PRIVATE = {
+    "_local_tensor", "_spec", "_is_current_rank_part_of_mesh", "_op_dispatcher", "_custom_op_handlers", "_random_ops",
+    "_version", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks", "_schema", "_overloadname",
+    "_sequence_nr", "_execution_engine", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
+    "_iterator", "_device_types", "_get_backend", "_timeout", "_world",
+}  # fmt: skip
+"""Private attributes of torch's objects."""
+
+
+def private_uses(source: str) -> list[str]:
+    """The private parts of torch that a file names."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [f"{node.lineno}: {node.module}"] if any(part.startswith("_") for part in parts) else []
+        elif isinstance(node, ast.Attribute):
+            path = ast.unparse(node)
+            of_torch = path.startswith(("torch.", "dist.")) and node.attr.startswith("_") and node.attr[1] != "_"
+            if of_torch or node.attr in PRIVATE:
+                found.append(f"{node.lineno}: {path}")
+        elif isinstance(node, ast.keyword) and node.arg == "_init_backend":
+            found.append(f"{node.value.lineno}: {node.arg}")
+        elif isinstance(node, ast.Constant) and node.value in PRIVATE:
+            found.append(f"{node.lineno}: {node.value!r}")
+    return found
+
+
+def test_no_other_file_names_a_private_part_of_torch() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if path.name != "torch_private.py"]
+    found = {str(path.relative_to(PACKAGE)): uses for path in files if (uses := private_uses(path.read_text()))}
+    assert found == {}
+    assert private_uses("from torch._C import x\ny._local_tensor\ntorch.autograd._f()\nself._parameters['a']")
