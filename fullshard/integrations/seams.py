@@ -23,9 +23,7 @@ VARIABLE = "FULLSHARD_INTEGRATIONS"
 """The environment variable that `fullshard launch --no_integrations` sets to `off`."""
 TESTED = {"accelerate": ("1.15",), "transformers": ("5.17", "5.22"), "trl": ("1.16",)}
 """The minor versions that the seams were tested with."""
-_ACCELERATE, _TRAINER, _FOUR_BIT, _TRL = (
-    f"fullshard.integrations.{name}" for name in ("accelerate", "trainer", "four_bit", "trl")
-)
+_HOME = "fullshard.integrations."
 
 
 @dataclass(frozen=True)
@@ -43,60 +41,60 @@ class Seam:
 
 SEAMS = (
     Seam(
-        "accelerate.state", "PartialState.__init__", f"{_ACCELERATE}.state:partial_state",
+        "accelerate.state", "PartialState.__init__", f"{_HOME}accelerate_state:partial_state",
         "fullshard sets up the process group and chooses the device, on CPUs too",
     ),
     Seam(
-        "accelerate.state", "AcceleratorState.__init__", f"{_ACCELERATE}.state:accelerator_state",
+        "accelerate.state", "AcceleratorState.__init__", f"{_HOME}accelerate_state:accelerator_state",
         "FSDP is on for CPU ranks and for one process as well",
     ),
     Seam(
-        "accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.__init__", f"{_ACCELERATE}.plugin:plugin",
+        "accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.__init__", f"{_HOME}fsdp_plugin:plugin",
         "the strategy and its options are read by fullshard, before the plugin drops some of them",
     ),
     Seam(
         "accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.set_state_dict_type",
-        f"{_ACCELERATE}.plugin:set_state_dict_type",
+        f"{_HOME}fsdp_plugin:set_state_dict_type",
         "the type can change between saves: Accelerate keeps the options of the first type",
     ),
     Seam(
-        "accelerate.accelerator", "Accelerator.prepare", f"{_ACCELERATE}.prepare:prepare",
+        "accelerate.accelerator", "Accelerator.prepare", f"{_HOME}accelerate_prepare:prepare",
         "models, optimizers and loaders in any order and number, a model alone included",
     ),
     Seam(
-        "accelerate.accelerator", "Accelerator.prepare_model", f"{_ACCELERATE}.prepare:prepare_model",
+        "accelerate.accelerator", "Accelerator.prepare_model", f"{_HOME}accelerate_prepare:prepare_model",
         "the model is sharded by fullshard, one for evaluation only too",
     ),
     Seam(
-        "accelerate.accelerator", "Accelerator.no_sync", f"{_ACCELERATE}.prepare:no_sync",
+        "accelerate.accelerator", "Accelerator.no_sync", f"{_HOME}accelerate_prepare:no_sync",
         "gradient accumulation is the engine's",
     ),
     Seam(
-        "accelerate.accelerator", "Accelerator.clip_grad_norm_", f"{_ACCELERATE}.prepare:clip_grad_norm",
+        "accelerate.accelerator", "Accelerator.clip_grad_norm_", f"{_HOME}accelerate_prepare:clip_grad_norm",
         "the norm is exact on every mesh",
     ),
     Seam(
-        "accelerate.utils.fsdp_utils", "load_fsdp_model", f"{_ACCELERATE}.checkpoints:load_model",
+        "accelerate.utils.fsdp_utils", "load_fsdp_model", f"{_HOME}accelerate_checkpoints:load_model",
         "a checkpoint is read in the form it has, also that of a run without FSDP",
     ),
     Seam(
-        "accelerate.utils.fsdp_utils", "load_fsdp_optimizer", f"{_ACCELERATE}.checkpoints:load_optimizer",
+        "accelerate.utils.fsdp_utils", "load_fsdp_optimizer", f"{_HOME}accelerate_checkpoints:load_optimizer",
         "the same for the optimizer",
     ),
     Seam(
-        "transformers.training_args", "TrainingArguments._process_fsdp_args", f"{_TRAINER}:fsdp_arguments",
+        "transformers.training_args", "TrainingArguments._process_fsdp_args", f"{_HOME}trainer:fsdp_arguments",
         "`fsdp` and `fsdp_config` are read by fullshard, hybrid strategies and prefetching included",
     ),
     Seam(
-        "transformers.trainer", "Trainer.save_model", f"{_TRAINER}:save_model",
+        "transformers.trainer", "Trainer.save_model", f"{_HOME}trainer:save_model",
         "whole weights are written whatever the state-dict type",
     ),
     Seam(
-        "transformers.modeling_utils", "PreTrainedModel.from_pretrained", f"{_FOUR_BIT}:from_pretrained",
+        "transformers.modeling_utils", "PreTrainedModel.from_pretrained", f"{_HOME}four_bit:from_pretrained",
         "`BitsAndBytesConfig(load_in_4bit=True)` gives fullshard's 4-bit layers, which can be sharded",
     ),
     Seam(
-        "trl.models.utils", "prepare_fsdp", f"{_TRL}:prepare_fsdp",
+        "trl.models.utils", "prepare_fsdp", f"{_HOME}trl:prepare_fsdp",
         "reference models are sharded by fullshard",
     ),
 )  # fmt: skip

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import runtime
-from fullshard.integrations.accelerate.plugin import NAMES
-from fullshard.integrations.accelerate.prepare import is_served
+from fullshard.integrations.accelerate_prepare import is_served
+from fullshard.integrations.fsdp_plugin import NAMES
 from fullshard.parallelize.fsdp_flags import read_section, read_words
 from fullshard.parallelize.settings import overlay
 

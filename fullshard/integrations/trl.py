@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fullshard.fsdp import FSDPv2
-from fullshard.integrations.accelerate.prepare import is_served, shard
+from fullshard.integrations.accelerate_prepare import is_served, shard
 
 
 def prepare_fsdp(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,9 +2,13 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
+
+from accelerate.state import AcceleratorState, GradientState
 
 from tests.pool import ROOT
 
@@ -13,9 +17,15 @@ ORACLE = Path(__file__).with_name("accelerate_fsdp2.py")
 """Accelerate's own FSDP 2 on CPU ranks."""
 
 
-def alone(script: Path, *arguments: object) -> str:
-    """What a script prints in one process, without fullshard."""
-    return _run([sys.executable, script, *arguments])
+def alone(script: Path, *arguments: object) -> None:
+    """Run a script in one process, this one, without fullshard."""
+    words = [str(word) for word in (script, *arguments)]
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "argv", words):
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
 
 
 def launched(script: Path, *arguments: object, flags: tuple[str, ...] = (), processes: int = 2) -> str:

@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from fullshard.errors import ConfigError
 from fullshard.fsdp import policy
+from fullshard.integrations import fsdp_plugin as plugin
 from fullshard.integrations import trainer
-from fullshard.integrations.accelerate import plugin
 from fullshard.parallelize.settings import EngineSettings
 
 

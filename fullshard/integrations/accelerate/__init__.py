@@ -1,1 +1,0 @@
-"""The engine underneath Accelerate. Importing it is cheap."""
