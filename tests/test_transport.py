@@ -43,7 +43,7 @@ ALTHOUGH = "Gloo through host memory, although each rank has its own GPU"
         ("gloo", "cuda", 4, 4, 1, "ranks 0 and 1 share a GPU of a", "", True, SHARED, ""),
         ("gloo", "cuda", 4, 4, 1, "ranks share GPUs", "", False, SHARED, ""),
         ("gloo", "cuda", 8, 2, 2, "ranks 5 and 6 share a GPU of b", "", True, ELSEWHERE, ""),
-        ("gloo", "cuda", 4, 4, 4, "", "", False, ALTHOUGH, 'make it with "cpu:gloo,cuda:nccl"'),
+        ("gloo", "cuda", 4, 4, 4, "", "", False, ALTHOUGH, 'use "cpu:gloo,cuda:nccl"'),
         ("gloo", "cuda", 4, 4, 4, "", "rank 3 on b", True, ALTHOUGH, "torch has no NCCL on rank 3 on b: install"),
     ],
 )  # fmt: skip
@@ -179,7 +179,7 @@ def test_the_self_test_finds_gloo_where_nccl_could_be() -> None:
 def test_links_of_a_sharded_model_must_agree_with_the_transport() -> None:
     model = FSDPv2(nn.Linear(8, 8), xs.Mesh(np.arange(2), (2,), ("fsdp",)))
     selftest.check_links(model, "gloo")
-    with pytest.raises(TrainingError, match=r"2 rank\(s\): the sharded model's gathers and reductions"):
+    with pytest.raises(TrainingError, match=r"2 rank\(s\): all-gathers and reductions of the sharded model"):
         selftest.check_links(model, "nccl")
 
 
@@ -240,5 +240,5 @@ def test_ranks_that_pretend_to_be_nodes_may_share_a_gpu(monkeypatch: pytest.Monk
 
 def test_devices_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [found[2] for found in meeting(["a", "b", "", ""], monkeypatch)]
-    assert "Rank 0 runs on cuda like 1 other(s) of the 4 ranks" in errors[0]
-    assert "Rank 3 runs on cpu like 1 other(s) of the 4 ranks" in errors[3]
+    assert "Rank 0 and 1 other(s) of the 4 ranks run on cuda" in errors[0]
+    assert "Rank 3 and 1 other(s) of the 4 ranks run on cpu" in errors[3]

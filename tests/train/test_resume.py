@@ -29,14 +29,25 @@ from tests.train.tiny import children_of, make_folder, make_model
 
 
 class StopAt:
-    """Sends the job SIGTERM after a step."""
+    """Asks the job to stop after a step, as a signal would."""
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self.checkpoints: Any = None
+
+    def of(self, trainer: Any) -> None:
+        """Use the checkpoint manager that this trainer will open."""
+        opens = trainer._open_checkpoints
+
+        def keep() -> Any:
+            self.checkpoints = opens()
+            return self.checkpoints
+
+        trainer._open_checkpoints = keep
 
     def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
         if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            self.checkpoints.preempt()
 
 
 def lora_model() -> Any:
@@ -60,7 +71,9 @@ def test_stopped_in_mid_epoch_and_resumed_is_as_never_stopped(kind: str, tmp_pat
 
     whole = SFTTrainer(**options("whole"))
     whole.train()
-    first = SFTTrainer(**options("broken"), callbacks=[StopAt(7)])
+    stop = StopAt(7)
+    first = SFTTrainer(**options("broken"), callbacks=[stop])
+    stop.of(first)
     with pytest.raises(SystemExit) as exit_code:
         first.train()
     assert exit_code.value.code == EXIT_PREEMPTED and first.loop.progress.step == 7
@@ -87,7 +100,9 @@ def test_a_line_of_the_log_that_a_stop_cuts_in_two_is_about_all_its_steps(tmp_pa
 
     whole = SFTTrainer(**options("whole"))
     whole.train()
-    first = SFTTrainer(**options("broken", async_save=True), callbacks=[StopAt(6)])
+    stop = StopAt(6)
+    first = SFTTrainer(**options("broken", async_save=True), callbacks=[stop])
+    stop.of(first)
     with pytest.raises(SystemExit):
         first.train()
     begun: list[Any] = []
