@@ -107,15 +107,16 @@ def test_every_option_of_the_launcher_is_tried_somewhere():
     run_flags = {
         "test_resolve": "config_file use_fsdp multi_gpu use_deepspeed use_megatron_lm tpu fsdp fsdp_config dry_run "
         "module",
-        "test_run": "module no_python num_cpu_threads_per_process max_restarts grace rdzv_timeout rdzv_conf rdzv_id "
+        "test_agent": "module no_python num_cpu_threads_per_process max_restarts grace rdzv_timeout rdzv_conf rdzv_id "
         "monitor_interval log_dir tee role quiet",
+        "integrations/test_seams, test_accelerate": "no_integrations",
     }
     keys = {
         "test_files": "compute_environment distributed_type deepspeed_config megatron_lm_config mpirun_config "
         "fp8_config",
         "test_resolve": "num_processes num_machines machine_rank gpu_ids main_process_ip",
-        "test_run": "main_process_port rdzv_backend enable_cpu_affinity",
-        "test_ask": "fp16",
+        "test_agent": "main_process_port rdzv_backend enable_cpu_affinity",
+        "test_questionnaire": "fp16",
     }
     for config, places in ((RunSettings, run_flags), (ProcessSettings, keys)):
         tried = {name for names in places.values() for name in names.split()}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-PROGRAM = Path(__file__).with_name("gpu_files_program.py")
+PROGRAM = Path(__file__).with_name("gpu_program.py")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
