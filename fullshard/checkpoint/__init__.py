@@ -6,15 +6,16 @@ does not import torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fullshard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.dcp_storage import CheckpointReader
     from fullshard.checkpoint.manager import CheckpointManager, load_state, save_state
     from fullshard.checkpoint.preemption import EXIT_PREEMPTED
 
-_MODULES = {
+_HOMES = {
     "CheckpointManager": "manager",
     "CheckpointReader": "dcp_storage",
     "EXIT_PREEMPTED": "preemption",
@@ -23,8 +24,4 @@ _MODULES = {
 }
 __all__ = ["EXIT_PREEMPTED", "CheckpointManager", "CheckpointReader", "load_state", "save_state"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -5,17 +5,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fullshard.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from fullshard.data.find_dataset import source_of
 
+_HOMES = {"source_of": "find_dataset"}
 __all__ = ["source_of"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fullshard.data import find_dataset
-
-    return getattr(find_dataset, name)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -5,8 +5,7 @@ The names below are imported when they are first used; `docs/qlora.md` is the gu
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from fullshard.lazy_names import lazy_names
 
 _HOMES = {
     **dict.fromkeys(("NestedState", "QuantState", "dequantize_4bit", "quantize_4bit"), "nf4"),
@@ -22,12 +21,4 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
