@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fullshard import runtime
 from fullshard.errors import ConfigError
-from fullshard.parallelize.prepare import rebind
 from fullshard.train.config import SFTConfig
 from fullshard.train.lr_schedule import factor
 
 
 class Schedule:
-    """Sets the learning rate of an optimizer step by step."""
+    """Sets the learning rate of an optimizer step by step. It has no state: the rate follows from the step."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, kind: str, warmup: int, total: int,
@@ -33,15 +33,53 @@ class Schedule:
             group["lr"] = group["initial_lr"] * by
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def advance(self, step: int) -> None:
+        """Go on to the learning rates of the next step, after an update."""
+        self.set(step)
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of each parameter group, as torch's schedulers have it."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {}
+
+
+class ScriptSchedule(Schedule):
+    """A script's own scheduler of torch: it takes a step after each update, one that follows a metric (such as
+    `ReduceLROnPlateau`) after each evaluation."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler, self.optimizer = scheduler, scheduler.optimizer
+        self.follows_metric = isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
+
+    def set(self, step: int) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def advance(self, step: int) -> None:
+        if not self.follows_metric:
+            self.scheduler.step()
+
+    def saved(self) -> dict[str, Any]:
+        return {"lr_scheduler": self.scheduler}
+
+
+def schedule_of(given: Any) -> Schedule:
+    """The schedule of a run: ours, or a scheduler of torch that a script has made."""
+    if isinstance(given, Schedule):
+        return given
+    if not isinstance(given, LRScheduler):
+        raise ConfigError(
+            f"the scheduler is a {type(given).__name__}; expected one of torch.optim.lr_scheduler, such as "
+            f"transformers' get_scheduler makes."
+        )
+    return ScriptSchedule(given)
+
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: SFTConfig, total: int) -> Schedule:
     """The learning-rate schedule of a run with this many steps."""
     return Schedule(optimizer, config.lr_scheduler_type, config.warmup(total), total, config.schedule_settings())
-
-
-def take_optimizer(given: Any, model: nn.Module, config: SFTConfig) -> torch.optim.Optimizer:
-    """The user's optimizer, moved to the sharded parameters; else the one that the settings ask for."""
-    return rebind(given) if given is not None else make_optimizer(model, config)
 
 
 def make_optimizer(model: nn.Module, config: SFTConfig) -> torch.optim.Optimizer:
