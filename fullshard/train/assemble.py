@@ -137,7 +137,8 @@ def build_loop(
     collectives.set_timeout(along_axes, config.ddp_timeout)
     for layer in layers:
         checkpoint_module(layer, reentrant=config.use_reentrant)
-    memory_check.check_and_report(sharded, config.optim, engine.offload_params, reporter.say)
+    optim = None if optimizer is not None else config.optim
+    memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
     if parts.base is not None:
         fill(
             sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"),
