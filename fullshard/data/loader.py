@@ -177,6 +177,8 @@ class Collator:
     """One row without padding, as flash attention's variable-length kernels expect."""
     multiple: int = 8
     """Row lengths are padded up to a multiple of this."""
+    marks_padding: bool = False
+    """Add `real_tokens`, which is false for padding: routers of experts see padding too."""
 
     def __call__(self, table: TokenRows, rows: Sequence[int]) -> Batch:
         """`input_ids`, `labels` and, if packed, `position_ids`. An empty batch becomes one row without loss."""
@@ -199,6 +201,9 @@ class Collator:
         batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         if self.isolate or self.flatten:
             batch["position_ids"] = torch.from_numpy(positions)
+        if self.marks_padding:
+            lengths = torch.tensor([len(tokens) for tokens, _, _ in packed] or [0])
+            batch["real_tokens"] = torch.arange(length) < lengths[:, None]
         return batch
 
 

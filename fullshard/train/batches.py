@@ -78,9 +78,13 @@ def make_stream(
     return Stream(pages, config.cache_dir, check)
 
 
-def make_loader(config: SFTConfig, data: TokenTable | Stream, pad_token_id: int, flash: bool) -> Loader:
+def make_loader(
+    config: SFTConfig, data: TokenTable | Stream, pad_token_id: int, flash: bool, marks_padding: bool = False
+) -> Loader:
     """This rank's batches, step by step. FlashAttention takes packed rows as one, without padding."""
-    collator = Collator(pad_token_id, isolate=config.packing, flatten=config.packing and flash)
+    collator = Collator(
+        pad_token_id, isolate=config.packing, flatten=config.packing and flash, marks_padding=marks_padding
+    )
     size, workers = config.per_device_train_batch_size, config.dataloader_num_workers
     return Loader(feed_of(config, data), collator, size, runtime.rank(), runtime.world_size(), workers)
 

@@ -27,6 +27,7 @@ from fullshard.data.token_table import TokenTable
 from fullshard.errors import TrainingError
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.packed_inputs import Packed
+from fullshard.models.router_loss import has_router_loss
 from fullshard.ranks import exchange
 from fullshard.reporting.reporter import Reporter, Window, memory_gib
 from fullshard.train.batches import describe_data
@@ -75,6 +76,7 @@ class StepResult:
     loss: float
     accuracy: float
     entropy: float
+    router_loss: float
     grad_norm: float
     updated: bool
 
@@ -101,6 +103,7 @@ class Loop:
         """What losses × tokens are multiplied by; an evaluation keeps that of the last step."""
         self._saved: int | None = None
         self._window = Window()
+        self._has_router_loss = has_router_loss(model)
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class Loop:
         progress.skipped += not result.updated
         if math.isfinite(result.loss):
             progress.loss_sum, progress.loss_steps = progress.loss_sum + result.loss, progress.loss_steps + 1
-        self._window.add(result.loss, result.accuracy, result.entropy, pick.tokens)
+        self._window.add(result.loss, result.accuracy, result.entropy, pick.tokens, result.router_loss)
         done, epoch_ends = progress.step, pick.ends_epoch
         last = done == self.total
         self._show(result)
@@ -178,7 +181,7 @@ class Loop:
         self.scaler.scale(torch.zeros(1, device=runtime.device()))  # so that it has a scale before the first step too
         scale = self.scaler.get_scale()
         self._loss_scale = scale * runtime.world_size() / targets
-        sums = torch.zeros(3, dtype=torch.float64, device=runtime.device())
+        sums = torch.zeros(4, dtype=torch.float64, device=runtime.device())
         losses = []
         for index, batch in enumerate(step.batches):
             accumulates = index + 1 < len(step.batches) and not self.config.sync_each_batch
@@ -189,7 +192,7 @@ class Loop:
             losses.append(found[0])
         if runtime.world_size() > 1:
             collectives.finish("sum of the metrics", lambda: dist.all_reduce(sums, async_op=True))
-        loss_sum, correct, entropy = sums.tolist()
+        loss_sum, correct, entropy, router_loss = sums.tolist()
         watch.check()  # the host has just waited for the device: what it read is valid only if no rank is lost
         self.scaler.unscale_(self.optimizer)
         norm = float(self.model.clip_grad_norm_(self.config.max_grad_norm or math.inf))
@@ -204,11 +207,13 @@ class Loop:
         updated = usable and self.scaler.get_scale() >= scale
         self.optimizer.zero_grad(set_to_none=True)
         self.rate = rate
-        return StepResult(loss_sum / targets, correct / targets, entropy / targets, norm, updated)
+        return StepResult(
+            loss_sum / targets, correct / targets, entropy / targets, router_loss / targets, norm, updated
+        )
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's own loss of a micro-batch × its trained tokens, scaled for its part in the step; and the sums of
-        loss, correct predictions and entropy over these tokens, detached."""
+        loss, correct predictions, entropy and router's loss over these tokens, detached."""
         device = runtime.device()
         targets = int((batch["labels"][:, 1:] != IGNORED).sum())  # still on the host
         pinned = self.config.dataloader_pin_memory and accelerator.is_accelerator(device)
@@ -216,7 +221,8 @@ class Loop:
             name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
             for name, tensor in batch.items()
         }
-        with self.head.loss_pass(self._loss_scale, targets) as measured:
+        real_tokens = moved.pop("real_tokens", None)
+        with self.head.loss_pass(self._loss_scale, targets, real_tokens) as measured:
             loss = self.model(**moved, use_cache=False).loss
         return loss, measured.sums
 
@@ -257,6 +263,7 @@ class Loop:
             "grad_norm": grad_norm,
             "mean_token_accuracy": means["mean_token_accuracy"],
             "entropy": means["entropy"],
+            **({"aux_loss": means["aux_loss"]} if self._has_router_loss else {}),
             "num_tokens": self.progress.tokens,
             "epoch": round(self.progress.epoch, 4),
             "tokens_per_second": self._window.tokens_per_second,
@@ -274,7 +281,7 @@ class Loop:
         assert table is not None
         began, collator = time.monotonic(), self.loader.collator
         self.model.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=runtime.device())
+        sums = torch.zeros(4, dtype=torch.float64, device=runtime.device())
         for step in one_pass(
             table, collator, self.config.per_device_eval_batch_size, self.loader.rank, self.loader.world
         ):
@@ -285,10 +292,11 @@ class Loop:
         if runtime.world_size() > 1:
             collectives.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
         targets, took = int(table.row_targets.sum()), time.monotonic() - began
-        loss, correct, entropy = (value / targets for value in sums.tolist())
+        loss, correct, entropy, router_loss = (value / targets for value in sums.tolist())
         watch.check()
         values = {
             f"{prefix}_loss": loss, f"{prefix}_mean_token_accuracy": correct, f"{prefix}_entropy": entropy,
+            **({f"{prefix}_aux_loss": router_loss} if self._has_router_loss else {}),
             f"{prefix}_runtime": took, f"{prefix}_samples_per_second": len(table) / max(took, 1e-9),
             "epoch": round(self.progress.epoch, 4),
         }  # fmt: skip
