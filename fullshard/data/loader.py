@@ -179,6 +179,8 @@ class Collator:
     """Row lengths are padded up to a multiple of this."""
     masks: bool = False
     """Add `attention_mask`, which the model does not need."""
+    marks_padding: bool = False
+    """Add `real_tokens`, which is false for padding: routers of experts see padding too."""
 
     def __call__(self, table: TokenRows, rows: Sequence[int]) -> Batch:
         """`input_ids`, `labels` and, if packed, `position_ids`. An empty batch becomes one row without loss."""
@@ -204,6 +206,9 @@ class Collator:
         if self.masks:
             sizes = torch.tensor([len(tokens) for tokens, _, _ in packed] or [0])
             batch["attention_mask"] = (torch.arange(length) < sizes[:, None]).long()
+        if self.marks_padding:
+            lengths = torch.tensor([len(tokens) for tokens, _, _ in packed] or [0])
+            batch["real_tokens"] = torch.arange(length) < lengths[:, None]
         return batch
 
 

@@ -22,6 +22,7 @@ from fullshard.data.loader import Batch
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
+from fullshard.models.router_loss import has_router_loss
 from fullshard.ranks import exchange
 from fullshard.train.batches import ScriptLoader, checked_table, evaluation_loader
 from fullshard.train.loop import Loop
@@ -70,7 +71,8 @@ class Evaluation(TrainingStep):
     def _loader_of(self, table: TokenTable) -> Any:
         seen = self._batches_are_seen or self.compute_metrics is not None
         pad, flash = self.parts.tokenizer.pad_token_id, uses_flash(self.parts.model)
-        return evaluation_loader(self.args, table, pad, flash, seen, self.data_collator)
+        routed = has_router_loss(self.parts.model)
+        return evaluation_loader(self.args, table, pad, flash, seen, routed, self.data_collator)
 
     def num_examples(self, dataloader: Any) -> int:
         """The number of rows behind a data loader."""
@@ -219,7 +221,7 @@ class Evaluation(TrainingStep):
         sums = torch.cat([found.sums.to(runtime.device()), self.loop.take_measured()])
         if runtime.world_size() > 1:
             collectives.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
-        loss, weight, rows, correct, entropy, tokens = sums.tolist()
+        loss, weight, rows, correct, entropy, router_loss, tokens = sums.tolist()
         found.rows = int(rows)
         watch.check()
         metrics: dict[str, Any] = {}
@@ -230,6 +232,7 @@ class Evaluation(TrainingStep):
             metrics["loss"] = loss / weight
         if tokens:
             metrics |= {"mean_token_accuracy": correct / tokens, "entropy": entropy / tokens}
+            metrics |= {"aux_loss": router_loss / tokens} if self.loop.has_router_loss else {}
         return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
 
 
