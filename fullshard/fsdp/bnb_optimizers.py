@@ -44,7 +44,7 @@ def work_on_shards(optimizer: Any) -> None:
     kind: Any = type(optimizer)
     if optimizer.args.max_unorm > 0:
         raise FSDPError(
-            f"{kind.__name__} of bitsandbytes scales updates by the norm of the whole parameter, but its kernels see "
+            f"{kind.__name__} of bitsandbytes scales updates by the norm of the whole parameter, and its kernels see "
             f"one shard; use AdamW, Lion or RMSprop of bitsandbytes"
         )
     if getattr(optimizer, "optimizer_name", "") == "ademamix":

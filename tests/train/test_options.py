@@ -48,7 +48,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "num_train_epochs": ({"max_steps": -1, "num_train_epochs": 0.2}, 0.3), "max_steps": ({}, 3),
     "per_device_train_batch_size": ({}, 3), "per_device_eval_batch_size": (EVALUATES, 1), "gradient_accumulation_steps": ({}, 1),
     "sync_each_batch": ({}, False), "learning_rate": ({}, 1e-4), "lr_scheduler_type": ({}, "linear"),
-    "warmup_ratio": ({"warmup_steps": 0}, 0.5), "warmup_steps": ({}, 2), "optim": ({}, "sgd"), "weight_decay": ({}, 0.9),
+    "warmup_ratio": ({"warmup_steps": 0}, 0.5), "warmup_steps": ({}, 2), "optim": ({}, "sgd"), "optim_args": ({"optim": "sgd"}, {"momentum": 0.9}), "weight_decay": ({}, 0.9),
     "adam_beta1": ({}, 0.5), "adam_beta2": ({}, 0.5), "adam_epsilon": ({}, 1e-2), "max_grad_norm": ({"optim": "sgd"}, 0.01),
     "bf16": ({}, True), "fp16": ({}, True), "gradient_checkpointing": ({}, True),
     "use_reentrant": ({"gradient_checkpointing": True}, True), "chunked_loss": ({}, False), "loss_chunk_tokens": ({}, 3),
@@ -83,6 +83,7 @@ ELSEWHERE = {
     "prompt_format": "test_data_options", "dataset_settings": "test_data_options", "sample_by": "test_data_options",
     "dataloader_pin_memory": "needs a GPU", "report_to": "test_boards", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
     "trust_packing": "test_packing_trial", "router_aux_loss_coef": "test_own_loss", "rope_scaling": "test_rope",
+    "optim_target_modules": "test_optimizers",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""
 
