@@ -25,7 +25,6 @@ from fullshard.errors import ConfigError
 from fullshard.ranks import exchange
 from fullshard.train.batches import ScriptLoader, checked_table, evaluation_loader
 from fullshard.train.loop import Loop
-from fullshard.train.model import uses_flash
 from fullshard.train.optimizer import ScriptSchedule
 from fullshard.train.training_step import TrainingStep, trained_tokens
 from fullshard.watchdog import collectives, watch
@@ -69,8 +68,7 @@ class Evaluation(TrainingStep):
 
     def _loader_of(self, table: TokenTable) -> Any:
         seen = self._batches_are_seen or self.compute_metrics is not None
-        pad, flash = self.parts.tokenizer.pad_token_id, uses_flash(self.parts.model)
-        return evaluation_loader(self.args, table, pad, flash, seen, self.data_collator)
+        return evaluation_loader(self.args, table, self._collator(seen), seen)
 
     def num_examples(self, dataloader: Any) -> int:
         """The number of rows behind a data loader."""
@@ -219,7 +217,7 @@ class Evaluation(TrainingStep):
         sums = torch.cat([found.sums.to(runtime.device()), self.loop.take_measured()])
         if runtime.world_size() > 1:
             collectives.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
-        loss, weight, rows, correct, entropy, tokens = sums.tolist()
+        loss, weight, rows, correct, entropy, router_loss, tokens = sums.tolist()
         found.rows = int(rows)
         watch.check()
         metrics: dict[str, Any] = {}
@@ -230,6 +228,7 @@ class Evaluation(TrainingStep):
             metrics["loss"] = loss / weight
         if tokens:
             metrics |= {"mean_token_accuracy": correct / tokens, "entropy": entropy / tokens}
+            metrics |= {"aux_loss": router_loss / tokens} if self.loop.has_router_loss else {}
         return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
 
 

@@ -27,6 +27,7 @@ from fullshard.data.loader import Batch, Step
 from fullshard.errors import TrainingError
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.packed_inputs import Packed
+from fullshard.models.router_loss import has_router_loss
 from fullshard.ranks import exchange
 from fullshard.reporting.reporter import Reporter, Window, memory_gib
 from fullshard.train.batches import Steps, describe_data
@@ -81,6 +82,7 @@ class StepResult:
     loss: float
     accuracy: float
     entropy: float
+    router_loss: float
     grad_norm: float
     updated: bool
 
@@ -105,14 +107,17 @@ class Loop:
         """The number of steps that the last logged loss is the mean of."""
         self.scale = 1.0
         """The scale of the loss in fp16."""
-        self.measured = torch.zeros(3, dtype=torch.float64, device=runtime.device())
-        """Correct predictions, entropy and tokens, summed over the passes since they were last taken."""
+        self.measured = torch.zeros(4, dtype=torch.float64, device=runtime.device())
+        """Correct predictions, entropy, router's loss × tokens, and tokens, summed over passes."""
         self.stands_in = False
         """Whether the micro-batch is a repeated row, because this rank has none; it must not contribute."""
         self.checkpoints: CheckpointManager | None = None
+        self.last_measured: dict[str, float] = {}
+        """What TRL logs besides the loss, as logged last."""
         self._saved: int | None = None
         self._logged = 0
         self._window = Window()
+        self.has_router_loss = has_router_loss(model)
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +186,7 @@ class Loop:
         progress.skipped += not result.updated
         if math.isfinite(result.loss):
             progress.loss_sum, progress.loss_steps = progress.loss_sum + result.loss, progress.loss_steps + 1
-        self._window.add(result.loss, result.accuracy, result.entropy, pick.tokens)
+        self._window.add(result.loss, result.accuracy, result.entropy, pick.tokens, result.router_loss)
         state = self.notify.state
         state.global_step, state.epoch = progress.step, progress.epoch
         self._show(result)
@@ -232,7 +237,7 @@ class Loop:
                 if control.should_epoch_stop or control.should_training_stop:
                     self.optimizer.zero_grad(set_to_none=True)
                     return None
-        loss_mean, correct, entropy, tokens, flos = self._sums(losses, flos)
+        loss_mean, correct, entropy, router_loss, tokens, flos = self._sums(losses, flos)
         trainer.current_flos += flos
         watch.check()  # the host has just waited for the device: what it read is valid only if no rank is lost
         self.scaler.unscale_(self.optimizer)
@@ -244,7 +249,7 @@ class Loop:
         if updated:
             self.schedule.advance(number + 1 - self.progress.skipped)
         tokens = tokens or math.nan
-        return StepResult(loss_mean, correct / tokens, entropy / tokens, norm, updated)
+        return StepResult(loss_mean, correct / tokens, entropy / tokens, router_loss / tokens, norm, updated)
 
     def _micro_batch(self, batch: Batch, items: Any, stands_in: bool, more: bool) -> torch.Tensor:
         """Forward and backward over one micro-batch; its loss, detached."""
@@ -256,7 +261,7 @@ class Loop:
         return torch.zeros_like(loss) if stands_in else loss
 
     def _sums(self, losses: list[torch.Tensor], flos: float) -> list[float]:
-        """Over all ranks: the loss of the step; correct predictions, entropy and tokens; floating-point operations."""
+        """Over all ranks: the loss of the step, what was measured, and floating-point operations."""
         flops = torch.tensor([flos], dtype=torch.float64, device=runtime.device())
         sums = torch.cat([torch.stack(losses).sum(0, keepdim=True), self.take_measured(), flops])
         if runtime.world_size() > 1:
@@ -265,7 +270,7 @@ class Loop:
         return [loss / runtime.world_size(), *others]
 
     def take_measured(self) -> torch.Tensor:
-        """Correct predictions, entropy and tokens of this rank since the last call."""
+        """What was measured on this rank since the last call."""
         found, self.measured = self.measured, torch.zeros_like(self.measured)
         return found
 
@@ -313,7 +318,8 @@ class Loop:
 
     def _log(self, grad_norm: float) -> None:
         means, skipped, self.logged_steps = self._window.means(), self.progress.skipped, self._window.steps
-        measured = {name: means[name] for name in ("mean_token_accuracy", "entropy") if not math.isnan(means[name])}
+        names = ("mean_token_accuracy", "entropy", *(["aux_loss"] if self.has_router_loss else []))
+        measured = {name: means[name] for name in names if not math.isnan(means[name])}
         values = {
             "loss": means["loss"],
             "learning_rate": self.rate,
@@ -325,6 +331,7 @@ class Loop:
             **({"skipped_steps": skipped} if skipped or self.scaler.is_enabled() else {}),
         }
         self._window, self._logged = Window(), self.progress.step
+        self.last_measured = {**measured, "num_tokens": self.progress.tokens}
         self.trainer.store_flos()
         self.trainer.log(values, self.trainer.began)
 
@@ -334,7 +341,9 @@ class Loop:
 
     def _compare(self, values: dict[str, float]) -> bool:
         """Compare with the best evaluation so far, and stop early if it is time. Returns whether this one is better."""
-        config, progress = self.config, self.progress
+        config, progress, patience = self.config, self.progress, self.config.early_stopping_patience
+        if config.best_metric not in values and config.metric_for_best_model is None and patience is None:
+            return False  # several sets, none of which was chosen
         if config.best_metric not in values:
             names = ", ".join(values)
             raise TrainingError(f"metric_for_best_model: there is no {config.best_metric}; evaluation has {names}.")
@@ -348,7 +357,6 @@ class Loop:
         if better:
             progress.best_value, progress.best_step = value, progress.step
             self.notify.state.best_metric, self.notify.state.best_global_step = value, progress.step
-        patience = config.early_stopping_patience
         if patience is not None and progress.without_improvement >= patience:
             self.notify.control.should_training_stop = True
             self.reporter.say(f"no improvement of {config.best_metric} in {patience} evaluations: stopping early")

@@ -16,7 +16,8 @@ CALLED = frozenset({
     "create_optimizer_and_scheduler", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader",
     "get_batch_samples", "get_decay_parameter_names", "floating_point_ops", "store_flos", "log", "save_model",
     "create_model_card", "call_model_init", "loss_is_scaled_for_ga", "_prepare_inputs", "_prepare_input",
-    "_get_num_items_in_batch", "_clip_grad_norm", "_evaluate", "_save", "_save_checkpoint", "_load_best_model", "_tag_names", "__init__",
+    "_get_num_items_in_batch", "_clip_grad_norm", "_evaluate", "_save", "_save_checkpoint", "_load_best_model",
+    "_tag_names", "__init__",
 })  # fmt: skip
 """Called by training, evaluation and saving, so that an override takes effect."""
 

@@ -19,6 +19,7 @@ from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.errors import ConfigError
 from fullshard.models.generate import stop_criteria
+from fullshard.models.router_loss import has_router_loss
 from fullshard.parallelize.settings import resolved_launch
 from fullshard.paths import refuse_inputs, save_tokenizer
 from fullshard.ranks import agree, on_rank_0
@@ -145,7 +146,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         self.callback_handler = Callbacks(self.args, callbacks)
         self.callback_handler.model, self.callback_handler.processing_class = self.parts.model, self.parts.tokenizer
         self._prepared: tuple[Loop, ResultWriter, Hub | None] | None = None
-        self._trained = False
+        self._preparing = self._trained = False
         self.ignored_keys: list[str] | None = None
         self.began = 0.0
         engine = run.engine
@@ -172,8 +173,18 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
 
     @property
     def model(self) -> Any:
-        """The model; sharded once training or evaluation has begun."""
+        """The model. On one rank it is sharded and has its weights from the first time it is read; on several, where
+        sharding needs all of them, from `prepare()`, `train()` or `evaluate()` on."""
+        if runtime.world_size() == 1 and not self._preparing:
+            self.prepare()
         return self.parts.model
+
+    model_wrapped = model
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the loss has the auxiliary loss of a mixture of experts."""
+        return has_router_loss(self.parts.model)
 
     @property
     def processing_class(self) -> Any:
@@ -200,7 +211,11 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         Only the first call does the work; later ones return the same loop.
         """
         if self._prepared is None:
+            self._preparing = True
             self._prepared = self._prepare()
+            self._preparing = False
+        elif not self.is_in_train:
+            self.callback_handler.meet()
         return self._prepared[0]
 
     def _prepare(self) -> tuple[Loop, ResultWriter, Hub | None]:
@@ -283,7 +298,9 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
             samples *= steps / loop.total
         self.store_flos()
         metrics: dict[str, float] = speed_metrics("train", self.began, num_samples=samples, num_steps=steps)
-        return metrics | {"total_flos": self.state.total_flos, "train_loss": loop.progress.mean_loss}
+        return (
+            metrics | {"total_flos": self.state.total_flos, "train_loss": loop.progress.mean_loss} | loop.last_measured
+        )
 
     def _begin_again(self, loop: Loop) -> None:
         """Start a second training, with the model and the optimizer as they are and a new schedule."""

@@ -22,10 +22,11 @@ from fullshard.data.pretokenized import IGNORED
 from fullshard.errors import ConfigError
 from fullshard.models.chunked_loss import whole_cross_entropy
 from fullshard.models.inner_model import causal
+from fullshard.models.router_loss import has_router_loss
 from fullshard.parallelize.prepare import rebind
 from fullshard.ranks import exchange
 from fullshard.train.assemble import Parts
-from fullshard.train.batches import COUNTED, ScriptLoader, Steps, make_loader
+from fullshard.train.batches import COUNTED, ScriptLoader, Steps, make_collator, make_loader
 from fullshard.train.callbacks import Accelerator, Callbacks
 from fullshard.train.config import SFTConfig
 from fullshard.train.loop import Loop
@@ -65,8 +66,11 @@ class TrainingStep:
         data = self.parts.train
         if data is None:
             raise ConfigError("there is no train_dataset to train on.")
-        pad, flash = self.parts.tokenizer.pad_token_id, uses_flash(self.parts.model)
-        return make_loader(self.args, data, pad, flash, self._batches_are_seen, self.data_collator)
+        return make_loader(self.args, data, self._collator(seen := self._batches_are_seen), seen)
+
+    def _collator(self, seen: bool) -> Any:
+        model, pad = self.parts.model, self.parts.tokenizer.pad_token_id
+        return make_collator(self.args, pad, uses_flash(model), has_router_loss(model), seen, self.data_collator)
 
     def train_steps(self) -> Steps:
         """The steps of what `get_train_dataloader` returns."""
@@ -176,15 +180,16 @@ class TrainingStep:
         tokens = trained_tokens(labels)
         scale = runtime.world_size() / self._items_on_host(num_items_in_batch, tokens)
         inputs = {**inputs, "use_cache": False}
+        real_tokens = inputs.pop("real_tokens", None)
         if return_outputs:
             outputs = model(**inputs)
-            self._measure(outputs["logits"], labels)
+            self._measure(outputs, labels)
             loss = outputs["loss"] * (tokens * scale) if tokens else outputs["logits"].sum() * 0.0
             return loss, outputs
-        with loop.head.loss_pass(scale * loop.scale, tokens) as measured:
+        with loop.head.loss_pass(scale * loop.scale, tokens, real_tokens) as measured:
             loss = model(**inputs)["loss"]
-        loop.measured[:2] += measured.sums[1:]
-        loop.measured[2] += tokens
+        loop.measured[:3] += measured.sums[1:]
+        loop.measured[3] += tokens
         return loss if loop.scale == 1 else loss / loop.scale  # exact: the scale is a power of two
 
     def _items_on_host(self, items: Any, tokens: int) -> int:
@@ -200,14 +205,17 @@ class TrainingStep:
         if items is not None:
             loss = loss * runtime.world_size()
         if labels is not None:
-            self._measure(outputs["logits"], labels)
+            self._measure(outputs, labels)
         return (loss, outputs) if return_outputs else loss
 
     @torch.no_grad()
-    def _measure(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Accuracy and entropy of logits."""
-        self.loop.measured[:2] += whole_cross_entropy(logits[:, -labels.shape[1] :], labels).sums[1:]
-        self.loop.measured[2] += trained_tokens(labels)
+    def _measure(self, outputs: Any, labels: torch.Tensor) -> None:
+        """Accuracy, entropy and the routers' loss of a model's outputs."""
+        found, tokens, measured = outputs["logits"][:, -labels.shape[1] :], trained_tokens(labels), self.loop.measured
+        measured[:2] += whole_cross_entropy(found, labels).sums[1:]
+        if (router_loss := outputs.get("aux_loss")) is not None:
+            measured[2] += router_loss.double() * tokens
+        measured[3] += tokens
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         """Surrounds `compute_loss`."""
