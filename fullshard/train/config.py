@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, option, options_of, takes_other_names
-from fullshard.train import lr_schedule
+from fullshard.train import lr_schedule, optimizer_names
 from fullshard.train.adapter_options import AdapterOptions
 
 REPORT_TO = ("tensorboard", "wandb")
@@ -160,14 +160,18 @@ class SFTConfig(AdapterOptions):
     """The fraction of all steps used for warmup, in which the learning rate rises from 0."""
     warmup_steps: float = 0
     """The number of warmup steps; overrides `warmup_ratio`. Below 1 it is a fraction of all steps."""
-    optim: Literal["adamw_torch", "adamw_torch_fused", "sgd"] = "adamw_torch_fused"
-    """The optimizer. adamw_torch_fused uses plain AdamW where torch has no fused kernel."""
+    optim: str = option("adamw_torch_fused", given_as=", ".join(optimizer_names.SERVED))
+    """The optimizer, by transformers' name. adamw_torch_fused uses plain AdamW where torch has no fused kernel."""
+    optim_args: dict[str, Any] | None = option(None, given_as="name=value,…, or JSON")  # noqa: RUF009 - a field
+    """Arguments of the optimizer beside those below, such as momentum=0.9 for sgd."""
+    optim_target_modules: str | None = None
+    """Layers for GaLore and APOLLO. Refused if set: these optimizers are not supported."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of matrices; vectors (biases, norms) have none."""
+    """Weight decay of matrices; vectors (biases, norms) have none."""
     adam_beta1: float = 0.9
-    """AdamW's beta1."""
+    """Beta1 of AdamW and Lion."""
     adam_beta2: float = 0.999
-    """AdamW's beta2."""
+    """Beta2 of AdamW and Lion."""
     adam_epsilon: float = 1e-8
     """AdamW's epsilon."""
     max_grad_norm: float = 1.0
@@ -267,6 +271,7 @@ class SFTConfig(AdapterOptions):
         self._check_evaluation()
         self.check_adapter()
         self.schedule_settings()
+        self.optimizer_arguments()
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
@@ -310,6 +315,8 @@ class SFTConfig(AdapterOptions):
                 "rope_scaling dynamic depends on the longest document of a batch, so packed documents would influence "
                 "each other; use linear or yarn, or leave packing out."
             )
+        if self.optim == "muon" and self.loraplus_lr_ratio is not None:
+            raise ConfigError("loraplus_lr_ratio sets learning rates of AdamW; leave it out with optim muon.")
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 and fp16 are both on; choose one.")
         if (self.resume or self.resumes_newest) and self.overwrite:
@@ -376,6 +383,10 @@ class SFTConfig(AdapterOptions):
     def schedule_settings(self) -> dict[str, Any]:
         """The options of the learning-rate schedule, with defaults filled in."""
         return lr_schedule.check(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)
+
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """The arguments of the optimizer in `optim_args`, converted; an error if the optimizer is not supported."""
+        return optimizer_names.check(self.optim, self.optim_args or {}, self.optim_target_modules)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -31,7 +31,7 @@ from fullshard.train.callbacks import Accelerator, Callbacks
 from fullshard.train.config import SFTConfig
 from fullshard.train.loop import Loop
 from fullshard.train.model import uses_flash
-from fullshard.train.optimizer import make_optimizer, make_schedule
+from fullshard.train.optimizer import make_from_class, make_optimizer, make_schedule
 from fullshard.train.overrides import SEEN, overridden
 
 
@@ -245,17 +245,17 @@ class TrainingStep:
         model = model if model is not None else self.parts.model
         if self.optimizer is None and self.optimizer_cls_and_kwargs is not None:
             kind, options = self.optimizer_cls_and_kwargs
-            names = set(self.get_decay_parameter_names(model))
-            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            groups = [
-                {"params": [p for n, p in trained.items() if n in names], "weight_decay": self.args.weight_decay},
-                {"params": [p for n, p in trained.items() if n not in names], "weight_decay": 0.0},
-            ]
-            self.optimizer = kind([group for group in groups if group["params"]], **options)
+            self.optimizer = make_from_class(model, kind, options, self.args.weight_decay)
         elif self.optimizer is None:
             self.optimizer = make_optimizer(model, self.args)
         self.optimizer = rebind(self.optimizer)
         return self.optimizer
+
+    @property
+    def makes_optimizer(self) -> bool:
+        """Whether the optimizer is the one that the settings name."""
+        given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        return not given and not overridden(self, "create_optimizer")
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make `lr_scheduler`, unless there is one."""

@@ -301,10 +301,9 @@ def compare(choices: dict[str, tuple[dict[str, Any], dict[str, Any], float]], fo
 
 def test_what_does_not_fit_is_said_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     need = memory_check.MemoryNeed(2**30, 2**30, 2 * 2**30, 0)
-    monkeypatch.setattr(memory_check, "need_of", lambda plan, optim: need)
     monkeypatch.setattr(memory_check, "available", lambda on_host: (3 * 2**30, "host memory"))
     with pytest.raises(ConfigError, match=r"at least 4.00 GiB of host memory \(shards 1.00 GiB, .* has 3.00 GiB"):
-        memory_check.check_fit(None, "adamw_torch", False)  # type: ignore[arg-type]
+        memory_check.check_fit(need, False)
 
 
 @ranks(1)
