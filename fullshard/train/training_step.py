@@ -31,7 +31,7 @@ from fullshard.train.callbacks import Accelerator, Callbacks
 from fullshard.train.config import SFTConfig
 from fullshard.train.loop import Loop
 from fullshard.train.model import uses_flash
-from fullshard.train.optimizer import make_from_class, make_optimizer, make_schedule
+from fullshard.train.optimizer import class_and_options, make_from_class, make_optimizer, make_schedule
 from fullshard.train.overrides import SEEN, overridden
 
 
@@ -43,12 +43,12 @@ class TrainingStep:
     loop: Loop
     accelerator: Accelerator
     callback_handler: Callbacks
-    optimizer: Any
-    lr_scheduler: Any
-    compute_loss_func: Any
-    compute_metrics: Any
-    data_collator: Any
-    optimizer_cls_and_kwargs: Any
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    compute_loss_func: Any = None
+    compute_metrics: Any = None
+    data_collator: Any = None
+    optimizer_cls_and_kwargs: Any = None
     loss_is_scaled_for_ga: bool | None = None
     """Whether an overridden `compute_loss` has divided by all tokens of the step; None decides as transformers does."""
     current_flos = 0.0
@@ -133,7 +133,7 @@ class TrainingStep:
         moved: dict[str, Any] = {name: self._prepare_input(value) for name, value in inputs.items()}
         if isinstance(labels, torch.Tensor) and isinstance(there := moved["labels"], torch.Tensor):
             # Counted on the host, so that the loss need not wait for the device.
-            there.trained_tokens = (trained_tokens(labels), there._version)  # type: ignore[attr-defined]
+            there.trained_tokens = (trained_tokens(labels), there._version)
         return moved
 
     def _prepare_input(self, data: Any) -> Any:
@@ -250,6 +250,11 @@ class TrainingStep:
             self.optimizer = make_optimizer(model, self.args)
         self.optimizer = rebind(self.optimizer)
         return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: SFTConfig, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """The class and the options of the optimizer that the settings name."""
+        return class_and_options(args)
 
     @property
     def makes_optimizer(self) -> bool:
