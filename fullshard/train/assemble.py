@@ -143,7 +143,7 @@ def build_loop(
         reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
     for layer in layers:
         checkpoint_module(layer, reentrant=reentrant)
-    optim = None if trainer.optimizer is not None else config.optim
+    optim = config.optim if trainer.makes_optimizer else None
     memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
     if parts.base is not None:
         fill(

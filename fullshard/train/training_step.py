@@ -26,12 +26,12 @@ from fullshard.models.router_loss import has_router_loss
 from fullshard.parallelize.prepare import rebind
 from fullshard.ranks import exchange
 from fullshard.train.assemble import Parts
-from fullshard.train.batches import COUNTED, ScriptLoader, Steps, make_loader
+from fullshard.train.batches import COUNTED, ScriptLoader, Steps, make_collator, make_loader
 from fullshard.train.callbacks import Accelerator, Callbacks
 from fullshard.train.config import SFTConfig
 from fullshard.train.loop import Loop
 from fullshard.train.model import uses_flash
-from fullshard.train.optimizer import make_from_class, make_optimizer, make_schedule
+from fullshard.train.optimizer import class_and_options, make_from_class, make_optimizer, make_schedule
 from fullshard.train.overrides import SEEN, overridden
 
 
@@ -43,12 +43,12 @@ class TrainingStep:
     loop: Loop
     accelerator: Accelerator
     callback_handler: Callbacks
-    optimizer: Any
-    lr_scheduler: Any
-    compute_loss_func: Any
-    compute_metrics: Any
-    data_collator: Any
-    optimizer_cls_and_kwargs: Any
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    compute_loss_func: Any = None
+    compute_metrics: Any = None
+    data_collator: Any = None
+    optimizer_cls_and_kwargs: Any = None
     loss_is_scaled_for_ga: bool | None = None
     """Whether an overridden `compute_loss` has divided by all tokens of the step; None decides as transformers does."""
     current_flos = 0.0
@@ -66,9 +66,11 @@ class TrainingStep:
         data = self.parts.train
         if data is None:
             raise ConfigError("there is no train_dataset to train on.")
-        pad, flash = self.parts.tokenizer.pad_token_id, uses_flash(self.parts.model)
-        seen, routed = self._batches_are_seen, has_router_loss(self.parts.model)
-        return make_loader(self.args, data, pad, flash, seen, routed, self.data_collator)
+        return make_loader(self.args, data, self._collator(seen := self._batches_are_seen), seen)
+
+    def _collator(self, seen: bool) -> Any:
+        model, pad = self.parts.model, self.parts.tokenizer.pad_token_id
+        return make_collator(self.args, pad, uses_flash(model), has_router_loss(model), seen, self.data_collator)
 
     def train_steps(self) -> Steps:
         """The steps of what `get_train_dataloader` returns."""
@@ -131,7 +133,7 @@ class TrainingStep:
         moved: dict[str, Any] = {name: self._prepare_input(value) for name, value in inputs.items()}
         if isinstance(labels, torch.Tensor) and isinstance(there := moved["labels"], torch.Tensor):
             # Counted on the host, so that the loss need not wait for the device.
-            there.trained_tokens = (trained_tokens(labels), there._version)  # type: ignore[attr-defined]
+            there.trained_tokens = (trained_tokens(labels), there._version)
         return moved
 
     def _prepare_input(self, data: Any) -> Any:
@@ -208,10 +210,10 @@ class TrainingStep:
 
     @torch.no_grad()
     def _measure(self, outputs: Any, labels: torch.Tensor) -> None:
-        """Add up accuracy, entropy and router's loss of a micro-batch."""
-        measured, tokens = self.loop.measured, trained_tokens(labels)
-        measured[:2] += whole_cross_entropy(outputs["logits"][:, -labels.shape[1] :], labels).sums[1:]
-        if isinstance(router_loss := outputs.get("aux_loss"), torch.Tensor):
+        """Accuracy, entropy and the routers' loss of a model's outputs."""
+        found, tokens, measured = outputs["logits"][:, -labels.shape[1] :], trained_tokens(labels), self.loop.measured
+        measured[:2] += whole_cross_entropy(found, labels).sums[1:]
+        if (router_loss := outputs.get("aux_loss")) is not None:
             measured[2] += router_loss.double() * tokens
         measured[3] += tokens
 
@@ -250,6 +252,17 @@ class TrainingStep:
                 self.optimizer = make_optimizer(model, self.args, decayed)
         self.optimizer = rebind(self.optimizer)
         return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: SFTConfig, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """The class and the options of the optimizer that the settings name."""
+        return class_and_options(args)
+
+    @property
+    def makes_optimizer(self) -> bool:
+        """Whether the optimizer is the one that the settings name."""
+        given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        return not given and not overridden(self, "create_optimizer")
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make `lr_scheduler`, unless there is one."""
