@@ -160,7 +160,7 @@ class Loop:
         values |= {"tokens_per_second": self._window.tokens_per_second, "memory_gib": memory_gib()}
         self.reporter.tick(self.progress.step, values)
 
-    def _due(self, strategy: str, every: int, epoch_ends: bool, last: bool = False) -> bool:
+    def _due(self, strategy: str, every: float, epoch_ends: bool, last: bool = False) -> bool:
         if strategy == "no":
             return False
         if strategy == "epoch":

@@ -175,14 +175,15 @@ class SFTTrainer:
         data = parts.train if parts.train is not None else parts.evaluation
         assert data is not None
         self.state.max_steps = total_steps(config, data)
-        boards = loggers.opener(config.report_to, config.to_dict(), config.run_name)
+        config.count_steps(self.state.max_steps)
+        boards = loggers.opener(config.report_to, config.to_dict(), config.run_name, config.logging_dir)
         reporter = Reporter(run_dir.place_of(config), self.state.max_steps, config.progress, boards)
         first = run_dir.first_adapter(config) if parts.from_weights and run_dir.resumes(config) else None
         writer = ResultWriter(config, parts.model, parts.tokenizer, parts.own_tables, parts.from_weights, first)
         hub = Hub(config, writer, reporter.say) if config.push_to_hub else None
         samples = Samples(*self._samples, parts.model, reporter.samples) if self._samples is not None else None
         own = [one for one in (samples, hub) if one is not None]
-        notify = Callbacks(self._user_callbacks, config, self.state, own)
+        notify = Callbacks([*loggers.callbacks(config.report_to), *self._user_callbacks], config, self.state, own)
         return assemble.build_loop(config, parts, reporter, self._optimizer, first, notify), writer, hub
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ class SFTTrainer:
             return step == loop.progress.best_step or (hub is not None and hub.holds(step))
 
         place = run_dir.place_of(self.args) / run_dir.CHECKPOINTS
-        return CheckpointManager(place, self.args.save_steps, self.args.save_total_limit, protect=protect)
+        return CheckpointManager(place, int(self.args.save_steps), self.args.save_total_limit, protect=protect)
 
     @property
     def _hub(self) -> Hub | None:
