@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from fullshard.errors import ConfigError
 from fullshard.options import TakesOtherNames, as_list, convert, for_scripts, nearest, option, options_of
 from fullshard.reporting.logger_names import KNOWN
-from fullshard.train import lr_schedule
+from fullshard.train import lr_schedule, optimizer_names
 from fullshard.train.adapter_options import AdapterOptions
 from fullshard.train.argument_methods import ArgumentMethods
 from fullshard.train.peer_names import PEER_NAMES
@@ -168,14 +168,20 @@ class SFTConfig(TrainerOptions, AdapterOptions, UnusedOptions, ArgumentMethods, 
     """The fraction of all steps used for warmup, in which the learning rate rises from 0."""
     warmup_steps: float = 0
     """The number of warmup steps; overrides `warmup_ratio`. Below 1 it is a fraction of all steps."""
-    optim: Literal["adamw_torch", "adamw_torch_fused", "sgd"] = "adamw_torch_fused"
-    """The optimizer. adamw_torch_fused uses plain AdamW where torch has no fused kernel."""
+    optim: str = option("adamw_torch_fused", given_as=", ".join(optimizer_names.SERVED))
+    """The optimizer, by transformers' name. adamw_torch_fused uses plain AdamW where torch has no fused kernel."""
+    optim_args: dict[str, Any] | str | None = option(  # noqa: RUF009 - a field
+        None, kind=dict, given_as="name=value,…, or JSON"
+    )
+    """Arguments of the optimizer beside those below, such as momentum=0.9 for sgd."""
+    optim_target_modules: str | None = None
+    """Layers for GaLore and APOLLO. Refused if set: these optimizers are not supported."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of matrices; vectors (biases, norms) have none."""
+    """Weight decay of matrices; vectors (biases, norms) have none."""
     adam_beta1: float = 0.9
-    """AdamW's beta1."""
+    """Beta1 of AdamW and Lion."""
     adam_beta2: float = 0.999
-    """AdamW's beta2."""
+    """Beta2 of AdamW and Lion."""
     adam_epsilon: float = 1e-8
     """AdamW's epsilon."""
     max_grad_norm: float = 1.0
@@ -278,12 +284,15 @@ class SFTConfig(TrainerOptions, AdapterOptions, UnusedOptions, ArgumentMethods, 
         self._check_evaluation()
         self.check_adapter()
         self.schedule_settings()
+        self.optimizer_arguments()
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
     def _convert(self) -> None:
         """Give every value its option's type, as in files: scripts and `HfArgumentParser` pass text and enums too."""
         self.report_to = _names(self.report_to)
+        modules: Any = self.optim_target_modules
+        self.optim_target_modules = ",".join(modules) if isinstance(modules, list | tuple) else modules
         self.fsdp = _flags(self.fsdp)
         for one in options_of(SFTConfig):
             setattr(self, one.name, convert(one, getattr(self, one.name), one.name))
@@ -342,6 +351,8 @@ class SFTConfig(TrainerOptions, AdapterOptions, UnusedOptions, ArgumentMethods, 
                 "rope_scaling dynamic depends on the longest document of a batch, so packed documents would influence "
                 "each other; use linear or yarn, or leave packing out."
             )
+        if self.optim == "muon" and self.loraplus_lr_ratio is not None:
+            raise ConfigError("loraplus_lr_ratio sets learning rates of AdamW; leave it out with optim muon.")
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 and fp16 are both on; choose one.")
         if (self.resume or self.resumes_newest) and self.overwrite:
@@ -394,12 +405,6 @@ class SFTConfig(TrainerOptions, AdapterOptions, UnusedOptions, ArgumentMethods, 
         """Steps between evaluations."""
         return self.eval_steps or self.logging_steps
 
-    def count_steps(self, total: int) -> None:
-        """Turn fractions of all steps into numbers of steps, once the length of the run is known."""
-        for name in PERIODS:
-            if (value := getattr(self, name)) is not None and value < 1:
-                setattr(self, name, math.ceil(value * total))
-
     @property
     def best_metric(self) -> str:
         """The metric that decides the best evaluation, with its prefix."""
@@ -425,6 +430,10 @@ class SFTConfig(TrainerOptions, AdapterOptions, UnusedOptions, ArgumentMethods, 
     def schedule_settings(self) -> dict[str, Any]:
         """The options of the learning-rate schedule, with defaults filled in."""
         return lr_schedule.check(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)  # type: ignore[arg-type]
+
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """The arguments of the optimizer in `optim_args`, converted; an error if the optimizer is not supported."""
+        return optimizer_names.check(self.optim, self.optim_args or {}, self.optim_target_modules)  # type: ignore[arg-type]
 
     @classmethod
     def from_checked(cls, values: dict[str, Any]) -> Self:

@@ -82,8 +82,6 @@ class TrainerOptions:
     """Log the number of tokens seen so far, padding excluded, as `num_input_tokens_seen` too."""
     save_only_model: bool = False
     """Save checkpoints without the optimizer. A run that resumes from one starts with a new optimizer."""
-    restore_callback_states_from_checkpoint: bool = False
-    """Restore the state of callbacks that have one (transformers' `ExportableState`) when a run resumes."""
     disable_tqdm: bool | None = None
     """Show plain lines instead of the live display."""
     logging_dir: str | None = option(None, given_as="a folder")

@@ -46,6 +46,9 @@ class UnusedOptions:
     skip_memory_metrics: bool = _unused(True, "every log line has the memory in use, memory_gib")
     eval_accumulation_steps: int | None = _unused(None, "an evaluation keeps sums on the device, not predictions")
     enable_jit_checkpoint: bool = _unused(False, "a run that is asked to end (SIGTERM) always saves a checkpoint")
+    restore_callback_states_from_checkpoint: bool = _unused(
+        False, "a resumed run always restores the state of callbacks that have one"
+    )
     dataloader_persistent_workers: bool = _unused(False, _WORKERS)
     dataloader_prefetch_factor: int | None = _unused(None, _WORKERS)
     dataloader_multiprocessing_context: str | None = _unused(None, _WORKERS)

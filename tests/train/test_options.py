@@ -70,6 +70,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "vera_d_initial": (VERA, 0.3), "projection_prng_key": (VERA, 4), "save_projection": (VERA, False),
     "num_virtual_tokens": (PROMPT, 4), "prompt_tuning_init_text": (PROMPT, "old bird"), "prefix_projection": ({"peft_type": "prefix_tuning"}, True),
     "encoder_hidden_size": ({"peft_type": "p_tuning"}, 7), "loraplus_lr_ratio": (LORA, 8.0), "neftune_noise_alpha": ({}, 5.0),
+    "eval_delay": (EVALUATES, 3), "include_num_input_tokens_seen": ({}, "non_padding"), "save_only_model": ({}, True),
     "loss_type": ({}, "dft"), "label_smoothing_factor": ({}, 0.1), "model_init_kwargs": ({}, {"dtype": "bfloat16"}),
     "gradient_checkpointing_kwargs": ({"gradient_checkpointing": True}, {"use_reentrant": True}),
     "loraplus_lr_embedding": ({**LORA, "lora_target_modules": "q_proj,embed_tokens", "loraplus_lr_ratio": 2.0}, 1e-3),
@@ -89,8 +90,7 @@ ELSEWHERE = {
     "disable_tqdm": "test_peers", "tf32": "needs a GPU", "full_determinism": "test_peers", "torch_empty_cache_steps": "needs a GPU",
     "logging_dir": "test_loggers", "project": "test_loggers", "trackio_space_id": "test_loggers", "trackio_bucket_id": "test_loggers",
     "trackio_static_space_id": "test_loggers", "hub_token": "test_hub", "hub_revision": "test_hub", "hub_always_push": "test_hub",
-    "average_tokens_across_devices": "", "eval_delay": "", "include_num_input_tokens_seen": "", "save_only_model": "",
-    "restore_callback_states_from_checkpoint": "",
+    "average_tokens_across_devices": "test_peers",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""
 

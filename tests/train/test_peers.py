@@ -33,7 +33,7 @@ OUR_DEFAULTS = {"output_dir": "trainer_output", "pad_to_multiple_of": None, "fsd
 
 
 PENDING = {
-    "dataset_kwargs", "dataset_num_proc", "eos_token", "eval_packing", "optim_args", "optim_target_modules",
+    "dataset_kwargs", "dataset_num_proc", "eos_token", "eval_packing",
     "pad_to_multiple_of", "pad_token", "packing_strategy", "padding_free", "router_aux_loss_coef", "shuffle_dataset",
     "truncation_mode",
 }  # fmt: skip
