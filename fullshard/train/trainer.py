@@ -136,7 +136,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         self._folder_checked = run.folder_checked
         self._folder: EarlierRun | None = None
         self._samples = self._choose_samples()
-        self.callback_handler = Callbacks(self.args, callbacks)
+        self.callback_handler = Callbacks(self.args, [*loggers.callbacks(self.args.report_to), *callbacks])
         self.callback_handler.model, self.callback_handler.processing_class = self.parts.model, self.parts.tokenizer
         self._prepared: tuple[Loop, ResultWriter, Hub | None] | None = None
         self._preparing = self._trained = False
@@ -219,7 +219,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         config, parts = self.args, self.parts
         steps = self.train_steps() if parts.train is not None else None
         total = total_steps(config, steps)
-        boards = loggers.opener(config.report_to, config.to_dict(), config.run_name)
+        boards = loggers.opener(config.report_to, config.to_dict(), config.run_name, config.logging_dir)
         reporter = Reporter(run_dir.place_of(config), total, config.progress, boards)
         first = run_dir.first_adapter(config) if parts.from_weights and run_dir.resumes(config) else None
         writer = ResultWriter(config, parts.model, parts.tokenizer, parts.own_tables, parts.from_weights, first)

@@ -110,6 +110,14 @@ class TrainingStep:
     def items(self, step: Step) -> Any:
         """The number of trained tokens of a step, as `training_step` gets it."""
         count = max(1, step.pick.targets)
+        if not self.args.average_tokens_across_devices and runtime.world_size() > 1:
+            if self._batches_are_seen:
+                raise ConfigError(
+                    "average_tokens_across_devices is false, and the script computes the loss: it gets the tokens of "
+                    "all ranks, and the loss is a mean over them. Leave the setting out."
+                )
+            mine = [batch for batch, rows in zip(step.batches, step.mine, strict=True) if rows]
+            count = max(1, sum(trained_tokens(batch.get("labels")) for batch in mine)) * runtime.world_size()
         if not self._batches_are_seen:
             return count
         if self.compute_loss_func is None and not self.model_accepts_loss_kwargs and overridden(self, "compute_loss"):
