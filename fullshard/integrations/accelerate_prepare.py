@@ -170,3 +170,14 @@ def clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         return grad_clip.clip_grad_norm_(with_gradients, mesh, max_norm, norm_type, False)
 
     return clipped
+
+
+def get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `Accelerator.get_state_dict`: whole values on the first rank, tied ones as one tensor."""
+
+    def whole(self: Any, model: nn.Module, unwrap: bool = True) -> Any:
+        if not isinstance(model, FSDPv2):
+            return original(self, model, unwrap=unwrap)
+        return model.full_state_dict(rank0_only=True)
+
+    return whole

@@ -74,6 +74,10 @@ SEAMS = (
         "the norm is exact on every mesh",
     ),
     Seam(
+        "accelerate.accelerator", "Accelerator.get_state_dict", f"{_HOME}accelerate_prepare:get_state_dict",
+        "tied weights stay one tensor, which `save_pretrained` writes once",
+    ),
+    Seam(
         "accelerate.utils.fsdp_utils", "load_fsdp_model", f"{_HOME}accelerate_checkpoints:load_model",
         "a checkpoint is read in the form it has, also that of a run without FSDP",
     ),
