@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fullshard import runtime
 from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
 from fullshard.fsdp import checkpoint_module
 from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.chunked_loss import LeanHead, TokenLoss
 from fullshard.models.neftune import add_noise
 from fullshard.models.packed_inputs import PackingMethod
+from fullshard.models.router_loss import has_router_loss, set_router_loss
 from fullshard.parallelize.model import checkpointed_modules, shard_model
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
@@ -85,7 +88,9 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     config, engine = run.config, run.engine
     join_ranks(engine)
     runtime.announce_transport(say)
-    runtime.seed(config.seed)
+    runtime.seed(config.seed, deterministic=config.full_determinism)
+    if config.tf32 is not None:
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     folders = find_folders(run)
     base, earlier = folders.base, folders.adapter
     tokenizer = run.tokenizer
@@ -99,6 +104,8 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
     peft_config, grown = agree_locally(work, "vocabulary")
     packing = choose_packing(config, model, say) if config.packing else None
+    if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
+        say(note)
     if base is None and (four_bits := quantization(config)) is not None:
         model = quantize_model(model, four_bits)
     model = adapter.make_trainable(
@@ -124,7 +131,8 @@ def build_loop(
     if config.neftune_noise_alpha:
         add_noise(model, config.neftune_noise_alpha)
     packed = packed_inputs(model, parts.packing, engine.mixed_precision)
-    head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss)
+    loss = TokenLoss(config.label_smoothing_factor, config.loss_type == "dft")
+    head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss, loss)
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
     recomputes = config.gradient_checkpointing and not engine.activation_checkpointing
@@ -135,9 +143,12 @@ def build_loop(
     mesh = sharded._fullshard_mesh
     along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
     collectives.set_timeout(along_axes, config.ddp_timeout)
+    reentrant = config.use_reentrant and not has_router_loss(model)
+    if reentrant != config.use_reentrant:
+        reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
     for layer in layers:
-        checkpoint_module(layer, reentrant=config.use_reentrant)
-    optim = None if optimizer is not None else config.optim
+        checkpoint_module(layer, reentrant=reentrant)
+    optim = config.optim if trainer.makes_optimizer else None
     memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
     if parts.base is not None:
         fill(

@@ -1,7 +1,7 @@
 """TRL's trainers other than SFT, one after the other. argv: MODEL OUTPUT_DIR CASE…
 
-The first one is also resumed. Sampling is made the same in any number of processes: the noise of a token depends on its place and on whether its row
-is even or odd, and the groups of GRPO and RLOO have two rows.
+The first case is also resumed. Sampling is made the same in any number of processes: the noise of a token depends on
+its place and on whether its row is even or odd, and the groups of GRPO and RLOO have two rows.
 """
 
 import json
@@ -51,7 +51,9 @@ def rows(kind):
     made = {
         "DPO": [{"prompt": p, "chosen": a, "rejected": b} for p, a, b in zip(asked, right, wrong, strict=True)],
         "Reward": [{"chosen": p + a, "rejected": p + b} for p, a, b in zip(asked, right, wrong, strict=True)],
-        "KTO": [{"prompt": p, "completion": (wrong, right)[i % 2][i], "label": bool(i % 2)} for i, p in enumerate(asked)],
+        "KTO": [
+            {"prompt": p, "completion": (wrong, right)[i % 2][i], "label": bool(i % 2)} for i, p in enumerate(asked)
+        ],
     }.get(kind, [{"prompt": f"Say {10 + i}: "} for i in range(16)])  # fmt: skip
     file = FOLDER / f"{kind}.jsonl"
     with PartialState().main_process_first():
