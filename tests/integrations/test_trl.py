@@ -1,6 +1,7 @@
 """TRL's preference trainers have the losses of one process. (`SFTTrainer`: `test_guides.py`.)"""
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.integrations.launched import alone, launched, result
 from tests.pool import ROOT
