@@ -172,6 +172,17 @@ def clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     return clipped
 
 
+def get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `Accelerator.get_state_dict`: whole values on the first rank, tied ones as one tensor."""
+
+    def whole(self: Any, model: nn.Module, unwrap: bool = True) -> Any:
+        if not isinstance(model, FSDPv2):
+            return original(self, model, unwrap=unwrap)
+        return model.full_state_dict(rank0_only=True)
+
+    return whole
+
+
 def clip_grad_value(original: Callable[..., Any]) -> Callable[..., Any]:
     """Seam of `Accelerator.clip_grad_value_`."""
 
