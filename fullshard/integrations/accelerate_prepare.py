@@ -127,7 +127,11 @@ def _with_inner_model(given: Any, model: nn.Module) -> Any:
 
 def _settings(accelerator: Any, settings: EngineSettings) -> EngineSettings:
     """The settings with what the script gave to `Accelerator` itself."""
-    given: dict[str, Any] = {"mixed_precision": accelerator.mixed_precision}
+    precision = accelerator.mixed_precision
+    if precision == "fp16" and accelerator.scaler is None:
+        runtime.warn_once("fp16", "fp16 needs a loss scaler, which Accelerate has on GPUs only: computing in fp32")
+        precision = "no"
+    given: dict[str, Any] = {"mixed_precision": precision}
     compiled = accelerator.state.dynamo_plugin
     if compiled is not None and compiled.backend.value.lower() != "no":
         given |= {
