@@ -205,7 +205,7 @@ def join_uneven_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
                 yield
             return
         loaders = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
-        uneven = [sampler for sampler in loaders if getattr(sampler, "even_batches", None) is False]
+        uneven: list[Any] = [sampler for sampler in loaders if getattr(sampler, "even_batches", None) is False]
         if uneven or even_batches is False:
             runtime.warn_once(
                 "join_uneven_inputs",
