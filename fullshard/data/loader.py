@@ -177,8 +177,9 @@ class Collator:
     """One row without padding, as flash attention's variable-length kernels expect."""
     multiple: int = 8
     """Row lengths are padded up to a multiple of this."""
-    masks: bool = False
-    """Add `attention_mask`, which the model does not need."""
+    mask: str | None = None
+    """The name under which to add which tokens are no padding: `attention_mask` for code that expects it, `real_tokens`
+    for routers of experts. None adds nothing: the model itself does not need it."""
 
     def __call__(self, table: TokenRows, rows: Sequence[int]) -> Batch:
         """`input_ids`, `labels` and, if packed, `position_ids`. An empty batch becomes one row without loss."""
@@ -201,9 +202,9 @@ class Collator:
         batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         if self.isolate or self.flatten:
             batch["position_ids"] = torch.from_numpy(positions)
-        if self.masks:
-            sizes = torch.tensor([len(tokens) for tokens, _, _ in packed] or [0])
-            batch["attention_mask"] = (torch.arange(length) < sizes[:, None]).long()
+        if self.mask is not None:
+            lengths = torch.tensor([len(tokens) for tokens, _, _ in packed] or [0])
+            batch[self.mask] = (torch.arange(length) < lengths[:, None]).long()
         return batch
 
 

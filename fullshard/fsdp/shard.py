@@ -80,7 +80,7 @@ def make_shard(
     kind = DTensor if device_mesh == mesh.device_mesh and not meets_plain else ShardedTensor
     dtype = dtype_of(plan.dtype)
     slices = layout.slices(plan.shape, runtime.rank())
-    value = parameter if isinstance(parameter, ReadsSlices) and not sync else parameter.detach()
+    value: Any = parameter if isinstance(parameter, ReadsSlices) and not sync else parameter.detach()
     if is_sharded(value):
         local = local_of(redistributed(value, device_mesh, placements)).to(dtype)
     else:

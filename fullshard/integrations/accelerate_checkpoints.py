@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import runtime
 from fullshard.errors import CheckpointError
 from fullshard.fsdp.parameter import ShardedParameter
-from fullshard.torch_private import spec_of
+from fullshard.fsdp.state_dict import as_shard
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 PLAIN_MODELS = ("model{}.safetensors", "pytorch_model{}.bin")
@@ -116,8 +115,5 @@ def _cut(values: dict[str, Any], optimizer: Any, model: nn.Module) -> dict[str, 
 
 
 def _piece(value: Any, p: ShardedParameter | None) -> Any:
-    if p is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != p.plan.shape:
-        return value  # a step count, or the state of a parameter that is not sharded
-    shard: Any = p.shard
-    piece = value[p.layout.slices(p.plan.shape, runtime.rank())].to(p.local.device).clone()
-    return type(shard)(piece, spec_of(shard), requires_grad=False)
+    whole = isinstance(value, torch.Tensor) and p is not None
+    return as_shard(value, p).clone() if whole else value  # type: ignore[arg-type]

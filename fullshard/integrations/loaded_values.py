@@ -60,7 +60,7 @@ def _alike(parameters: list[nn.Parameter]) -> list[bool]:
 def _fingerprint(parameter: nn.Parameter) -> torch.Tensor:
     """A checksum of a parameter's values, and whether they are in memory."""
     read = not isinstance(parameter, Unread)
-    value = parameter.detach() if read else parameter.read_slices(_sample(parameter.shape))  # type: ignore[attr-defined]
+    value = parameter.detach() if read else parameter.read_slices(_sample(parameter.shape))
     return torch.stack([checksum(value), torch.full((), int(read), device=value.device)])
 
 

@@ -74,6 +74,14 @@ SEAMS = (
         "the norm is exact on every mesh",
     ),
     Seam(
+        "accelerate.accelerator", "Accelerator.clip_grad_value_", f"{_HOME}accelerate_prepare:clip_grad_value",
+        "Accelerate refuses it under FSDP",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.join_uneven_inputs", f"{_HOME}accelerate_prepare:join_uneven_inputs",
+        "ranks with fewer batches would leave the others waiting",
+    ),
+    Seam(
         "accelerate.utils.fsdp_utils", "load_fsdp_model", f"{_HOME}accelerate_checkpoints:load_model",
         "a checkpoint is read in the form it has, also that of a run without FSDP",
     ),

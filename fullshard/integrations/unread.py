@@ -71,7 +71,7 @@ class Unread(torch.Tensor):
             self.data = value
         del self.reader
         # The mark with which torch makes a parameter of a subclass is not needed any more.
-        self.__class__ = nn.Parameter if vars(self).pop("_is_param", False) else torch.Tensor  # type: ignore[assignment]
+        self.__class__ = nn.Parameter if self.__dict__.pop("_is_param", False) else torch.Tensor
 
     def read_slices(self, cuts: Cuts) -> torch.Tensor:
         """Some of the values; mapped from the file where nothing has to be converted."""

@@ -21,6 +21,7 @@ from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.chunked_loss import LeanHead, TokenLoss
 from fullshard.models.neftune import add_noise
 from fullshard.models.packed_inputs import PackingMethod
+from fullshard.models.router_loss import has_router_loss, set_router_loss
 from fullshard.parallelize.model import checkpointed_modules, shard_model
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
@@ -103,6 +104,8 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
     peft_config, grown = agree_locally(work, "vocabulary")
     packing = choose_packing(config, model, say) if config.packing else None
+    if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
+        say(note)
     if base is None and (four_bits := quantization(config)) is not None:
         model = quantize_model(model, four_bits)
     model = adapter.make_trainable(
@@ -140,9 +143,12 @@ def build_loop(
     mesh = sharded._fullshard_mesh
     along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
     collectives.set_timeout(along_axes, config.ddp_timeout)
+    reentrant = config.use_reentrant and not has_router_loss(model)
+    if reentrant != config.use_reentrant:
+        reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
     for layer in layers:
-        checkpoint_module(layer, reentrant=config.use_reentrant)
-    optim = None if trainer.optimizer is not None else config.optim
+        checkpoint_module(layer, reentrant=reentrant)
+    optim = config.optim if trainer.makes_optimizer else None
     memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
     if parts.base is not None:
         fill(

@@ -101,40 +101,31 @@ def make_stream(
     return Stream(pages, config.cache_dir, check)
 
 
-def make_loader(
-    config: SFTConfig,
-    data: TokenTable | Stream,
-    pad_token_id: int,
-    flash: bool,
-    seen: bool = False,
-    collate: Any = None,
-) -> StepLoader:
-    """This rank's batches of the training data, step by step. FlashAttention takes packed rows as one, without padding.
-
-    With `seen`, a script's own code gets the batches: they are as transformers' are. `collate` is a script's collator.
-    """
+def make_loader(config: SFTConfig, data: TokenTable | Stream, collator: Any, seen: bool = False) -> StepLoader:
+    """This rank's batches of the training data, step by step."""
     size, workers = config.per_device_train_batch_size, config.dataloader_num_workers
-    made = collator(config, pad_token_id, flash, seen, collate)
-    return StepLoader(feed_of(config, data), data, made, size, workers, seen)
+    return StepLoader(feed_of(config, data), data, collator, size, workers, seen)
 
 
-def evaluation_loader(
-    config: SFTConfig, data: TokenTable, pad_token_id: int, flash: bool, seen: bool = False, collate: Any = None
-) -> StepLoader:
+def evaluation_loader(config: SFTConfig, data: TokenTable, collator: Any, seen: bool = False) -> StepLoader:
     """This rank's batches of every row once, in order; every rank takes part in every batch."""
     size = config.per_device_eval_batch_size
     order = RowOrder(len(data), size * runtime.world_size(), seed=0, shuffle=False)
-    made = collator(config, pad_token_id, flash, seen, collate)
-    return StepLoader(TableSampler(data, order), data, made, size, 0, seen)
+    return StepLoader(TableSampler(data, order), data, collator, size, 0, seen)
 
 
-def collator(config: SFTConfig, pad_token_id: int, flash: bool, seen: bool, collate: Any) -> Any:
-    """What makes tensors of rows."""
+def make_collator(
+    config: SFTConfig, pad_token_id: int, flash: bool, marks_padding: bool, seen: bool = False, collate: Any = None
+) -> Any:
+    """What makes tensors of rows. FlashAttention takes packed rows as one, without padding. `marks_padding` is for
+    routers of experts, which see padding too.
+
+    With `seen`, a script's own code gets the batches: they are as transformers' are. `collate` is a script's collator.
+    """
     if collate is not None:
         return RowCollator(collate)
-    multiple = 1 if seen else 8
-    masks = seen and not config.packing
-    return Collator(pad_token_id, config.packing, config.packing and flash, multiple, masks)
+    mask = "attention_mask" if seen and not config.packing else "real_tokens" if marks_padding else None
+    return Collator(pad_token_id, config.packing, config.packing and flash, 1 if seen else 8, mask)
 
 
 def feed_of(config: SFTConfig, data: TokenTable | Stream) -> BatchSampler:

@@ -8,6 +8,8 @@ first, and never change the course of a run.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from fullshard.errors import ConfigError
 from fullshard.options import nearest
 from fullshard.parallelize.gather import gather_for_metrics
 from fullshard.ranks import any_of, exchange
+from fullshard.train.config import SFTConfig
 from fullshard.train.loop import Loop
 from fullshard.train.run_dir import CHECKPOINTS
 
@@ -171,6 +174,14 @@ def _is(one: Any, callback: Any) -> bool:
     return isinstance(one, callback) if isinstance(callback, type) else one is callback or one == callback
 
 
+def with_best_metric(config: SFTConfig) -> SFTConfig:
+    """The settings as transformers fills them in where the best model is asked for; callbacks read them."""
+    if not config.load_best_model_at_end and config.metric_for_best_model is None:
+        return config
+    metric = config.metric_for_best_model or "loss"
+    return dataclasses.replace(config, metric_for_best_model=metric, greater_is_better=config.higher_is_better)
+
+
 def default_flow() -> Any:
     """The callback that asks for logs, evaluations and checkpoints as the settings say; it is the first one.
 
@@ -209,7 +220,7 @@ class ScriptMethods:
     args: Any
     callback_handler: Callbacks
     optimizer: Any
-    model: Any
+    model_init: Any = None
 
     @property
     def state(self) -> Any:
@@ -264,7 +275,7 @@ class ScriptMethods:
 
     def get_num_trainable_parameters(self) -> int:
         """The number of trainable parameters, of all ranks together."""
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return sum(p.numel() for p in self.callback_handler.model.parameters() if p.requires_grad)
 
     def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
         """Refused: ranks are started once per run."""
@@ -275,10 +286,8 @@ class ScriptMethods:
 
     def call_model_init(self, trial: Any = None) -> Any:
         """A model from `model_init`, with the run's seed."""
-        import inspect
-
-        make: Any = self.model_init  # type: ignore[attr-defined]
-        made = make(trial) if inspect.signature(make).parameters else make()
+        takes_trial = inspect.signature(self.model_init).parameters
+        made = self.model_init(trial) if takes_trial else self.model_init()
         if made is None:
             raise ConfigError("model_init returned None; expected a model.")
         return made

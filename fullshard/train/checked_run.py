@@ -191,7 +191,9 @@ def check_script(
     elif eval_dataset is not None:
         evaluation = read(eval_dataset, "eval_dataset")
     if train is None and evaluation is None:
-        raise ConfigError("there is no data: give train_dataset= (and eval_dataset=).")
+        raise ConfigError(
+            "`train_dataset` is required (or `eval_dataset` alone, to evaluate only); give rows or files."
+        )
     sources = (train, *(evaluation.values() if isinstance(evaluation, dict) else [evaluation]))
     inputs = run_dir.inputs_of(config, model, adapter, sources, tokenizer)
     if train is not None:

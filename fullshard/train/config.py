@@ -197,6 +197,9 @@ class SFTConfig(TrainerOptions, AdapterOptions, UnusedOptions, ArgumentMethods, 
     """Use the reentrant variant of gradient checkpointing."""
     chunked_loss: bool = True
     """Compute output head and loss in chunks, so that the full logits are never in memory. The loss is the same."""
+    router_aux_loss_coef: float | None = None
+    """The coefficient of the routers' auxiliary loss in a mixture of experts; the model's own if not set, 0 leaves the
+    auxiliary loss out."""
     loss_chunk_tokens: int = 0
     """Tokens per chunk; 0 chooses chunks of about 64 MiB."""
     torch_compile: bool = False

@@ -7,6 +7,7 @@ in the order of the rows.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,11 +22,10 @@ from fullshard.data.find_dataset import source_of
 from fullshard.data.loader import Batch
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.token_table import TokenTable
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, TrainingError
 from fullshard.ranks import exchange
 from fullshard.train.batches import ScriptLoader, checked_table, evaluation_loader
 from fullshard.train.loop import Loop
-from fullshard.train.model import uses_flash
 from fullshard.train.optimizer import ScriptSchedule
 from fullshard.train.training_step import TrainingStep, trained_tokens
 from fullshard.watchdog import collectives, watch
@@ -34,8 +34,9 @@ from fullshard.watchdog import collectives, watch
 class Evaluation(TrainingStep):
     """The methods of a trainer that evaluate and predict."""
 
-    preprocess_logits_for_metrics: Any
+    preprocess_logits_for_metrics: Any = None
     is_in_train = False
+    began: float
     prepare: Callable[[], Loop]
     _say: Any
 
@@ -69,8 +70,7 @@ class Evaluation(TrainingStep):
 
     def _loader_of(self, table: TokenTable) -> Any:
         seen = self._batches_are_seen or self.compute_metrics is not None
-        pad, flash = self.parts.tokenizer.pad_token_id, uses_flash(self.parts.model)
-        return evaluation_loader(self.args, table, pad, flash, seen, self.data_collator)
+        return evaluation_loader(self.args, table, self._collator(seen), seen)
 
     def num_examples(self, dataloader: Any) -> int:
         """The number of rows behind a data loader."""
@@ -102,7 +102,7 @@ class Evaluation(TrainingStep):
         metrics |= self._speed(metric_key_prefix, began, output.num_samples)
         self.log(metrics)
         self.callback_handler("on_evaluate", metrics=metrics)
-        loop.pause(time.time() - began)
+        loop.window.pause(time.time() - began)
         return metrics
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
@@ -111,6 +111,25 @@ class Evaluation(TrainingStep):
         if isinstance(schedule, ScriptSchedule) and schedule.follows_metric and not skip_scheduler:
             schedule.scheduler.step(metrics[self.args.best_metric])
         return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Compare with the best evaluation so far, and stop early if it is time. Returns whether this one is better."""
+        config, progress, events = self.args, self.loop.progress, self.callback_handler
+        patience, name = config.early_stopping_patience, config.best_metric
+        if name not in metrics:
+            if config.metric_for_best_model is None and patience is None:
+                return False  # several sets, none of which was chosen
+            raise TrainingError(f"metric_for_best_model: there is no {name}; evaluation has {', '.join(metrics)}.")
+        value, best = metrics[name], progress.best_value
+        gain = math.inf if best is None else (value - best) * (1 if config.higher_is_better else -1)
+        progress.without_improvement = 0 if gain > config.early_stopping_threshold else progress.without_improvement + 1
+        if gain > 0:
+            progress.best_value, progress.best_step = value, progress.step
+            events.state.best_metric, events.state.best_global_step = value, progress.step
+        if patience is not None and progress.without_improvement >= patience:
+            events.control.should_training_stop = True
+            self._say(f"no improvement of {name} in {patience} evaluations: stopping early")
+        return gain > 0
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
         """Logits, labels and metrics of other rows, as transformers' `PredictionOutput`. All ranks must call it."""
@@ -129,6 +148,23 @@ class Evaluation(TrainingStep):
 
         steps = -(-rows // (self.args.per_device_eval_batch_size * runtime.world_size()))
         return speed_metrics(prefix, began, num_samples=rows, num_steps=steps)
+
+    def _closing_metrics(self, loop: Loop, first: int) -> dict[str, float]:
+        """Speed and mean loss of the training that has ended, by transformers' names."""
+        from transformers.trainer_utils import speed_metrics
+
+        steps = loop.progress.step - first
+        samples = float(steps * loop.progress.batch)
+        if self.args.max_steps < 0:
+            samples = self.num_examples(self.callback_handler.train_dataloader) * self.args.num_train_epochs
+            samples *= steps / loop.total
+        self.store_flos()
+        metrics: dict[str, float] = speed_metrics("train", self.began, num_samples=samples, num_steps=steps)
+        return (
+            metrics
+            | {"total_flos": self.callback_handler.state.total_flos, "train_loss": loop.progress.mean_loss}
+            | loop.last_measured
+        )
 
     # --- reporting --------------------------------------------------------------------------------------------------
 
@@ -219,7 +255,7 @@ class Evaluation(TrainingStep):
         sums = torch.cat([found.sums.to(runtime.device()), self.loop.take_measured()])
         if runtime.world_size() > 1:
             collectives.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
-        loss, weight, rows, correct, entropy, tokens = sums.tolist()
+        loss, weight, rows, correct, entropy, router_loss, tokens = sums.tolist()
         found.rows = int(rows)
         watch.check()
         metrics: dict[str, Any] = {}
@@ -230,6 +266,7 @@ class Evaluation(TrainingStep):
             metrics["loss"] = loss / weight
         if tokens:
             metrics |= {"mean_token_accuracy": correct / tokens, "entropy": entropy / tokens}
+            metrics |= {"aux_loss": router_loss / tokens} if self.loop.has_router_loss else {}
         return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
 
 

@@ -301,5 +301,5 @@ class Saving:
         loop = self.loop
         return Summary(
             self.args, loop.progress, loop.logged_steps, loop.reporter.history, loop.reporter.answers,
-            self.parts.base or local_folder(causal(self.model)), hasattr(self.model, "peft_config"),
+            self.parts.base or local_folder(causal(self.parts.model)), hasattr(self.parts.model, "peft_config"),
         )  # fmt: skip

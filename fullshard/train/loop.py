@@ -27,6 +27,7 @@ from fullshard.data.loader import Batch, Step
 from fullshard.errors import TrainingError
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.packed_inputs import Packed
+from fullshard.models.router_loss import has_router_loss
 from fullshard.ranks import exchange
 from fullshard.reporting.reporter import Reporter, Window, memory_gib
 from fullshard.train.batches import Steps, describe_data
@@ -81,6 +82,7 @@ class StepResult:
     loss: float
     accuracy: float
     entropy: float
+    router_loss: float
     grad_norm: float
     updated: bool
 
@@ -105,15 +107,18 @@ class Loop:
         """The number of steps that the last logged loss is the mean of."""
         self.scale = 1.0
         """The scale of the loss in fp16."""
-        self.measured = torch.zeros(3, dtype=torch.float64, device=runtime.device())
-        """Correct predictions, entropy and tokens, summed over the passes since they were last taken."""
+        self.measured = torch.zeros(4, dtype=torch.float64, device=runtime.device())
+        """Correct predictions, entropy, router's loss × tokens, and tokens, summed over passes."""
         self.stands_in = False
         """Whether the micro-batch is a repeated row, because this rank has none; it must not contribute."""
         self._counts_tokens = config.include_num_input_tokens_seen != "no"
         self.checkpoints: CheckpointManager | None = None
+        self.last_measured: dict[str, float] = {}
+        """What TRL logs besides the loss, as logged last."""
         self._saved: int | None = None
         self._logged = 0
-        self._window = Window()
+        self.window = Window()
+        self.has_router_loss = has_router_loss(model)
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +133,7 @@ class Loop:
         if self.config.eval_on_start and self.trainer.eval_dataset is not None and progress.step == 0:
             self.trainer._evaluate(None, self.trainer.ignored_keys)
         self.model.train()
-        self._window.began = time.monotonic()
+        self.window.began = time.monotonic()
         self._run_epochs(checkpoints)
         if self.config.save_strategy not in ("no", "best") and self._saved != progress.step:
             self.save()
@@ -182,7 +187,7 @@ class Loop:
         progress.skipped += not result.updated
         if math.isfinite(result.loss):
             progress.loss_sum, progress.loss_steps = progress.loss_sum + result.loss, progress.loss_steps + 1
-        self._window.add(result.loss, result.accuracy, result.entropy, pick.tokens)
+        self.window.add(result.loss, result.accuracy, result.entropy, pick.tokens, result.router_loss)
         state = self.notify.state
         state.global_step, state.epoch = progress.step, progress.epoch
         state.num_input_tokens_seen = progress.tokens if self._counts_tokens else 0
@@ -196,21 +201,21 @@ class Loop:
 
     def _log_evaluate_save(self, result: StepResult | None) -> None:
         """Do what the settings or a callback ask for."""
-        progress, config = self.progress, self.config
-        if self.notify.control.should_log and result is not None and progress.step > self._logged:
+        trainer = self.trainer
+        if self.notify.control.should_log and result is not None and self.progress.step > self._logged:
             self._log(result.grad_norm)
-        best = False
-        if self.notify.control.should_evaluate and self.trainer.eval_dataset is not None:
-            best = self._compare(self.trainer._evaluate(None, self.trainer.ignored_keys))
-            if best and (config.load_best_model_at_end or config.save_strategy == "best"):
-                self.notify.control.should_save = True
+        if self.notify.control.should_evaluate:
+            best = trainer._determine_best_metric(trainer._evaluate(None, trainer.ignored_keys), None)
+            self.notify.control.should_save |= best and (
+                self.config.load_best_model_at_end or self.config.save_strategy == "best"
+            )
         if self.notify.control.should_save:
             self.save()
 
     def _show(self, result: StepResult) -> None:
         """Update the live display."""
         values = {"loss": result.loss, "learning_rate": self.rate, "grad_norm": result.grad_norm}
-        values |= {"tokens_per_second": self._window.tokens_per_second, "memory_gib": memory_gib()}
+        values |= {"tokens_per_second": self.window.tokens_per_second, "memory_gib": memory_gib()}
         self.reporter.tick(self.progress.step, values)
 
     # --- one step ---------------------------------------------------------------------------------------------------
@@ -237,7 +242,7 @@ class Loop:
                 if control.should_epoch_stop or control.should_training_stop:
                     self.optimizer.zero_grad(set_to_none=True)
                     return None
-        loss_mean, correct, entropy, tokens, flos = self._sums(losses, flos)
+        loss_mean, correct, entropy, router_loss, tokens, flos = self._sums(losses, flos)
         trainer.current_flos += flos
         watch.check()  # the host has just waited for the device: what it read is valid only if no rank is lost
         self.scaler.unscale_(self.optimizer)
@@ -249,7 +254,7 @@ class Loop:
         if updated:
             self.schedule.advance(number + 1 - self.progress.skipped)
         tokens = tokens or math.nan
-        return StepResult(loss_mean, correct / tokens, entropy / tokens, norm, updated)
+        return StepResult(loss_mean, correct / tokens, entropy / tokens, router_loss / tokens, norm, updated)
 
     def _micro_batch(self, batch: Batch, items: Any, stands_in: bool, more: bool) -> torch.Tensor:
         """Forward and backward over one micro-batch; its loss, detached."""
@@ -261,7 +266,7 @@ class Loop:
         return torch.zeros_like(loss) if stands_in else loss
 
     def _sums(self, losses: list[torch.Tensor], flos: float) -> list[float]:
-        """Over all ranks: the loss of the step; correct predictions, entropy and tokens; floating-point operations."""
+        """Over all ranks: the loss of the step, what was measured, and floating-point operations."""
         flops = torch.tensor([flos], dtype=torch.float64, device=runtime.device())
         sums = torch.cat([torch.stack(losses).sum(0, keepdim=True), self.take_measured(), flops])
         if runtime.world_size() > 1:
@@ -270,7 +275,7 @@ class Loop:
         return [loss / runtime.world_size(), *others]
 
     def take_measured(self) -> torch.Tensor:
-        """Correct predictions, entropy and tokens of this rank since the last call."""
+        """What was measured on this rank since the last call."""
         found, self.measured = self.measured, torch.zeros_like(self.measured)
         return found
 
@@ -317,8 +322,9 @@ class Loop:
     # --- logging, evaluation ----------------------------------------------------------------------------------------
 
     def _log(self, grad_norm: float) -> None:
-        means, skipped, self.logged_steps = self._window.means(), self.progress.skipped, self._window.steps
-        measured = {name: means[name] for name in ("mean_token_accuracy", "entropy") if not math.isnan(means[name])}
+        means, skipped, self.logged_steps = self.window.means(), self.progress.skipped, self.window.steps
+        names = ("mean_token_accuracy", "entropy", *(["aux_loss"] if self.has_router_loss else []))
+        measured = {name: means[name] for name in names if not math.isnan(means[name])}
         values = {
             "loss": means["loss"],
             "learning_rate": self.rate,
@@ -326,39 +332,14 @@ class Loop:
             **measured,
             "num_tokens": self.progress.tokens,
             **({"num_input_tokens_seen": self.progress.tokens} if self._counts_tokens else {}),
-            "tokens_per_second": self._window.tokens_per_second,
+            "tokens_per_second": self.window.tokens_per_second,
             "memory_gib": memory_gib(),
             **({"skipped_steps": skipped} if skipped or self.scaler.is_enabled() else {}),
         }
-        self._window, self._logged = Window(), self.progress.step
+        self.window, self._logged = Window(), self.progress.step
+        self.last_measured = {**measured, "num_tokens": self.progress.tokens}
         self.trainer.store_flos()
         self.trainer.log(values, self.trainer.began)
-
-    def pause(self, seconds: float) -> None:
-        """Exclude time that was not spent on steps from the throughput."""
-        self._window.pause(seconds)
-
-    def _compare(self, values: dict[str, float]) -> bool:
-        """Compare with the best evaluation so far, and stop early if it is time. Returns whether this one is better."""
-        config, progress = self.config, self.progress
-        if config.best_metric not in values:
-            names = ", ".join(values)
-            raise TrainingError(f"metric_for_best_model: there is no {config.best_metric}; evaluation has {names}.")
-        value, best = values[config.best_metric], progress.best_value
-        sign = 1 if config.higher_is_better else -1
-        if best is None or sign * (value - best) > config.early_stopping_threshold:
-            progress.without_improvement = 0
-        else:
-            progress.without_improvement += 1
-        better = best is None or sign * (value - best) > 0
-        if better:
-            progress.best_value, progress.best_step = value, progress.step
-            self.notify.state.best_metric, self.notify.state.best_global_step = value, progress.step
-        patience = config.early_stopping_patience
-        if patience is not None and progress.without_improvement >= patience:
-            self.notify.control.should_training_stop = True
-            self.reporter.say(f"no improvement of {config.best_metric} in {patience} evaluations: stopping early")
-        return better
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -369,8 +350,8 @@ class Loop:
         self.progress.total_flos = self.notify.state.total_flos
         self.progress.callbacks = exchange(self.notify.exported(), "state of the callbacks")[0]
         self.notify.state.stateful_callbacks = self.progress.callbacks
-        elapsed = exchange(self._window.elapsed, "time spent")[0]
-        progress = {**asdict(self.progress), "window": self._window.state(elapsed)}
+        elapsed = exchange(self.window.elapsed, "time spent")[0]
+        progress = {**asdict(self.progress), "window": self.window.state(elapsed)}
         optimizer = {} if self.config.save_only_model else {"optimizer": self.optimizer}
         return {"model": self.model, **optimizer, "progress": progress, **scaler, **self.schedule.saved()}
 
@@ -394,13 +375,13 @@ class Loop:
 
     def begin_again(self) -> None:
         """Start at the first step, with the model and the optimizer as they are."""
-        self.progress, self._window, self._saved = Progress(batch=self.progress.batch), Window(), None
+        self.progress, self.window, self._saved = Progress(batch=self.progress.batch), Window(), None
         self.reporter.history = []
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Continue from the progress in a restored state."""
         found = dict(state["progress"])
-        self._window = Window(**found.pop("window", {}))
+        self.window = Window(**found.pop("window", {}))
         batch, self.progress = self.progress.batch, Progress(**found)
         # A stream continues with its next row whatever the batch size.
         if self.progress.batch != batch and self.progress.position is None and runtime.is_main():

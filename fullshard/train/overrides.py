@@ -14,9 +14,10 @@ CALLED = frozenset({
     "train", "evaluate", "predict", "evaluation_loop", "prediction_step", "training_step", "compute_loss",
     "compute_loss_context_manager", "autocast_smart_context_manager", "create_optimizer", "create_scheduler",
     "create_optimizer_and_scheduler", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader",
-    "get_batch_samples", "get_decay_parameter_names", "floating_point_ops", "store_flos", "log", "save_model",
+    "get_batch_samples", "floating_point_ops", "store_flos", "log", "save_model",
     "create_model_card", "call_model_init", "loss_is_scaled_for_ga", "_prepare_inputs", "_prepare_input",
-    "_get_num_items_in_batch", "_clip_grad_norm", "_evaluate", "_save", "_save_checkpoint", "_load_best_model", "_tag_names", "__init__",
+    "_get_num_items_in_batch", "_clip_grad_norm", "_evaluate", "_save", "_save_checkpoint", "_load_best_model",
+    "_determine_best_metric", "_tag_names", "__init__",
 })  # fmt: skip
 """Called by training, evaluation and saving, so that an override takes effect."""
 
@@ -49,11 +50,11 @@ NOT_CALLED = {
     "get_sp_size": _ENGINE,
     "get_tp_size": _ENGINE,
     "get_total_train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
+    "get_decay_parameter_names": "override create_optimizer",
     "get_optimizer_cls_and_kwargs": "pass optimizer_cls_and_kwargs, or override create_optimizer",
     "init_hf_repo": _HUB,
     "set_initial_training_values": "set num_train_epochs or max_steps",
     "_build_accelerator_args": _ENGINE,
-    "_determine_best_metric": "set metric_for_best_model and greater_is_better, or stop in a callback's on_evaluate",
     "_finalize_training": "use a callback's on_train_end",
     "_finish_current_push": _HUB,
     "_get_collator_with_removed_columns": "pass data_collator",

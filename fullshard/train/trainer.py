@@ -19,6 +19,7 @@ from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.errors import ConfigError
 from fullshard.models.generate import stop_criteria
+from fullshard.models.router_loss import has_router_loss
 from fullshard.parallelize.settings import resolved_launch
 from fullshard.paths import refuse_inputs, save_tokenizer
 from fullshard.ranks import agree, on_rank_0
@@ -26,7 +27,7 @@ from fullshard.reporting import loggers
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import assemble, results, run_dir
 from fullshard.train.batches import total_steps
-from fullshard.train.callbacks import Accelerator, AcceleratorState, Callbacks, Plugin, ScriptMethods
+from fullshard.train.callbacks import Accelerator, AcceleratorState, Callbacks, Plugin, ScriptMethods, with_best_metric
 from fullshard.train.checked_run import CheckedRun, check_script
 from fullshard.train.config import SFTConfig
 from fullshard.train.evaluation import Evaluation
@@ -103,18 +104,11 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
                 "data_collator: packed rows are collated by the trainer, so that documents stay apart; leave packing "
                 "out, or the collator."
             )
-        self.data_collator, self.compute_loss_func, self.compute_metrics = (
-            data_collator,
-            compute_loss_func,
-            compute_metrics,
-        )
-        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.data_collator, self.compute_loss_func = data_collator, compute_loss_func
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self._start(run, callbacks or ())
-
-    data_collator = compute_loss_func = compute_metrics = preprocess_logits_for_metrics = None
-    optimizer = lr_scheduler = optimizer_cls_and_kwargs = model_init = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -145,7 +139,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         self.callback_handler = Callbacks(self.args, [*loggers.callbacks(self.args.report_to), *callbacks])
         self.callback_handler.model, self.callback_handler.processing_class = self.parts.model, self.parts.tokenizer
         self._prepared: tuple[Loop, ResultWriter, Hub | None] | None = None
-        self._trained = False
+        self._preparing = self._trained = False
         self.ignored_keys: list[str] | None = None
         self.began = 0.0
         engine = run.engine
@@ -168,12 +162,24 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         if not (self.args.eval_samples or self.args.sample_prompts):
             return None
         model, tokenizer = self.parts.model, self.parts.tokenizer
-        return choose_prompts(self.args, model, self.parts.evaluation, tokenizer), stop_criteria(model, tokenizer)
+        rows = self.parts.evaluation
+        rows = next(iter(rows.values())) if isinstance(rows, dict) else rows
+        return choose_prompts(self.args, model, rows, tokenizer), stop_criteria(model, tokenizer)
 
     @property
     def model(self) -> Any:
-        """The model; sharded once training or evaluation has begun."""
+        """The model. On one rank it is sharded and has its weights from the first time it is read; on several, where
+        sharding needs all of them, from `prepare()`, `train()` or `evaluate()` on."""
+        if runtime.world_size() == 1 and not self._preparing:
+            self.prepare()
         return self.parts.model
+
+    model_wrapped = model
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the loss has the auxiliary loss of a mixture of experts."""
+        return has_router_loss(self.parts.model)
 
     @property
     def processing_class(self) -> Any:
@@ -188,7 +194,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         return self.parts.train
 
     @property
-    def loop(self) -> Loop:
+    def loop(self) -> Loop:  # type: ignore[override]
         """The training loop that `prepare()` has made."""
         if self._prepared is None:
             raise ConfigError("the model is not sharded yet; call trainer.prepare(), train() or evaluate() first.")
@@ -200,7 +206,13 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         Only the first call does the work; later ones return the same loop.
         """
         if self._prepared is None:
-            self._prepared = self._prepare()
+            self._preparing = True
+            try:
+                self._prepared = self._prepare()
+            finally:
+                self._preparing = False
+        elif not self.is_in_train:
+            self.callback_handler.meet()
         return self._prepared[0]
 
     def _prepare(self) -> tuple[Loop, ResultWriter, Hub | None]:
@@ -271,19 +283,6 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
             self._load_best_model()
         self.callback_handler("on_train_end")
         return TrainOutput(loop.progress.step, loop.progress.mean_loss, metrics)
-
-    def _closing_metrics(self, loop: Loop, first: int) -> dict[str, float]:
-        """Speed and mean loss of the training that has ended, by transformers' names."""
-        from transformers.trainer_utils import speed_metrics
-
-        steps = loop.progress.step - first
-        samples = steps * loop.progress.batch
-        if self.args.max_steps < 0:
-            samples = self.num_examples(self.callback_handler.train_dataloader) * self.args.num_train_epochs
-            samples *= steps / loop.total
-        self.store_flos()
-        metrics: dict[str, float] = speed_metrics("train", self.began, num_samples=samples, num_steps=steps)
-        return metrics | {"total_flos": self.state.total_flos, "train_loss": loop.progress.mean_loss}
 
     def _begin_again(self, loop: Loop) -> None:
         """Start a second training, with the model and the optimizer as they are and a new schedule."""
@@ -366,14 +365,6 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
             run_dir.write_settings(self.args, {**facts, "versions": library_versions()})
             # Beside the checkpoints from the start, so that they can be used before the run has ended.
             save_tokenizer(self.parts.tokenizer, run_dir.place_of(self.args))
-
-
-def with_best_metric(config: SFTConfig) -> SFTConfig:
-    """The settings as transformers fills them in where the best model is asked for; callbacks read them."""
-    if not config.load_best_model_at_end and config.metric_for_best_model is None:
-        return config
-    metric = config.metric_for_best_model or "loss"
-    return dataclasses.replace(config, metric_for_best_model=metric, greater_is_better=config.higher_is_better)
 
 
 def train_run(run: CheckedRun) -> None:

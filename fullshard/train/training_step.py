@@ -22,15 +22,16 @@ from fullshard.data.pretokenized import IGNORED
 from fullshard.errors import ConfigError
 from fullshard.models.chunked_loss import whole_cross_entropy
 from fullshard.models.inner_model import causal
+from fullshard.models.router_loss import has_router_loss
 from fullshard.parallelize.prepare import rebind
 from fullshard.ranks import exchange
 from fullshard.train.assemble import Parts
-from fullshard.train.batches import COUNTED, ScriptLoader, Steps, make_loader
+from fullshard.train.batches import COUNTED, ScriptLoader, Steps, make_collator, make_loader
 from fullshard.train.callbacks import Accelerator, Callbacks
 from fullshard.train.config import SFTConfig
 from fullshard.train.loop import Loop
 from fullshard.train.model import uses_flash
-from fullshard.train.optimizer import make_optimizer, make_schedule
+from fullshard.train.optimizer import class_and_options, make_from_class, make_optimizer, make_schedule
 from fullshard.train.overrides import SEEN, overridden
 
 
@@ -42,12 +43,12 @@ class TrainingStep:
     loop: Loop
     accelerator: Accelerator
     callback_handler: Callbacks
-    optimizer: Any
-    lr_scheduler: Any
-    compute_loss_func: Any
-    compute_metrics: Any
-    data_collator: Any
-    optimizer_cls_and_kwargs: Any
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    compute_loss_func: Any = None
+    compute_metrics: Any = None
+    data_collator: Any = None
+    optimizer_cls_and_kwargs: Any = None
     loss_is_scaled_for_ga: bool | None = None
     """Whether an overridden `compute_loss` has divided by all tokens of the step; None decides as transformers does."""
     current_flos = 0.0
@@ -65,8 +66,11 @@ class TrainingStep:
         data = self.parts.train
         if data is None:
             raise ConfigError("there is no train_dataset to train on.")
-        pad, flash = self.parts.tokenizer.pad_token_id, uses_flash(self.parts.model)
-        return make_loader(self.args, data, pad, flash, self._batches_are_seen, self.data_collator)
+        return make_loader(self.args, data, self._collator(seen := self._batches_are_seen), seen)
+
+    def _collator(self, seen: bool) -> Any:
+        model, pad = self.parts.model, self.parts.tokenizer.pad_token_id
+        return make_collator(self.args, pad, uses_flash(model), has_router_loss(model), seen, self.data_collator)
 
     def train_steps(self) -> Steps:
         """The steps of what `get_train_dataloader` returns."""
@@ -137,7 +141,7 @@ class TrainingStep:
         moved: dict[str, Any] = {name: self._prepare_input(value) for name, value in inputs.items()}
         if isinstance(labels, torch.Tensor) and isinstance(there := moved["labels"], torch.Tensor):
             # Counted on the host, so that the loss need not wait for the device.
-            there.trained_tokens = (trained_tokens(labels), there._version)  # type: ignore[attr-defined]
+            there.trained_tokens = (trained_tokens(labels), there._version)
         return moved
 
     def _prepare_input(self, data: Any) -> Any:
@@ -184,15 +188,16 @@ class TrainingStep:
         tokens = trained_tokens(labels)
         scale = runtime.world_size() / self._items_on_host(num_items_in_batch, tokens)
         inputs = {**inputs, "use_cache": False}
+        real_tokens = inputs.pop("real_tokens", None)
         if return_outputs:
             outputs = model(**inputs)
-            self._measure(outputs["logits"], labels)
+            self._measure(outputs, labels)
             loss = outputs["loss"] * (tokens * scale) if tokens else outputs["logits"].sum() * 0.0
             return loss, outputs
-        with loop.head.loss_pass(scale * loop.scale, tokens) as measured:
+        with loop.head.loss_pass(scale * loop.scale, tokens, real_tokens) as measured:
             loss = model(**inputs)["loss"]
-        loop.measured[:2] += measured.sums[1:]
-        loop.measured[2] += tokens
+        loop.measured[:3] += measured.sums[1:]
+        loop.measured[3] += tokens
         return loss if loop.scale == 1 else loss / loop.scale  # exact: the scale is a power of two
 
     def _items_on_host(self, items: Any, tokens: int) -> int:
@@ -208,14 +213,17 @@ class TrainingStep:
         if items is not None:
             loss = loss * runtime.world_size()
         if labels is not None:
-            self._measure(outputs["logits"], labels)
+            self._measure(outputs, labels)
         return (loss, outputs) if return_outputs else loss
 
     @torch.no_grad()
-    def _measure(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Accuracy and entropy of logits."""
-        self.loop.measured[:2] += whole_cross_entropy(logits[:, -labels.shape[1] :], labels).sums[1:]
-        self.loop.measured[2] += trained_tokens(labels)
+    def _measure(self, outputs: Any, labels: torch.Tensor) -> None:
+        """Accuracy, entropy and the routers' loss of a model's outputs."""
+        found, tokens, measured = outputs["logits"][:, -labels.shape[1] :], trained_tokens(labels), self.loop.measured
+        measured[:2] += whole_cross_entropy(found, labels).sums[1:]
+        if (router_loss := outputs.get("aux_loss")) is not None:
+            measured[2] += router_loss.double() * tokens
+        measured[3] += tokens
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         """Surrounds `compute_loss`."""
@@ -243,19 +251,26 @@ class TrainingStep:
     def create_optimizer(self, model: Any = None) -> Any:
         """Make `optimizer`, unless there is one; one that a script made gets the sharded parameters."""
         model = model if model is not None else self.parts.model
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is not None:
-            kind, options = self.optimizer_cls_and_kwargs
-            names = set(self.get_decay_parameter_names(model))
-            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            groups = [
-                {"params": [p for n, p in trained.items() if n in names], "weight_decay": self.args.weight_decay},
-                {"params": [p for n, p in trained.items() if n not in names], "weight_decay": 0.0},
-            ]
-            self.optimizer = kind([group for group in groups if group["params"]], **options)
-        elif self.optimizer is None:
-            self.optimizer = make_optimizer(model, self.args)
+        if self.optimizer is None:
+            decayed = set(self.get_decay_parameter_names(model))
+            if self.optimizer_cls_and_kwargs is not None:
+                kind, options = self.optimizer_cls_and_kwargs
+                self.optimizer = make_from_class(model, kind, options, self.args.weight_decay, decayed)
+            else:
+                self.optimizer = make_optimizer(model, self.args, decayed)
         self.optimizer = rebind(self.optimizer)
         return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: SFTConfig, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """The class and the options of the optimizer that the settings name."""
+        return class_and_options(args)
+
+    @property
+    def makes_optimizer(self) -> bool:
+        """Whether the optimizer is the one that the settings name."""
+        given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        return not given and not overridden(self, "create_optimizer")
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make `lr_scheduler`, unless there is one."""

@@ -144,7 +144,7 @@ def set_gradients(model: nn.Module, step: int) -> None:
     """The same gradients for a whole and for a sharded model."""
     draw = torch.Generator().manual_seed(step)
     for name, p in model.named_parameters():
-        whole = torch.randn(p.shape, generator=draw, dtype=p.dtype)
+        whole = torch.randn(p.shape, generator=draw, dtype=p.dtype).to(p.device)
         if not p.requires_grad or (name == "scale" and step == 0):  # a parameter whose first gradient comes late
             continue
         p.grad = torch.zeros_like(p)
@@ -210,7 +210,7 @@ class _Both:
 
 def distance(one: nn.Module, sharded: nn.Module) -> float:
     pairs = zip(one.parameters(), sharded.parameters(), strict=True)
-    return max(float((p.detach() - full_of(q)).abs().max()) for p, q in pairs)
+    return max(float((p.detach().cpu() - full_of(q).cpu()).abs().max()) for p, q in pairs)
 
 
 @ranks(1, 2, 4, slow=(1, 4))
@@ -228,9 +228,10 @@ def test_steps_with_every_strategy(strategy: str, offload: bool, world_size: int
         check_steps(name, strategy, cpu_offload=offload)
 
 
-def check_steps(name: str, strategy: str, **options: Any) -> None:
+def check_steps(name: str, strategy: str, device: Any = None, **options: Any) -> None:
+    """Compare steps on shards with those of one device, which is `device` or the ranks' own."""
     config = config_of(name)
-    one = made(Net)
+    one = made(Net).to(device or runtime.device())
     start = [p.detach().clone() for p in one.parameters()]
     sharded = wrapped(copy.deepcopy(one), strategy, **options)
     take_steps(one, on_one_device(one, config), range(STEPS))
