@@ -262,7 +262,7 @@ def test_transformers_parser_takes_our_class(tmp_path: Path, capsys: pytest.Capt
     assert config.lr_scheduler_kwargs == {"num_cycles": 1} and config.use_reentrant and config.bf16
     assert config.eval_steps == 5 and config.lora_r == 64
     with pytest.raises(SystemExit):
-        parser.parse_args_into_dataclasses(["--optim", "nothing"], look_for_args_file=False)
+        parser.parse_args_into_dataclasses(["--eval_strategy", "nothing"], look_for_args_file=False)
     offered = {action.dest for action in parser._actions if isinstance(action, argparse.Action)}
     assert offered >= PEER_NAMES & set(names_of(SFTConfig)) - {"max_length"}
     parser.print_help()
