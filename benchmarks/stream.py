@@ -116,12 +116,13 @@ def config(path: Path, workers: int, steps: int) -> Any:
 
 def stream_all(path: Path, workers: int) -> dict[str, Any]:
     """One pass over the file by this rank's loader."""
+    from fullshard.data.loader import Collator
     from fullshard.data.sources import file_source
     from fullshard.train.batches import make_loader, make_stream
 
     settings = config(path, workers, 10**9)
     tokenizer = make_tokenizer()
-    loader = make_loader(settings, make_stream(settings, file_source([path]), tokenizer), 2, False)
+    loader = make_loader(settings, make_stream(settings, file_source([path]), tokenizer), Collator(2))
     began, tokens, peaks, size = time.perf_counter(), 0, {"early": 0, "whole": 0}, path.stat().st_size
     steps = loader.steps(0, settings.max_steps)
     for step in steps:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -177,12 +177,13 @@ class Collator:
     """One row without padding, as flash attention's variable-length kernels expect."""
     multiple: int = 8
     """Row lengths are padded up to a multiple of this."""
-    marks_padding: bool = False
-    """Add `real_tokens`, which is false for padding: routers of experts see padding too."""
+    mask: str | None = None
+    """The name under which to add which tokens are no padding: `attention_mask` for code that expects it, `real_tokens`
+    for routers of experts. None adds nothing: the model itself does not need it."""
 
     def __call__(self, table: TokenRows, rows: Sequence[int]) -> Batch:
         """`input_ids`, `labels` and, if packed, `position_ids`. An empty batch becomes one row without loss."""
-        packed = [_row(table, row) for row in rows]
+        packed = [row_arrays(table, row) for row in rows]
         if self.flatten and packed:
             ids, targets, position_ids = (np.concatenate(parts) for parts in zip(*packed, strict=True))
             packed = [(ids, targets, position_ids)]
@@ -201,13 +202,13 @@ class Collator:
         batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         if self.isolate or self.flatten:
             batch["position_ids"] = torch.from_numpy(positions)
-        if self.marks_padding:
+        if self.mask is not None:
             lengths = torch.tensor([len(tokens) for tokens, _, _ in packed] or [0])
-            batch["real_tokens"] = torch.arange(length) < lengths[:, None]
+            batch[self.mask] = (torch.arange(length) < lengths[:, None]).long()
         return batch
 
 
-def _row(table: TokenRows, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+def row_arrays(table: TokenRows, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
     """Tokens, labels and position ids of a row. A document's first token is never predicted."""
     tokens, labels, positions = [], [], []
     for ids, loss_mask in table.documents(row):
@@ -217,6 +218,12 @@ def _row(table: TokenRows, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]
         labels.append(target)
         positions.append(np.arange(len(ids)))
     return np.concatenate(tokens), np.concatenate(labels), np.concatenate(positions)
+
+
+def row_of(table: TokenRows, row: int) -> dict[str, list[int]]:
+    """A row as TRL's preparation gives it."""
+    tokens, labels, _ = row_arrays(table, row)
+    return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
 
 
 @dataclass(frozen=True)
@@ -237,14 +244,18 @@ class Loader:
     """Loads a rank's batches, starting at any step. `workers` threads prepare the next steps."""
 
     def __init__(
-        self, sampler: BatchSampler, collator: Collator, size: int, rank: int, world: int, workers: int = 0
-    ) -> None:
+        self, sampler: BatchSampler, collator: Callable[[TokenRows, Sequence[int]], Batch], size: int, rank: int,
+        world: int, workers: int = 0, repeats_rows: bool = False,
+    ) -> None:  # fmt: skip
         self.sampler, self.collator = sampler, collator
+        self.repeats_rows = repeats_rows
+        """Whether a rank without rows in a micro-batch gets another's, for code that cannot handle an empty one."""
         self.size, self.rank, self.world, self.workers = size, rank, world, workers
 
     def load(self, pick: Pick) -> Step:
         mine = micro_batch_rows(pick.rows, self.rank, self.world, self.size)
-        return Step(pick, mine, [self.collator(pick.source, part) for part in mine])
+        spare = pick.rows[:1].tolist() if self.repeats_rows else []
+        return Step(pick, mine, [self.collator(pick.source, part or spare) for part in mine])
 
     def steps(self, start: int, end: int, position: dict[str, Any] | None = None) -> Generator[Step, None, None]:
         """Steps `start` to `end` - 1. Close the generator when leaving early: a stream holds processes and files."""
@@ -277,9 +288,3 @@ def _errors_in_order(picks: Iterator[Pick]) -> Iterator[Pick | Exception]:
         yield from picks
     except Exception as error:
         yield error
-
-
-def one_pass(table: TokenTable, collator: Collator, size: int, rank: int, world: int) -> Iterator[Step]:
-    """Every row once, in order, for evaluation; every rank takes part in every batch."""
-    order = RowOrder(len(table), size * world, seed=0, shuffle=False)
-    return Loader(TableSampler(table, order), collator, size, rank, world).steps(0, order.steps_per_epoch)

@@ -105,7 +105,7 @@ class Reporter:
         self._clock = Clock(self.total, step)
         if not self.is_main:
             return
-        self.history = _keep(self.folder / METRICS_FILE, step)
+        self.history[:] = _keep(self.folder / METRICS_FILE, step)
         self._file = (self.folder / METRICS_FILE).open("a", buffering=1)
         if (self.folder / SAMPLES_FILE).exists():
             self.answers = _keep(self.folder / SAMPLES_FILE, step)

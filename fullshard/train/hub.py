@@ -1,4 +1,5 @@
-"""Uploads of a run to the hub: in the background after saves, and at the end, as `hub_strategy` asks.
+"""Saving under transformers' names, and uploads to the hub: in the background after saves, and at the end, as
+`hub_strategy` asks.
 
 A failed upload is reported once, with the command that uploads later, and training continues. The first rank uploads;
 all ranks take part in writing what is uploaded.
@@ -13,11 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import runtime
+from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.checkpoint.manifest import MANIFEST, published_steps, step_name
-from fullshard.errors import first_line
-from fullshard.ranks import any_of
+from fullshard.errors import ConfigError, first_line
+from fullshard.models.inner_model import causal
+from fullshard.paths import Inputs, refuse_inputs
+from fullshard.ranks import agree, any_of
+from fullshard.train import results
+from fullshard.train.assemble import Parts
+from fullshard.train.callbacks import Callbacks
 from fullshard.train.config import SFTConfig
-from fullshard.train.results import ResultWriter
+from fullshard.train.loop import Loop
+from fullshard.train.model import local_folder
+from fullshard.train.results import ResultWriter, Summary
 from fullshard.train.run_dir import CHECKPOINTS, place_of
 
 NEVER = (f"{CHECKPOINTS}/**", "runs/**", "wandb/**", "wandb.json", ".*", "*.part")
@@ -45,7 +54,7 @@ class Hub:
         """Create the repository, so that a missing token or permission shows before hours of training."""
         if not runtime.is_main():
             return
-        if reason := _why_not():
+        if reason := self._why_not():
             self._warn(reason)
         else:
             self._start(self._create)
@@ -54,7 +63,9 @@ class Hub:
         """Upload the model as it is now, unless the last upload is still running. All ranks must call it."""
         if args.hub_strategy == "end":
             return
-        idle = runtime.is_main() and (self._busy or _why_not() is not None)
+        if args.hub_always_push and self._upload is not None:
+            self._upload.join()
+        idle = runtime.is_main() and (self._busy or self._why_not() is not None)
         if any_of(int(idle), "uploads"):
             return
         place = self._place
@@ -70,14 +81,14 @@ class Hub:
         Where uploads fail nothing is kept: a run must not fill the disk because the network is down.
         """
         waits = self.config.hub_strategy == "all_checkpoints" and step not in self._sent
-        return step == self._sending or (waits and not self._failing and _why_not() is None)
+        return step == self._sending or (waits and not self._failing and self._why_not() is None)
 
     def push(self, place: Path) -> None:
         """Upload the result and wait for it; for the first rank alone. A failure does not fail the run."""
         if self._upload is not None:
             self._upload.join()
         self._warned.clear()  # report a failure at the end of the run again
-        if reason := _why_not():
+        if reason := self._why_not():
             self._warn(reason, place)
         elif self._attempt(lambda: self._send(place, "the end of training", list(NEVER)), place):
             self.say(f"uploaded to {self._repository}")
@@ -112,15 +123,23 @@ class Hub:
             self._sending = None
         return not self._failing
 
-    def _create(self) -> None:
+    @property
+    def _api(self) -> Any:
         from huggingface_hub import HfApi
 
+        return HfApi(token=self.config.hub_token)
+
+    def _create(self) -> None:
         if self._repository is not None:
             return
-        api, private = HfApi(), self.config.hub_private_repo
+        api, private = self._api, self.config.hub_private_repo
         self._repository = api.create_repo(self._name, private=private, exist_ok=True).repo_id
+        if self.config.hub_revision is not None:
+            api.create_branch(self._repository, branch=self.config.hub_revision, exist_ok=True)
         if self.config.hub_strategy == "all_checkpoints" and (steps := self._steps):
-            there = set(api.list_repo_files(self._repository))  # a resumed run uploads what is missing
+            there = set(
+                api.list_repo_files(self._repository, revision=self.config.hub_revision)
+            )  # a resumed run uploads what is missing
             self._sent |= {step for step in steps if f"{CHECKPOINTS}/{step_name(step)}/{MANIFEST}" in there}
 
     @property
@@ -128,15 +147,14 @@ class Hub:
         return published_steps(self._place / CHECKPOINTS)
 
     def _send(self, place: Path, when: str, ignored: list[str]) -> None:
-        from huggingface_hub import HfApi
-
         self._create()
         assert self._repository is not None
         strategy, newest = self.config.hub_strategy, self._steps[-1:]
         self._sending = newest[0] if newest and strategy == "checkpoint" else None
-        HfApi().upload_folder(
-            folder_path=place, repo_id=self._repository, ignore_patterns=ignored, commit_message=f"fullshard: {when}"
-        )
+        self._api.upload_folder(
+            folder_path=place, repo_id=self._repository, ignore_patterns=ignored, commit_message=f"fullshard: {when}",
+            revision=self.config.hub_revision,
+        )  # fmt: skip
         if self._sending is not None:
             self._send_checkpoint(self._sending, LAST_CHECKPOINT, ["*"])  # replaces the one before
         while strategy == "all_checkpoints" and (left := [step for step in self._steps if step not in self._sent]):
@@ -145,16 +163,24 @@ class Hub:
             self._sent.add(left[0])
 
     def _send_checkpoint(self, step: int, name: str, replaced: list[str] | None) -> None:
-        from huggingface_hub import HfApi
-
         assert self._repository is not None
-        HfApi().upload_folder(
+        self._api.upload_folder(
             folder_path=self._place / CHECKPOINTS / step_name(step),
             repo_id=self._repository,
             path_in_repo=name,
             delete_patterns=replaced,
             commit_message=f"fullshard: checkpoint at step {step}",
+            revision=self.config.hub_revision,
         )
+
+    def _why_not(self) -> str | None:
+        """The reason why an upload cannot work; None if it may."""
+        from huggingface_hub import constants, get_token
+
+        if constants.HF_HUB_OFFLINE:
+            return "the hub is disabled (HF_HUB_OFFLINE is set)"
+        token = self.config.hub_token or get_token()
+        return None if token else "there is no token; log in with `hf auth login`, or set HF_TOKEN"
 
     def _warn(self, reason: str, place: Path | None = None) -> None:
         if reason in self._warned:
@@ -169,10 +195,111 @@ class Hub:
         )  # fmt: skip
 
 
-def _why_not() -> str | None:
-    """The reason why an upload cannot work; None if it may."""
-    from huggingface_hub import constants, get_token
+# --- saving ---------------------------------------------------------------------------------------------------------
 
-    if constants.HF_HUB_OFFLINE:
-        return "the hub is disabled (HF_HUB_OFFLINE is set)"
-    return None if get_token() else "there is no token; log in with `hf auth login`, or set HF_TOKEN"
+
+class Saving:
+    """The methods of a trainer that save checkpoints and results."""
+
+    args: SFTConfig
+    parts: Parts
+    loop: Loop
+    state: Any
+    callback_handler: Callbacks
+    prepare: Callable[[], Loop]
+    _inputs: Inputs
+    _prepared: tuple[Loop, ResultWriter, Hub | None] | None
+    _say: Callable[[str], None]
+
+    def _load_best_model(self) -> None:
+        """Restore the weights of the best evaluation, if `load_best_model_at_end` is on."""
+        loop = self.loop
+        progress = loop.progress
+        if not self.args.load_best_model_at_end or progress.best_step is None:
+            return
+        assert loop.checkpoints is not None
+        if progress.best_step != progress.step:
+            loop.checkpoints.restore(progress.best_step, {"model": loop.model}, rng=False)
+        self._say(
+            f"best {self.args.best_metric} {progress.best_value:.4f} at step {progress.best_step}: its weights are kept"
+        )
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """Save a checkpoint of the current step."""
+        loop = self.loop
+        if self._hub is not None and self.args.hub_strategy != "end":
+            self.callback_handler("on_push_begin")
+        loop.save_checkpoint()
+        best = loop.progress.best_step
+        if best is not None:
+            folder = place_of(self.args) / CHECKPOINTS / step_name(best)
+            if best == loop.progress.step or folder.is_dir():
+                self.state.best_model_checkpoint = str(folder)
+
+    def _open_checkpoints(self) -> CheckpointManager:
+        """The run's checkpoints. The best one, and those that are still to be uploaded, are not removed."""
+        loop, hub = self.prepare(), self._hub
+
+        def protect(step: int) -> bool:
+            return step == loop.progress.best_step or (hub is not None and hub.holds(step))
+
+        place = place_of(self.args) / CHECKPOINTS
+        return CheckpointManager(place, max(1, int(self.args.save_steps)), self.args.save_total_limit, protect=protect)
+
+    @property
+    def _hub(self) -> Hub | None:
+        return self._prepared[2] if self._prepared is not None else None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model (or adapter) with tokenizer, model card and report, as transformers and PEFT read them.
+
+        Whole values are written whatever the state-dict type is. All ranks must call it.
+        """
+        place = Path(output_dir or self.args.output_dir).expanduser()
+        agree(lambda: refuse_inputs(place, "save_model", self._inputs), "save_model")
+        self.prepare()
+        self._save(str(place))
+        self.create_model_card(folder=place)
+        if self._hub is not None:
+            self._push(self._hub, place)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the model (or adapter) and the tokenizer. All ranks must call it."""
+        if state_dict is not None:
+            raise ConfigError("_save: whole values are gathered and written by the trainer; leave state_dict out.")
+        self.prepare()
+        assert self._prepared is not None
+        self._prepared[1].export(Path(output_dir or self.args.output_dir).expanduser())
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None, *,
+        folder: Path | None = None, **more: Any,
+    ) -> None:  # fmt: skip
+        """Write the model card and the report into `folder`, or into `output_dir`."""
+        if runtime.is_main():
+            results.describe(self.summary(), folder or place_of(self.args))
+
+    def push_to_hub(self, commit_message: str | None = "End of training", blocking: bool = True, **more: Any) -> None:
+        """Save the model to `output_dir` and upload it to the hub. All ranks must call it."""
+        self.prepare()
+        assert self._prepared is not None
+        loop, writer, hub = self._prepared
+        if hub is None:
+            self._prepared = (loop, writer, Hub(self.args, writer, loop.reporter.say))
+        self.save_model()
+
+    def _push(self, hub: Hub, place: Path) -> None:
+        self.callback_handler("on_push_begin")
+        if runtime.is_main():
+            hub.push(place)
+        if self.args.save_total_limit is not None:
+            with self._open_checkpoints() as checkpoints:
+                checkpoints.prune()  # those that were kept until they were uploaded
+
+    def summary(self) -> Summary:
+        """The outcome of the run so far."""
+        loop = self.loop
+        return Summary(
+            self.args, loop.progress, loop.logged_steps, loop.reporter.history, loop.reporter.answers,
+            self.parts.base or local_folder(causal(self.parts.model)), hasattr(self.parts.model, "peft_config"),
+        )  # fmt: skip

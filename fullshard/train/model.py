@@ -57,7 +57,8 @@ def find_folders(run: CheckedRun) -> Folders:
     """Find the folders of model and adapter; names on the hub are downloaded. All ranks must call it."""
     adapter_folder = resolve(run.adapter) if run.adapter is not None else None
     model = run.model if run.model is not None or adapter_folder is None else base_of_adapter(adapter_folder)
-    base = resolve(model) if isinstance(model, str | Path) else None
+    revision = {"revision": run.config.revision} if run.config.revision else {}
+    base = resolve(model, **revision) if isinstance(model, str | Path) else None
     origin = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     if adapter_folder is not None and origin is not None:
         agree(lambda: check_base(adapter_folder, origin), "base of the adapter")
@@ -83,7 +84,7 @@ def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | 
     if source is None:
         raise ConfigError("there is no tokenizer: give processing_class= (or tokenizer=), or tokenizer_name_or_path.")
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer could be read from {str(source)!r}: {first_line(error)[:200]}") from None
 
@@ -93,9 +94,18 @@ def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        shape = AutoConfig.from_pretrained(folder)
+        shape, unknown = AutoConfig.from_pretrained(
+            folder, return_unused_kwargs=True, trust_remote_code=config.trust_remote_code, **config.config_changes
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(f"no model configuration could be read from {folder}: {first_line(error)[:200]}") from None
+    unknown.pop("trust_remote_code", None)
+    if unknown:
+        raise ConfigError(
+            f"model_init_kwargs has {', '.join(sorted(unknown))}, which is neither a setting of a {shape.model_type} "
+            f"model nor supported otherwise; expected dtype, attn_implementation, quantization_config, "
+            f"trust_remote_code, revision or settings in its config.json."
+        )
     shape.name_or_path = lasting_name(folder)
     if config.rope_scaling is not None:
         scale_rope(shape, config.rope_scaling, config.max_seq_len, say)
@@ -109,7 +119,7 @@ def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
             dtype = choose_dtype(config.torch_dtype, shape, source)
             if four_bits is not None and config.torch_dtype == "auto":
                 dtype = dense_dtype(four_bits.scheme.storage) or dtype
-            model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, False)
+            model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, config.trust_remote_code)
             loading.untie_what_differs(model, source, None)
             if four_bits is not None:
                 quantize_model(model, four_bits, {name: entry.shape for name, entry in source.entries.items()})

@@ -42,7 +42,7 @@ def preview_run(run: CheckedRun) -> None:
     for note in (*run.notes, *prepared.notes):
         console.print(f"note: {note}", style=READ, markup=False)
     train, evaluation = run.train, run.evaluation
-    assert train is not None
+    assert train is not None and not isinstance(evaluation, dict)
     if config.val_size:
         train, evaluation = hold_back(train, config.val_size, config.seed, config.streaming)
     if config.streaming:

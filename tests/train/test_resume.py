@@ -106,7 +106,7 @@ def test_a_line_of_the_log_that_a_stop_cuts_in_two_is_about_all_its_steps(tmp_pa
     with pytest.raises(SystemExit):
         first.train()
     begun: list[Any] = []
-    note = type("Note", (), {"on_train_begin": lambda *_, **__: begun.append(dataclasses.replace(second.loop._window))})
+    note = type("Note", (), {"on_train_begin": lambda *_, **__: begun.append(dataclasses.replace(second.loop.window))})
     second = SFTTrainer(**options("broken", resume=True), callbacks=[note()])
     second.train()
     expected, found = ([{k: r[k] for k in means} for r in t.loop.reporter.history] for t in (whole, second))
