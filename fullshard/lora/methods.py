@@ -8,7 +8,8 @@ from fullshard.errors import ConfigError
 
 SERVED = (
     "LORA", "VERA", "PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA",
-    "LN_TUNING", "FOURIERFT", "RANDLORA", "MISS", "BONE", "C3A", "ROAD", "WAVEFT", "DELORA", "GRALORA", "TRAINABLE_TOKENS",
+    "LN_TUNING", "FOURIERFT", "RANDLORA", "MISS", "BONE", "C3A", "ROAD", "WAVEFT", "DELORA", "GRALORA",
+    "TRAINABLE_TOKENS",
 )  # fmt: skip
 """Methods whose losses and files are tested against PEFT's on one device."""
 ON_FOUR_BITS = ("LORA", "VERA", "PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")

@@ -44,7 +44,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "WAVEFT": ("WaveFTConfig", {"n_frequency": 20}),
     "GRALORA": ("GraloraConfig", {"r": 4}),
     "DELORA": ("DeloraConfig", {"r": 4}),
-    "TRAINABLE_TOKENS": ("TrainableTokensConfig", {"target_modules": ["embed_tokens"], "token_indices": [*range(3, 99)]}),
+    "TRAINABLE_TOKENS": ("TrainableTokensConfig", {"target_modules": ["embed_tokens"], "token_indices": [*range(99)]}),
     "several layers": ("LoraConfig", {"rank_pattern": {"v_proj": 2}, "layers_to_transform": [1], "lora_bias": True}),
     "parameters": ("LoraConfig", {"r": 4, "target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"]}),
 }  # fmt: skip
