@@ -134,7 +134,7 @@ class Loop:
         self.model.train()
         self.window.began = time.monotonic()
         self._run_epochs(checkpoints)
-        if self.config.save_strategy != "no" and self._saved != progress.step:
+        if str(self.config.save_strategy) not in ("no", "best") and self._saved != progress.step:
             self.save()
         checkpoints.join()
 
@@ -201,7 +201,8 @@ class Loop:
             self._log(result.grad_norm)
         if self.notify.control.should_evaluate:
             best = trainer._determine_best_metric(trainer._evaluate(None, trainer.ignored_keys), None)
-            self.notify.control.should_save |= best and self.config.load_best_model_at_end
+            if best and (self.config.load_best_model_at_end or str(self.config.save_strategy) == "best"):
+                self.notify.control.should_save = True
         if self.notify.control.should_save:
             self.save()
 
