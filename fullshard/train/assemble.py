@@ -97,7 +97,7 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     requested = adapter.requested_config(config, run.peft_config)
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
     peft_config, grown = agree_locally(work, "vocabulary")
-    packing = choose_packing(config, model, say) if config.packing else None
+    packing = choose_packing(config, model, say) if config.keeps_apart else None
     if base is None and (four_bits := quantization(config)) is not None:
         model = quantize_model(model, four_bits)
     model = adapter.make_trainable(

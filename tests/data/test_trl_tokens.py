@@ -20,13 +20,13 @@ RECORDED = json.loads(trl_tokens.FILE.read_text())
 
 
 def our_tokens(case: Case) -> list[list[list[int]]]:
-    """[tokens, labels] of each row. TRL lets tokenizers add their special tokens to text, not to conversations."""
+    """[tokens, labels] of each row."""
     tokenizer = trl_tokens.tokenizer(case)
     template = chat_template.template_of(tokenizer)
-    settings = TextSettings(10**6, template=template, add_special_tokens=template is None, **case.settings)
+    settings = TextSettings(None, template=template, **case.settings)
     raws = list(row_source(case.rows, "rows").rows(None))
     found = []
-    for ids, mask in encode_rows(raws, tokenizer, settings, Counter()):
+    for ids, mask, _ in encode_rows(raws, tokenizer, settings, Counter()):
         labels = [token if learnt else -100 for token, learnt in zip(ids.tolist(), mask.tolist(), strict=True)]
         found.append([ids.tolist(), labels])
     return found
@@ -64,7 +64,7 @@ def test_the_end_of_text_is_written_once(tmp_path: Any) -> None:
 
     def encoded(row: dict[str, Any], **changes: Any) -> list[int]:
         settings = TextSettings(template=BUILT_IN["zephyr"].text, **changes)
-        ((ids, _),) = encode_rows(list(row_source([row], "rows").rows(None)), tokenizer, settings, Counter())
+        ((ids, *_),) = encode_rows(list(row_source([row], "rows").rows(None)), tokenizer, settings, Counter())
         return ids.tolist()
 
     chat = {"messages": trl_tokens.SHORT}
@@ -75,4 +75,5 @@ def test_the_end_of_text_is_written_once(tmp_path: Any) -> None:
     assert encoded({"text": "bread</s>"}, append_concat_token=False)[-1] == end, "what is written is not taken away"
     assert encoded({"input_ids": [5, 6]}, append_concat_token=True) == [5, 6], "tokens made elsewhere stay as they are"
     assert encoded(chat)[-1] != end == encoded(chat, append_concat_token=True)[-1]
-    assert start not in encoded({"text": "bread"})
+    assert encoded({"text": "bread"})[0] == start not in encoded({"text": "bread"}, add_special_tokens=False)
+    assert start not in encoded(chat)

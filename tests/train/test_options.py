@@ -41,7 +41,9 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "chat_template_format": (CHATS, "zephyr"), "chat_template_path": (CHATS, "own.jinja"), "use_peft_lora": ({}, True), "lora_r": (LORA, 8),
     "lora_alpha": (LORA, 32), "lora_dropout": (LORA, 0.5), "lora_target_modules": (LORA, "q_proj"),
     "dataset_text_field": ({}, "other"), "dataset_columns": ({}, "text=other"), "packing": ({}, True), "max_seq_len": ({}, 12), "overflow": ({"max_seq_len": 8}, "drop"),
-    "append_concat_token": ({}, False), "add_special_tokens": ({}, True),
+    "append_concat_token": ({}, False), "add_special_tokens": ({}, True), "eos_token": ({}, "<s>"),
+    "truncation_mode": ({"max_seq_len": 8}, "keep_end"), "packing_strategy": ({"packing": True, "max_seq_len": 16}, "wrapped"),
+    "eval_packing": ({**EVALUATES, "max_seq_len": 48, "packing": True}, False), "shuffle_dataset": ({}, True), "dataset_kwargs": ({}, {"append_concat_token": False}),
     "assistant_only_loss": (CHATS, True), "last_turn_only_loss": (CHATS, True),
     "train_sampling_strategy": ({}, "sequential"), "data_seed": ({}, 5), "dataloader_drop_last": ({"max_steps": 20, "per_device_train_batch_size": 3}, True),
     "dataloader_num_workers": ({}, 2), "cache_dir": ({}, "cache 2"), "output_dir": ({}, "elsewhere"), "seed": ({}, 7),
@@ -82,7 +84,8 @@ ELSEWHERE = {
     "shuffle_buffer_size": "test_stream", "completion_only_loss": "test_chat", "preview": "test_preview", "preview_rows": "test_preview",
     "prompt_format": "test_data_options", "dataset_settings": "test_data_options", "sample_by": "test_data_options",
     "dataloader_pin_memory": "needs a GPU", "report_to": "test_boards", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
-    "trust_packing": "test_packing_trial", "rope_scaling": "test_rope",
+    "trust_packing": "test_packing_trial", "rope_scaling": "test_rope", "padding_free": "test_prepared_rows", "pad_token": "test_prepared_rows",
+    "pad_to_multiple_of": "test_prepared_rows", "dataset_num_proc": "test_prepared_rows", "skip_prepare_dataset": "test_prepared_rows",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""
 
