@@ -36,6 +36,8 @@ Attributes of other libraries that fullshard replaces, and why nothing else does
 - `DTensor.data`, by `spmd.dtensor_fixes`: parameters of FSDPv2 are plain DTensors, and `Tensor.data` calls no hook.
 - `DTensor._op_dispatcher._custom_op_handlers` (entries are added), by `spmd.dtensor_fixes`: torch has no public
   way to register a function for an operator on DTensors.
+- `torch.optim._muon.muon`, by `fsdp.muon`: `torch.optim.Muon` has no hook between momentum and orthogonalization, which
+  needs the whole matrix.
 - `peft.tuners.lora.layer.ParamWrapper._activate_lora`, by `quant.experts`: PEFT adds the adapter to a dense weight
   there, and a 4-bit weight is not dense.
 - `datasets.config.HF_HUB_OFFLINE`, by `data.find_dataset` during one call: `load_dataset` has no argument for it.
@@ -271,6 +273,31 @@ def saved_tensors_are_mutable() -> bool:
 # Whether a transform of `torch.func` is running. 2.11, 2.13. It corrupts gradients instead of being refused.
 def in_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+# The function with which `torch.optim.Muon` updates a list of matrices, and its replacement. 2.11, 2.13. Muon works on
+# the pieces of a matrix, in bf16, and rounds differently from one device.
+def muon_function() -> Callable[..., Any]:
+    function: Callable[..., Any] = torch.optim._muon.muon
+    return function
+
+
+def replace_muon_function(function: Callable[..., Any]) -> None:
+    torch.optim._muon.muon = function
+
+
+# Muon's orthogonalization of one whole matrix. 2.11, 2.13. The same.
+def orthogonalized(matrix: torch.Tensor, coefficients: Any, steps: int, eps: float) -> torch.Tensor:
+    result: torch.Tensor = torch.optim._muon._zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
+    return result
+
+
+# Muon's learning rate for a matrix of a shape. 2.11, 2.13. The same.
+def muon_learning_rate(lr: float, adjust: str | None, shape: torch.Size) -> float:
+    return float(torch.optim._muon._adjust_lr(lr, adjust, shape))
 
 
 # --- modules and data loaders -----------------------------------------------------------------------------------------

@@ -280,6 +280,34 @@ def start_of_backward() -> None:
     assert calls == [(1, 1, False, False, (), True), (1, 1, False, False, (x,), False)], f"called with {calls}"
 
 
+@check("muon_function", "replace_muon_function", "orthogonalized", "muon_learning_rate")
+def steps_of_muon() -> None:
+    plain, calls = torch_private.muon_function(), []
+
+    def update(params: Any, grads: Any, buffers: Any, **options: Any) -> None:
+        calls.append((len(params), len(grads), len(buffers), options))
+        plain(params, grads, buffers, **options)
+
+    start = torch.arange(6.0).view(3, 2) - 2
+    p = nn.Parameter(start.clone())
+    p.grad = torch.tensor([[1.0, 2.0], [0.5, -1.0], [3.0, 1.0]])
+    torch_private.replace_muon_function(update)
+    try:
+        torch.optim.Muon([p], lr=0.1, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    finally:
+        torch_private.replace_muon_function(plain)
+    assert [call[:3] for call in calls] == [(1, 1, 1)], f"called with {calls}"
+    options = calls[0][3]
+    assert {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn"} <= {
+        *options
+    }, f"options {sorted(options)}"
+    update_of = torch_private.orthogonalized(
+        p.grad.bfloat16(), options["ns_coefficients"], options["ns_steps"], options["eps"]
+    )
+    rate = torch_private.muon_learning_rate(0.1, options["adjust_lr_fn"], p.shape)
+    assert torch.equal(p.detach(), start.add(update_of, alpha=-rate)), "the parts are not the whole"
+
+
 @check("current_graph_task_id", "at_end_of_backward")
 def running_backward() -> None:
     seen: list[Any] = []

@@ -13,6 +13,8 @@ import torch
 from fullshard.checkpoint import json_tree
 from fullshard.checkpoint.objects import RestorePlan, StateDescription
 from fullshard.errors import CheckpointError
+from fullshard.fsdp.bnb_optimizers import SCALES, is_bnb
+from fullshard.fsdp.optimizers import initial_state
 from fullshard.spmd.mesh import Mesh
 
 
@@ -73,11 +75,17 @@ def prepare_optimizer(
     }
     tensors: dict[str, torch.Tensor] = {}
     for name, data in entry["state"].items():
-        present = optimizer.state.get(parameters[name], {})
+        present = initial_state(optimizer, parameters[name])
         for key, value in data.items():
             for ref in json_tree.tensor_refs(value):
                 now = present.get(key) if ref is value else None
-                tensors[ref["name"]] = plan.make(ref, parameters[name], mesh, now)
+                tensors[ref["name"]] = made = plan.make(ref, parameters[name], mesh, now)
+                if key in SCALES and isinstance(now, torch.Tensor) and now.shape != made.shape:
+                    plan.problems.append(
+                        f"{label}: the 8-bit state of {name} was quantized in blocks that begin at its shards, and it "
+                        f"is divided into other shards here; resume on {plan.manifest.world_size} rank(s) with the "
+                        f"same strategy"
+                    )
     for group in entry["groups"]:
         for ref in json_tree.tensor_refs(group["options"]):
             tensors[ref["name"]] = plan.make(ref, None, mesh)
@@ -95,6 +103,10 @@ def prepare_optimizer(
             groups.append(
                 {**json_tree.decode(group["options"], take), "params": [numbers[name] for name in group_names]}
             )
+        if is_bnb(optimizer):  # its own load_state_dict copies all state, out of paged memory too
+            optimizer.load_state_dict({"state": {}, "param_groups": groups})
+            optimizer.state.update({parameters[name]: state[i] for name, i in numbers.items() if i in state})
+            return
         optimizer.load_state_dict({"state": state, "param_groups": groups})
         # torch casts state to its parameter's dtype; restore the dtype that the optimizer used.
         for name, i in numbers.items():

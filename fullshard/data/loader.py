@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -177,10 +177,14 @@ class Collator:
     """One row without padding, as flash attention's variable-length kernels expect."""
     multiple: int | None = None
     """Row lengths are padded up to a multiple of this. None: 8, or no padding with `flatten`."""
+    masks: bool = False
+    """Add `attention_mask`, which the model does not need."""
+    marks_padding: bool = False
+    """Add `real_tokens`, which is false for padding: routers of experts see padding too."""
 
     def __call__(self, table: TokenRows, rows: Sequence[int]) -> Batch:
         """`input_ids`, `labels` and, if packed, `position_ids`. An empty batch becomes one row without loss."""
-        packed = [_row(table, row) for row in rows]
+        packed = [row_arrays(table, row) for row in rows]
         if self.flatten and packed:
             ids, targets, position_ids = (np.concatenate(parts) for parts in zip(*packed, strict=True))
             packed = [(ids, targets, position_ids)]
@@ -199,10 +203,16 @@ class Collator:
         batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         if self.isolate or self.flatten:
             batch["position_ids"] = torch.from_numpy(positions)
+        if self.masks:
+            sizes = torch.tensor([len(tokens) for tokens, _, _ in packed] or [0])
+            batch["attention_mask"] = (torch.arange(length) < sizes[:, None]).long()
+        if self.marks_padding:
+            lengths = torch.tensor([len(tokens) for tokens, _, _ in packed] or [0])
+            batch["real_tokens"] = torch.arange(length) < lengths[:, None]
         return batch
 
 
-def _row(table: TokenRows, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+def row_arrays(table: TokenRows, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
     """Tokens, labels and position ids of a row. A document's first token is never predicted."""
     tokens, labels, positions = [], [], []
     for ids, loss_mask in table.documents(row):
@@ -212,6 +222,12 @@ def _row(table: TokenRows, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]
         labels.append(target)
         positions.append(np.arange(len(ids)))
     return np.concatenate(tokens), np.concatenate(labels), np.concatenate(positions)
+
+
+def row_of(table: TokenRows, row: int) -> dict[str, list[int]]:
+    """A row as TRL's preparation gives it."""
+    tokens, labels, _ = row_arrays(table, row)
+    return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
 
 
 @dataclass(frozen=True)
@@ -232,14 +248,18 @@ class Loader:
     """Loads a rank's batches, starting at any step. `workers` threads prepare the next steps."""
 
     def __init__(
-        self, sampler: BatchSampler, collator: Collator, size: int, rank: int, world: int, workers: int = 0
-    ) -> None:
+        self, sampler: BatchSampler, collator: Callable[[TokenRows, Sequence[int]], Batch], size: int, rank: int,
+        world: int, workers: int = 0, repeats_rows: bool = False,
+    ) -> None:  # fmt: skip
         self.sampler, self.collator = sampler, collator
+        self.repeats_rows = repeats_rows
+        """Whether a rank without rows in a micro-batch gets another's, for code that cannot handle an empty one."""
         self.size, self.rank, self.world, self.workers = size, rank, world, workers
 
     def load(self, pick: Pick) -> Step:
         mine = micro_batch_rows(pick.rows, self.rank, self.world, self.size)
-        return Step(pick, mine, [self.collator(pick.source, part) for part in mine])
+        spare = pick.rows[:1].tolist() if self.repeats_rows else []
+        return Step(pick, mine, [self.collator(pick.source, part or spare) for part in mine])
 
     def steps(self, start: int, end: int, position: dict[str, Any] | None = None) -> Generator[Step, None, None]:
         """Steps `start` to `end` - 1. Close the generator when leaving early: a stream holds processes and files."""
@@ -272,9 +292,3 @@ def _errors_in_order(picks: Iterator[Pick]) -> Iterator[Pick | Exception]:
         yield from picks
     except Exception as error:
         yield error
-
-
-def one_pass(table: TokenTable, collator: Collator, size: int, rank: int, world: int) -> Iterator[Step]:
-    """Every row once, in order, for evaluation; every rank takes part in every batch."""
-    order = RowOrder(len(table), size * world, seed=0, shuffle=False)
-    return Loader(TableSampler(table, order), collator, size, rank, world).steps(0, order.steps_per_epoch)

@@ -111,9 +111,13 @@ class StreamedRows:
         return f"StreamedRows({self.pages.source.name})"
 
 
-def prepared_rows(data: TokenTable | Stream) -> PreparedRows | StreamedRows:
-    """The rows of a trainer's data."""
-    return StreamedRows(data.pages) if isinstance(data, Stream) else PreparedRows(data)
+def prepared_rows(data: TokenTable | Stream | dict[str, TokenTable] | None) -> Any:
+    """The rows of a trainer's data; of each set by name if there are several, None if there is none."""
+    if isinstance(data, dict):
+        return {name: PreparedRows(table) for name, table in data.items()}
+    if isinstance(data, Stream):
+        return StreamedRows(data.pages)
+    return None if data is None else PreparedRows(data)
 
 
 def labels_of(ids: Any, loss_mask: Any) -> list[int]:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fullshard.errors import FSDPError, MeshError
 from fullshard.foreign_wrappers import refuse_foreign_wrappers
+from fullshard.fsdp import optimizers, shard
 from fullshard.fsdp import policy as policies
-from fullshard.fsdp import shard
+from fullshard.fsdp.muon import share_muon
 from fullshard.fsdp.no_sync_grads import HeldGradient
 from fullshard.fsdp.planner import plan_unit, replan
 from fullshard.fsdp.strategy import ShardingStrategy
@@ -117,13 +117,20 @@ class BeforePass:
                 )
 
 
+PART_OF_ANOTHER = "_fullshard_part"
+"""Set on an optimizer that is stepped by another one, which was checked and whose step counts."""
+
+
 @functools.cache
 def check_optimizers() -> None:
     """Check every optimizer before its steps. Once per process."""
     register_optimizer_step_pre_hook(_check_optimizer)
+    share_muon()
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, PART_OF_ANOTHER, False):
+        return
     watch.check()  # gradients summed without a lost rank must not be used
     watch.stepped()
     for group in optimizer.param_groups:
@@ -132,8 +139,13 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"{type(optimizer).__name__}.step() while no_sync() holds gradients back: they have not been summed "
                 f"over the ranks. Call backward() of the last micro-batch outside no_sync() before the step"
             )
-    if getattr(optimizer, "_fullshard_checked", False):
-        return
+    if not getattr(optimizer, "_fullshard_checked", False):
+        _check_once(optimizer)
+        optimizer._fullshard_checked = True
+    optimizers.prepare_step(optimizer)
+
+
+def _check_once(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in shard.replaced:
@@ -143,9 +155,8 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     f"{name} (shape {tuple(parameter.shape)}), which the model no longer uses. Build the optimizer "
                     f"from model.parameters() after FSDPv2(…)"
                 )
-    _check_kind(optimizer)
+    optimizers.refuse_unable(optimizer)
     _check_lists(optimizer)
-    optimizer._fullshard_checked = True
 
 
 def _check_lists(optimizer: Optimizer) -> None:
@@ -161,25 +172,3 @@ def _check_lists(optimizer: Optimizer) -> None:
                 f"shape {tuple(plain[0].shape)}): torch cannot update them in one list. Put the plain ones into a "
                 f"separate parameter group, or remove {how}"
             )
-
-
-NOT_BY_ELEMENT = {"Adafactor": "needs means over rows, columns and the whole of a parameter", "Rprop": "uses masks"}
-"""Optimizers that torch cannot run on pieces of a parameter, and why."""
-
-
-def _check_kind(optimizer: Optimizer) -> None:
-    sharded = [p for group in optimizer.param_groups for p in group["params"] if is_sharded(p)]
-    kind = type(optimizer)
-    if kind.__name__ not in NOT_BY_ELEMENT or not sharded:
-        return
-    if kind.__module__.startswith("transformers."):
-        raise FSDPError(
-            "Adafactor of transformers cannot update DTensors; use an optimizer that works element by element (AdamW, "
-            "SGD), or torch.optim.Adafactor with strategy='NO_SHARD'"
-        )
-    if any(isinstance(placement, Shard) for p in sharded for placement in p.placements):
-        raise FSDPError(
-            f"{kind.__name__} {NOT_BY_ELEMENT[kind.__name__]}, but each rank holds only a piece of each parameter; use "
-            f"an optimizer that works element by element (AdamW, SGD), or strategy='NO_SHARD', where every rank holds "
-            f"whole parameters"
-        )

@@ -52,7 +52,8 @@ def load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         file = _plain(folder, PLAIN_OPTIMIZERS, optimizer_index)
         if hasattr(fsdp_plugin, "fullshard") and file is not None:
             values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            if any(isinstance(key, int) for key in values["state"]):  # by position; FSDP's are by name
+            by_position = any(isinstance(key, int) for key in values["state"])  # FSDP's are by name
+            if by_position or not any(values["state"].values()):  # torch cannot load an optimizer without state (SGD)
                 return optimizer.load_state_dict(_cut(values, optimizer, model))
         with _as_stored(fsdp_plugin, folder, OPTIMIZER, optimizer_index):
             return original(fsdp_plugin, accelerator, optimizer, model, input_dir, optimizer_index, **options)

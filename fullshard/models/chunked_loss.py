@@ -22,6 +22,7 @@ from fullshard.data.pretokenized import IGNORED
 from fullshard.lora import trainable_tokens
 from fullshard.lora.trainable_tokens import TrainedRows, put_over
 from fullshard.models.inner_model import causal
+from fullshard.models.router_loss import without_padding
 from fullshard.torch_private import NoTorchFunction, make_wrapper_subclass
 
 CHUNK_BYTES = 64 * 2**20
@@ -255,14 +256,20 @@ class LossPass:
     """What the model's loss × tokens is multiplied by."""
     targets: int | None
     """Tokens of the batch that contribute to the loss; None counts them, for which the host waits for the device."""
+    real_tokens: torch.Tensor | None = None
+    """Which tokens of the batch [rows, length] are no padding, for a router's loss; None counts all."""
     statistics: HeadStatistics | None = None
     """The sums of the pass, once it has run."""
+    router_loss: torch.Tensor | None = None
+    """The auxiliary loss of a mixture of experts, detached."""
 
     @property
     def sums(self) -> torch.Tensor:
-        """Loss, correct predictions and entropy, summed over the tokens of the pass."""
+        """Loss, correct predictions, entropy and router's auxiliary loss, each × the tokens of the pass."""
         assert self.statistics is not None, "the model has not run inside this pass"
-        return self.statistics.sums
+        sums, aux = self.statistics.sums, self.router_loss
+        aux = sums.new_zeros(()) if aux is None else aux.to(sums.dtype) * (self.targets or 0)
+        return torch.cat([sums, aux.reshape(1)])
 
 
 class LeanHead:
@@ -291,9 +298,11 @@ class LeanHead:
         self.model.forward = self._model_forward(self.model.forward)
 
     @contextmanager
-    def loss_pass(self, scale: float = 1.0, targets: int | None = None) -> Iterator[LossPass]:
+    def loss_pass(
+        self, scale: float = 1.0, targets: int | None = None, real_tokens: torch.Tensor | None = None
+    ) -> Iterator[LossPass]:
         """Inside, the model's loss is computed here. One forward pass each."""
-        before, self._pass = self._pass, LossPass(scale, targets)
+        before, self._pass = self._pass, LossPass(scale, targets, real_tokens)
         try:
             yield self._pass
         finally:
@@ -318,9 +327,14 @@ class LeanHead:
             if not now.targets and "input_ids" in kwargs:
                 kwargs["labels"] = labels = kwargs["input_ids"]  # the mean over no tokens is NaN, even × 0
             now.statistics = None
-            with self._run(now):
+            real_tokens = now.real_tokens if now.targets else None
+            if real_tokens is not None:  # virtual tokens of a prompt stand before the row
+                real_tokens = F.pad(real_tokens, (labels.shape[1] - real_tokens.shape[1], 0), value=True)
+            with self._run(now), without_padding(self.model, real_tokens):
                 output = plain(*args, **kwargs)
             now.statistics = self._statistics_of(now, output, labels)
+            router_loss = output.get("aux_loss")
+            now.router_loss = router_loss.detach() if isinstance(router_loss, torch.Tensor) else None
             output["loss"] = now.statistics.scaled
             # Only the loss uses the logits here, so the engine need not handle them.
             output["logits"] = None

@@ -46,16 +46,18 @@ class Window:
     loss: float = 0.0
     accuracy: float = 0.0
     entropy: float = 0.0
+    router_loss: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
     """Seconds spent before `began`, by the run that was resumed."""
     began: float = field(default_factory=time.monotonic, compare=False)
 
-    def add(self, loss: float, accuracy: float, entropy: float, tokens: int) -> None:
+    def add(self, loss: float, accuracy: float, entropy: float, tokens: int, router_loss: float = 0.0) -> None:
         self.tokens += tokens
         if math.isfinite(loss):
             self.steps += 1
             self.loss, self.accuracy, self.entropy = self.loss + loss, self.accuracy + accuracy, self.entropy + entropy
+            self.router_loss += router_loss
 
     @property
     def elapsed(self) -> float:
@@ -67,7 +69,10 @@ class Window:
 
     def means(self) -> dict[str, float]:
         """The metrics to log; NaN if no step had a finite loss."""
-        sums = {"loss": self.loss, "mean_token_accuracy": self.accuracy, "entropy": self.entropy}
+        sums = {
+            "loss": self.loss, "mean_token_accuracy": self.accuracy, "entropy": self.entropy,
+            "aux_loss": self.router_loss,
+        }  # fmt: skip
         return {name: value / self.steps if self.steps else math.nan for name, value in sums.items()}
 
     def pause(self, seconds: float) -> None:
@@ -100,7 +105,7 @@ class Reporter:
         self._clock = Clock(self.total, step)
         if not self.is_main:
             return
-        self.history = _keep(self.folder / METRICS_FILE, step)
+        self.history[:] = _keep(self.folder / METRICS_FILE, step)
         self._file = (self.folder / METRICS_FILE).open("a", buffering=1)
         if (self.folder / SAMPLES_FILE).exists():
             self.answers = _keep(self.folder / SAMPLES_FILE, step)

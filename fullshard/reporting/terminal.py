@@ -33,7 +33,7 @@ def columns(values: Mapping[str, Any], names: Sequence[str] = tuple(COLUMNS)) ->
 def evaluation_columns(values: Mapping[str, Any]) -> list[str]:
     """Evaluation metrics as text, with any prefix; empty for training metrics."""
     prefix = next((key.removesuffix("_loss") for key in values if key.endswith("_loss")), None)
-    if prefix is None:
+    if prefix is None or "loss" in values:
         return []
     own = {key.removeprefix(f"{prefix}_"): value for key, value in values.items()}
     first, *others = columns(own, ("loss", "mean_token_accuracy"))

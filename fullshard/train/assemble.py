@@ -19,14 +19,16 @@ from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.neftune import add_noise
 from fullshard.models.packed_inputs import PackingMethod
+from fullshard.models.router_loss import has_router_loss, set_router_loss
 from fullshard.parallelize.model import checkpointed_modules, shard_model
+from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant.quantize import quantize_model
 from fullshard.ranks import agree, agree_locally
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import adapter, memory_check
 from fullshard.train.adapter import Say, quantization, set_adapter_dtype, set_projection_dtype
-from fullshard.train.batches import load_data, make_loader
+from fullshard.train.batches import Steps, load_data
 from fullshard.train.checked_run import CheckedRun
 from fullshard.train.config import SFTConfig
 from fullshard.train.loop import Loop
@@ -38,9 +40,8 @@ from fullshard.train.model import (
     prepare_vocabulary,
     read_model,
     read_tokenizer,
-    uses_flash,
 )
-from fullshard.train.optimizer import make_schedule, take_optimizer
+from fullshard.train.optimizer import schedule_of
 from fullshard.watchdog import collectives
 from fullshard.weights.fill import fill
 
@@ -66,7 +67,8 @@ class Parts:
     packing: PackingMethod | None
     """How the model receives packed rows; None without packing."""
     train: TokenTable | Stream | None
-    evaluation: TokenTable | None
+    evaluation: TokenTable | dict[str, TokenTable] | None
+    """Several sets by name, where the script gave a dict."""
 
     @property
     def from_weights(self) -> bool:
@@ -98,6 +100,8 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
     peft_config, grown = agree_locally(work, "vocabulary")
     packing = choose_packing(config, model, say) if config.keeps_apart else None
+    if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
+        say(note)
     if base is None and (four_bits := quantization(config)) is not None:
         model = quantize_model(model, four_bits)
     model = adapter.make_trainable(
@@ -111,12 +115,12 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
 
 
 def build_loop(
-    config: SFTConfig, parts: Parts, reporter: Reporter, optimizer: Any, first: Path | None, notify: Any
+    config: SFTConfig, parts: Parts, reporter: Reporter, first: Path | None, steps: Steps | None, trainer: Any
 ) -> Loop:
     """Shard the model, read its weights and make the loop around it. All ranks must call it.
 
-    `optimizer` is the user's, or None; `first` is the folder of initial adapter values to read instead of computing
-    them again.
+    `first` is the folder of initial adapter values to read instead of computing them again; `steps` are the training
+    data. The trainer makes optimizer and schedule.
     """
     engine, model = parts.engine, parts.model
     keep_tables_whole(model)
@@ -134,21 +138,21 @@ def build_loop(
     mesh = sharded._fullshard_mesh
     along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
     collectives.set_timeout(along_axes, config.ddp_timeout)
+    reentrant = config.use_reentrant and not has_router_loss(model)
+    if reentrant != config.use_reentrant:
+        reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
     for layer in layers:
-        checkpoint_module(layer, reentrant=config.use_reentrant)
-    memory_check.check_and_report(sharded, config.optim, engine.offload_params, reporter.say)
+        checkpoint_module(layer, reentrant=reentrant)
+    optim = None if trainer.optimizer is not None else config.optim
+    memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
     if parts.base is not None:
         fill(
             sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"),
             resize_vocab=parts.grown, adapter=parts.adapter, first=first,
         )  # fmt: skip
     set_projection_dtype(sharded, dtypes.param_dtype)
-    optimizer = take_optimizer(optimizer, sharded, config)
-    schedule = make_schedule(optimizer, config, reporter.total)
-    data = parts.train if parts.train is not None else parts.evaluation
-    assert data is not None
-    loader = make_loader(config, data, parts.tokenizer.pad_token_id, uses_flash(model))
+    trainer.create_optimizer_and_scheduler(reporter.total)
+    optimizer, schedule = rebind(trainer.optimizer), schedule_of(trainer.lr_scheduler)
     return Loop(
-        config, sharded, head, optimizer, schedule, loader, reporter, parts.evaluation, engine.mixed_precision, packed,
-        notify,
+        config, sharded, head, optimizer, schedule, steps, reporter, engine.mixed_precision, packed, trainer
     )  # fmt: skip

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import DataLoader
 
 from fullshard import runtime
 from fullshard.data.chat_template import template_of
 from fullshard.data.encode import TextSettings
-from fullshard.data.loader import BatchSampler, Collator, Loader, RowOrder, TableSampler, load_table
+from fullshard.data.loader import (
+    Batch,
+    BatchSampler,
+    Collator,
+    Loader,
+    Pick,
+    RowOrder,
+    Step,
+    TableSampler,
+    TokenRows,
+    load_table,
+    row_of,
+)
 from fullshard.data.shared_pages import Pages
 from fullshard.data.sources import DataSource, hold_back
 from fullshard.data.stream import Stream, StreamSampler
 from fullshard.data.token_table import TokenTable, unused_columns
+from fullshard.errors import ConfigError
+from fullshard.parallelize.data_loader import RankLoader
 from fullshard.ranks import agree
 from fullshard.train.adapter import Say
 from fullshard.train.config import SFTConfig
@@ -26,8 +46,9 @@ EVALUATION = "evaluation"
 
 
 def load_data(
-    config: SFTConfig, model: Any, tokenizer: Any, train: DataSource | None, evaluation: DataSource | None, say: Say
-) -> tuple[TokenTable | Stream | None, TokenTable | None]:
+    config: SFTConfig, model: Any, tokenizer: Any, train: DataSource | None,
+    evaluation: DataSource | dict[str, DataSource] | None, say: Say,
+) -> tuple[TokenTable | Stream | None, TokenTable | dict[str, TokenTable] | None]:  # fmt: skip
     """The tokens of the training and the evaluation data, checked against the model. All ranks must call it."""
     if config.val_size and train is not None:
         train, evaluation = hold_back(train, config.val_size, config.seed, config.streaming)
@@ -37,6 +58,8 @@ def load_data(
         rows = make_stream(config, train, tokenizer, functools.partial(check_rows, model))
     elif train is not None:
         rows = table("training", train)
+    if isinstance(evaluation, dict):
+        return rows, {name: table(f"{EVALUATION} ({name})", source) for name, source in evaluation.items()}
     return rows, table(EVALUATION, evaluation) if evaluation is not None else None
 
 
@@ -89,13 +112,44 @@ def make_stream(
     return Stream(pages, config.cache_dir, check)
 
 
-def make_loader(config: SFTConfig, data: TokenTable | Stream, pad_token_id: int, flash: bool) -> Loader:
-    """This rank's batches, step by step. FlashAttention takes packed rows as one, without padding."""
-    apart = config.keeps_apart
-    flatten = config.padding_free or (apart and flash)
-    collator = Collator(pad_token_id, apart, flatten, config.pad_to_multiple_of)
+def make_loader(
+    config: SFTConfig,
+    data: TokenTable | Stream,
+    pad_token_id: int,
+    flash: bool,
+    seen: bool = False,
+    marks_padding: bool = False,
+    collate: Any = None,
+) -> StepLoader:
+    """This rank's batches of the training data, step by step. FlashAttention takes packed rows as one, without padding.
+
+    With `seen`, a script's own code gets the batches: they are as transformers' are. `marks_padding` tells padding from
+    tokens, for a router's loss. `collate` is a script's collator.
+    """
     size, workers = config.per_device_train_batch_size, config.dataloader_num_workers
-    return Loader(feed_of(config, data), collator, size, runtime.rank(), runtime.world_size(), workers)
+    made = collator(config, pad_token_id, flash, seen, marks_padding, collate)
+    return StepLoader(feed_of(config, data), data, made, size, workers, seen)
+
+
+def evaluation_loader(
+    config: SFTConfig, data: TokenTable, pad_token_id: int, flash: bool, seen: bool = False,
+    marks_padding: bool = False, collate: Any = None,
+) -> StepLoader:  # fmt: skip
+    """This rank's batches of every row once, in order; every rank takes part in every batch."""
+    size = config.per_device_eval_batch_size
+    order = RowOrder(len(data), size * runtime.world_size(), seed=0, shuffle=False)
+    made = collator(config, pad_token_id, flash, seen, marks_padding, collate)
+    return StepLoader(TableSampler(data, order), data, made, size, 0, seen)
+
+
+def collator(config: SFTConfig, pad_token_id: int, flash: bool, seen: bool, marks_padding: bool, collate: Any) -> Any:
+    """What makes tensors of rows."""
+    if collate is not None:
+        return RowCollator(collate)
+    apart = config.keeps_apart
+    flatten, masks = config.padding_free or (apart and flash), seen and not apart
+    multiple = config.pad_to_multiple_of or (1 if seen else None)
+    return Collator(pad_token_id, apart, flatten, multiple, masks, marks_padding and not masks)
 
 
 def feed_of(config: SFTConfig, data: TokenTable | Stream) -> BatchSampler:
@@ -108,13 +162,13 @@ def feed_of(config: SFTConfig, data: TokenTable | Stream) -> BatchSampler:
     return TableSampler(data, RowOrder(len(data), batch, seed, shuffle, config.dataloader_drop_last))
 
 
-def total_steps(config: SFTConfig, data: TokenTable | Stream) -> int:
+def total_steps(config: SFTConfig, steps: Steps | None) -> int:
     """The number of optimizer steps of the run."""
-    if config.max_steps > 0:
-        return config.max_steps
-    feed = feed_of(config, data)
-    assert isinstance(feed, TableSampler), "the length of a stream is unknown"
-    return max(1, math.ceil(config.num_train_epochs * feed.order.steps_per_epoch))
+    if config.max_steps > 0 or steps is None:
+        return max(1, config.max_steps)
+    if steps.steps_per_epoch is None:
+        raise ConfigError("the length of the data is unknown; set max_steps.")
+    return max(1, math.ceil(config.num_train_epochs * steps.steps_per_epoch))
 
 
 def describe_data(name: str, facts: dict[str, Any], config: SFTConfig) -> str:
@@ -141,3 +195,171 @@ def describe_data(name: str, facts: dict[str, Any], config: SFTConfig) -> str:
         line += f"; {facts['bad']:,} rows in an unknown format were dropped"
         line += "".join(f"\n  {row}" for row in facts.get("bad_rows", ()))
     return line
+
+
+# --- loaders --------------------------------------------------------------------------------------------------------
+
+
+COUNTED = -1
+"""In a `Pick`: trained tokens, or tokens, that are counted in the batches of all ranks."""
+
+
+class NoRows:
+    """The rows of a script's own loader: unknown."""
+
+    def documents(self, row: int) -> Any:
+        raise AssertionError("the rows of a script's data loader are its own")
+
+
+NO_ROWS = NoRows()
+
+
+class Steps(Protocol):
+    """This rank's batches, step by step."""
+
+    @property
+    def batch(self) -> int:
+        """Rows in a global batch."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None if the length of the data is unknown."""
+
+    def steps(self, start: int, end: int, position: dict[str, Any] | None = None) -> Generator[Step, None, None]: ...
+
+    def next_epoch(self, pick: Pick) -> tuple[dict[str, Any] | None, int]:
+        """Leave out the rest of a pick's epoch: the position after it, and the number of steps left out."""
+
+
+@dataclass(frozen=True)
+class RowCollator:
+    """A script's own collator: it gets rows as TRL's preparation gives them."""
+
+    function: Callable[[list[dict[str, Any]]], Any]
+
+    def __call__(self, table: TokenRows, rows: Sequence[int]) -> Batch:
+        return dict(self.function([row_of(table, row) for row in rows]))
+
+
+class StepLoader(Loader):
+    """This rank's batches of a data set of the run, step by step; for a script, one pass in micro-batches."""
+
+    def __init__(
+        self, sampler: BatchSampler, data: TokenTable | Stream, collator: Any, size: int, workers: int, seen: bool
+    ) -> None:
+        super().__init__(sampler, collator, size, runtime.rank(), runtime.world_size(), workers, repeats_rows=seen)
+        self.dataset, self.batch_size, self.collate_fn = data, size, collator
+        self.batch = sampler.batch
+        self._epoch = 0
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return self.sampler.order.steps_per_epoch if isinstance(self.sampler, TableSampler) else None
+
+    def load(self, pick: Pick) -> Step:
+        if (length := self.steps_per_epoch) is not None:  # as transformers counts: by micro-batches
+            epoch, index = divmod(pick.number, length)
+            each = -(-self.batch // (self.world * self.size))
+            pick = dataclasses.replace(pick, epoch=epoch + min(1.0, (index + 1) * each / len(self)))
+        return super().load(pick)
+
+    def next_epoch(self, pick: Pick) -> tuple[dict[str, Any] | None, int]:
+        if self.steps_per_epoch is None:
+            raise ConfigError(
+                "a callback has set control.should_epoch_stop, but the data is streamed, and where its next epoch "
+                "begins is known only at the end of this one; leave streaming out, or stop training instead."
+            )
+        return None, -(pick.number + 1) % self.steps_per_epoch
+
+    def one_pass(self) -> Iterator[Step]:
+        """Every row once."""
+        assert self.steps_per_epoch is not None
+        return self.steps(0, self.steps_per_epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Iterate over this epoch next."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        """The number of this rank's micro-batches in an epoch."""
+        if not isinstance(self.sampler, TableSampler):
+            raise TypeError("the length of a stream is unknown")
+        order = self.sampler.order
+        rows = order.rows // order.batch * order.batch if order.drop_last else order.rows
+        whole, rest = divmod(rows, order.batch)
+        each = self.world * self.size
+        return whole * -(-order.batch // each) + -(-rest // each)
+
+    def __iter__(self) -> Iterator[Batch]:
+        length = self.steps_per_epoch
+        start, end = (0, sys.maxsize) if length is None else (self._epoch * length, (self._epoch + 1) * length)
+        self._epoch += 1
+        for step in self.steps(start, end):
+            yield from step.batches
+
+
+class ScriptLoader:
+    """A script's own `DataLoader` as the steps of a run: its batches are divided over the ranks in turn."""
+
+    def __init__(self, given: Any, accumulates: int, what: str) -> None:
+        if not isinstance(given, DataLoader):
+            raise ConfigError(
+                f"{what} returned a {type(given).__name__}; expected a torch.utils.data.DataLoader, or what "
+                f"super().{what}() returns."
+            )
+        self.given, self.accumulates = given, accumulates
+        self.loader = given if isinstance(given, RankLoader) else RankLoader.of(given)
+        self.batch = (given.batch_size or 1) * runtime.world_size() * accumulates
+        try:
+            self.steps_per_epoch: int | None = max(1, -(-len(self.loader) // accumulates))
+        except TypeError:
+            self.steps_per_epoch = None
+
+    def steps(self, start: int, end: int, position: dict[str, Any] | None = None) -> Generator[Step, None, None]:
+        length, number = self.steps_per_epoch, start
+        epoch, index = divmod(start, length) if length else (0, start)
+        while number < end:
+            self.loader.set_epoch(epoch, index * self.accumulates)
+            before = number
+            for step in self._epoch(number, index):
+                yield step
+                number += 1
+                if number >= end:
+                    return
+            if number == before and index == 0:
+                raise ConfigError("the script's data loader has no batches.")
+            epoch, index = epoch + 1, 0
+
+    def _epoch(self, number: int, index: int) -> Iterator[Step]:
+        """The steps of one pass over the loader, from step `index` of it on."""
+        length, group = self.steps_per_epoch, list[tuple[Batch, bool]]()
+        for batch in self.loader:
+            share = self.loader.share
+            group.append((dict(batch), share is not None and share.rows == 0))
+            if share is not None:
+                share.weight = 1.0  # the loop weights by trained tokens
+            if len(group) == self.accumulates:
+                yield self._step(number, index, length, group)
+                number, index, group = number + 1, index + 1, []
+        if group:
+            yield self._step(number, index, length, group)
+
+    def _step(self, number: int, index: int, length: int | None, group: list[tuple[Batch, bool]]) -> Step:
+        epoch = (number + 1) / length if length else 0.0
+        ends = length is not None and index + 1 == length
+        pick = Pick(number, np.arange(0), NO_ROWS, COUNTED, COUNTED, epoch, ends)
+        return Step(pick, [[] if stands_in else [0] for _, stands_in in group], [batch for batch, _ in group])
+
+    def next_epoch(self, pick: Pick) -> tuple[dict[str, Any] | None, int]:
+        return None, -(pick.number + 1) % self.steps_per_epoch if self.steps_per_epoch else 0
+
+    def one_pass(self) -> Iterator[Step]:
+        """Every batch once."""
+        self.loader.set_epoch(0)
+        return self._epoch(0, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib.util
 import json
 from collections.abc import Callable
@@ -46,7 +47,8 @@ class CheckedRun:
     adapter: str | None
     """The adapter to resume, by name or folder."""
     train: DataSource | None
-    evaluation: DataSource | None
+    evaluation: DataSource | dict[str, DataSource] | None
+    """Several sets by name, where a script gives a dict."""
     inputs: Inputs
     """The paths that the run reads, by option."""
     notes: tuple[str, ...] = ()
@@ -156,13 +158,17 @@ def check_script(
     asks_adapter = peft_config is not None or (config.adapter_kind is not None and adapter is None)
     if asks_adapter and (hasattr(model, "peft_config") or adapter is not None):
         raise ConfigError("the model has an adapter already, and peft_config asks for another; leave one out.")
-    train, evaluation = (
-        None if data is None else script_source(data, name, config, formatting_func)
-        for data, name in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset"))
-    )
+    read = functools.partial(script_source, config=config, formatting=formatting_func)
+    train = None if train_dataset is None else read(train_dataset, "train_dataset")
+    evaluation: DataSource | dict[str, DataSource] | None = None
+    if isinstance(eval_dataset, dict):
+        evaluation = {name: read(data, f"eval_dataset {name}") for name, data in eval_dataset.items()}
+    elif eval_dataset is not None:
+        evaluation = read(eval_dataset, "eval_dataset")
     if train is None and evaluation is None:
         raise ConfigError("there is no data: give train_dataset= (and eval_dataset=).")
-    inputs = run_dir.inputs_of(config, model, adapter, (train, evaluation), tokenizer)
+    sources = (train, *(evaluation.values() if isinstance(evaluation, dict) else [evaluation]))
+    inputs = run_dir.inputs_of(config, model, adapter, sources, tokenizer)
     if train is not None:
         run_dir.check_place(config, inputs)
     if config.val_size and evaluation is not None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, option, options_of, takes_other_names
-from fullshard.train import lr_schedule
+from fullshard.train import lr_schedule, optimizer_names
 from fullshard.train.adapter_options import AdapterOptions
 from fullshard.train.data_options import DataOptions
 
@@ -92,14 +92,18 @@ class SFTConfig(AdapterOptions, DataOptions):
     """The fraction of all steps used for warmup, in which the learning rate rises from 0."""
     warmup_steps: float = 0
     """The number of warmup steps; overrides `warmup_ratio`. Below 1 it is a fraction of all steps."""
-    optim: Literal["adamw_torch", "adamw_torch_fused", "sgd"] = "adamw_torch_fused"
-    """The optimizer. adamw_torch_fused uses plain AdamW where torch has no fused kernel."""
+    optim: str = option("adamw_torch_fused", given_as=", ".join(optimizer_names.SERVED))
+    """The optimizer, by transformers' name. adamw_torch_fused uses plain AdamW where torch has no fused kernel."""
+    optim_args: dict[str, Any] | None = option(None, given_as="name=value,…, or JSON")  # noqa: RUF009 - a field
+    """Arguments of the optimizer beside those below, such as momentum=0.9 for sgd."""
+    optim_target_modules: str | None = None
+    """Layers for GaLore and APOLLO. Refused if set: these optimizers are not supported."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of matrices; vectors (biases, norms) have none."""
+    """Weight decay of matrices; vectors (biases, norms) have none."""
     adam_beta1: float = 0.9
-    """AdamW's beta1."""
+    """Beta1 of AdamW and Lion."""
     adam_beta2: float = 0.999
-    """AdamW's beta2."""
+    """Beta2 of AdamW and Lion."""
     adam_epsilon: float = 1e-8
     """AdamW's epsilon."""
     max_grad_norm: float = 1.0
@@ -114,6 +118,9 @@ class SFTConfig(AdapterOptions, DataOptions):
     """Use the reentrant variant of gradient checkpointing."""
     chunked_loss: bool = True
     """Compute output head and loss in chunks, so that the full logits are never in memory. The loss is the same."""
+    router_aux_loss_coef: float | None = None
+    """The coefficient of the routers' auxiliary loss in a mixture of experts; the model's own if not set, 0 leaves the
+    auxiliary loss out."""
     loss_chunk_tokens: int = 0
     """Tokens per chunk; 0 chooses chunks of about 64 MiB."""
     torch_compile: bool = False
@@ -197,6 +204,7 @@ class SFTConfig(AdapterOptions, DataOptions):
         self._check_evaluation()
         self.check_adapter()
         self.schedule_settings()
+        self.optimizer_arguments()
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
@@ -235,6 +243,8 @@ class SFTConfig(AdapterOptions, DataOptions):
                 "rope_scaling dynamic depends on the longest document of a batch, so packed documents would influence "
                 "each other; use linear or yarn, or leave packing out."
             )
+        if self.optim == "muon" and self.loraplus_lr_ratio is not None:
+            raise ConfigError("loraplus_lr_ratio sets learning rates of AdamW; leave it out with optim muon.")
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 and fp16 are both on; choose one.")
         if (self.resume or self.resumes_newest) and self.overwrite:
@@ -301,6 +311,10 @@ class SFTConfig(AdapterOptions, DataOptions):
     def schedule_settings(self) -> dict[str, Any]:
         """The options of the learning-rate schedule, with defaults filled in."""
         return lr_schedule.check(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)
+
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """The arguments of the optimizer in `optim_args`, converted; an error if the optimizer is not supported."""
+        return optimizer_names.check(self.optim, self.optim_args or {}, self.optim_target_modules)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

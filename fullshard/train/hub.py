@@ -1,4 +1,5 @@
-"""Uploads of a run to the hub: in the background after saves, and at the end, as `hub_strategy` asks.
+"""Saving under transformers' names, and uploads to the hub: in the background after saves, and at the end, as
+`hub_strategy` asks.
 
 A failed upload is reported once, with the command that uploads later, and training continues. The first rank uploads;
 all ranks take part in writing what is uploaded.
@@ -13,11 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import runtime
+from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.checkpoint.manifest import MANIFEST, published_steps, step_name
-from fullshard.errors import first_line
-from fullshard.ranks import any_of
+from fullshard.errors import ConfigError, first_line
+from fullshard.models.inner_model import causal
+from fullshard.paths import Inputs, refuse_inputs
+from fullshard.ranks import agree, any_of
+from fullshard.train import results
+from fullshard.train.assemble import Parts
+from fullshard.train.callbacks import Callbacks
 from fullshard.train.config import SFTConfig
-from fullshard.train.results import ResultWriter
+from fullshard.train.loop import Loop
+from fullshard.train.model import local_folder
+from fullshard.train.results import ResultWriter, Summary
 from fullshard.train.run_dir import CHECKPOINTS, place_of
 
 NEVER = (f"{CHECKPOINTS}/**", "runs/**", "wandb/**", "wandb.json", ".*", "*.part")
@@ -176,3 +185,113 @@ def _why_not() -> str | None:
     if constants.HF_HUB_OFFLINE:
         return "the hub is disabled (HF_HUB_OFFLINE is set)"
     return None if get_token() else "there is no token; log in with `hf auth login`, or set HF_TOKEN"
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------
+
+
+class Saving:
+    """The methods of a trainer that save checkpoints and results."""
+
+    args: SFTConfig
+    parts: Parts
+    loop: Loop
+    state: Any
+    callback_handler: Callbacks
+    prepare: Callable[[], Loop]
+    _inputs: Inputs
+    _prepared: tuple[Loop, ResultWriter, Hub | None] | None
+    _say: Callable[[str], None]
+
+    def _load_best_model(self) -> None:
+        """Restore the weights of the best evaluation, if `load_best_model_at_end` is on."""
+        loop = self.loop
+        progress = loop.progress
+        if not self.args.load_best_model_at_end or progress.best_step is None:
+            return
+        assert loop.checkpoints is not None
+        if progress.best_step != progress.step:
+            loop.checkpoints.restore(progress.best_step, {"model": loop.model}, rng=False)
+        self._say(
+            f"best {self.args.best_metric} {progress.best_value:.4f} at step {progress.best_step}: its weights are kept"
+        )
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """Save a checkpoint of the current step."""
+        loop = self.loop
+        if self._hub is not None and self.args.hub_strategy != "end":
+            self.callback_handler("on_push_begin")
+        loop.save_checkpoint()
+        best = loop.progress.best_step
+        if best is not None:
+            folder = place_of(self.args) / CHECKPOINTS / step_name(best)
+            if best == loop.progress.step or folder.is_dir():
+                self.state.best_model_checkpoint = str(folder)
+
+    def _open_checkpoints(self) -> CheckpointManager:
+        """The run's checkpoints. The best one, and those that are still to be uploaded, are not removed."""
+        loop, hub = self.prepare(), self._hub
+
+        def protect(step: int) -> bool:
+            return step == loop.progress.best_step or (hub is not None and hub.holds(step))
+
+        place = place_of(self.args) / CHECKPOINTS
+        return CheckpointManager(place, self.args.save_steps, self.args.save_total_limit, protect=protect)
+
+    @property
+    def _hub(self) -> Hub | None:
+        return self._prepared[2] if self._prepared is not None else None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model (or adapter) with tokenizer, model card and report, as transformers and PEFT read them.
+
+        Whole values are written whatever the state-dict type is. All ranks must call it.
+        """
+        place = Path(output_dir or self.args.output_dir).expanduser()
+        agree(lambda: refuse_inputs(place, "save_model", self._inputs), "save_model")
+        self.prepare()
+        self._save(str(place))
+        self.create_model_card(folder=place)
+        if self._hub is not None:
+            self._push(self._hub, place)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the model (or adapter) and the tokenizer. All ranks must call it."""
+        if state_dict is not None:
+            raise ConfigError("_save: whole values are gathered and written by the trainer; leave state_dict out.")
+        self.prepare()
+        assert self._prepared is not None
+        self._prepared[1].export(Path(output_dir or self.args.output_dir).expanduser())
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None, *,
+        folder: Path | None = None, **more: Any,
+    ) -> None:  # fmt: skip
+        """Write the model card and the report into `folder`, or into `output_dir`."""
+        if runtime.is_main():
+            results.describe(self.summary(), folder or place_of(self.args))
+
+    def push_to_hub(self, commit_message: str | None = "End of training", blocking: bool = True, **more: Any) -> None:
+        """Save the model to `output_dir` and upload it to the hub. All ranks must call it."""
+        self.prepare()
+        assert self._prepared is not None
+        loop, writer, hub = self._prepared
+        if hub is None:
+            self._prepared = (loop, writer, Hub(self.args, writer, loop.reporter.say))
+        self.save_model()
+
+    def _push(self, hub: Hub, place: Path) -> None:
+        self.callback_handler("on_push_begin")
+        if runtime.is_main():
+            hub.push(place)
+        if self.args.save_total_limit is not None:
+            with self._open_checkpoints() as checkpoints:
+                checkpoints.prune()  # those that were kept until they were uploaded
+
+    def summary(self) -> Summary:
+        """The outcome of the run so far."""
+        loop = self.loop
+        return Summary(
+            self.args, loop.progress, loop.logged_steps, loop.reporter.history, loop.reporter.answers,
+            self.parts.base or local_folder(causal(self.model)), hasattr(self.model, "peft_config"),
+        )  # fmt: skip

@@ -4,6 +4,9 @@ The loss of a step is the mean of the model's own loss over all trained tokens o
 number of these tokens before the step. The engine averages gradients over the ranks, so each micro-batch's loss ×
 tokens is scaled by ranks / tokens of the step. What a model adds (a router's auxiliary loss) is weighted the same way.
 Decisions depend only on values that are equal on all ranks, so all ranks decide alike.
+
+The order of a run and its events are transformers'. What a subclass of the trainer may override is called on the
+trainer (`training_step.py`, `evaluation.py`), whose own methods do what this engine does.
 """
 
 from __future__ import annotations
@@ -12,24 +15,22 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fullshard import accelerator, runtime
+from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
-from fullshard.data.loader import Batch, Loader, Step, one_pass
-from fullshard.data.pretokenized import IGNORED
-from fullshard.data.token_table import TokenTable
+from fullshard.data.loader import Batch, Step
 from fullshard.errors import TrainingError
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.packed_inputs import Packed
+from fullshard.models.router_loss import has_router_loss
 from fullshard.ranks import exchange
 from fullshard.reporting.reporter import Reporter, Window, memory_gib
-from fullshard.train.batches import describe_data
+from fullshard.train.batches import Steps, describe_data
 from fullshard.train.config import SFTConfig
 from fullshard.train.optimizer import Schedule
 from fullshard.watchdog import collectives, watch
@@ -61,6 +62,12 @@ class Progress:
     """Epochs completed. In the first pass over a stream, fractions of an epoch are unknown."""
     position: dict[str, Any] | None = None
     """The position in a stream of data; None for a table, whose rows follow from the step."""
+    passed_over: int = 0
+    """Steps of the data that were left out because a callback ended an epoch early."""
+    total_flos: float = 0.0
+    """Floating-point operations of all ranks so far, by transformers' estimate."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """The state of callbacks that have one, by class name."""
 
     @property
     def mean_loss(self) -> float:
@@ -75,6 +82,7 @@ class StepResult:
     loss: float
     accuracy: float
     entropy: float
+    router_loss: float
     grad_norm: float
     updated: bool
 
@@ -84,75 +92,118 @@ class Loop:
 
     def __init__(
         self, config: SFTConfig, model: Any, head: LeanHead, optimizer: torch.optim.Optimizer, schedule: Schedule,
-        loader: Loader, reporter: Reporter, evaluation: TokenTable | None, precision: str, packed: Packed | None,
-        notify: Callable[..., bool],
+        loader: Steps | None, reporter: Reporter, precision: str, packed: Packed | None, trainer: Any,
     ) -> None:  # fmt: skip
         self.config, self.model, self.head, self.optimizer, self.schedule = config, model, head, optimizer, schedule
-        self.loader, self.reporter, self.evaluation, self.packed = loader, reporter, evaluation, packed
-        self.notify = notify
-        """Calls the callbacks of an event; returns whether one of them asks to stop."""
+        self.loader, self.reporter, self.packed = loader, reporter, packed
+        self.trainer = trainer
+        """The trainer, whose methods may be overridden."""
+        self.notify = trainer.callback_handler
         self.total = reporter.total
-        self.progress = Progress(batch=loader.sampler.batch)
+        self.progress = Progress(batch=loader.batch if loader is not None else 0)
         self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
         self.rate = 0.0
         self.logged_steps = 0
         """The number of steps that the last logged loss is the mean of."""
-        self._loss_scale = 1.0
-        """What losses × tokens are multiplied by; an evaluation keeps that of the last step."""
+        self.scale = 1.0
+        """The scale of the loss in fp16."""
+        self.measured = torch.zeros(4, dtype=torch.float64, device=runtime.device())
+        """Correct predictions, entropy, router's loss and tokens, summed over the passes since they were last taken."""
+        self.stands_in = False
+        """Whether the micro-batch is a repeated row, because this rank has none; it must not contribute."""
+        self.checkpoints: CheckpointManager | None = None
         self._saved: int | None = None
+        self._logged = 0
         self._window = Window()
+        self.has_router_loss = has_router_loss(model)
 
     # --- running ----------------------------------------------------------------------------------------------------
 
     def run(self, checkpoints: CheckpointManager) -> None:
         """Train until the last step, or until a callback, early stopping or a signal ends the run."""
-        config = self.config
+        self.checkpoints, progress = checkpoints, self.progress
         checkpoints.listen()
-        self.reporter.start(self.progress.step)
-        if config.eval_on_start and self.evaluation is not None and self.progress.step == 0:
-            self.evaluate()
+        self.reporter.start(progress.step)
+        self.reporter.history[:] = exchange(self.reporter.history, "metrics so far")[0]
+        self._logged = progress.step
+        self.notify("on_train_begin")
+        if self.config.eval_on_start and self.trainer.eval_dataset is not None and progress.step == 0:
+            self.trainer._evaluate(None, self.trainer.ignored_keys)
         self.model.train()
         self._window.began = time.monotonic()
-        progress = self.progress
-        with contextlib.closing(self.loader.steps(progress.step, self.total, progress.position)) as steps:
-            facts = None
-            for step in steps:
-                result, facts = self.train_step(step), step.pick.facts
-                if self._after(step, result, checkpoints):
-                    break
-        if facts is not None:
-            self.reporter.say(describe_data("streamed", facts, config))
-        if config.save_strategy != "no" and self._saved != self.progress.step:
-            self.save(checkpoints)
+        self._run_epochs(checkpoints)
+        if self.config.save_strategy != "no" and self._saved != progress.step:
+            self.save()
         checkpoints.join()
 
-    def _after(self, step: Step, result: StepResult, checkpoints: CheckpointManager) -> bool:
-        """Record a step; log, evaluate and save when due. Returns whether to stop."""
-        config, progress, pick = self.config, self.progress, step.pick
-        progress.step, progress.tokens = step.number + 1, progress.tokens + pick.tokens
+    def _run_epochs(self, checkpoints: CheckpointManager) -> None:
+        assert self.loader is not None
+        loader, progress, begins, facts = self.loader, self.progress, True, None
+        steps = loader.steps(progress.step + progress.passed_over, self._end, progress.position)
+        try:
+            while (step := next(steps, None)) is not None:
+                if begins:
+                    self.notify("on_epoch_begin")
+                step = self.trainer.counted(step)
+                result, facts = self.train_step(step), step.pick.facts
+                if result is not None:
+                    self._record(step, result)
+                    self._log_evaluate_save(result)
+                control = self.notify.control
+                begins = step.pick.ends_epoch or control.should_epoch_stop or control.should_training_stop
+                if begins:
+                    self.notify("on_epoch_end")
+                    self._log_evaluate_save(result)
+                if checkpoints.reached_preemption(progress.step):
+                    self.reporter.close()
+                    checkpoints.exit_if_preempted(progress.step, self.state())
+                if self.notify.control.should_training_stop:
+                    break
+                if begins and not step.pick.ends_epoch:
+                    steps.close()
+                    progress.position, left = loader.next_epoch(step.pick)
+                    progress.passed_over += left + (result is None)
+                    steps = loader.steps(progress.step + progress.passed_over, self._end, progress.position)
+        finally:
+            steps.close()
+        if facts is not None:
+            self.reporter.say(describe_data("streamed", facts, self.config))
+
+    @property
+    def _end(self) -> int:
+        """The last step of the data, exclusive: an epoch that a callback ends early makes the run shorter."""
+        assert self.loader is not None
+        end, length = self.total + self.progress.passed_over, self.loader.steps_per_epoch
+        return end if length is None else min(end, math.ceil(self.total / length) * length)
+
+    def _record(self, step: Step, result: StepResult) -> None:
+        """Count a step, and call the callbacks of its end."""
+        progress, pick = self.progress, step.pick
+        progress.step, progress.tokens = progress.step + 1, progress.tokens + pick.tokens
         progress.epoch, progress.position = pick.epoch, pick.position
         progress.skipped += not result.updated
         if math.isfinite(result.loss):
             progress.loss_sum, progress.loss_steps = progress.loss_sum + result.loss, progress.loss_steps + 1
-        self._window.add(result.loss, result.accuracy, result.entropy, pick.tokens)
-        done, epoch_ends = progress.step, pick.ends_epoch
-        last = done == self.total
+        self._window.add(result.loss, result.accuracy, result.entropy, pick.tokens, result.router_loss)
+        state = self.notify.state
+        state.global_step, state.epoch = progress.step, progress.epoch
         self._show(result)
-        if pick.facts is not None and epoch_ends and pick.epoch == 1:
-            self.reporter.say(describe_data("streamed", pick.facts, config))
-        first = config.logging_first_step and done == 1
-        if self._due(config.logging_strategy, config.logging_steps, epoch_ends) or first or last:
+        if pick.facts is not None and pick.ends_epoch and pick.epoch == 1:
+            self.reporter.say(describe_data("streamed", pick.facts, self.config))
+        self.notify("on_step_end")
+
+    def _log_evaluate_save(self, result: StepResult | None) -> None:
+        """Do what the settings or a callback ask for."""
+        progress, config = self.progress, self.config
+        if self.notify.control.should_log and result is not None and progress.step > self._logged:
             self._log(result.grad_norm)
-        stop = self.notify("on_step_end", step=done)
-        if self.evaluation is not None and self._due(config.eval_strategy, config.evaluates_every, epoch_ends, last):
-            stop |= self._compare(self.evaluate())
-        best = config.load_best_model_at_end and progress.best_step == done
-        if best or self._due(config.save_strategy, config.save_steps, epoch_ends):
-            self.save(checkpoints)
-        if checkpoints.reached_preemption(done):
-            self.reporter.close()
-            checkpoints.exit_if_preempted(done, self.state())
-        return stop
+        best = False
+        if self.notify.control.should_evaluate and self.trainer.eval_dataset is not None:
+            best = self._compare(self.trainer._evaluate(None, self.trainer.ignored_keys))
+            if best and config.load_best_model_at_end:
+                self.notify.control.should_save = True
+        if self.notify.control.should_save:
+            self.save()
 
     def _show(self, result: StepResult) -> None:
         """Update the live display."""
@@ -160,67 +211,81 @@ class Loop:
         values |= {"tokens_per_second": self._window.tokens_per_second, "memory_gib": memory_gib()}
         self.reporter.tick(self.progress.step, values)
 
-    def _due(self, strategy: str, every: int, epoch_ends: bool, last: bool = False) -> bool:
-        if strategy == "no":
-            return False
-        if strategy == "epoch":
-            return epoch_ends or last
-        return self.progress.step % every == 0
-
     # --- one step ---------------------------------------------------------------------------------------------------
 
-    def train_step(self, step: Step) -> StepResult:
-        """Forward and backward over this rank's part of the global batch, then one update."""
-        watch.begin_step(step.number + 1)
-        rate = self.schedule.set(step.number - self.progress.skipped)  # a skipped step is no update
-        self._seed(step.number)
-        targets = max(1, step.pick.targets)
+    def train_step(self, step: Step) -> StepResult | None:
+        """Forward and backward over this rank's part of the global batch, then one update. None if a callback ends the
+        epoch or the run between micro-batches: the step is then not taken."""
+        trainer, number = self.trainer, self.progress.step
+        watch.begin_step(number + 1)
+        rate = self.schedule.set(number - self.progress.skipped)  # a skipped step is no update
+        self._seed(number)
+        batches, items = step.batches, trainer.items(step)
+        self.take_measured()
         self.scaler.scale(torch.zeros(1, device=runtime.device()))  # so that it has a scale before the first step too
-        scale = self.scaler.get_scale()
-        self._loss_scale = scale * runtime.world_size() / targets
-        sums = torch.zeros(3, dtype=torch.float64, device=runtime.device())
-        losses = []
-        for index, batch in enumerate(step.batches):
-            accumulates = index + 1 < len(step.batches) and not self.config.sync_each_batch
-            with self.model.no_sync() if accumulates else contextlib.nullcontext(), self._rows(batch):
-                loss, found = self.forward(batch)
-                loss.backward()
-            sums += found
-            losses.append(found[0])
-        if runtime.world_size() > 1:
-            collectives.finish("sum of the metrics", lambda: dist.all_reduce(sums, async_op=True))
-        loss_sum, correct, entropy = sums.tolist()
+        self.scale = self.scaler.get_scale()
+        self.notify("on_step_begin")
+        losses, flos = [], 0.0
+        for index, batch in enumerate(batches):
+            loss = self._micro_batch(batch, items, not step.mine[index], index + 1 < len(batches))
+            losses.append(loss)
+            flos += 0.0 if self.stands_in else float(trainer.floating_point_ops(batch))
+            if index + 1 < len(batches):
+                control = self.notify("on_substep_end")
+                if control.should_epoch_stop or control.should_training_stop:
+                    self.optimizer.zero_grad(set_to_none=True)
+                    return None
+        loss_mean, correct, entropy, router_loss, tokens, flos = self._sums(losses, flos)
+        trainer.current_flos += flos
         watch.check()  # the host has just waited for the device: what it read is valid only if no rank is lost
         self.scaler.unscale_(self.optimizer)
-        norm = float(self.model.clip_grad_norm_(self.config.max_grad_norm or math.inf))
+        norm = float(trainer._clip_grad_norm(self.model))
         watch.check()
-        usable = math.isfinite(loss_sum) and (math.isfinite(norm) or self.scaler.is_enabled())
-        if not usable:
-            self._handle_nonfinite(step, loss_sum, norm, losses)
-        else:
-            self.scaler.step(self.optimizer)
-        self.scaler.update()
-        # Where gradients overflow in fp16 the scaler skips the step and lowers its scale.
-        updated = usable and self.scaler.get_scale() >= scale
+        updated = self._update(step, loss_mean, norm, losses)
         self.optimizer.zero_grad(set_to_none=True)
         self.rate = rate
-        return StepResult(loss_sum / targets, correct / targets, entropy / targets, norm, updated)
+        if updated:
+            self.schedule.advance(number + 1 - self.progress.skipped)
+        tokens = tokens or math.nan
+        return StepResult(loss_mean, correct / tokens, entropy / tokens, router_loss / tokens, norm, updated)
 
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's own loss of a micro-batch × its trained tokens, scaled for its part in the step; and the sums of
-        loss, correct predictions and entropy over these tokens, detached."""
-        device = runtime.device()
-        targets = int((batch["labels"][:, 1:] != IGNORED).sum())  # still on the host
-        pinned = self.config.dataloader_pin_memory and accelerator.is_accelerator(device)
-        moved = {
-            name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
-            for name, tensor in batch.items()
-        }
-        with self.head.loss_pass(self._loss_scale, targets) as measured:
-            loss = self.model(**moved, use_cache=False).loss
-        return loss, measured.sums
+    def _micro_batch(self, batch: Batch, items: Any, stands_in: bool, more: bool) -> torch.Tensor:
+        """Forward and backward over one micro-batch; its loss, detached."""
+        self.stands_in = stands_in
+        accumulates = more and not self.config.sync_each_batch
+        with self.model.no_sync() if accumulates else contextlib.nullcontext(), self.rows(batch):
+            loss = self.trainer.training_step(self.model, batch, num_items_in_batch=items)
+        loss = torch.as_tensor(loss, device=runtime.device()).detach().double()
+        return torch.zeros_like(loss) if stands_in else loss
 
-    def _rows(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    def _sums(self, losses: list[torch.Tensor], flos: float) -> list[float]:
+        """Over all ranks: the loss of the step; what was measured; floating-point operations."""
+        flops = torch.tensor([flos], dtype=torch.float64, device=runtime.device())
+        sums = torch.cat([torch.stack(losses).sum(0, keepdim=True), self.take_measured(), flops])
+        if runtime.world_size() > 1:
+            collectives.finish("sum of the metrics", lambda: dist.all_reduce(sums, async_op=True))
+        loss, *others = sums.tolist()
+        return [loss / runtime.world_size(), *others]
+
+    def take_measured(self) -> torch.Tensor:
+        """What this rank has measured since the last call."""
+        found, self.measured = self.measured, torch.zeros_like(self.measured)
+        return found
+
+    def _update(self, step: Step, loss: float, norm: float, losses: list[torch.Tensor]) -> bool:
+        """Take the optimizer's step. Returns whether weights were changed."""
+        usable = math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled())
+        if not usable:
+            self._handle_nonfinite(step, loss, norm, losses)
+        else:
+            self.notify("on_pre_optimizer_step")
+            self.scaler.step(self.optimizer)
+            self.notify("on_optimizer_step")
+        self.scaler.update()
+        # Where gradients overflow in fp16 the scaler skips the step and lowers its scale.
+        return usable and self.scaler.get_scale() >= self.scale
+
+    def rows(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
         """Inside, packed documents are isolated in passes over this batch, recomputed ones included."""
         return self.packed.rows(batch) if self.packed is not None else contextlib.nullcontext()
 
@@ -241,64 +306,38 @@ class Loop:
         if self.config.on_nonfinite_loss == "stop":
             self.reporter.close()
             raise TrainingError(
-                f"step {step.number + 1}: {what}{where}. The weights were not changed. Look at those rows, lower "
-                f"learning_rate, or skip such steps with on_nonfinite_loss skip."
+                f"step {self.progress.step + 1}: {what}{where}. The weights were not changed. Look at those rows, "
+                f"lower learning_rate, or skip such steps with on_nonfinite_loss skip."
             )
         if runtime.is_main():
-            runtime.get_logger().warning("step %d skipped: %s%s", step.number + 1, what, where)
+            runtime.get_logger().warning("step %d skipped: %s%s", self.progress.step + 1, what, where)
 
     # --- logging, evaluation ----------------------------------------------------------------------------------------
 
     def _log(self, grad_norm: float) -> None:
         means, skipped, self.logged_steps = self._window.means(), self.progress.skipped, self._window.steps
+        measured = {name: means[name] for name in ("mean_token_accuracy", "entropy") if not math.isnan(means[name])}
         values = {
             "loss": means["loss"],
             "learning_rate": self.rate,
             "grad_norm": grad_norm,
-            "mean_token_accuracy": means["mean_token_accuracy"],
-            "entropy": means["entropy"],
+            **measured,
+            **({"aux_loss": means["aux_loss"]} if self.has_router_loss else {}),
             "num_tokens": self.progress.tokens,
-            "epoch": round(self.progress.epoch, 4),
             "tokens_per_second": self._window.tokens_per_second,
             "memory_gib": memory_gib(),
             **({"skipped_steps": skipped} if skipped or self.scaler.is_enabled() else {}),
         }
-        self.reporter.log(self.progress.step, values)
-        self.notify("on_log", step=self.progress.step, logs=values)
-        self._window = Window()
+        self._window, self._logged = Window(), self.progress.step
+        self.trainer.store_flos()
+        self.trainer.log(values, self.trainer.began)
 
-    @torch.no_grad()
-    def evaluate(self, table: TokenTable | None = None, prefix: str = "eval") -> dict[str, float]:
-        """Mean loss, accuracy and entropy over all trained tokens of the evaluation data. All ranks must call it."""
-        table = table if table is not None else self.evaluation
-        assert table is not None
-        began, collator = time.monotonic(), self.loader.collator
-        self.model.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=runtime.device())
-        for step in one_pass(
-            table, collator, self.config.per_device_eval_batch_size, self.loader.rank, self.loader.world
-        ):
-            for batch in step.batches:
-                with self._rows(batch):
-                    sums += self.forward(batch)[1]
-        self.model.train()
-        if runtime.world_size() > 1:
-            collectives.finish("sum of the evaluation", lambda: dist.all_reduce(sums, async_op=True))
-        targets, took = int(table.row_targets.sum()), time.monotonic() - began
-        loss, correct, entropy = (value / targets for value in sums.tolist())
-        watch.check()
-        values = {
-            f"{prefix}_loss": loss, f"{prefix}_mean_token_accuracy": correct, f"{prefix}_entropy": entropy,
-            f"{prefix}_runtime": took, f"{prefix}_samples_per_second": len(table) / max(took, 1e-9),
-            "epoch": round(self.progress.epoch, 4),
-        }  # fmt: skip
-        self.reporter.log(self.progress.step, values)
-        self.notify("on_evaluate", step=self.progress.step, metrics=values)
-        self._window.pause(time.monotonic() - began)
-        return values
+    def pause(self, seconds: float) -> None:
+        """Exclude time that was not spent on steps from the throughput."""
+        self._window.pause(seconds)
 
     def _compare(self, values: dict[str, float]) -> bool:
-        """Record the best evaluation. Returns whether to stop early."""
+        """Compare with the best evaluation so far, and stop early if it is time. Returns whether this one is better."""
         config, progress = self.config, self.progress
         if config.best_metric not in values:
             names = ", ".join(values)
@@ -309,35 +348,52 @@ class Loop:
             progress.without_improvement = 0
         else:
             progress.without_improvement += 1
-        if best is None or sign * (value - best) > 0:
+        better = best is None or sign * (value - best) > 0
+        if better:
             progress.best_value, progress.best_step = value, progress.step
+            self.notify.state.best_metric, self.notify.state.best_global_step = value, progress.step
         patience = config.early_stopping_patience
-        stop = patience is not None and progress.without_improvement >= patience
-        if stop:
+        if patience is not None and progress.without_improvement >= patience:
+            self.notify.control.should_training_stop = True
             self.reporter.say(f"no improvement of {config.best_metric} in {patience} evaluations: stopping early")
-        return stop
+        return better
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """The objects and values that a checkpoint holds. All ranks must call it."""
         scaler = {"scaler": self.scaler} if self.scaler.is_enabled() else {}
+        self.trainer.store_flos()
+        self.progress.total_flos = self.notify.state.total_flos
+        self.progress.callbacks = exchange(self.notify.exported(), "state of the callbacks")[0]
+        self.notify.state.stateful_callbacks = self.progress.callbacks
         elapsed = exchange(self._window.elapsed, "time spent")[0]
         progress = {**asdict(self.progress), "window": self._window.state(elapsed)}
-        return {"model": self.model, "optimizer": self.optimizer, "progress": progress, **scaler}
+        own = {"model": self.model, "optimizer": self.optimizer, "progress": progress, **scaler}
+        return {**own, **self.schedule.saved()}
 
-    def save(self, checkpoints: CheckpointManager) -> None:
-        """Save a checkpoint of this step."""
-        save = checkpoints.save_async if self.config.async_save else checkpoints.save
-        save(self.progress.step, self.state(), force=True)
+    def save(self) -> None:
+        """Save a checkpoint of this step, by way of the trainer, and call the callbacks."""
+        self.trainer._save_checkpoint(self.model, None)
         self._saved = self.progress.step
-        self.notify("on_save", step=self.progress.step, checkpoints=checkpoints)
+        self.notify("on_save", checkpoints=self.checkpoints)
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint of this step."""
+        assert self.checkpoints is not None
+        save = self.checkpoints.save_async if self.config.async_save else self.checkpoints.save
+        save(self.progress.step, self.state(), force=True)
 
     def restore(self, checkpoints: CheckpointManager) -> None:
         """Resume from the newest checkpoint that is whole."""
         state = self.state()
         checkpoints.restore(None, state, fallback=True)
         self.adopt(state)
+
+    def begin_again(self) -> None:
+        """Start at the first step, with the model and the optimizer as they are."""
+        self.progress, self._window, self._saved = Progress(batch=self.progress.batch), Window(), None
+        self.reporter.history = []
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Continue from the progress in a restored state."""
@@ -354,3 +410,11 @@ class Loop:
             )
         self.progress.batch = batch
         self._saved = self.progress.step
+        self._set_state()
+
+    def _set_state(self) -> None:
+        """Show the progress under transformers' names."""
+        progress, state = self.progress, self.notify.state
+        state.global_step, state.epoch, state.total_flos = progress.step, progress.epoch, progress.total_flos
+        state.best_metric, state.best_global_step = progress.best_value, progress.best_step
+        self.notify.restore(progress.callbacks)

@@ -10,43 +10,35 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
-from fullshard.data.find_dataset import source_of
+from fullshard.data.prepared_rows import prepared_rows
 from fullshard.errors import ConfigError
 from fullshard.models.generate import stop_criteria
-from fullshard.models.inner_model import causal
 from fullshard.parallelize.settings import resolved_launch
 from fullshard.paths import refuse_inputs, save_tokenizer
 from fullshard.ranks import agree, on_rank_0
 from fullshard.reporting import loggers
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import assemble, results, run_dir
-from fullshard.train.batches import checked_table, total_steps
-from fullshard.train.callbacks import Accelerator, AcceleratorState, Callbacks, Plugin, TrainerState
+from fullshard.train.batches import total_steps
+from fullshard.train.callbacks import Accelerator, AcceleratorState, Callbacks, Plugin, ScriptMethods
 from fullshard.train.checked_run import CheckedRun, check_script
 from fullshard.train.config import SFTConfig
-from fullshard.train.hub import Hub
+from fullshard.train.evaluation import Evaluation
+from fullshard.train.hub import Hub, Saving
 from fullshard.train.loop import Loop
-from fullshard.train.model import local_folder
-from fullshard.train.results import ResultWriter, Summary
+from fullshard.train.optimizer import schedule_of
+from fullshard.train.overrides import check_subclass, missing
+from fullshard.train.results import ResultWriter
 from fullshard.train.run_lock import FolderLock
 from fullshard.train.samples import Samples, choose_prompts
 from fullshard.version import library_versions
-
-
-class TrainOutput(NamedTuple):
-    """The return value of `train()`, as in transformers."""
-
-    global_step: int
-    training_loss: float
-    """The mean of the losses of all steps, those before a resume included."""
-    metrics: dict[str, float]
-    """The last training metrics that were logged, and `train_loss`, which is `training_loss`."""
 
 
 class EarlierRun(NamedTuple):
@@ -57,13 +49,16 @@ class EarlierRun(NamedTuple):
     """Whether this run resumes it."""
 
 
-class SFTTrainer:
+class SFTTrainer(Evaluation, Saving, ScriptMethods):
     """Fine-tunes a causal language model, fully sharded over the launched ranks. Every rank makes one.
 
     `model` is a name or folder (each rank then reads its own slices only), a model, or a `PeftModel`. `args` is an
     `SFTConfig`, transformers' `TrainingArguments`, TRL's `SFTConfig` or a dict. Data sets are lists of rows, data sets
     of `datasets`, or files; `data/row_formats.py` lists the row formats. Everything is checked here, once; the model is
     sharded and its weights are read by `prepare()`, which `train()` and `evaluate()` call.
+
+    Methods may be overridden as with transformers' trainer; `overrides.py` lists those that are not called, which are
+    refused when the class is made.
     """
 
     def __init__(
@@ -74,31 +69,61 @@ class SFTTrainer:
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
         callbacks: Sequence[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable[[Any], str] | None = None,
         *,
+        model_init: Callable[..., Any] | None = None,
         tokenizer: Any = None,
         packing: bool | None = None,
         dataset_text_field: str | None = None,
         max_seq_length: int | None = None,
         dataset_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if data_collator is not None:
-            raise ConfigError(
-                "data_collator: the trainer collates rows itself, so that documents stay apart and the loss is exact; "
-                "give rows with input_ids and labels for full control."
-            )
-        if optimizers[1] is not None:
-            raise ConfigError("optimizers: schedulers are set by lr_scheduler_type; give (optimizer, None).")
+        if quantization_config is not None:
+            raise ConfigError("quantization_config: set use_4bit_quantization in args, or give a quantized model.")
+        self.model_init = model_init
+        if model_init is not None:
+            if model is not None:
+                raise ConfigError("model and model_init are both given; choose one.")
+            model = self.call_model_init()
         settings = {"packing": packing, "dataset_text_field": dataset_text_field, "max_seq_len": max_seq_length}
         tokenizer = processing_class if processing_class is not None else tokenizer
         run = check_script(
             model, args, train_dataset, eval_dataset, tokenizer, peft_config, formatting_func,
             {**settings, **(dataset_kwargs or {})},
         )  # fmt: skip
-        self._start(run, callbacks or (), optimizers[0])
+        self._formatting_func = formatting_func
+        if data_collator is not None and run.config.keeps_apart:
+            raise ConfigError(
+                "data_collator: packed rows are collated by the trainer, so that documents stay apart; leave packing "
+                "(padding_free, eval_packing) out, or the collator."
+            )
+        self.data_collator, self.compute_loss_func, self.compute_metrics = (
+            data_collator,
+            compute_loss_func,
+            compute_metrics,
+        )
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self._start(run, callbacks or ())
+
+    data_collator = compute_loss_func = compute_metrics = preprocess_logits_for_metrics = None
+    optimizer = lr_scheduler = optimizer_cls_and_kwargs = model_init = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_subclass(cls, SFTTrainer)
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(self, name)
 
     @classmethod
     def of(cls, run: CheckedRun) -> SFTTrainer:
@@ -107,8 +132,9 @@ class SFTTrainer:
         made._start(run)
         return made
 
-    def _start(self, run: CheckedRun, callbacks: Sequence[Any] = (), optimizer: Any = None) -> None:
-        self.args = run.config
+    def _start(self, run: CheckedRun, callbacks: Sequence[Any] = ()) -> None:
+        self.args = with_best_metric(run.config)
+        self._run = run
         self._say = _printer(self.args.progress)
         _set_log_level(self.args)
         for note in run.notes:
@@ -118,13 +144,17 @@ class SFTTrainer:
         self._folder_checked = run.folder_checked
         self._folder: EarlierRun | None = None
         self._samples = self._choose_samples()
-        self.state = TrainerState(is_world_process_zero=runtime.is_main())
-        self._user_callbacks, self._optimizer = callbacks, optimizer
+        self.callback_handler = Callbacks(self.args, callbacks)
+        self.callback_handler.model, self.callback_handler.processing_class = self.parts.model, self.parts.tokenizer
         self._prepared: tuple[Loop, ResultWriter, Hub | None] | None = None
+        self._trained = False
+        self.ignored_keys: list[str] | None = None
+        self.began = 0.0
         engine = run.engine
         plugin = Plugin(engine.strategy, engine.offload_params, engine.saved_as)
         self.accelerator = Accelerator(self.prepare, AcceleratorState(plugin, mixed_precision=engine.mixed_precision))
         self.is_fsdp_enabled = True
+        self.callback_handler("on_init_end")
 
     def _with_downloads(self, run: CheckedRun) -> dict[str, list[Path]]:
         """The paths that the run reads, with those of downloaded models; refuses to write over the latter."""
@@ -155,6 +185,11 @@ class SFTTrainer:
     tokenizer = processing_class
 
     @property
+    def train_dataset(self) -> Any:
+        """The rows of the training data: tokens and labels, read like a `datasets.Dataset`."""
+        return prepared_rows(self.parts.train)
+
+    @property
     def loop(self) -> Loop:
         """The training loop that `prepare()` has made."""
         if self._prepared is None:
@@ -172,62 +207,101 @@ class SFTTrainer:
 
     def _prepare(self) -> tuple[Loop, ResultWriter, Hub | None]:
         config, parts = self.args, self.parts
-        data = parts.train if parts.train is not None else parts.evaluation
-        assert data is not None
-        self.state.max_steps = total_steps(config, data)
+        steps = self.train_steps() if parts.train is not None else None
+        total = total_steps(config, steps)
         boards = loggers.opener(config.report_to, config.to_dict(), config.run_name)
-        reporter = Reporter(run_dir.place_of(config), self.state.max_steps, config.progress, boards)
+        reporter = Reporter(run_dir.place_of(config), total, config.progress, boards)
         first = run_dir.first_adapter(config) if parts.from_weights and run_dir.resumes(config) else None
         writer = ResultWriter(config, parts.model, parts.tokenizer, parts.own_tables, parts.from_weights, first)
         hub = Hub(config, writer, reporter.say) if config.push_to_hub else None
         samples = Samples(*self._samples, parts.model, reporter.samples) if self._samples is not None else None
-        own = [one for one in (samples, hub) if one is not None]
-        notify = Callbacks(self._user_callbacks, config, self.state, own)
-        return assemble.build_loop(config, parts, reporter, self._optimizer, first, notify), writer, hub
+        events = self.callback_handler
+        events.own = [one for one in (samples, hub) if one is not None]
+        events.state.log_history = reporter.history
+        events.meet()
+        loop = assemble.build_loop(config, parts, reporter, first, steps, self)
+        events.optimizer, events.lr_scheduler = self.optimizer, self.lr_scheduler
+        return loop, writer, hub
 
     # --- training ---------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train. `resume_from_checkpoint` is a checkpoint's folder, or true for the newest. All ranks must call it."""
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:  # fmt: skip
+        """Train; returns transformers' `TrainOutput`. All ranks must call it.
+
+        `resume_from_checkpoint` is a checkpoint's folder, or true for the newest. A second call trains from the first
+        step again, with model and optimizer as they are.
+        """
+        if trial is not None:
+            self.hyperparameter_search()
         if self.parts.train is None:
             raise ConfigError("there is no train_dataset to train on.")
         if resume_from_checkpoint:
             text = "true" if resume_from_checkpoint is True else str(resume_from_checkpoint)
-            self.args = dataclasses.replace(self.args, resume_from_checkpoint=text)
+            self.args = self.callback_handler.args = dataclasses.replace(self.args, resume_from_checkpoint=text)
+        if self._trained and self.model_init is not None:
+            self._begin_with_new_model()
+        self.is_in_train, self.ignored_keys = True, ignore_keys_for_eval
         with self.own_folder() as earlier:
             loop = self.prepare()
+            if self._trained:
+                self._begin_again(loop)
+            self.callback_handler.begin(loop.total, loop.loader, loop.reporter.history)
             if not earlier.resumes:
                 agree(self._replace_earlier, "start of the run")
             try:
-                self._train(loop, earlier)
+                return self._train(loop, earlier)
             finally:
+                self.is_in_train, self._trained = False, True
                 loop.reporter.close()  # whatever happened, the terminal is left in order
-        self._update_state()
-        last: dict[str, Any] = next((r for r in reversed(self.state.log_history) if "loss" in r), {})
-        mean = loop.progress.mean_loss
-        return TrainOutput(loop.progress.step, mean, {**last, "train_loss": mean})
 
-    def _train(self, loop: Loop, earlier: EarlierRun) -> None:
+    def _train(self, loop: Loop, earlier: EarlierRun) -> Any:
+        from transformers.trainer_utils import TrainOutput
+
         assert self._prepared is not None
         self._prepared[1].keep_first()
         with self._open_checkpoints() as checkpoints:
             if earlier.resumes or run_dir.named_checkpoint(self.args) is not None:
                 self._resume(loop, checkpoints, earlier)
                 agree(self._write_settings, "settings of the run")
-            loop.notify("on_train_begin", step=loop.progress.step)
+            self.began, first = time.time(), loop.progress.step
             loop.run(checkpoints)
-            self._load_best(loop, checkpoints)
-        loop.notify("on_train_end", step=loop.progress.step)
+            metrics = self._closing_metrics(loop, first)
+            self.log(metrics)
+            self._load_best_model()
+        self.callback_handler("on_train_end")
+        return TrainOutput(loop.progress.step, loop.progress.mean_loss, metrics)
 
-    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Metrics on the evaluation data, before or after training. All ranks must call it."""
-        table, parts = self.parts.evaluation, self.parts
-        if eval_dataset is not None:
-            source = source_of(eval_dataset, "eval_dataset", self.args.sample_by)
-            table = checked_table(self.args, parts.model, parts.tokenizer, self._say, "evaluation", source)
-        if table is None:
-            raise ConfigError("there is no eval_dataset to evaluate on.")
-        return self.prepare().evaluate(table, metric_key_prefix)
+    def _closing_metrics(self, loop: Loop, first: int) -> dict[str, float]:
+        """Speed and mean loss of the training that has ended, by transformers' names."""
+        from transformers.trainer_utils import speed_metrics
+
+        steps = loop.progress.step - first
+        samples = steps * loop.progress.batch
+        if self.args.max_steps < 0:
+            samples = self.num_examples(self.callback_handler.train_dataloader) * self.args.num_train_epochs
+            samples *= steps / loop.total
+        self.store_flos()
+        metrics: dict[str, float] = speed_metrics("train", self.began, num_samples=samples, num_steps=steps)
+        return metrics | {"total_flos": self.state.total_flos, "train_loss": loop.progress.mean_loss}
+
+    def _begin_again(self, loop: Loop) -> None:
+        """Start a second training, with the model and the optimizer as they are and a new schedule."""
+        loop.begin_again()
+        if self._made_schedule:
+            self.lr_scheduler = None
+            self.create_scheduler(loop.total)
+            loop.schedule = schedule_of(self.lr_scheduler)
+        self.callback_handler.lr_scheduler = self.lr_scheduler
+
+    def _begin_with_new_model(self) -> None:
+        """Start a second training with a model that `model_init` makes."""
+        self.optimizer = self.lr_scheduler = None
+        self.parts = assemble.gather_parts(dataclasses.replace(self._run, model=self.call_model_init()), self._say)
+        self.callback_handler.model, self._prepared, self._trained = self.parts.model, None, False
+        self._folder_checked = True
 
     @contextlib.contextmanager
     def own_folder(self) -> Iterator[EarlierRun]:
@@ -238,7 +312,7 @@ class SFTTrainer:
         locks: list[FolderLock] = []
 
         def lock() -> EarlierRun:
-            if not self._folder_checked:
+            if not self._folder_checked and not self._trained:
                 run_dir.check_contents(self.args, self._inputs)
             locks.append(run_dir.open_folder(self.args))
             return EarlierRun(run_dir.read_settings(run_dir.place_of(self.args)), run_dir.resumes(self.args))
@@ -295,72 +369,13 @@ class SFTTrainer:
             # Beside the checkpoints from the start, so that they can be used before the run has ended.
             save_tokenizer(self.parts.tokenizer, run_dir.place_of(self.args))
 
-    def _load_best(self, loop: Loop, checkpoints: CheckpointManager) -> None:
-        progress = loop.progress
-        if not self.args.load_best_model_at_end or progress.best_step is None:
-            return
-        if progress.best_step != progress.step:
-            checkpoints.restore(progress.best_step, {"model": loop.model}, rng=False)
-        self._say(
-            f"best {self.args.best_metric} {progress.best_value:.4f} at step {progress.best_step}: its weights are kept"
-        )
 
-    def _update_state(self) -> None:
-        progress, state = self.loop.progress, self.state
-        state.log_history = list(self.loop.reporter.history)
-        state.global_step, state.epoch = progress.step, progress.epoch
-        state.best_metric, state.best_global_step = progress.best_value, progress.best_step
-
-    def _open_checkpoints(self) -> CheckpointManager:
-        """The run's checkpoints. The best one, and those that are still to be uploaded, are not removed."""
-        loop, hub = self.prepare(), self._hub
-
-        def protect(step: int) -> bool:
-            return step == loop.progress.best_step or (hub is not None and hub.holds(step))
-
-        place = run_dir.place_of(self.args) / run_dir.CHECKPOINTS
-        return CheckpointManager(place, self.args.save_steps, self.args.save_total_limit, protect=protect)
-
-    @property
-    def _hub(self) -> Hub | None:
-        return self._prepared[2] if self._prepared is not None else None
-
-    # --- results ----------------------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None) -> None:
-        """Write the model (or adapter) with tokenizer, model card and report, as transformers and PEFT read them.
-
-        Whole values are written whatever the state-dict type is. All ranks must call it.
-        """
-        place = Path(output_dir or self.args.output_dir).expanduser()
-        agree(lambda: refuse_inputs(place, "save_model", self._inputs), "save_model")
-        self.prepare()
-        assert self._prepared is not None
-        _, writer, hub = self._prepared
-        self._update_state()
-        writer.export(place)
-        if runtime.is_main():
-            results.describe(self.summary(), place)
-            if hub is not None:
-                hub.push(place)
-        if hub is not None and self.args.save_total_limit is not None:
-            with self._open_checkpoints() as checkpoints:
-                checkpoints.prune()  # those that were kept until they were uploaded
-
-    def save_state(self) -> None:
-        """Save a checkpoint of the current step."""
-        loop = self.prepare()
-        with self._open_checkpoints() as checkpoints:
-            if loop.progress.step not in checkpoints.all_steps():
-                checkpoints.save(loop.progress.step, loop.state(), force=True)
-
-    def summary(self) -> Summary:
-        """The outcome of the run so far."""
-        loop = self.loop
-        return Summary(
-            self.args, loop.progress, loop.logged_steps, self.state.log_history, loop.reporter.answers,
-            self.parts.base or local_folder(causal(self.model)), hasattr(self.model, "peft_config"),
-        )  # fmt: skip
+def with_best_metric(config: SFTConfig) -> SFTConfig:
+    """The settings as transformers fills them in where the best model is asked for; callbacks read them."""
+    if not config.load_best_model_at_end and config.metric_for_best_model is None:
+        return config
+    metric = config.metric_for_best_model or "loss"
+    return dataclasses.replace(config, metric_for_best_model=metric, greater_is_better=config.higher_is_better)
 
 
 def train_run(run: CheckedRun) -> None:

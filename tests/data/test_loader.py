@@ -22,7 +22,6 @@ from fullshard.data.loader import (
     TableSampler,
     load_table,
     micro_batch_rows,
-    one_pass,
 )
 from fullshard.data.sources import row_source
 from fullshard.data.token_table import TokenTable
@@ -118,7 +117,9 @@ def test_a_rank_without_rows_gets_a_row_that_teaches_nothing(tmp_path: Path) -> 
 
 def test_evaluation_sees_each_row_once(tmp_path: Path) -> None:
     found = table(tmp_path)
-    rows = [r for rank in range(2) for step in one_pass(found, Collator(2), 3, rank, 2) for m in step.mine for r in m]
+    feed = TableSampler(found, RowOrder(len(found), 6, seed=0, shuffle=False))
+    loaders = [Loader(feed, Collator(2), 3, rank, 2) for rank in range(2)]
+    rows = [r for each in loaders for step in each.steps(0, feed.order.steps_per_epoch) for m in step.mine for r in m]
     assert sorted(rows) == list(range(len(found)))
 
 

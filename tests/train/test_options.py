@@ -84,7 +84,7 @@ ELSEWHERE = {
     "shuffle_buffer_size": "test_stream", "completion_only_loss": "test_chat", "preview": "test_preview", "preview_rows": "test_preview",
     "prompt_format": "test_data_options", "dataset_settings": "test_data_options", "sample_by": "test_data_options",
     "dataloader_pin_memory": "needs a GPU", "report_to": "test_boards", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
-    "trust_packing": "test_packing_trial", "rope_scaling": "test_rope", "padding_free": "test_prepared_rows", "pad_token": "test_prepared_rows",
+    "trust_packing": "test_packing_trial", "rope_scaling": "test_rope", "router_aux_loss_coef": "test_own_loss", "padding_free": "test_prepared_rows", "pad_token": "test_prepared_rows",
     "pad_to_multiple_of": "test_prepared_rows", "dataset_num_proc": "test_prepared_rows", "skip_prepare_dataset": "test_prepared_rows",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""

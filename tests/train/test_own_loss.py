@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from fullshard import runtime
 from fullshard.data.loader import Loader
 from fullshard.data.pretokenized import IGNORED
+from fullshard.errors import ConfigError
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
@@ -123,35 +126,74 @@ def test_a_batch_that_teaches_nothing_counts_nothing(name: str) -> None:
 
 
 @ranks(1)
-def test_a_step_is_the_mean_over_tokens_of_the_models_own_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_step_is_the_mean_over_tokens_of_the_models_own_losses(packing: bool, tmp_path: Path) -> None:
     """Over micro-batches; with one of them that is what transformers' trainer has."""
-    check_steps(tmp_path)
+    check_steps(tmp_path, packing=packing)
 
 
 @ranks(2)
 @pytest.mark.slow
-def test_so_it_is_over_ranks(tmp_path: Path) -> None:
-    check_steps(tmp_path)
+@pytest.mark.parametrize(("kind", "changes"), [
+    ("mixtral", {"packing": True}), ("mixtral", {"gradient_checkpointing": True, "use_reentrant": True}),
+    ("qwen3_moe", {"gradient_checkpointing": True}), ("gpt_oss", {"chunked_loss": False}),
+])  # fmt: skip
+def test_so_it_is_over_ranks(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    check_steps(tmp_path, kind, **changes)
 
 
-def check_steps(place: Path) -> None:
+@ranks(1)
+def test_a_router_s_loss_is_on_unless_it_is_turned_off(tmp_path: Path) -> None:
+    rows = {"train_dataset": text_rows(8), "tokenizer": make_tokenizer()}
+    model = experts("mixtral", output_router_logits=False)
+    trainer = SFTTrainer(model, settings(tmp_path, router_aux_loss_coef=0.0), **rows)
+    assert not model.config.output_router_logits
+    trainer = SFTTrainer(model, settings(tmp_path, router_aux_loss_coef=0.5), **rows)
+    assert trainer.model.config.output_router_logits and model.router_aux_loss_coef == 0.5
+    with pytest.raises(ConfigError, match="LlamaForCausalLM computes no auxiliary loss"):
+        SFTTrainer(make_model(), settings(tmp_path, router_aux_loss_coef=0.5), **rows)
+
+
+def experts(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    shape = {**SHAPE, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8, "num_experts_per_tok": 2, **changes}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape))
+
+
+def check_steps(place: Path, kind: str = "mixtral", **changes: Any) -> None:
+    """The oracle is the model's own loss, for which an attention mask tells padding."""
     config = settings(
-        place, max_steps=3, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0, learning_rate=0.1, packing=True,
-        per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        place, max_steps=3, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0, learning_rate=0.1,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, **changes,
     )  # fmt: skip
-    trainer = SFTTrainer(build("router"), config, train_dataset=text_rows(40), tokenizer=make_tokenizer())
+    given = experts(kind, output_router_logits=False)
+    trainer = SFTTrainer(
+        given, config, train_dataset=text_rows(40), eval_dataset=text_rows(3), tokenizer=make_tokenizer()
+    )
     loader = trainer.prepare().loader
     trainer.train()
-    oracle = build("router")
-    optimizer, expected = torch.optim.SGD(oracle.parameters(), lr=0.1), []
+    oracle = experts(kind)
+    optimizer, expected, aux = torch.optim.SGD(oracle.parameters(), lr=0.1), [], []
     for pick in loader.sampler.picks(0, 3, None):
-        total = torch.zeros(())
+        total, routers = torch.zeros(()), 0.0
         for rank in range(loader.world):
             for data in Loader(loader.sampler, loader.collator, loader.size, rank, loader.world).load(pick).batches:
                 tokens = int((data["labels"][:, 1:] != IGNORED).sum())
-                total = total + oracle(**data, use_cache=False).loss * tokens / pick.targets
+                mask = data.pop("real_tokens").long()
+                output = oracle(**data, **({} if config.packing else {"attention_mask": mask}), use_cache=False)
+                router_loss, coefficient = output.aux_loss, oracle.router_aux_loss_coef
+                if config.packing:  # a mask would join the documents of a row
+                    router_loss = load_balancing_loss_func(output.router_logits, 4, 2, mask)
+                own = output.loss + coefficient * (router_loss - output.aux_loss)
+                total, routers = total + own * tokens / pick.targets, routers + float(router_loss) * tokens
         total.backward()
         optimizer.step()
         optimizer.zero_grad()
         expected.append(float(total.detach()))
+        aux.append(routers / pick.targets)
     assert losses(trainer) == pytest.approx(expected, abs=2e-5)
+    assert [r["aux_loss"] for r in trainer.state.log_history if "loss" in r] == pytest.approx(aux, abs=1e-5) or (
+        not runtime.is_main()
+    )
+    evaluated = trainer.evaluate()
+    assert evaluated["eval_aux_loss"] > 1
