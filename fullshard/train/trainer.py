@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
+from fullshard.data.prepared_rows import prepared_rows
 from fullshard.errors import ConfigError
 from fullshard.models.generate import stop_criteria
 from fullshard.models.router_loss import has_router_loss
@@ -99,10 +100,11 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
             model, args, train_dataset, eval_dataset, tokenizer, peft_config, formatting_func,
             {**settings, **(dataset_kwargs or {})},
         )  # fmt: skip
-        if data_collator is not None and run.config.packing:
+        self._formatting_func = formatting_func
+        if data_collator is not None and run.config.keeps_apart:
             raise ConfigError(
                 "data_collator: packed rows are collated by the trainer, so that documents stay apart; leave packing "
-                "out, or the collator."
+                "(padding_free, eval_packing) out, or the collator."
             )
         self.data_collator, self.compute_loss_func = data_collator, compute_loss_func
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
@@ -190,8 +192,8 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
 
     @property
     def train_dataset(self) -> Any:
-        """The rows of the training data."""
-        return self.parts.train
+        """The rows of the training data: tokens and labels, read like a `datasets.Dataset`."""
+        return prepared_rows(self.parts.train)
 
     @property
     def loop(self) -> Loop:  # type: ignore[override]

@@ -36,7 +36,8 @@ def test_the_guide_s_command() -> None:
     config = parse(SEED_FLAGS).config
     assert config.changed() == {
         "model_name_or_path": "meta-llama/Llama-2-70b-hf", "dataset_name": "smangrul/ultrachat-10k-chatml",
-        "chat_template_format": "chatml", "append_concat_token": False, "use_flash_attn": True,
+        "chat_template_format": "chatml", "append_concat_token": False,
+            "add_special_tokens": False, "use_flash_attn": True,
         "use_peft_lora": True, "lora_r": 8,
         "lora_target_modules": "all-linear", "dataset_text_field": "content", "packing": True, "max_seq_len": 2048,
         "output_dir": "llama-sft-lora-fsdp", "seed": 100, "num_train_epochs": 1.0, "gradient_accumulation_steps": 4,

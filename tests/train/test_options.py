@@ -41,7 +41,9 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "chat_template_format": (CHATS, "zephyr"), "chat_template_path": (CHATS, "own.jinja"), "use_peft_lora": ({}, True), "lora_r": (LORA, 8),
     "lora_alpha": (LORA, 32), "lora_dropout": (LORA, 0.5), "lora_target_modules": (LORA, "q_proj"),
     "dataset_text_field": ({}, "other"), "dataset_columns": ({}, "text=other"), "packing": ({}, True), "max_seq_len": ({}, 12), "overflow": ({"max_seq_len": 8}, "drop"),
-    "append_concat_token": ({}, False), "add_special_tokens": ({}, True),
+    "append_concat_token": ({}, False), "add_special_tokens": ({}, True), "eos_token": ({}, "<s>"),
+    "truncation_mode": ({"max_seq_len": 8}, "keep_end"), "packing_strategy": ({"packing": True, "max_seq_len": 16}, "wrapped"),
+    "eval_packing": ({**EVALUATES, "max_seq_len": 48, "packing": True}, False), "shuffle_dataset": ({}, True), "dataset_kwargs": ({}, {"append_concat_token": False}),
     "assistant_only_loss": (CHATS, True), "last_turn_only_loss": (CHATS, True),
     "train_sampling_strategy": ({}, "sequential"), "data_seed": ({}, 5), "dataloader_drop_last": ({"max_steps": 20, "per_device_train_batch_size": 3}, True),
     "dataloader_num_workers": ({}, 2), "cache_dir": ({}, "cache 2"), "output_dir": ({}, "elsewhere"), "seed": ({}, 7),
@@ -93,6 +95,8 @@ ELSEWHERE = {
     "logging_dir": "test_loggers", "project": "test_loggers", "trackio_space_id": "test_loggers", "trackio_bucket_id": "test_loggers",
     "trackio_static_space_id": "test_loggers", "hub_token": "test_hub", "hub_revision": "test_hub", "hub_always_push": "test_hub",
     "average_tokens_across_devices": "test_peers",
+    "padding_free": "test_prepared_rows", "pad_token": "test_prepared_rows",
+    "pad_to_multiple_of": "test_prepared_rows", "dataset_num_proc": "test_prepared_rows", "skip_prepare_dataset": "test_prepared_rows",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""
 
