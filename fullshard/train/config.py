@@ -57,7 +57,7 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
     attn_implementation: str | None = option(None, given_as="sdpa, eager, flash_attention_2, …")
     """The attention implementation, by transformers' name; overrides `use_flash_attn`."""
     rope_scaling: Literal["linear", "dynamic", "yarn"] | None = None
-    """Scale rotary position embeddings so that documents of `max_seq_len` tokens fit, if that is longer than the
+    """Scale rotary position embeddings so that documents of `max_length` tokens fit, if that is longer than the
     model's context."""
     use_unsloth: bool = False
     """Load the model through Unsloth. Refused if true: Unsloth does not shard."""
@@ -245,9 +245,9 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
 
     def _check_numbers(self) -> None:
         at_least_one = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-                        "lora_r", "lora_alpha", "max_seq_len", "torch_empty_cache_steps", "save_total_limit",
+                        "lora_r", "lora_alpha", "max_length", "torch_empty_cache_steps", "save_total_limit",
                         "early_stopping_patience", "shuffle_buffer_size", "preview_rows",
-                        "sample_max_new_tokens", "dataset_num_proc", "pad_to_multiple_of")  # fmt: skip
+                        "sample_max_new_tokens", "dataset_num_proc")  # fmt: skip
         not_negative = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "seed", "data_seed",
                         "dataloader_num_workers", "loss_chunk_tokens", "adam_epsilon",
                         "early_stopping_threshold", "val_size", "eval_samples", "eval_delay")  # fmt: skip
@@ -273,7 +273,7 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
     def _check_conflicts(self) -> None:
         if self.use_unsloth:
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
-        if self.rope_scaling is not None and self.max_seq_len is None:
+        if self.rope_scaling is not None and self.max_length is None:
             raise ConfigError(
                 f"rope_scaling is {self.rope_scaling}, but max_seq_len is none; give the length that must fit."
             )

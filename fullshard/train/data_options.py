@@ -9,12 +9,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fullshard.errors import ConfigError
-from fullshard.options import as_bool, option
+from fullshard.options import as_bool, as_int, option
 
-OTHER_LENGTHS = ("max_seq_length", "max_length")
-"""Other names of `max_seq_len`."""
+OTHER_LENGTHS = ("max_seq_len", "max_seq_length")
+"""Other names of `max_length`."""
 DATASET_KWARGS = ("skip_prepare_dataset", "add_special_tokens", "append_concat_token")
 """The settings that `dataset_kwargs` may hold."""
+
+
+def _multiple(value: Any) -> int | None:
+    if value is None or str(value).lower() in ("auto", "none", "null"):
+        return None
+    try:
+        if as_int(value) > 0:
+            return as_int(value)
+    except (ValueError, TypeError):
+        pass
+    raise ConfigError(f"pad_to_multiple_of is {value!r}; expected 1 or more, or auto.")
 
 
 @dataclass
@@ -57,7 +68,7 @@ class DataOptions:
     ensures that is tested first."""
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
     """How documents are packed: best-fit decreasing; the same with long documents split instead of truncated (as with
-    `overflow` split); or concatenated and cut into rows of `max_seq_len` tokens, in which documents are not kept
+    `overflow` split); or concatenated and cut into rows of `max_length` tokens, in which documents are not kept
     apart."""
     eval_packing: bool | None = None
     """Pack the evaluation data; as `packing` if not set."""
@@ -65,10 +76,10 @@ class DataOptions:
     """Concatenate the rows of a batch instead of padding them. Documents are kept apart as with packing."""
     trust_packing: bool = False
     """Allow packing when it cannot be tested whether the model isolates documents, as with custom model code."""
-    max_seq_len: int | None = option(1024, aliases=OTHER_LENGTHS, flags=OTHER_LENGTHS)
+    max_length: int | None = option(1024, aliases=OTHER_LENGTHS, flags=OTHER_LENGTHS)
     """The maximum number of tokens in a row. `overflow` decides what happens to longer documents. none: no maximum."""
     overflow: Literal["truncate", "split", "drop"] = "truncate"
-    """What to do with documents longer than `max_seq_len`. The tokens lost are counted."""
+    """What to do with documents longer than `max_length`. The tokens lost are counted."""
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     """Which tokens of a document that is truncated are kept: the first or the last."""
     append_concat_token: bool | None = None
@@ -83,7 +94,9 @@ class DataOptions:
     """The padding token; the tokenizer's own if not set."""
     skip_prepare_dataset: bool = False
     """Use pre-tokenized rows (`input_ids`, `labels`) as they are: neither truncated nor packed."""
-    dataset_kwargs: dict[str, Any] | None = option(None, given_as="name=value,…, or JSON")  # noqa: RUF009 - a field
+    dataset_kwargs: dict[str, Any] | str | None = option(  # noqa: RUF009 - a field
+        None, kind=dict, given_as="name=value,…, or JSON"
+    )
     """The settings `skip_prepare_dataset`, `add_special_tokens` and `append_concat_token`, as TRL takes them."""
     assistant_only_loss: bool = False
     """In conversations, compute the loss on the assistant's turns only."""
@@ -107,8 +120,8 @@ class DataOptions:
     """The number of processes that tokenize, and of threads that prepare batches."""
     dataset_num_proc: int | None = None
     """The number of processes that tokenize; `dataloader_num_workers` if not set."""
-    pad_to_multiple_of: int | None = None
-    """Pad batches to a multiple of this many tokens; 8 if not set."""
+    pad_to_multiple_of: int | str | None = option(None, kind=object, given_as="a whole number, or auto")
+    """Pad batches to a multiple of this many tokens; 8 if not set, or auto."""
     dataloader_pin_memory: bool = True
     """Copy batches to the GPU through pinned memory."""
     cache_dir: str | None = option(None, given_as="a folder")
@@ -118,14 +131,16 @@ class DataOptions:
 
     def check_data(self) -> None:
         """Raise if settings of the data contradict each other. Settings in `dataset_kwargs` become the run's own."""
-        for name, value in (self.dataset_kwargs or {}).items():
+        given: Any = self.dataset_kwargs or {}
+        for name, value in given.items():
             if name not in DATASET_KWARGS:
                 raise ConfigError(f"dataset_kwargs has {name!r}; expected {', '.join(DATASET_KWARGS)}.")
             setattr(self, name, as_bool(value))
         self.dataset_kwargs = None
-        if self.max_seq_len is not None and self.max_seq_len < 2:
-            raise ConfigError(f"max_seq_len is {self.max_seq_len}; a row needs at least 2 tokens to predict one.")
-        if self.max_seq_len is None and (self.packing or self.eval_packing):
+        self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(f"max_seq_len is {self.max_length}; a row needs at least 2 tokens to predict one.")
+        if self.max_length is None and (self.packing or self.eval_packing):
             raise ConfigError("packing needs max_seq_len, which is none: it is the length of packed rows.")
         if self.streaming and self.shuffle_dataset and self.dataset_name is not None:
             raise ConfigError(

@@ -108,8 +108,8 @@ def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
         )
     shape.name_or_path = lasting_name(folder)
     if config.rope_scaling is not None:
-        assert config.max_seq_len is not None
-        scale_rope(shape, config.rope_scaling, config.max_seq_len, say)
+        assert config.max_length is not None
+        scale_rope(shape, config.rope_scaling, config.max_length, say)
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
         say(f"{folder} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")

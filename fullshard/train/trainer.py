@@ -94,7 +94,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
             if model is not None:
                 raise ConfigError("model and model_init are both given; choose one.")
             model = self.call_model_init()
-        settings = {"packing": packing, "dataset_text_field": dataset_text_field, "max_seq_len": max_seq_length}
+        settings = {"packing": packing, "dataset_text_field": dataset_text_field, "max_length": max_seq_length}
         tokenizer = processing_class if processing_class is not None else tokenizer
         run = check_script(
             model, args, train_dataset, eval_dataset, tokenizer, peft_config, formatting_func,

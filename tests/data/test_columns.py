@@ -35,6 +35,7 @@ def read(row: Any, **reading: Any) -> dict[str, Any]:
 HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tools": ({**TALK, "tools": [TOOL]}, {"tools": ({"type": "function", "function": {"name": "f"}},)}),
     "tools as JSON text": ({**TALK, "tools": json.dumps([{"name": "f"}])}, {"tools": ({"name": "f"},)}),
+    "each tool as JSON text": ({**TALK, "tools": [json.dumps({"name": "f"})]}, {"tools": ({"name": "f"},)}),
     "no tools": ({**TALK, "tools": []}, {}),
     "no tools as text": ({**TALK, "tools": ""}, {}),
     "no tools as JSON text": ({**TALK, "tools": "[]"}, {}),

@@ -20,7 +20,7 @@ from fullshard.data.sources import row_source
 from fullshard.data.token_table import table_key
 from fullshard.data.tokenize import encode_chunk
 from fullshard.errors import ConfigError, DataError
-from fullshard.train.batches import describe_data, make_loader, make_stream, make_table, text_settings
+from fullshard.train.batches import describe_data, make_collator, make_stream, make_table, text_settings
 from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import script_source, streamed
 from tests.data.tiny import make_tokenizer, text_rows
@@ -151,15 +151,14 @@ def test_evaluation_packed_or_not(tmp_path: Path) -> None:
     assert found[False][1] == pytest.approx(found[True][1], abs=1e-6)
     only = SFTConfig(eval_packing=True, max_seq_len=48)
     assert only.keeps_apart and not text_settings(only, make_tokenizer()).packing
-    assert make_loader(
-        only, make_table(settings(tmp_path), row_source(text_rows(3), "x"), make_tokenizer()), 2, False
-    ).collator.isolate
+    assert make_collator(only, 2, flash=False, marks_padding=False).isolate
 
 
 def test_settings_that_contradict_each_other() -> None:
     for given, said in (
         ({"max_length": None, "packing": True}, "packing needs max_seq_len, which is none"),
         ({"max_length": None, "rope_scaling": "yarn"}, "rope_scaling is yarn, but max_seq_len is none"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0; expected 1 or more"),
         ({"dataset_kwargs": {"other": 1}}, "dataset_kwargs has 'other'; expected skip_prepare_dataset"),
         (
             {"streaming": True, "max_steps": 1, "shuffle_dataset": True, "dataset_name": "x"},
@@ -170,6 +169,12 @@ def test_settings_that_contradict_each_other() -> None:
             SFTConfig(**given)
     config = SFTConfig(dataset_kwargs={"skip_prepare_dataset": True, "add_special_tokens": False}, max_length=None)
     assert (config.skip_prepare_dataset, config.add_special_tokens, config.max_seq_len) == (True, False, None)
+    assert [SFTConfig(pad_to_multiple_of=n).pad_to_multiple_of for n in ("auto", None, 16, "16")] == [
+        None,
+        None,
+        16,
+        16,
+    ]
 
 
 @pytest.mark.parametrize("name", ["eos_token", "pad_token"])

@@ -40,7 +40,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "tokenizer_name_or_path": ({}, "other"), "torch_dtype": ({}, "bfloat16"), "attn_implementation": ({}, "eager"),
     "chat_template_format": (CHATS, "zephyr"), "chat_template_path": (CHATS, "own.jinja"), "use_peft_lora": ({}, True), "lora_r": (LORA, 8),
     "lora_alpha": (LORA, 32), "lora_dropout": (LORA, 0.5), "lora_target_modules": (LORA, "q_proj"),
-    "dataset_text_field": ({}, "other"), "dataset_columns": ({}, "text=other"), "packing": ({}, True), "max_seq_len": ({}, 12), "overflow": ({"max_seq_len": 8}, "drop"),
+    "dataset_text_field": ({}, "other"), "dataset_columns": ({}, "text=other"), "packing": ({}, True), "max_length": ({}, 12), "overflow": ({"max_seq_len": 8}, "drop"),
     "append_concat_token": ({}, False), "add_special_tokens": ({}, True), "eos_token": ({}, "<s>"),
     "truncation_mode": ({"max_seq_len": 8}, "keep_end"), "packing_strategy": ({"packing": True, "max_seq_len": 16}, "wrapped"),
     "eval_packing": ({**EVALUATES, "max_seq_len": 48, "packing": True}, False), "shuffle_dataset": ({}, True), "dataset_kwargs": ({}, {"append_concat_token": False}),

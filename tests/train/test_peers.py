@@ -264,7 +264,7 @@ def test_transformers_parser_takes_our_class(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         parser.parse_args_into_dataclasses(["--eval_strategy", "nothing"], look_for_args_file=False)
     offered = {action.dest for action in parser._actions if isinstance(action, argparse.Action)}
-    assert offered >= PEER_NAMES & set(names_of(SFTConfig)) - {"max_length"}
+    assert offered >= PEER_NAMES & set(names_of(SFTConfig))
     parser.print_help()
     shown = " ".join(capsys.readouterr().out.split())
     assert "The peak learning rate. (default: 2e-05)" in shown
@@ -290,7 +290,7 @@ def test_a_subclass_of_a_script(tmp_path: Path) -> None:
     (config,) = HfArgumentParser(Mine).parse_args_into_dataclasses(
         ["--own", "4", "--output_dir", "x"], look_for_args_file=False
     )
-    config = dataclasses.replace(config, chunked_loss=False, max_seq_len=9)
+    config = dataclasses.replace(config, chunked_loss=False, max_length=9)
     kept, _ = config_of(config, packing=True)
     assert (kept.own, kept.chunked_loss, kept.max_length, kept.packing) == (4, False, 9, True)
     assert type(kept) is Mine
