@@ -211,8 +211,6 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
                 self._prepared = self._prepare()
             finally:
                 self._preparing = False
-        elif not self.is_in_train:
-            self.callback_handler.meet()
         return self._prepared[0]
 
     def _prepare(self) -> tuple[Loop, ResultWriter, Hub | None]:
@@ -257,7 +255,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         with self.own_folder() as earlier:
             loop = self.prepare()
             if self._trained:
-                self._begin_again(loop)
+                self._begin_again(loop, earlier.resumes)
             self.callback_handler.begin(loop.total, loop.loader, loop.reporter.history)
             if not earlier.resumes:
                 agree(self._replace_earlier, "start of the run")
@@ -284,9 +282,11 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         self.callback_handler("on_train_end")
         return TrainOutput(loop.progress.step, loop.progress.mean_loss, metrics)
 
-    def _begin_again(self, loop: Loop) -> None:
+    def _begin_again(self, loop: Loop, resumes: bool) -> None:
         """Start a second training, with the model and the optimizer as they are and a new schedule."""
         loop.begin_again()
+        if not resumes:
+            on_rank_0(lambda: run_dir.remove_checkpoints(self.args), "second training")
         if self._made_schedule:
             self.lr_scheduler = None
             self.create_scheduler(loop.total)
