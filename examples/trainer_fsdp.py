@@ -2,9 +2,11 @@
 
     python examples/trainer_fsdp.py --model ./llama --output_dir out                                # Trainer alone
     fullshard launch --num_processes 2 examples/trainer_fsdp.py --model ./llama --output_dir out    # sharded
+    fullshard launch --config_file fsdp_config.yaml examples/trainer_fsdp.py --model ./bert --output_dir out --fsdp ""
 
 It trains on made-up tokens, evaluates, writes checkpoints, resumes with `--resume out/checkpoint-3`, and saves the
-model at the end, whole, whatever the type of the checkpoints.
+model at the end, whole. `--fsdp` and `--fsdp_config` are those of `TrainingArguments`; with an empty `--fsdp` the
+launched configuration counts alone.
 """
 
 import argparse
@@ -28,10 +30,13 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--state_dict_type", default="SHARDED_STATE_DICT")
+    parser.add_argument("--fsdp", default="full_shard auto_wrap")
+    parser.add_argument("--fsdp_config", help="a file")
     parser.add_argument("--resume")
     options = parser.parse_args()
 
-    sharding = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_state_dict_type": options.state_dict_type}}
+    section = options.fsdp_config or {"fsdp_state_dict_type": options.state_dict_type}
+    sharding = {"fsdp": options.fsdp, "fsdp_config": section} if options.fsdp else {}
     arguments = TrainingArguments(
         output_dir=str(options.output_dir), max_steps=6, per_device_train_batch_size=4 // RANKS,
         per_device_eval_batch_size=4 // RANKS, gradient_accumulation_steps=2, learning_rate=1e-2, logging_steps=1,
@@ -43,6 +48,8 @@ def main() -> None:
     trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:6])
     before = trainer.evaluate()["eval_loss"]
     trainer.train(resume_from_checkpoint=options.resume)
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(options.output_dir / "final"))
     prompt = torch.tensor([[1, 2, 3]], device=trainer.args.device)
     answer = trainer.model.generate(prompt, max_new_tokens=5, do_sample=False)[0].tolist()

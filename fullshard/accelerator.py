@@ -100,6 +100,12 @@ def peak_memory(device: torch.device) -> int:
     return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
+def empty_cache(device: torch.device) -> None:
+    """Return unused memory of the accelerator to its driver; nothing for the CPU."""
+    if is_accelerator(device):
+        torch.get_device_module(device).empty_cache()
+
+
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialized pinned host memory from torch's pool, which keeps it until copies from or to it are done."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=kind() != "cpu")

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import difflib
-import functools
+import enum
 import inspect
 import json
+import operator
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +35,8 @@ class Option:
     name: str
     """The field's name."""
     kind: type
-    """`bool`, `int`, `float`, `str`, `tuple` or `list` (of text), or `dict`."""
+    """`bool`, `int`, `float`, `str`, `tuple` or `list` (of text), `dict`, or `object` for a value that is kept as it
+    is."""
     default: Any
     help: str
     optional: bool
@@ -55,6 +58,10 @@ class Option:
     """The environment variable that passes the value to the processes."""
     no_op: str = ""
     """Why the option has no effect; empty if it has."""
+    refused: str = ""
+    """Why every value but the default is refused; empty if other values are accepted."""
+    script_only: bool = False
+    """Whether it is for scripts alone: no flag of a command and no key of its file, since the launcher has its own."""
     in_file: bool = True
     given_as: str = ""
     """The placeholder for the value in help and documentation, such as `PATH`."""
@@ -78,32 +85,97 @@ class Option:
             return ", ".join(self.choices)
         words = {
             bool: "true or false", int: "a whole number", float: "a number", str: "text",
-            list: "a comma-separated list", tuple: "a comma-separated list", dict: "a mapping",
+            list: "a comma-separated list", tuple: "a comma-separated list", dict: "a mapping", object: "a value",
         }  # fmt: skip
         return self.given_as or words[self.kind]
 
 
+_about: dict[Any, dict[str, Any]] = {}
+"""What `option` was given, by field. Not in the field's metadata: `HfArgumentParser` hands that on to argparse."""
+
+
 def option(default: Any = None, **about: Any) -> Any:
-    """A dataclass field with metadata; the keywords are fields of `Option`."""
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata={"option": about})
-    return dataclasses.field(default=default, metadata={"option": about})
+    """A dataclass field; the keywords are fields of `Option`."""
+    field: Any = dataclasses.field(default_factory=default) if callable(default) else dataclasses.field(default=default)
+    _about[field] = about
+    return field
 
 
-def takes_other_names(config: Config) -> Config:
-    """Class decorator: the constructor accepts every name of each option, as files do."""
-    plain = config.__init__
+class _Fields:
+    """The fields of a configuration class: on an instance all of them; on the class, those that are not for parsers
+    count as no arguments of its constructor."""
 
-    @functools.wraps(plain)
-    def init(self: Any, *args: Any, **given: Any) -> None:
-        names = {name: one.name for one in options_of(config) for name in (*one.names, one.name)}
-        for name in given:
+    def __init__(self, fields: dict[str, Any], hidden: Container[str]) -> None:
+        self.all, self.offered, self.hidden = fields, dict(fields), hidden
+        for name, field in fields.items():
+            if name in hidden:
+                self.offered[name] = copy.copy(field)
+                self.offered[name].init = False
+
+    def __get__(self, instance: Any, owner: type) -> dict[str, Any]:
+        return self.offered if instance is None else self.all
+
+    def extended(self, fields: dict[str, Any]) -> _Fields:
+        """The fields of a class that inherits these."""
+        whole = {name: self.all[name] if field is self.offered.get(name) else field for name, field in fields.items()}
+        return _Fields(whole, self.hidden)
+
+
+class TakesOtherNames(type):
+    """Metaclass: the constructor accepts every name of each option, as files do; the argument without a name is
+    `output_dir`, as in transformers. Dataclasses that inherit from such a class accept the names too."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        if len(args) > 1 or (args and "output_dir" in given):
+            raise ConfigError(f"{cls.__name__} takes one value without a name, output_dir; name the other settings.")
+        fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
+        names = names_of(cls) | {field.name: field.name for field in fields if field.name.startswith("_")}
+        values: dict[str, Any] = {"output_dir": args[0]} if args else {}
+        for name, value in given.items():
             if name not in names:
                 raise ConfigError(f"unknown setting {name!r}{nearest(name, names)}")
-        plain(self, *args, **{names[name]: value for name, value in given.items()})
+            if names[name] in values:
+                raise ConfigError(f"{name} and another name of {names[name]} are both set; keep one.")
+            values[names[name]] = value
+        kind: Any = cls
+        made, takes = kind.__new__(kind), inspect.signature(kind.__init__).parameters
+        vars(made).update({name: value for name, value in values.items() if name not in takes})
+        kind.__init__(made, **{name: value for name, value in values.items() if name in takes})
+        return made
 
-    config.__init__ = init
-    return config
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "__dataclass_fields__" and isinstance(value, dict):  # set by `dataclass`
+            above = (vars(base).get(name) for base in cls.__mro__[1:])
+            value = next((fields.extended(value) for fields in above if isinstance(fields, _Fields)), value)
+        super().__setattr__(name, value)
+
+
+def names_of(config: type) -> dict[str, str]:
+    """Every valid name of each option, and the field it belongs to."""
+    return {name: one.name for one in options_of(config) for name in (*one.names, one.name)}
+
+
+def for_scripts(offered: Container[str]) -> Callable[[Config], Config]:
+    """Class decorator: every name of an option can be read and set on an instance, and transformers' `HfArgumentParser`
+    takes the class. It offers the options in `offered` with their help texts; others would clash with those of a
+    script's own classes."""
+
+    def decorate(config: Config) -> Config:
+        fields = config.__dataclass_fields__
+        for one in options_of(config):
+            text = one.help or one.no_op or one.refused
+            fields[one.name].metadata = types.MappingProxyType({"help": text.replace("%", "%%")})
+            for name in one.names:
+                if name != one.name:
+                    setattr(config, name, _other_name(one.name))
+        config.__dataclass_fields__ = _Fields(fields, {name for name in fields if name not in offered})
+        return config
+
+    return decorate
+
+
+def _other_name(name: str) -> property:
+    return property(operator.attrgetter(name), lambda self, value: setattr(self, name, value), doc=f"`{name}`.")
 
 
 _known: dict[type, tuple[Option, ...]] = {}
@@ -119,14 +191,27 @@ def options_of(config: type) -> tuple[Option, ...]:
 def _read_options(config: type) -> tuple[Option, ...]:
     hints, texts = typing.get_type_hints(config), _field_texts(config)
     found = []
-    own = inspect.get_annotations(config)
-    for field in sorted(dataclasses.fields(config), key=lambda field: field.name not in own):  # inherited ones last
+    order = {name: place for place, base in enumerate(config.__mro__) for name in inspect.get_annotations(base)}
+    fields = [field for field in dataclasses.fields(config) if not field.name.startswith("_")]
+    for field in sorted(fields, key=lambda field: order[field.name]):  # inherited ones last
         kind, optional, choices = _kind_of(hints[field.name])
         factory: Any = field.default_factory
         default = factory() if factory is not dataclasses.MISSING else field.default
-        about = {"choices": choices, **field.metadata.get("option", {})}
-        found.append(Option(field.name, kind, default, texts.get(field.name, ""), optional, **about))
+        about = {"kind": kind, "choices": choices, **_about_field(config, field.name)}
+        found.append(
+            Option(name=field.name, default=default, help=texts.get(field.name, ""), optional=optional, **about)
+        )
     return tuple(found)
+
+
+def _about_field(config: type, name: str) -> dict[str, Any]:
+    """What `option` was given for a field, by the class itself or by the base class whose default it changes."""
+    for base in config.__mro__:
+        fields = vars(base).get("__dataclass_fields__", {})
+        field = (fields.all if isinstance(fields, _Fields) else fields).get(name)
+        if field in _about:
+            return _about[field]
+    return {}
 
 
 def _kind_of(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
@@ -145,9 +230,12 @@ def _field_texts(config: type) -> dict[str, str]:
     """The docstring under each field, base classes included."""
     texts: dict[str, str] = {}
     for base in reversed(config.__mro__):
-        if not dataclasses.is_dataclass(base):
+        if "__dataclass_fields__" not in vars(base):
             continue
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        try:
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (OSError, TypeError, SyntaxError):
+            continue  # a class of a notebook
         assert isinstance(body, ast.ClassDef)
         for field, after in zip(body.body, body.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
@@ -158,6 +246,7 @@ def _field_texts(config: type) -> dict[str, str]:
 
 def convert(option: Option, value: Any, given: str) -> Any:
     """A value from a file, a flag or a variable, converted to the option's type; `given` names its source in errors."""
+    value = value.value if isinstance(value, enum.Enum) else value
     if value is None or (option.optional and isinstance(value, str) and value.strip().lower() in ("", "none", "null")):
         if value is None and not option.optional:
             return option.default  # a key without a value is ignored
@@ -252,8 +341,9 @@ def _number_or_text(text: str) -> Any:
         return text
 
 
-_KINDS: dict[type, typing.Callable[[Any], Any]] = {
+_KINDS: dict[type, Callable[[Any], Any]] = {
     bool: as_bool, int: as_int, float: _as_float, str: _as_text, list: as_list, tuple: _as_tuple, dict: _as_mapping,
+    object: lambda value: value,
 }  # fmt: skip
 
 

@@ -22,8 +22,8 @@ from fullshard.cli import app
 from fullshard.configfile import read_file, sort_keys
 from fullshard.launch.config import file_options, launch_options
 from fullshard.launch.sft_command import split
-from fullshard.options import options_of, parse_flags
-from fullshard.train.config import SFTConfig
+from fullshard.options import parse_flags
+from fullshard.train.cli_args import CommandConfig, command_options
 from tests.pool import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,10 +133,10 @@ def check_fullshard(words: list[str]) -> None:
     if name == "sft":
         mine, launchers = split(left)
         file, flags = (mine[:1], mine[1:]) if mine and not mine[0].startswith("-") else ([], mine)
-        parsed = parse_flags(flags, options_of(SFTConfig), name)
+        parsed = parse_flags(flags, command_options(), name)
         assert not parsed.rest, parsed.rest
         assert file or parsed.values.get("model_name_or_path")
-        SFTConfig(**parsed.values)
+        CommandConfig(**parsed.values)
         assert not parse_flags(launchers, launch_options(), "launch").rest
     elif name in ("launch", "test"):
         parsed = parse_flags(left, launch_options(), name)
@@ -151,7 +151,7 @@ FOREIGN = {"help", "version", "nproc_per_node", "ntasks_per_node", "no"}
 
 def test_flags_mentioned_in_the_text_exist():
     known = set(FOREIGN)
-    for one in (*options_of(SFTConfig), *launch_options()):
+    for one in (*command_options(), *launch_options()):
         known |= {one.key, *one.flags, f"no_{one.key}"}
     for command in COMMANDS.values():
         for parameter in command.params:
@@ -177,7 +177,7 @@ def test_a_yaml_block_is_a_configuration(block, tmp_path):
     if {"distributed_type", "fsdp_config", "num_processes"} & set(yaml.safe_load(block.text)):
         assert sort_keys(read_file(file), file_options(), notes).values
     else:
-        SFTConfig(**sort_keys(read_file(file), options_of(SFTConfig), notes).values)
+        CommandConfig(**sort_keys(read_file(file), command_options(), notes).values)
     assert not notes, "shown to users, and yet it has to be interpreted"
 
 

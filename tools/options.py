@@ -5,6 +5,7 @@ A class is added by a line in `PAGES`; tests/launch/test_page.py fails while the
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fullshard.launch.config import ProcessSettings, RunSettings
@@ -12,20 +13,36 @@ from fullshard.launch.help_text import default_of
 from fullshard.options import Option, options_of
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings
+from fullshard.train.cli_args import command_options
 from fullshard.train.config import SFTConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
-PAGES: list[tuple[str, str, type]] = [
-    ("`fullshard launch`: the run", "Flags only.", RunSettings),
-    ("`fullshard launch`: processes", "Flags, and keys at the top level of the configuration file.", ProcessSettings),
+PAGES: list[tuple[str, str, Sequence[Option]]] = [
+    ("`fullshard launch`: the run", "Flags only.", options_of(RunSettings)),
+    (
+        "`fullshard launch`: processes",
+        "Flags, and keys at the top level of the configuration file.",
+        options_of(ProcessSettings),
+    ),
     (
         "`fullshard launch`: the engine",
         "Flags, keys of the configuration file (the section is named where there is one; inside it the prefix `fsdp_`, "
         "`dynamo_` or `parallelism_config_` may be left out), and environment variables.",
-        EngineSettings,
+        options_of(EngineSettings),
     ),
-    ("`fullshard sft`", "Flags, keys of the run's YAML file, and arguments of `SFTConfig`.", SFTConfig),
+    (
+        "`fullshard sft`",
+        "Flags, keys of the run's YAML file, and arguments of `SFTConfig`. In a script some defaults are others, those "
+        "of TRL's `SFTConfig`; they are named.",
+        [one for one in command_options() if not (one.no_op or one.refused)],
+    ),
+    (
+        "`SFTConfig` alone",
+        "Arguments of `SFTConfig`; `fullshard launch` has its own flag.",
+        [one for one in options_of(SFTConfig) if one.script_only and not one.refused],
+    ),
 ]
+IN_SCRIPTS = {one.name: one for one in options_of(SFTConfig)}
 HEAD = """# Options
 
 Written by `tools/options.py` from the typed configuration classes. Flags take hyphens or underscores.
@@ -36,22 +53,38 @@ Written by `tools/options.py` from the typed configuration classes. Flags take h
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
-    for title, text, config in PAGES:
-        rows = [row(one) for one in options_of(config)]
+    for title, text, options in PAGES:
+        rows = [row(one) for one in options]
         parts.append(
             f"## {title}\n\n{text}\n\n| option | values | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
         )
-    rows = [f"| {name_of(one)} | {cell(one.no_op)} |\n" for one in IGNORED_OPTIONS]
+    unused = [one for one in options_of(SFTConfig) if one.no_op]
+    refused = [one for one in options_of(SFTConfig) if one.refused]
     parts.append(
         "## Accepted and ignored\n\nOptions of `fullshard launch` that are read from files and commands written for "
-        "other launchers, and have no effect.\n\n"
-        f"| option | reason |\n|---|---|\n{''.join(rows)}"
+        f"other launchers, and have no effect.\n\n{reasons(IGNORED_OPTIONS)}"
+    )
+    parts.append(
+        "## Settings of other trainers without effect\n\nArguments of transformers' `TrainingArguments` and TRL's "
+        f"`SFTConfig` that `SFTConfig` and `fullshard sft` accept, and that change nothing.\n\n{reasons(unused)}"
+    )
+    parts.append(
+        "## Settings of other trainers that are refused\n\nArguments of the same classes that are accepted at their "
+        f"default only.\n\n{reasons(refused)}"
     )
     return "\n".join(parts)
 
 
+def reasons(options: Iterable[Option]) -> str:
+    rows = [f"| {name_of(one)} | {cell(one.no_op or one.refused)} |\n" for one in options]
+    return f"| option | reason |\n|---|---|\n{''.join(rows)}"
+
+
 def row(one: Option) -> str:
-    return f"| {name_of(one)} | {cell(one.values)} | {cell(default_of(one))} | {cell(one.help)} |\n"
+    default, other = default_of(one), IN_SCRIPTS.get(one.name)
+    if other is not None and other.help == one.help and default_of(other) != default:
+        default += f"; in a script {default_of(other)}"
+    return f"| {name_of(one)} | {cell(one.values)} | {cell(default)} | {cell(one.help)} |\n"
 
 
 def name_of(one: Option) -> str:

@@ -44,8 +44,8 @@ def work_on_shards(optimizer: Any) -> None:
     kind: Any = type(optimizer)
     if optimizer.args.max_unorm > 0:
         raise FSDPError(
-            f"{kind.__name__} of bitsandbytes scales updates by the norm of the whole parameter, but its kernels see one shard; "
-            f"use AdamW, Lion or RMSprop of bitsandbytes"
+            f"{kind.__name__} of bitsandbytes scales updates by the norm of the whole parameter, and its kernels see "
+            f"one shard; use AdamW, Lion or RMSprop of bitsandbytes"
         )
     if getattr(optimizer, "optimizer_name", "") == "ademamix":
         raise FSDPError("AdEMAMix of bitsandbytes cannot be sharded: its state stacks two averages; use AdamW")

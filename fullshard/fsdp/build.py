@@ -225,7 +225,9 @@ def _shard_parameters(
     inside = {module: set(module.modules()) for module in modules}
     known_shards = {id(p.shard): p for unit in inner_units for p in unit.parameters}
     meets_plain = any(p.requires_grad for module in ignored for p in module.parameters())
-    for parameter, named_sites in shard.find_sites(root, ignored).values():
+    found = shard.find_sites(root, ignored)
+    while found:
+        parameter, named_sites = found.pop(next(iter(found)))  # not kept, so that its memory is free once it is sharded
         if id(parameter) in known_shards:
             continue
         sites = [site for _, site in named_sites]

@@ -7,6 +7,7 @@ attributes stay. This file has the public methods; they are implemented in `buil
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -139,6 +140,13 @@ class FSDPv2(metaclass=_Factory):
         """transformers' `save_pretrained` with whole values. All ranks must call it; rank 0 writes."""
         return state.save_pretrained(self, super(), save_directory, kwargs)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`. The module's own parameters stay gathered throughout, because parts of the model
+        that are no units (an encoder) are called on their own."""
+        engine, unit = self._fullshard_engine, self._fullshard_unit
+        with torch.no_grad(), engine.compiler.suspended():
+            return engine.run(unit, super().generate, args, kwargs, lambda output, as_global: output)  # type: ignore[misc]
+
     # --- refusals ---------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -166,8 +174,9 @@ def extended_class(module: nn.Module) -> type:
         meta = type(plain)
         combined = _Factory if meta is type else type("_Factory", (_Factory, meta), {})
         names = {"_fullshard_plain": plain, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
-        if not hasattr(plain, "save_pretrained"):
-            names["save_pretrained"] = property(_no_save_pretrained)
+        for method, needed in (("save_pretrained", "save_pretrained"), ("generate", "prepare_inputs_for_generation")):
+            if not hasattr(plain, needed):
+                names[method] = inspect.getattr_static(plain, method, None) or _absent(method)
         _extended[plain] = combined(plain.__name__, (FSDPv2, plain), names)
     return _extended[plain]
 
@@ -175,8 +184,13 @@ def extended_class(module: nn.Module) -> type:
 _extended: dict[type, type] = {}
 
 
-def _no_save_pretrained(self: Any) -> Any:
-    raise AttributeError(f"{type(self).__name__!r} object has no attribute 'save_pretrained'")
+def _absent(name: str) -> property:
+    """What a class without a method of `FSDPv2` has in its place."""
+
+    def missing(self: Any) -> Any:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    return property(missing)
 
 
 def _wrap(

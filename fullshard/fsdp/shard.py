@@ -6,7 +6,7 @@ Parameters are sharded one by one, so that besides the module itself only one wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,14 @@ from fullshard.torch_private import DTensorSpec, buffers_of, local_of, parameter
 
 replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The sharded parameter by the original parameter it replaced. An optimizer that holds a key was built too early."""
+
+
+@runtime_checkable
+class ReadsSlices(Protocol):
+    """A parameter whose values are not in memory."""
+
+    def read_slices(self, cuts: tuple[slice, ...]) -> torch.Tensor:
+        """Some of its values, on the host."""
 
 
 def find_sites(root: nn.Module, ignored: set[nn.Module]) -> dict[int, tuple[nn.Parameter, list[tuple[str, Site]]]]:
@@ -71,7 +79,8 @@ def make_shard(
     # combined, or where lists of optimizers and of `clip_grad_norm_` have sharded and plain tensors.
     kind = DTensor if device_mesh == mesh.device_mesh and not meets_plain else ShardedTensor
     dtype = dtype_of(plan.dtype)
-    value = parameter.detach()
+    slices = layout.slices(plan.shape, runtime.rank())
+    value: Any = parameter if isinstance(parameter, ReadsSlices) and not sync else parameter.detach()
     if is_sharded(value):
         local = local_of(redistributed(value, device_mesh, placements)).to(dtype)
     else:
@@ -79,7 +88,7 @@ def make_shard(
             value = torch.empty(value.shape, dtype=value.dtype, device=runtime.device())
         if sync:
             value = broadcast(value.to(runtime.device()).contiguous(), mesh)
-        piece = value[layout.slices(plan.shape, runtime.rank())]
+        piece = value.read_slices(slices) if isinstance(value, ReadsSlices) else value[slices]
         where = piece.device if piece.is_meta else runtime.device()
         local = piece.to(device=where, dtype=dtype, memory_format=torch.contiguous_format)
         if plan.parts > 1 or local.shape != value.shape:

@@ -104,7 +104,7 @@ def as_shards(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in values.items():
         p = by_name.get(prefix + name)
-        out[name] = value if p is None or not isinstance(value, torch.Tensor) else _as_shard(value, p)
+        out[name] = value if p is None or not isinstance(value, torch.Tensor) else as_shard(value, p)
     return out
 
 
@@ -113,7 +113,8 @@ def _prefix(model: nn.Module, engine: Engine) -> str:
     return f"{names[model]}." if names[model] else ""
 
 
-def _as_shard(value: torch.Tensor, p: ShardedParameter) -> torch.Tensor:
+def as_shard(value: torch.Tensor, p: ShardedParameter) -> torch.Tensor:
+    """This rank's piece of a whole or sharded value that belongs to a parameter; the value if its shape differs."""
     p.give_memory()
     shard = p.shard
     assert is_sharded(shard)

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import runtime
 from fullshard.errors import CheckpointError
 from fullshard.fsdp.parameter import ShardedParameter
-from fullshard.torch_private import spec_of
+from fullshard.fsdp.state_dict import as_shard
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 PLAIN_MODELS = ("model{}.safetensors", "pytorch_model{}.bin")
@@ -52,7 +51,8 @@ def load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         file = _plain(folder, PLAIN_OPTIMIZERS, optimizer_index)
         if hasattr(fsdp_plugin, "fullshard") and file is not None:
             values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            if any(isinstance(key, int) for key in values["state"]):  # by position; FSDP's are by name
+            by_position = any(isinstance(key, int) for key in values["state"])  # FSDP's are by name
+            if by_position or not any(values["state"].values()):  # torch cannot load an optimizer without state (SGD)
                 return optimizer.load_state_dict(_cut(values, optimizer, model))
         with _as_stored(fsdp_plugin, folder, OPTIMIZER, optimizer_index):
             return original(fsdp_plugin, accelerator, optimizer, model, input_dir, optimizer_index, **options)
@@ -115,8 +115,5 @@ def _cut(values: dict[str, Any], optimizer: Any, model: nn.Module) -> dict[str, 
 
 
 def _piece(value: Any, p: ShardedParameter | None) -> Any:
-    if p is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != p.plan.shape:
-        return value  # a step count, or the state of a parameter that is not sharded
-    shard: Any = p.shard
-    piece = value[p.layout.slices(p.plan.shape, runtime.rank())].to(p.local.device).clone()
-    return type(shard)(piece, spec_of(shard), requires_grad=False)
+    whole = isinstance(value, torch.Tensor) and p is not None
+    return as_shard(value, p).clone() if whole else value  # type: ignore[arg-type]

@@ -127,7 +127,11 @@ def _with_inner_model(given: Any, model: nn.Module) -> Any:
 
 def _settings(accelerator: Any, settings: EngineSettings) -> EngineSettings:
     """The settings with what the script gave to `Accelerator` itself."""
-    given: dict[str, Any] = {"mixed_precision": accelerator.mixed_precision}
+    precision = accelerator.mixed_precision
+    if precision == "fp16" and accelerator.scaler is None:
+        runtime.warn_once("fp16", "fp16 needs a loss scaler, which Accelerate has on GPUs only: computing in fp32")
+        precision = "no"
+    given: dict[str, Any] = {"mixed_precision": precision}
     compiled = accelerator.state.dynamo_plugin
     if compiled is not None and compiled.backend.value.lower() != "no":
         given |= {
@@ -166,3 +170,54 @@ def clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         return grad_clip.clip_grad_norm_(with_gradients, mesh, max_norm, norm_type, False)
 
     return clipped
+
+
+def get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `Accelerator.get_state_dict`: whole values on the first rank, tied ones as one tensor."""
+
+    def whole(self: Any, model: nn.Module, unwrap: bool = True) -> Any:
+        if not isinstance(model, FSDPv2):
+            return original(self, model, unwrap=unwrap)
+        return model.full_state_dict(rank0_only=True)
+
+    return whole
+
+
+def clip_grad_value(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `Accelerator.clip_grad_value_`."""
+
+    def clipped(self: Any, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        if not is_served(self):
+            return original(self, parameters, clip_value)
+        self.unscale_gradients()
+        return torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    return clipped
+
+
+def join_uneven_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `Accelerator.join_uneven_inputs`."""
+
+    @contextlib.contextmanager
+    def joined(self: Any, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        if not any(isinstance(one, FSDPv2) for one in joinables):
+            with original(self, joinables, even_batches):
+                yield
+            return
+        loaders = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
+        uneven: list[Any] = [sampler for sampler in loaders if getattr(sampler, "even_batches", None) is False]
+        if uneven or even_batches is False:
+            runtime.warn_once(
+                "join_uneven_inputs",
+                "join_uneven_inputs: every rank takes part in each step of a sharded model, so ranks that run out of "
+                "rows repeat some (even_batches=True). fullshard.prepare weights uneven batches instead",
+            )
+        for sampler in uneven:
+            sampler.even_batches = True
+        try:
+            yield
+        finally:
+            for sampler in uneven:
+                sampler.even_batches = False
+
+    return joined

@@ -1,50 +1,57 @@
-"""`from_pretrained` under `fullshard launch`: which values were loaded, and our layers for `load_in_4bit`.
+"""`from_pretrained` under `fullshard launch` for 4-bit models: our layers, which can be sharded.
 
-The dense weights stay mapped from the files until they are needed, so they take no memory. Each linear layer is
-quantized when its model is sharded, every rank its own slices, or whole at the first use before that.
+The weights stay in the files until they are needed, dense or in bitsandbytes' 4 bits. When the model is sharded each
+rank reads its own slices of a layer, and quantizes dense ones; a layer that is used before that is read whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard import runtime
-from fullshard.fsdp.strategy import dtype_of
+from fullshard.errors import QuantizationError
 from fullshard.integrations import loaded_values
+from fullshard.integrations.unread import Mapped, Unread
 from fullshard.parallelize.model import build_mesh, shard_model
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant import sharded_groups
 from fullshard.quant.config import Quantization
 from fullshard.quant.linear import NF4Linear
 from fullshard.quant.quantizable import LinearForm
-from fullshard.quant.quantize import linears, packed_parameters
-from fullshard.weights.dtypes import dtypes_kept
-from fullshard.weights.slice_reader import Cuts, Job, TensorReader
+from fullshard.quant.quantize import linears
+from fullshard.quant.sharded_groups import Scheme
+from fullshard.weights.slice_reader import TensorReader
 from fullshard.weights.transforms import piece_of
+
+FOREIGN = {"Linear4bit": "load_in_4bit", "Linear8bitLt": "load_in_8bit"}
+"""bitsandbytes' layers, and what asks for them."""
 
 
 def from_pretrained(original: Callable[..., Any]) -> Callable[..., Any]:
     """Seam of `PreTrainedModel.from_pretrained`."""
 
     def load(cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        chosen, wanted = None, None
+        chosen = None
         if _asks_for_4_bits(kwargs.get("quantization_config")):
             chosen = Quantization.of(kwargs.pop("quantization_config"))
-            given = [kwargs.pop(name, None) for name in ("dtype", "torch_dtype")]
-            wanted = next((dtype for dtype in given if dtype not in (None, "auto")), None)
-            # In the dtype of the files: transformers then maps the weights instead of reading them.
-            kwargs |= {"dtype": "auto", "device_map": None}
+            kwargs["device_map"] = None
         model, info = original(cls, *args, output_loading_info=True, **kwargs)
-        loaded_values.mark(model, {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
-        if chosen is not None:
-            quantize_later(model, chosen, dtype_of(wanted) or model.dtype)
+        if stored := foreign_layers(model, "Linear4bit"):
+            adopt(model, stored)
+        elif chosen is not None:
+            quantize_later(model, chosen)
         return (model, info) if output_loading_info else model
 
     return load
+
+
+def load_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `Bnb4BitHfQuantizer.update_device_map`, for files that hold 4-bit weights."""
+    return lambda self, device_map: {"": "cpu"}
 
 
 def _asks_for_4_bits(config: Any) -> bool:
@@ -52,63 +59,94 @@ def _asks_for_4_bits(config: Any) -> bool:
     return bool(fields.get("load_in_4bit") or fields.get("_load_in_4bit"))
 
 
-def quantize_later(model: Any, chosen: Quantization, dtype: torch.dtype) -> None:
-    """Put 4-bit layers in the place of the model's linear layers; what stays dense is cast to `dtype`."""
+def foreign_layers(model: nn.Module, kind: str) -> dict[str, Any]:
+    """bitsandbytes' layers of one class, by name. The library need not be installed."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__ == kind and type(module).__module__.startswith("bitsandbytes.")
+    }
+
+
+def quantize_later(model: Any, chosen: Quantization) -> None:
+    """Put 4-bit layers in the place of the model's linear layers."""
     made: dict[nn.Module, DeferredNF4Linear] = {}
+    dtype = model.dtype
     for name, linear, form in list(linears(model, chosen.skip)):
         if linear not in made:
-            made[linear] = DeferredNF4Linear.deferred(linear, chosen, form, dtype)
+            weight = linear.weight
+            reader = weight.reader if isinstance(weight, Unread) else Mapped(weight.detach())
+            made[linear] = DeferredNF4Linear.deferred(
+                linear, form, {"weight": reader}, chosen.scheme, chosen.compute_dtype, weight.dtype
+            )
         model.set_submodule(name, made[linear])
-    packed, parameters = packed_parameters(model), dict(model.named_parameters())
-    kept = dtypes_kept(model, dtype, parameters)
-    for name, parameter in parameters.items():
-        if id(parameter) not in packed and parameter.is_floating_point():
-            parameter.data = parameter.data.to(kept.get(name, dtype))  # no write: it counts as loaded
     model.config.dtype = dtype
     model.config.quantization_config = chosen.to_config()
     model.is_loaded_in_4bit = True  # what PEFT and TRL look at
 
 
-class DeferredNF4Linear(NF4Linear):
-    """A 4-bit layer that is quantized when its values are first needed."""
+def adopt(model: Any, layers: dict[str, Any]) -> None:
+    """Put our layers in the place of bitsandbytes', which hold 4-bit weights from the files."""
+    for name, layer in layers.items():
+        state = layer.weight.quant_state
+        tensors = {"": layer.weight.data, **{f".{key}": one for key, one in state.as_dict(packed=True).items()}}
+        readers = {f"weight{key}": Mapped(one) for key, one in tensors.items()}
+        scheme = Scheme(state.quant_type, state.blocksize, bool(state.nested), layer.weight.dtype)
+        form = LinearForm(layer.in_features, layer.out_features, False)
+        made = DeferredNF4Linear.deferred(layer, form, readers, scheme, layer.compute_dtype, state.dtype)
+        made.stored = {key: reader.shape for key, reader in readers.items()}
+        model.set_submodule(name, made)
+    for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):  # they are about bitsandbytes' layers
+        vars(model).pop(attribute, None)
 
-    dense: torch.Tensor | None = None
-    """The weight as it was loaded; None once the layer has its 4-bit values."""
+
+class DeferredNF4Linear(NF4Linear):
+    """A 4-bit layer that is read, and quantized, when its values are first needed."""
+
+    readers: dict[str, TensorReader] | None = None
+    """The weight in the files, dense or in 4 bits; None once the layer has its values."""
 
     @classmethod
-    def deferred(cls, linear: Any, chosen: Quantization, form: LinearForm, dtype: torch.dtype) -> DeferredNF4Linear:
+    def deferred(
+        cls, linear: Any, form: LinearForm, readers: Any, scheme: Scheme, compute_dtype: Any, dtype: torch.dtype
+    ) -> DeferredNF4Linear:
         layer = cls(
-            form.in_features, form.out_features, linear.bias is not None, scheme=chosen.scheme,
-            compute_dtype=chosen.compute_dtype, device="meta", dtype=dtype,
+            form.in_features, form.out_features, linear.bias is not None, scheme=scheme, compute_dtype=compute_dtype,
+            device="meta", dtype=dtype,
         )  # fmt: skip
         for name, part in layer.parts.items():  # not zeros: memory that is not written to is not taken
             empty = torch.empty_like(part, device=linear.weight.device)
             setattr(layer, name, nn.Parameter(empty, requires_grad=False))
-        layer.transposed, layer.dense = form.transposed, linear.weight.detach()
+        layer.transposed, layer.readers = form.transposed, readers
         if linear.bias is not None:
             layer.bias = linear.bias
         layer.train(linear.training)
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.quantize()
+        self.read()
         return super().forward(x)
 
     def whole_parts(self) -> sharded_groups.Parts:
-        self.quantize()
+        self.read()
         return super().whole_parts()
 
-    def quantize(self) -> None:
-        """Quantize the whole weight here, if that has not been done."""
-        if self.dense is not None:
-            rows = (self.dense.T if self.transposed else self.dense).to(self.packed.device, self.dtype)  # [out, in]
-            self.set_parts(sharded_groups.quantize_shard(rows.reshape(-1), rows.numel(), self.scheme))
-            self.dense = None
+    def read(self) -> None:
+        """Read the whole weight here, if that has not been done."""
+        if self.readers is not None:
+            loader, readers, self.readers = self.group_loader(), self.readers, None
+            self.set_parts(loader.finish(loader.read(readers, slice(0, len(self.packed))), None))
 
 
 def wrap(settings: EngineSettings, model: nn.Module, options: dict[str, Any]) -> Any:
-    """The model sharded in place; each rank quantizes its own slices of the layers that have no 4-bit values yet."""
-    layers = [m for m in model.modules() if isinstance(m, DeferredNF4Linear) and m.dense is not None]
+    """The model sharded in place; each rank reads its own slices of the layers that have no 4-bit values yet."""
+    for kind, option in FOREIGN.items():
+        if found := list(foreign_layers(model, kind)):
+            raise QuantizationError(
+                f"{type(model).__name__} has {len(found)} layer(s) of bitsandbytes ({found[0]}: {kind}), which cannot "
+                f"be sharded. Load it with from_pretrained and load_in_4bit, or without {option}"
+            )
+    layers = [m for m in model.modules() if isinstance(m, DeferredNF4Linear) and m.readers is not None]
     runtime.use_spmd()
     mesh = build_mesh(settings)
     if settings.sync_module_states and not any(p.is_meta for p in model.parameters()):
@@ -116,29 +154,14 @@ def wrap(settings: EngineSettings, model: nn.Module, options: dict[str, Any]) ->
         loaded_values.share(model, mesh, later)
         options = {**options, "sync_module_states": False}
     wrapped = shard_model(model, settings, mesh, **options)
-    _quantize_slices(wrapped, layers)
+    _read_slices(wrapped, layers)
     return wrapped
 
 
-def _quantize_slices(model: Any, layers: list[DeferredNF4Linear]) -> None:
+def _read_slices(model: Any, layers: list[DeferredNF4Linear]) -> None:
     """Give the layers of a sharded model their 4-bit values, each rank its own slices. All ranks must call it."""
     places = {site: p for unit in model._fullshard_engine.units for p in unit.parameters for site in p.sites}
     for layer in layers:
         pieces = {name: piece_of(places[layer, name]) for name in layer.made_parameters()}
-        assert layer.dense is not None
-        read = layer.read_files({"weight": _Loaded(layer.dense)}, pieces)
-        layer.finish_reading(read, pieces)
-        layer.dense = None
-
-
-class _Loaded(TensorReader):
-    """A tensor in memory, or mapped from a file."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
-
-    def jobs(self, out: torch.Tensor, cuts: Cuts) -> Iterator[Job]:
-        def copy() -> None:
-            out.copy_(self.tensor[cuts])
-
-        yield copy
+        layer.finish_reading(layer.read_files(layer.readers, pieces), pieces)
+        layer.readers = None

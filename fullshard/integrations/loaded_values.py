@@ -1,13 +1,13 @@
-"""Which values of a model the ranks have alike, because they loaded them, and which are taken from the first rank.
+"""Which values of a model the ranks have alike; the others are taken from the first rank.
 
-transformers maps weights from their files: they take no memory until they are written to, and every rank reads only
-what it keeps once the model is sharded. Sending them through the network, as the engine does with values it knows
-nothing about, would bring all of them into memory.
+Values that are still in their files (`unread.py`) are not looked at, except for a few: every rank reads its own slices
+of them. All others are compared by a checksum of every byte, whatever a script has done to them and by which means.
+Only those that differ are sent through the network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
 from typing import Any
 
 import torch
@@ -16,25 +16,18 @@ from torch import nn
 
 from fullshard import runtime
 from fullshard.fsdp.shard import broadcast
+from fullshard.integrations.unread import Unread
 from fullshard.spmd.mesh import Mesh
-from fullshard.torch_private import buffers_of, version_of
+from fullshard.torch_private import buffers_of
 
-MARK = "_fullshard_loaded"
-"""On a parameter that came from files: how often it had been written to by then."""
-SAMPLES = 32
-"""Elements of a loaded parameter that the ranks compare, in case a script wrote to it unseen (through `.data`)."""
-
-
-def mark(model: nn.Module, missing: Iterable[str]) -> None:
-    """Note that this model's parameters came from files, except those that the files lack."""
-    lacking = set(missing)
-    for name, parameter in model.named_parameters():
-        if name not in lacking:
-            setattr(parameter, MARK, version_of(parameter))
+CHUNK = 2**17
+"""64-bit words that are summed at a time."""
+SAMPLE = 64
+"""How many of the values in the files are compared, in case the ranks have loaded different files."""
 
 
 def share(model: nn.Module, mesh: Mesh, skipped: set[int]) -> None:
-    """Give every parameter and buffer that the ranks may have differently the first rank's value.
+    """Give every parameter and buffer that the ranks have differently the first rank's value.
 
     All ranks must call it. `skipped` has the ids of parameters that get their values later.
     """
@@ -53,21 +46,46 @@ def _first_rank_s(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def _alike(parameters: list[nn.Parameter]) -> list[bool]:
-    """Which parameters are as loaded on every rank. Only samples of their values are looked at."""
+    """Which parameters are the same on every rank."""
     if runtime.world_size() == 1 or not parameters:
         return [True] * len(parameters)
-    mine = torch.stack([_samples(p) for p in parameters]).to(runtime.device())
+    mine = torch.stack([_fingerprint(p).to(runtime.device()) for p in parameters])  # [parameters, 2]
     first = mine.clone()
     dist.broadcast(first, src=0)
-    same: Any = ((mine == first).all(1) & ~mine.isnan().any(1)).int()  # a NaN also stands for "not loaded"
+    same: Any = (mine == first).all(1).int()
     dist.all_reduce(same, op=dist.ReduceOp.MIN)
     return [bool(one) for one in same.tolist()]
 
 
-def _samples(parameter: nn.Parameter) -> torch.Tensor:
-    out = torch.full((SAMPLES,), float("nan"), dtype=torch.float64)
-    if getattr(parameter, MARK, None) == version_of(parameter) and parameter.numel():
-        flat = parameter.detach().reshape(-1)
-        at = torch.linspace(0, len(flat) - 1, SAMPLES, dtype=torch.float64).long()
-        out = flat[at.to(flat.device)].to("cpu", torch.float64)
-    return out
+def _fingerprint(parameter: nn.Parameter) -> torch.Tensor:
+    """A checksum of a parameter's values, and whether they are in memory."""
+    read = not isinstance(parameter, Unread)
+    value = parameter.detach() if read else parameter.read_slices(_sample(parameter.shape))
+    return torch.stack([checksum(value), torch.full((), int(read), device=value.device)])
+
+
+def _sample(shape: torch.Size) -> tuple[slice, ...]:
+    """A run of values along the last dim, in the middle of the others."""
+    return (*(slice(n // 2, n // 2 + 1) for n in shape[:-1]), *(slice(0, min(n, SAMPLE)) for n in shape[-1:]))
+
+
+@torch.no_grad()
+def checksum(value: torch.Tensor) -> torch.Tensor:
+    """A 64-bit checksum of a tensor's bytes, as a tensor on its device; neither values nor their order can change."""
+    data = value.contiguous().reshape(-1).view(torch.uint8)
+    total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
+    weights = _weights(data.device)
+    for chunk in data.split(8 * CHUNK):
+        if len(chunk) % 8 or chunk.storage_offset() % 8:
+            chunk = nn.functional.pad(chunk.clone(), (0, -len(chunk) % 8))
+        words = chunk.view(torch.int64)
+        # Without the shift, two changed signs could cancel out: the highest bit times any odd number is itself.
+        total = total * 31 + ((words ^ (words >> 29)) * weights[: len(words)]).sum()
+    return total
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd 64-bit numbers, the same on every rank."""
+    numbers = torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=torch.Generator().manual_seed(0))
+    return (numbers | 1).to(device)

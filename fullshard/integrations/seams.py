@@ -74,6 +74,18 @@ SEAMS = (
         "the norm is exact on every mesh",
     ),
     Seam(
+        "accelerate.accelerator", "Accelerator.get_state_dict", f"{_HOME}accelerate_prepare:get_state_dict",
+        "tied weights stay one tensor, which `save_pretrained` writes once",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.clip_grad_value_", f"{_HOME}accelerate_prepare:clip_grad_value",
+        "Accelerate refuses it under FSDP",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.join_uneven_inputs", f"{_HOME}accelerate_prepare:join_uneven_inputs",
+        "ranks with fewer batches would leave the others waiting",
+    ),
+    Seam(
         "accelerate.utils.fsdp_utils", "load_fsdp_model", f"{_HOME}accelerate_checkpoints:load_model",
         "a checkpoint is read in the form it has, also that of a run without FSDP",
     ),
@@ -90,8 +102,21 @@ SEAMS = (
         "whole weights are written whatever the state-dict type",
     ),
     Seam(
+        "transformers.core_model_loading", "_materialize_copy", f"{_HOME}unread:materialize",
+        "weights stay in their files until they are used or sharded",
+    ),
+    Seam(
+        "transformers.core_model_loading", "WeightConverter.convert", f"{_HOME}unread:convert",
+        "the same for weights that transformers puts together from several tensors, such as fused experts",
+    ),
+    Seam(
         "transformers.modeling_utils", "PreTrainedModel.from_pretrained", f"{_HOME}four_bit:from_pretrained",
         "`BitsAndBytesConfig(load_in_4bit=True)` gives fullshard's 4-bit layers, which can be sharded",
+    ),
+    Seam(
+        "transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer.update_device_map",
+        f"{_HOME}four_bit:load_on_host",
+        "files that hold 4-bit weights are loaded on the host, as others are",
     ),
     Seam(
         "trl.models.utils", "prepare_fsdp", f"{_HOME}trl:prepare_fsdp",

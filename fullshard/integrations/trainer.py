@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fullshard import runtime
 from fullshard.integrations.accelerate_prepare import is_served
 from fullshard.integrations.fsdp_plugin import NAMES
-from fullshard.parallelize.fsdp_flags import read_section, read_words
+from fullshard.parallelize.fsdp_flags import read_section, read_words, settings_from_trainer_flags
+from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import overlay
 
 _PLUGIN_NAMES = {setting: keyword for keyword, setting in NAMES.items()}
+_ONLY_XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
+"""Keys of `fsdp_config` that are no keywords of Accelerate's plugin."""
 
 
 def fsdp_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,15 +31,22 @@ def fsdp_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self)
         notes: list[str] = []
         values = overlay(read_section(section, notes), read_words(words))
-        for note in notes:
+        settings_from_trainer_flags(words, section)  # refuses what cannot be served
+        for note in (*notes, *_without_effect(values)):
             runtime.get_logger().info("TrainingArguments: %s", note)
         self.fsdp, self.fsdp_config = True, {}
         original(self)
         given = section if isinstance(section, dict) else {"config_file": str(Path(section))} if section else {}
         self.fsdp_config |= {name.removeprefix("fsdp_"): value for name, value in given.items()}
-        return {_PLUGIN_NAMES.get(name, name): value for name, value in values.items()}
+        return {_PLUGIN_NAMES.get(name, name): value for name, value in values.items() if name not in _ONLY_XLA}
 
     return process
+
+
+def _without_effect(values: dict[str, Any]) -> Iterator[str]:
+    for one in IGNORED_OPTIONS:
+        if values.get(one.name, one.default) not in (one.default, {}):
+            yield f"fsdp_config: {one.name} is ignored: {one.no_op}"
 
 
 def save_model(original: Callable[..., Any]) -> Callable[..., Any]:

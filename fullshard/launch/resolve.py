@@ -128,6 +128,7 @@ class LaunchSettings:
         made["OMP_NUM_THREADS"] = str(self._threads(outer))
         if self.device == "cpu":
             made["FULLSHARD_DEVICE"] = "cpu"
+            made["ACCELERATE_USE_CPU"] = "true"  # else Accelerate takes such ranks for independent programs
         gpus = self.processes.gpu_ids
         if gpus not in (None, "all"):
             made["CUDA_VISIBLE_DEVICES"] = gpus

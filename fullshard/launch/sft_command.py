@@ -15,8 +15,8 @@ from fullshard.launch.config import find_file, launch_options
 from fullshard.launch.help_text import HELP, show_help
 from fullshard.launch.machine import count_gpus
 from fullshard.launch.resolve import resolve
-from fullshard.options import FALSE, TRUE, Option, options_of
-from fullshard.train.config import SFTConfig
+from fullshard.options import FALSE, TRUE, Option
+from fullshard.train.cli_args import command_options
 
 MODULE = "fullshard.train"
 
@@ -53,7 +53,7 @@ def sft(words: Sequence[str]) -> int:
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments of the run and those of the launcher. A flag that both have is the run's."""
-    runs = {name for o in options_of(SFTConfig) for name in (o.key, *o.flags)}
+    runs = {name for o in command_options() for name in (o.key, *o.flags)}
     launchers: dict[str, Option] = {}
     for one in launch_options():
         launchers |= {name: one for name in (one.key, *one.flags) if name not in runs}
@@ -82,5 +82,8 @@ def show_sft_help() -> None:
         "Fine-tunes a language model, fully sharded. Settings come from the file and from flags, which override it; "
         "hyphens and underscores are the same. --num_processes, --config_file and the other flags of fullshard launch "
         "set the processes to run on.",
-        {"Flags": options_of(SFTConfig)},
+        {
+            "Flags": [one for one in command_options() if not (one.no_op or one.refused)],
+            "Accepted, without effect": [one for one in command_options() if one.no_op],
+        },
     )

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard.data.pretokenized import IGNORED
+from fullshard.errors import ConfigError
 from fullshard.lora import trainable_tokens
 from fullshard.lora.trainable_tokens import TrainedRows, put_over
 from fullshard.models.inner_model import causal
@@ -110,6 +111,16 @@ def _apply(steps: tuple[Step, ...], logits: torch.Tensor) -> torch.Tensor:
 # --- the loss -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of one token: cross-entropy, with label smoothing, or weighted with the token's probability."""
+
+    smoothing: float = 0.0
+    """The fraction of the loss that is the mean cross-entropy with all tokens of the vocabulary."""
+    dft: bool = False
+    """Dynamic Fine-Tuning: the cross-entropy × the probability of the token, which is taken as a constant."""
+
+
 @dataclass
 class HeadStatistics:
     """Sums over the trained tokens (those in the loss mask) of a forward pass."""
@@ -131,7 +142,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, own: torch.Tensor | None,
         index: torch.Tensor | None, labels: torch.Tensor, steps: tuple[Step, ...], rows: int, scale: float,
-        *factors: torch.Tensor,
+        kind: TokenLoss, *factors: torch.Tensor,
     ) -> Any:  # fmt: skip
         # hidden [n, h], weight [v, h], labels [n]; own [k, h] replaces the rows of weight at index [k];
         # factors are the trainable tensors in steps
@@ -160,16 +171,23 @@ class _ChunkedLoss(torch.autograd.Function):
             correct = values.argmax(1, keepdim=True) == targets
             probs = (values - lse).exp_()
             entropy = lse.squeeze(1) - (probs * values).sum(1)
-            per_token = torch.stack([(lse - target_logits).squeeze(1), correct.squeeze(1).to(wide), entropy])
+            loss, weight_of_token = lse - target_logits, 1.0
+            if kind.smoothing:
+                loss = torch.lerp(loss, lse - values.mean(1, keepdim=True), kind.smoothing)
+            if kind.dft:
+                weight_of_token = probs.gather(1, targets)
+                loss = loss * weight_of_token
+            per_token = torch.stack([loss.squeeze(1), correct.squeeze(1).to(wide), entropy])
             sums += per_token.masked_fill(~mask, 0).sum(1)
             del values, per_token
             if not want:
                 continue
             # d loss / d logits = (softmax - one-hot) × scale, zero outside the loss mask. The scale is applied here, in
             # the wide dtype, so that narrow gradients are rounded once.
-            probs.scatter_add_(1, targets, torch.full_like(target_logits, -1)).mul_(scale).masked_fill_(
-                ~mask.unsqueeze(1), 0
-            )
+            probs.scatter_add_(1, targets, torch.full_like(target_logits, kind.smoothing - 1))
+            if kind.smoothing:
+                probs.sub_(kind.smoothing / probs.shape[1])
+            probs.mul_(weight_of_token * scale).masked_fill_(~mask.unsqueeze(1), 0)
             d_logits = probs.to(logits.dtype)
             if steps:
                 d_logits, *parts = torch.autograd.grad(logits, (raw, *factors), d_logits)
@@ -202,7 +220,7 @@ class _ChunkedLoss(torch.autograd.Function):
         # Freed now to save memory; a second backward through the same graph is not possible.
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [_scaled(g, d_loss, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return (*scaled[:4], None, None, None, None, None, *scaled[4:])
+        return (*scaled[:4], *[None] * 6, *scaled[4:])
 
 
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -215,8 +233,9 @@ def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dt
 
 
 def chunked_cross_entropy(
-    logits: DeferredLogits, labels: torch.Tensor, chunk_tokens: int = 0, scale: float = 1.0
-) -> HeadStatistics:
+    logits: DeferredLogits, labels: torch.Tensor, chunk_tokens: int = 0, scale: float = 1.0,
+    kind: TokenLoss = TokenLoss(),  # noqa: B008 - frozen
+) -> HeadStatistics:  # fmt: skip
     """Summed next-token cross-entropy over positions whose label is not -100."""
     with NoTorchFunction():
         hidden, head, own, steps = logits.hidden, logits.head, logits.rows, logits.steps
@@ -226,7 +245,7 @@ def chunked_cross_entropy(
     trained = [v for _, args, kwargs, _ in steps for v in (*args, *kwargs.values()) if _trains(v)]
     factors = {id(factor): factor for factor in trained}.values()
     return HeadStatistics(
-        *_ChunkedLoss.apply(hidden, head.weight, head.bias, values, index, labels, steps, rows, scale, *factors)
+        *_ChunkedLoss.apply(hidden, head.weight, head.bias, values, index, labels, steps, rows, scale, kind, *factors)
     )
 
 
@@ -234,11 +253,17 @@ def _trains(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and type(value) is not DeferredLogits and value.requires_grad
 
 
-def whole_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float = 1.0) -> HeadStatistics:
+def whole_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    scale: float = 1.0,
+    kind: TokenLoss = TokenLoss(),  # noqa: B008
+) -> HeadStatistics:
     """The same statistics from full logits."""
     values, labels = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
     values = values.to(torch.promote_types(torch.float32, values.dtype))
-    loss = F.cross_entropy(values, labels, ignore_index=IGNORED, reduction="sum")
+    losses = F.cross_entropy(values, labels, ignore_index=IGNORED, reduction="none", label_smoothing=kind.smoothing)
+    loss = (losses * (-losses.detach()).exp() if kind.dft else losses).sum()
     with torch.no_grad():
         mask = labels != IGNORED
         log_probs = values.log_softmax(1)
@@ -280,8 +305,11 @@ class LeanHead:
     own loss. Outside `loss_pass` the model behaves as before.
     """
 
-    def __init__(self, model: nn.Module, chunk_tokens: int = 0, chunked: bool = True) -> None:
-        self.model, self.chunk_tokens = causal(model), chunk_tokens
+    def __init__(
+        self, model: nn.Module, chunk_tokens: int = 0, chunked: bool = True,
+        kind: TokenLoss = TokenLoss(),  # noqa: B008 - frozen
+    ) -> None:  # fmt: skip
+        self.model, self.chunk_tokens, self.kind = causal(model), chunk_tokens, kind
         head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
         plain = trainable_tokens.plain_layer(head)
         self.head = plain if chunked and type(plain) is nn.Linear else None
@@ -352,6 +380,11 @@ class LeanHead:
 
     def _statistics_of(self, now: LossPass, output: Any, labels: torch.Tensor) -> HeadStatistics:
         """The sums of the pass, with the model's own loss in them."""
+        if now.statistics is None and self.kind != TokenLoss():
+            raise ConfigError(
+                f"{type(self.model).__name__} computes a loss of its own, for which there is no label_smoothing_factor "
+                f"and no loss_type; leave them out."
+            )
         own, targets = output["loss"], now.targets or 0
         found = now.statistics if now.statistics is not None else self._observed(output["logits"], labels)
         sums = torch.stack([own.detach().to(found.sums.dtype) * targets, *found.sums[1:]])
@@ -366,9 +399,9 @@ class LeanHead:
         # The scale is applied where gradients are computed, so that gradients in a narrow dtype are rounded once.
         scale = now.scale if (now.targets or 0) * now.scale else 1.0
         if type(logits) is DeferredLogits:
-            found = chunked_cross_entropy(logits, labels, self.chunk_tokens, scale)
+            found = chunked_cross_entropy(logits, labels, self.chunk_tokens, scale, self.kind)
         else:
-            found = whole_cross_entropy(logits, labels, scale)
+            found = whole_cross_entropy(logits, labels, scale, self.kind)
         now.statistics = now.statistics or found  # the first call is for the next token, if there are several
         return found.scaled / (scale * (labels[:, 1:] != IGNORED).sum())
 

@@ -36,6 +36,7 @@ IGNORED_OPTIONS: tuple[Option, ...] = (
         "limit_all_gathers", bool, True, "the number of units gathered ahead is always bounded",
         env="FSDP_LIMIT_ALL_GATHERS", **_FSDP,
     ),
+    _ignored("xla_fsdp_v2", bool, False, _NO_XLA, section="fsdp_config"),
     _ignored("xla_fsdp_settings", dict, None, _NO_XLA, section="fsdp_config"),
     _ignored(
         "xla_fsdp_grad_ckpt", bool, False, f"{_NO_XLA}; use fsdp_activation_checkpointing", section="fsdp_config"

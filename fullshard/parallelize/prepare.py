@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from fullshard import runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp import FSDPv2, shard
+from fullshard.fsdp.state_dict import as_shard
 from fullshard.parallelize.data_loader import RankLoader
 from fullshard.parallelize.model import shard_model
 from fullshard.parallelize.settings import EngineSettings
@@ -60,12 +61,17 @@ def prepare(*objects: Any, settings: EngineSettings | None = None, loss_reductio
 
 
 def rebind(optimizer: Optimizer) -> Optimizer:
-    """Replace an optimizer's parameters with the sharded ones; it stays the same object."""
-    if any(p in shard.replaced for p in optimizer.state):
+    """Replace an optimizer's parameters with the sharded ones; it stays the same object. State that it was made with
+    (Adagrad's) is sharded too."""
+    with_state = [p for p in optimizer.state if p in shard.replaced]
+    if any(optimizer.state[p].get("step") != 0 for p in with_state):
         raise ConfigError(
             f"prepare: this {type(optimizer).__name__} has already taken steps on the unsharded parameters, and its "
             "state cannot be sharded; prepare it before the first step"
         )
+    for p in with_state:
+        new, state = shard.replaced[p], optimizer.state.pop(p)
+        optimizer.state[new.shard] = {name: as_shard(value, new).clone() for name, value in state.items()}
     for group in optimizer.param_groups:
         group["params"] = [shard.replaced[p].shard if p in shard.replaced else p for p in group["params"]]
     return optimizer

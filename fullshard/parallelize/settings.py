@@ -87,7 +87,7 @@ class EngineSettings:
     """Modules whose full name matches are not sharded; every rank holds them whole."""
     sync_module_states: bool = _fsdp(True, env="FSDP_SYNC_MODULE_STATES")
     """Start from rank 0's parameter values on every rank. With false, each rank's shard is cut from its own values."""
-    xla: bool = option(False, section="fsdp_config", env="FSDP_XLA", aliases=("xla_fsdp_v2",))
+    xla: bool = option(False, section="fsdp_config", env="FSDP_XLA")
     """Train with PyTorch/XLA. true is an error: it is not supported yet."""
 
     dp_replicate_size: int | None = _sizes(None, env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE")

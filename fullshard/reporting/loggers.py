@@ -1,13 +1,13 @@
-"""Metric loggers: TensorBoard and Weights & Biases behind one small interface.
+"""Metric loggers: TensorBoard and Weights & Biases behind one small interface, and those of transformers as callbacks.
 
-By default TensorBoard is used if it is installed. A logger that fails is disabled with one warning; training continues.
+`logger_names.py` says which ones a run asks for. A logger of ours that fails is disabled with one warning; training
+continues.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import json
 import os
 import uuid
@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fullshard import runtime
-from fullshard.options import as_list
 from fullshard.paths import replace_text
+from fullshard.reporting.logger_names import OWN, asked_for
 from fullshard.reporting.records import Sample
 
 TENSORBOARD = "runs"
 WANDB = "wandb.json"
 """Holds the run id of Weights & Biases, so that a resumed run continues the same W&B run."""
 WANDB_PROJECT = "fullshard"
-AUTO = "tensorboard"
-"""The logger that `report_to: auto` selects."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,8 @@ class Run:
     """The step at which the run starts or resumes."""
     settings: Mapping[str, Any]
     name: str
+    events: str | None = None
+    """The folder for TensorBoard's files; None for the run's own."""
 
 
 class MetricLogger(Protocol):
@@ -59,22 +59,34 @@ def no_loggers(folder: Path, step: int) -> list[MetricLogger]:
     return []
 
 
-def opener(report_to: str, settings: Mapping[str, Any], run_name: str | None = None) -> OpenLoggers:
-    """A function that opens the loggers named in `report_to` that are installed; they record `settings`."""
-    names = as_list(report_to)
+def opener(
+    report_to: str, settings: Mapping[str, Any], run_name: str | None = None, events: str | None = None
+) -> OpenLoggers:
+    """A function that opens the loggers named in `report_to` that are installed; they record `settings`. `events` is
+    another folder for TensorBoard's files than the run's own."""
+    names = asked_for(report_to)
 
     def open_all(folder: Path, step: int) -> list[MetricLogger]:
         found: list[MetricLogger] = []
         for name, logger in LOGGERS.items():
-            wanted = name in names or "all" in names or ("auto" in names and name == AUTO)
-            if not wanted or importlib.util.find_spec(name) is None:
-                continue  # a missing logger that the user named was reported before the run started
-            run = Run(folder, step, settings, run_name or folder.resolve().name)
+            if name not in names:
+                continue
+            run = Run(folder, step, settings, run_name or folder.resolve().name, events)
             opened = attempt(f"report_to {name}", functools.partial(logger, run))
             found += [opened] if opened is not None else []
         return found
 
     return open_all
+
+
+def callbacks(report_to: str) -> list[Any]:
+    """transformers' callbacks for the loggers in `report_to` that are not ours. They log on the first rank."""
+    names = [name for name in asked_for(report_to) if name not in OWN]
+    if not names:
+        return []
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    return [callback() for callback in get_reporting_integration_callbacks(names)]
 
 
 def attempt(what: str, act: Callable[[], Any]) -> Any:
@@ -100,7 +112,9 @@ class TensorBoard:
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer: Any = SummaryWriter(str(run.folder / TENSORBOARD), purge_step=run.step + 1 if run.step else None)
+        self.writer: Any = SummaryWriter(
+            run.events or str(run.folder / TENSORBOARD), purge_step=run.step + 1 if run.step else None
+        )
         rows = "".join(f"| {name} | `{value}` |\n" for name, value in run.settings.items())
         self.writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", run.step)
 
@@ -147,8 +161,8 @@ class WeightsAndBiases:
         self.run.finish()
 
 
-LOGGERS: dict[str, Callable[[Run], MetricLogger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-"""Loggers by their name in `report_to`, which is also the name of the package they need."""
+LOGGERS: dict[str, Callable[[Run], MetricLogger]] = dict(zip(OWN, (TensorBoard, WeightsAndBiases), strict=True))
+"""Our loggers by their name in `report_to`."""
 
 
 def _run_id(folder: Path) -> str:

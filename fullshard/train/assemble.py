@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fullshard import runtime
 from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
 from fullshard.fsdp import checkpoint_module
 from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.chunked_loss import LeanHead, TokenLoss
 from fullshard.models.neftune import add_noise
 from fullshard.models.packed_inputs import PackingMethod
 from fullshard.models.router_loss import has_router_loss, set_router_loss
@@ -86,7 +88,9 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     config, engine = run.config, run.engine
     join_ranks(engine)
     runtime.announce_transport(say)
-    runtime.seed(config.seed)
+    runtime.seed(config.seed, deterministic=config.full_determinism)
+    if config.tf32 is not None:
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     folders = find_folders(run)
     base, earlier = folders.base, folders.adapter
     tokenizer = run.tokenizer
@@ -99,7 +103,7 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     requested = adapter.requested_config(config, run.peft_config)
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
     peft_config, grown = agree_locally(work, "vocabulary")
-    packing = choose_packing(config, model, say) if config.packing else None
+    packing = choose_packing(config, model, say) if config.keeps_apart else None
     if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
         say(note)
     if base is None and (four_bits := quantization(config)) is not None:
@@ -127,7 +131,8 @@ def build_loop(
     if config.neftune_noise_alpha:
         add_noise(model, config.neftune_noise_alpha)
     packed = packed_inputs(model, parts.packing, engine.mixed_precision)
-    head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss)
+    loss = TokenLoss(config.label_smoothing_factor, config.loss_type == "dft")
+    head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss, loss)
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
     recomputes = config.gradient_checkpointing and not engine.activation_checkpointing

@@ -10,25 +10,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fullshard.data.find_dataset import source_of
-from fullshard.data.sources import DataSource, row_source
+from fullshard.data.sources import DataSource
 from fullshard.errors import ConfigError
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
-from fullshard.options import as_list
 from fullshard.parallelize.fsdp_flags import settings_from_trainer_flags
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.paths import Inputs, held, looks_local
+from fullshard.reporting.logger_names import check_report_to
 from fullshard.train import run_dir
-from fullshard.train.cli_args import Arguments, config_of
-from fullshard.train.config import REPORT_TO, SFTConfig
-from fullshard.train.dataset_options import RunData, configs_of, find
+from fullshard.train.cli_args import Arguments, CommandConfig, config_of
+from fullshard.train.config import SFTConfig
+from fullshard.train.dataset_options import RunData, configs_of, find, script_source, streamed
 from fullshard.train.prompts import read_prompts
 from fullshard.weights.adapter_base import find_base
 
@@ -62,7 +60,7 @@ class CheckedRun:
     def to_json(self) -> str:
         """The run of a command line for the processes that train it."""
         return json.dumps({
-            "config": self.config.to_dict(), "engine": dataclasses.asdict(self.engine), "model": self.model,
+            "config": self.config.values(), "engine": dataclasses.asdict(self.engine), "model": self.model,
             "adapter": self.adapter, "notes": self.notes,
         })  # fmt: skip
 
@@ -88,7 +86,7 @@ def receive(text: str) -> CheckedRun:
     """The run that the launcher has checked, in one of its ranks. Only whether its paths exist on this node is left to
     check."""
     values = json.loads(text)
-    config = SFTConfig.from_checked(values["config"])
+    config: SFTConfig = CommandConfig.from_checked(values["config"])
     given = values["engine"].items()
     engine: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
     named = {"model_name_or_path": values["model"], "adapter_name_or_path": values["adapter"]}
@@ -116,9 +114,30 @@ def sharding_settings(config: SFTConfig, launched: EngineSettings | None, notes:
     """How the model is sharded: the launcher's settings, overridden by the run's own."""
     engine = settings_from_trainer_flags(config.fsdp, config.fsdp_config, notes=notes, base=launched)
     changes: dict[str, Any] = {"mixed_precision": config.precision} if config.precision else {}
-    if config.torch_compile and engine.backend.lower() == "no":
-        changes["backend"] = "inductor"
+    if config.use_cpu:
+        changes["use_cpu"] = True
+    if config.torch_compile_backend or (config.torch_compile and engine.backend.lower() == "no"):
+        changes["backend"] = config.torch_compile_backend or "inductor"
+    if config.torch_compile_mode:
+        changes["mode"] = config.torch_compile_mode
+    if config.activation_offloading:
+        changes |= {"activation_checkpointing": True, "activation_checkpointing_offload": True}
     return dataclasses.replace(engine, **changes)
+
+
+def with_precision(config: SFTConfig, engine: EngineSettings) -> tuple[SFTConfig, EngineSettings]:
+    """The precision and the dtype of weights that a script leaves open, chosen as TRL does: bf16 where the device
+    computes in it (with `use_cpu` the CPU too), and weights in float32 where everything is computed in float32."""
+    config = copy.copy(config)
+    if config.bf16 is None:
+        from fullshard.accelerator import computes_bf16
+
+        open_to_choice = not config.fp16 and engine.mixed_precision == "no"
+        config.bf16 = open_to_choice and (config.use_cpu or (computes_bf16() and not engine.use_cpu))
+        engine = dataclasses.replace(engine, mixed_precision="bf16") if config.bf16 else engine
+    if config.torch_dtype is None:
+        config.torch_dtype = "float32" if engine.mixed_precision == "no" else "auto"
+    return config, engine
 
 
 def _with_adapter(config: SFTConfig, adapter: str | None) -> SFTConfig:
@@ -140,6 +159,7 @@ def check_script(
     What `output_dir` holds is checked when training begins: only then is it known whether the run resumes.
     """
     config, notes = config_of(args, **more)
+    config = streamed(config, train_dataset, notes)
     check_report_to(config.report_to)
     model, adapter = starting_point(
         model if model is not None else config.model_name_or_path, config.adapter_name_or_path
@@ -149,16 +169,21 @@ def check_script(
         raise ConfigError("there is no model: give model=, or model_name_or_path in args.")
     if isinstance(model, str | Path):
         check_model_folder(str(model))
+    elif model is not None and config.model_init_kwargs:
+        raise ConfigError(
+            "model_init_kwargs are for a model that is given by name, and the model is in memory already; set them "
+            "where you make it, or give its name."
+        )
     elif model is not None and config.rope_scaling is not None:
         raise ConfigError(
             f"rope_scaling is {config.rope_scaling}, but the model is in memory already; set rope_parameters in "
             f"its configuration before you make it, or give its folder."
         )
-    engine = sharding_settings(config, None, notes)
+    config, engine = with_precision(config, sharding_settings(config, None, notes))
     asks_adapter = peft_config is not None or (config.adapter_kind is not None and adapter is None)
     if asks_adapter and (hasattr(model, "peft_config") or adapter is not None):
         raise ConfigError("the model has an adapter already, and peft_config asks for another; leave one out.")
-    read = functools.partial(_source, formatting=formatting_func, config=config)
+    read = functools.partial(script_source, config=config, formatting=formatting_func)
     train = None if train_dataset is None else read(train_dataset, "train_dataset")
     evaluation: DataSource | dict[str, DataSource] | None = None
     if isinstance(eval_dataset, dict):
@@ -184,12 +209,6 @@ def check_script(
         config, engine, model, adapter, train, evaluation, inputs, tuple(notes), tokenizer=tokenizer,
         peft_config=peft_config,
     )  # fmt: skip
-
-
-def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, config: SFTConfig) -> DataSource:
-    if formatting is None:
-        return source_of(data, name, config.sample_by)
-    return row_source([{config.dataset_text_field: formatting(row)} for row in data], name)
 
 
 # --- paths ----------------------------------------------------------------------------------------------------------
@@ -285,13 +304,3 @@ def check_model_folder(name: str, option: str = "model_name_or_path", needs: str
         raise ConfigError(f"{option}: {path} is a file; expected the folder that holds {needs}.")
     if looks_local(name) and not path.exists():
         raise ConfigError(f"{option}: {path} does not exist.")
-
-
-def check_report_to(named: str) -> None:
-    """Refuse a logger that is asked for by name and not installed."""
-    for name in as_list(named):
-        if name in REPORT_TO and importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"report_to names {name}, which is not installed; pip install {name}, or leave report_to out: "
-                f"metrics.jsonl is always written."
-            )

@@ -1,7 +1,8 @@
 """The settings of a training run: the one source of flags, YAML keys, `--help`, validation and docs/options.md.
 
-Names and defaults are those of PEFT's training script and of transformers' `TrainingArguments`, so their commands work
-unchanged. Nothing here imports torch: a wrong setting is reported at once. How a model is sharded is in
+Names are those of PEFT's training script, of transformers' `TrainingArguments` and of TRL's `SFTConfig`. Defaults are
+TRL's, so that a script means the same when its imports change; `fullshard sft` has some of PEFT's script instead
+(`cli_args.py`). Nothing here imports torch: a wrong setting is reported at once. How a model is sharded is in
 `parallelize/settings.py`.
 """
 
@@ -9,18 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from fullshard.errors import ConfigError
-from fullshard.options import as_list, option, options_of, takes_other_names
+from fullshard.options import TakesOtherNames, as_list, convert, for_scripts, nearest, option, options_of
+from fullshard.reporting.logger_names import KNOWN
 from fullshard.train import lr_schedule, optimizer_names
 from fullshard.train.adapter_options import AdapterOptions
-
-REPORT_TO = ("tensorboard", "wandb")
-"""The loggers that `report_to` can name; each has the name of the package it needs."""
+from fullshard.train.argument_methods import ArgumentMethods
+from fullshard.train.data_options import DataOptions
+from fullshard.train.peer_names import PEER_NAMES
+from fullshard.train.trainer_options import TrainerOptions
+from fullshard.train.unused_options import UnusedOptions
 
 Strategy = Literal["no", "steps", "epoch"]
+PERIODS = ("logging_steps", "eval_steps", "save_steps")
+"""Settings that are a number of steps, or below 1 a fraction of all steps."""
 
 
 def _named(default: Any, *others: str, **about: Any) -> Any:
@@ -28,9 +35,9 @@ def _named(default: Any, *others: str, **about: Any) -> Any:
     return option(default, aliases=others, flags=others, **about)
 
 
-@takes_other_names
+@for_scripts(PEER_NAMES)
 @dataclass
-class SFTConfig(AdapterOptions):
+class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, ArgumentMethods, metaclass=TakesOtherNames):
     """Settings of a fine-tuning run."""
 
     # --- the model ---
@@ -38,9 +45,9 @@ class SFTConfig(AdapterOptions):
     """The model to start from."""
     tokenizer_name_or_path: str | None = option(None, given_as="a folder, or a name on the hub")
     """The tokenizer, if it is not in the model's folder."""
-    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _named("auto", "dtype")
+    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = _named(None, "dtype")
     """The dtype in which weights are loaded; auto keeps that of the files. With bf16 or fp16, trainable parameters are
-    also kept in fp32."""
+    also kept in fp32. If not set: that of the files with bf16 or fp16, else float32."""
     chat_template_format: Literal["none", "chatml", "zephyr", "llama3", "gemma", "mistral", "qwen", "phi"] = "none"
     """The chat template: the tokenizer's own (none), or a built-in one."""
     chat_template_path: str | None = option(None, given_as="a Jinja file, or a folder with a tokenizer")
@@ -54,75 +61,6 @@ class SFTConfig(AdapterOptions):
     model's context."""
     use_unsloth: bool = False
     """Load the model through Unsloth. Refused if true: Unsloth does not shard."""
-
-    # --- the data ---
-    dataset_name: str | None = option(None, given_as="a file, a folder, or a name on the hub; several with commas")
-    """The training data."""
-    dataset_config_name: str | None = None
-    """The configuration of a data set on the hub that has several; for a folder, a subfolder."""
-    dataset_weights: str | None = option(None, given_as="numbers, one per data set")
-    """The proportions of several data sets in a mix, by rows. Without weights the data sets are concatenated."""
-    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
-    """When one pass over a weighted mix ends: when every data set has been used up (smaller ones repeat), or when the
-    first one has."""
-    dataset_columns: str | None = option(None, given_as="name=column,…")
-    """Names of columns that differ from the usual ones, such as prompt=question,completion=answer."""
-    prompt_format: str | None = option(None, given_as="text with {column} in it")
-    """A format string that makes the prompt from a row's columns; the answer is the row's `completion` or `output`."""
-    dataset_settings: dict[str, Any] | None = option(None, given_as="a mapping, or JSON")  # noqa: RUF009 - a field
-    """Options for one of several data sets, by its name: how its rows are read and formatted."""
-    sample_by: Literal["line", "paragraph", "document"] = "line"
-    """What counts as one row of a .txt file."""
-    splits: str = "train,test"
-    """Names of the training and the evaluation split: file names in the folder, or splits on the hub."""
-    val_size: float = 0.0
-    """Hold out this many rows of the training data for evaluation; below 1 it is a fraction. `seed` chooses the rows;
-    with streaming they are the first ones."""
-    dataset_text_field: str = "text"
-    """The column with plain text."""
-    on_bad_row: Literal["stop", "skip"] = "stop"
-    """What to do with a row in an unknown format: stop and show it, or skip and count it."""
-    streaming: bool = False
-    """Read and tokenize the data during training instead of before it: for data sets larger than memory or disk. Rows
-    come in file order, shuffled within a buffer of `shuffle_buffer_size`. Needs `max_steps`."""
-    shuffle_buffer_size: int = 4096
-    """Rows that are tokenized, packed and shuffled together with streaming."""
-    packing: bool = False
-    """Put several documents into one row, to avoid padding. Documents cannot attend to each other; whether the model
-    ensures that is tested first."""
-    trust_packing: bool = False
-    """Allow packing when it cannot be tested whether the model isolates documents, as with custom model code."""
-    max_seq_len: int = _named(1024, "max_seq_length", "max_length")
-    """The maximum number of tokens in a row. `overflow` decides what happens to longer documents."""
-    overflow: Literal["truncate", "split", "drop"] = "truncate"
-    """What to do with documents longer than `max_seq_len`. The tokens lost are counted."""
-    append_concat_token: bool | None = None
-    """End each document with the EOS token. If not set: texts and completions end with it, and conversations end as
-    their chat template does."""
-    add_special_tokens: bool = False
-    """Let the tokenizer add its special tokens (such as BOS) to each document."""
-    assistant_only_loss: bool = False
-    """In conversations, compute the loss on the assistant's turns only."""
-    completion_only_loss: bool | None = None
-    """In rows with a prompt, compute the loss on the completion only; true if not set."""
-    last_turn_only_loss: bool = _named(False, "mask_history")
-    """In conversations, compute the loss on the assistant's last turn only."""
-    preview: bool = False
-    """Show a few rows as the model will see them, with the loss mask, and dataset statistics; then stop."""
-    preview_rows: int = 3
-    """The number of rows that `preview` shows."""
-    train_sampling_strategy: Literal["random", "sequential"] = "random"
-    """The order of rows: shuffled in each epoch, or sequential."""
-    data_seed: int | None = None
-    """The seed for the order of rows; `seed` if not set."""
-    dataloader_drop_last: bool = False
-    """Drop the last batch of an epoch if it is incomplete."""
-    dataloader_num_workers: int = 0
-    """The number of processes that tokenize, and of threads that prepare batches."""
-    dataloader_pin_memory: bool = True
-    """Copy batches to the GPU through pinned memory."""
-    cache_dir: str | None = option(None, given_as="a folder")
-    """The folder for tokenized data; `FULLSHARD_CACHE` or the user's cache folder if not set."""
 
     # --- where things go ---
     output_dir: str = option("trainer_output", given_as="a folder")
@@ -150,11 +88,13 @@ class SFTConfig(AdapterOptions):
     """Micro-batches per optimizer step. The loss is the mean over the trained tokens of all of them, on all ranks."""
     sync_each_batch: bool = True
     """Reduce gradients after each micro-batch (least memory) or once per step (least communication)."""
-    learning_rate: float = 5e-5
+    learning_rate: float = 2e-5
     """The peak learning rate."""
     lr_scheduler_type: lr_schedule.Kind = "linear"
     """The learning-rate schedule."""
-    lr_scheduler_kwargs: dict[str, Any] | None = option(None, given_as="name=value,…, or JSON")  # noqa: RUF009 - a field
+    lr_scheduler_kwargs: dict[str, Any] | str | None = option(  # noqa: RUF009 - a field
+        None, kind=dict, given_as="name=value,…, or JSON"
+    )
     """Options of the schedule, by transformers' names, such as min_lr_rate=0.1 or num_decay_steps=100."""
     warmup_ratio: float = 0.0
     """The fraction of all steps used for warmup, in which the learning rate rises from 0."""
@@ -162,7 +102,9 @@ class SFTConfig(AdapterOptions):
     """The number of warmup steps; overrides `warmup_ratio`. Below 1 it is a fraction of all steps."""
     optim: str = option("adamw_torch_fused", given_as=", ".join(optimizer_names.SERVED))
     """The optimizer, by transformers' name. adamw_torch_fused uses plain AdamW where torch has no fused kernel."""
-    optim_args: dict[str, Any] | None = option(None, given_as="name=value,…, or JSON")  # noqa: RUF009 - a field
+    optim_args: dict[str, Any] | str | None = option(  # noqa: RUF009 - a field
+        None, kind=dict, given_as="name=value,…, or JSON"
+    )
     """Arguments of the optimizer beside those below, such as momentum=0.9 for sgd."""
     optim_target_modules: str | None = None
     """Layers for GaLore and APOLLO. Refused if set: these optimizers are not supported."""
@@ -176,11 +118,12 @@ class SFTConfig(AdapterOptions):
     """AdamW's epsilon."""
     max_grad_norm: float = 1.0
     """Clip gradients to this norm; 0 turns clipping off."""
-    bf16: bool = False
-    """Mixed precision: compute in bf16, update in fp32."""
+    bf16: bool | None = None
+    """Mixed precision: compute in bf16, update in fp32. If not set: on GPUs that compute in bf16, unless the launcher's
+    settings name another precision."""
     fp16: bool = False
     """Mixed precision: compute in fp16 with loss scaling, update in fp32."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = True
     """Recompute activations in the backward pass instead of keeping them."""
     use_reentrant: bool = False
     """Use the reentrant variant of gradient checkpointing."""
@@ -197,7 +140,7 @@ class SFTConfig(AdapterOptions):
     """What to do on a NaN or infinite loss: stop before the update and name the rows, or skip the step."""
     fsdp: str | None = option(None, given_as="full_shard auto_wrap offload, …")
     """Sharding options in transformers' format; override the launcher's."""
-    fsdp_config: str | dict[str, Any] | None = option(None, given_as="a file")  # noqa: RUF009 - a field
+    fsdp_config: dict[str, Any] | str | None = option(None, kind=object, given_as="a file")  # noqa: RUF009 - a field
     """A file with `fsdp_*` keys; overrides the launcher's."""
     ddp_timeout: float = 1800
     """Seconds that the other ranks wait for a rank before the run fails."""
@@ -205,8 +148,8 @@ class SFTConfig(AdapterOptions):
     # --- evaluation, saving ---
     eval_strategy: Strategy = _named("no", "evaluation_strategy")  # noqa: RUF009 - a field
     """When to evaluate."""
-    eval_steps: int | None = None
-    """Steps between evaluations; `logging_steps` if not set."""
+    eval_steps: float | None = None
+    """Steps between evaluations; `logging_steps` if not set. Below 1 it is a fraction of all steps."""
     eval_on_start: bool = False
     """Evaluate before the first step too."""
     eval_samples: int = 0
@@ -216,10 +159,11 @@ class SFTConfig(AdapterOptions):
     """Generate answers to these prompts at each evaluation, instead of prompts of the evaluation data."""
     sample_max_new_tokens: int = 64
     """The maximum number of tokens in an answer."""
-    save_strategy: Strategy = "steps"
-    """When to save a checkpoint. The last step is always saved unless this is no."""
-    save_steps: int = 500
-    """Steps between checkpoints."""
+    save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
+    """When to save a checkpoint; best: after each evaluation that is the best so far. The last step is always saved
+    unless this is no or best."""
+    save_steps: float = 500
+    """Steps between checkpoints. Below 1 it is a fraction of all steps."""
     save_total_limit: int | None = None
     """The number of checkpoints to keep. The best and the newest are always kept."""
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -240,8 +184,8 @@ class SFTConfig(AdapterOptions):
     # --- what is shown ---
     logging_strategy: Strategy = "steps"
     """When to log."""
-    logging_steps: int = 10
-    """Steps between log lines."""
+    logging_steps: float = 10
+    """Steps between log lines. Below 1 it is a fraction of all steps."""
     logging_first_step: bool = False
     """Log the first step too."""
     log_level: Literal["passive", "debug", "info", "warning", "error", "critical"] = "passive"
@@ -249,9 +193,10 @@ class SFTConfig(AdapterOptions):
     progress: Literal["auto", "live", "plain", "json", "quiet"] = "auto"
     """Output on the terminal: a live display, plain lines, JSON lines, or errors only. auto is live on a terminal, else
     plain."""
-    report_to: str = option("auto", given_as="auto, tensorboard, wandb, all, none")
-    """Where to log metrics besides metrics.jsonl. auto is TensorBoard if it is installed, all every logger that is
-    installed; a logger that is named must be installed."""
+    report_to: str = option("none", given_as="none, auto, all, or tensorboard, wandb, mlflow, trackio, …")
+    """Where to log metrics besides metrics.jsonl: TensorBoard, Weights & Biases, and every logger that transformers
+    supports. auto is TensorBoard if it is installed, all every logger that is installed; a logger that is named must be
+    installed."""
     run_name: str | None = None
     """The name of the run in its report and in loggers."""
     push_to_hub: bool = False
@@ -266,7 +211,11 @@ class SFTConfig(AdapterOptions):
     checkpoint, as last-checkpoint; or every checkpoint, which is kept until it is uploaded."""
 
     def __post_init__(self) -> None:
+        self._convert()
+        self.take_nested()
+        self.check_unused()
         self._check_numbers()
+        self.check_data()
         self._check_conflicts()
         self._check_evaluation()
         self.check_adapter()
@@ -275,20 +224,43 @@ class SFTConfig(AdapterOptions):
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
+    def _convert(self) -> None:
+        """Give every value its option's type, as in files: scripts and `HfArgumentParser` pass text and enums too."""
+        self.report_to = _names(self.report_to)
+        modules: Any = self.optim_target_modules
+        self.optim_target_modules = ",".join(modules) if isinstance(modules, list | tuple) else modules
+        self.fsdp = _flags(self.fsdp)
+        for one in options_of(SFTConfig):
+            setattr(self, one.name, convert(one, getattr(self, one.name), one.name))
+        for name in PERIODS:
+            value = getattr(self, name)
+            if value is not None and value >= 1:
+                if value != int(value):
+                    raise ConfigError(f"{name} is {value:g}; expected a whole number, or a fraction of all steps.")
+                setattr(self, name, int(value))
+        if self.local_rank < 0:
+            self.local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
+        if self.disable_tqdm and self.progress == "auto":
+            self.progress = "plain"
+
     def _check_numbers(self) -> None:
         at_least_one = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-                        "save_steps", "logging_steps", "lora_r", "lora_alpha", "max_seq_len", "eval_steps",
-                        "save_total_limit", "early_stopping_patience", "shuffle_buffer_size", "preview_rows",
-                        "sample_max_new_tokens")  # fmt: skip
+                        "lora_r", "lora_alpha", "max_seq_len", "torch_empty_cache_steps", "save_total_limit",
+                        "early_stopping_patience", "shuffle_buffer_size", "preview_rows",
+                        "sample_max_new_tokens", "dataset_num_proc", "pad_to_multiple_of")  # fmt: skip
         not_negative = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "seed", "data_seed",
                         "dataloader_num_workers", "loss_chunk_tokens", "adam_epsilon",
-                        "early_stopping_threshold", "val_size", "eval_samples")  # fmt: skip
+                        "early_stopping_threshold", "val_size", "eval_samples", "eval_delay")  # fmt: skip
         for names, least in ((at_least_one, 1), (not_negative, 0)):
             for name in names:
                 value = getattr(self, name)
                 if value is not None and not (value >= least and math.isfinite(value)):
                     raise ConfigError(f"{name} is {value}; expected {least} or more.")
-        for name in ("warmup_ratio", "lora_dropout", "adam_beta1", "adam_beta2"):
+        for name in PERIODS:
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} is {value:g}; expected 1 or more, or a fraction of all steps.")
+        for name in ("warmup_ratio", "lora_dropout", "adam_beta1", "adam_beta2", "label_smoothing_factor"):
             value = getattr(self, name)
             if not 0 <= value <= 1 or (value == 1 and name != "warmup_ratio"):
                 raise ConfigError(f"{name} is {value}; expected a number from 0 to 1.")
@@ -297,20 +269,15 @@ class SFTConfig(AdapterOptions):
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected more than 0.")
         if self.max_steps == 0 or self.max_steps < -1:
             raise ConfigError(f"max_steps is {self.max_steps}; expected 1 or more, or -1 for num_train_epochs.")
-        if self.val_size >= 1 and self.val_size != int(self.val_size):
-            raise ConfigError(f"val_size is {self.val_size:g}; expected a number of rows, or a fraction below 1.")
-        if self.streaming and 0 < self.val_size < 1:
-            raise ConfigError(
-                f"val_size is {self.val_size:g}: a fraction of a stream is unknown; give a number of rows, which are "
-                f"then the first."
-            )
-        if self.max_seq_len < 2:
-            raise ConfigError(f"max_seq_len is {self.max_seq_len}; a row needs at least 2 tokens to predict one.")
 
     def _check_conflicts(self) -> None:
         if self.use_unsloth:
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
-        if self.packing and self.rope_scaling == "dynamic":
+        if self.rope_scaling is not None and self.max_seq_len is None:
+            raise ConfigError(
+                f"rope_scaling is {self.rope_scaling}, but max_seq_len is none; give the length that must fit."
+            )
+        if self.keeps_apart and self.rope_scaling == "dynamic":
             raise ConfigError(
                 "rope_scaling dynamic depends on the longest document of a batch, so packed documents would influence "
                 "each other; use linear or yarn, or leave packing out."
@@ -321,9 +288,17 @@ class SFTConfig(AdapterOptions):
             raise ConfigError("bf16 and fp16 are both on; choose one.")
         if (self.resume or self.resumes_newest) and self.overwrite:
             raise ConfigError("resume and overwrite are both on; choose one.")
-        unknown = [name for name in as_list(self.report_to) if name not in (*REPORT_TO, "auto", "all", "none")]
+        unknown = [name for name in as_list(self.report_to) if name not in (*KNOWN, "auto", "all", "none")]
         if unknown:
-            raise ConfigError(f"report_to names {', '.join(unknown)}; expected auto, tensorboard, wandb, all or none.")
+            hint = nearest(unknown[0], KNOWN) or f"; expected auto, all, none, {', '.join(KNOWN)}"
+            raise ConfigError(f"report_to names {', '.join(unknown)}{hint}.")
+        if self.loss_type == "dft" and self.label_smoothing_factor:
+            raise ConfigError("label_smoothing_factor is for loss_type nll, and loss_type is dft; choose one.")
+        if self.activation_offloading and not self.gradient_checkpointing:
+            raise ConfigError(
+                "activation_offloading keeps the inputs of recomputed layers on the host; it needs "
+                "gradient_checkpointing."
+            )
 
     def _check_evaluation(self) -> None:
         if self.streaming and self.max_steps < 0:
@@ -335,12 +310,15 @@ class SFTConfig(AdapterOptions):
             name = "load_best_model_at_end" if self.load_best_model_at_end else "early_stopping_patience"
             if self.eval_strategy == "no":
                 raise ConfigError(f"{name} needs evaluations, but eval_strategy is no; set it to steps or epoch.")
-        if self.load_best_model_at_end and self.save_strategy != self.eval_strategy:
+        if self.save_strategy == "best" and self.eval_strategy == "no":
+            raise ConfigError("save_strategy is best, which needs evaluations, but eval_strategy is no; set it.")
+        if self.load_best_model_at_end and self.save_strategy not in (self.eval_strategy, "best"):
             raise ConfigError(
                 f"load_best_model_at_end needs a checkpoint at each evaluation: eval_strategy is {self.eval_strategy}, "
                 f"save_strategy {self.save_strategy}; make them the same."
             )
-        if self.load_best_model_at_end and self.eval_strategy == "steps" and self.save_steps % self.evaluates_every:
+        steps = self.save_strategy == "steps" and self.save_steps >= 1 <= self.evaluates_every
+        if self.load_best_model_at_end and steps and self.save_steps % self.evaluates_every:
             raise ConfigError(
                 f"load_best_model_at_end needs save_steps to be a multiple of eval_steps; they are {self.save_steps} "
                 f"and {self.evaluates_every}."
@@ -354,7 +332,7 @@ class SFTConfig(AdapterOptions):
         return (self.resume_from_checkpoint or "").strip().lower() in ("true", "yes")
 
     @property
-    def evaluates_every(self) -> int:
+    def evaluates_every(self) -> float:
         """Steps between evaluations."""
         return self.eval_steps or self.logging_steps
 
@@ -382,22 +360,39 @@ class SFTConfig(AdapterOptions):
 
     def schedule_settings(self) -> dict[str, Any]:
         """The options of the learning-rate schedule, with defaults filled in."""
-        return lr_schedule.check(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)
+        return lr_schedule.check(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)  # type: ignore[arg-type]
 
     def optimizer_arguments(self) -> dict[str, Any]:
         """The arguments of the optimizer in `optim_args`, converted; an error if the optimizer is not supported."""
-        return optimizer_names.check(self.optim, self.optim_args or {}, self.optim_target_modules)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return optimizer_names.check(self.optim, self.optim_args or {}, self.optim_target_modules)  # type: ignore[arg-type]
 
     @classmethod
-    def from_checked(cls, values: dict[str, Any]) -> SFTConfig:
-        """The settings that `to_dict` gave, in a process that receives them: they are not checked again."""
+    def from_checked(cls, values: dict[str, Any]) -> Self:
+        """The settings that `values` gave, in a process that receives them: they are not checked again."""
         made = cls.__new__(cls)
         vars(made).update(values)
         return made
 
+    def values(self) -> dict[str, Any]:
+        """Every setting, by its field."""
+        names = [field.name for field in dataclasses.fields(self) if not field.name.startswith("_")]
+        return {name: getattr(self, name) for name in names}
+
     def changed(self) -> dict[str, Any]:
         """The settings that are not at their default."""
-        return {o.name: getattr(self, o.name) for o in options_of(SFTConfig) if getattr(self, o.name) != o.default}
+        values = self.values()
+        return {o.name: values[o.name] for o in options_of(type(self)) if values[o.name] != o.default}
+
+
+def _names(given: Any) -> str:
+    """`report_to` as text: transformers has a list, which is empty for none."""
+    if given is None or (isinstance(given, list | tuple) and not given):
+        return "none"
+    return ",".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
+
+
+def _flags(given: Any) -> str | None:
+    """`fsdp` as text: transformers also has lists, and true where everything is in `fsdp_config`."""
+    if isinstance(given, list | tuple):
+        given = " ".join(str(getattr(one, "value", one)) for one in given)
+    return given if isinstance(given, str) and given else None

@@ -54,7 +54,7 @@ class Hub:
         """Create the repository, so that a missing token or permission shows before hours of training."""
         if not runtime.is_main():
             return
-        if reason := _why_not():
+        if reason := self._why_not():
             self._warn(reason)
         else:
             self._start(self._create)
@@ -63,7 +63,9 @@ class Hub:
         """Upload the model as it is now, unless the last upload is still running. All ranks must call it."""
         if args.hub_strategy == "end":
             return
-        idle = runtime.is_main() and (self._busy or _why_not() is not None)
+        if args.hub_always_push and self._upload is not None:
+            self._upload.join()
+        idle = runtime.is_main() and (self._busy or self._why_not() is not None)
         if any_of(int(idle), "uploads"):
             return
         place = self._place
@@ -79,14 +81,14 @@ class Hub:
         Where uploads fail nothing is kept: a run must not fill the disk because the network is down.
         """
         waits = self.config.hub_strategy == "all_checkpoints" and step not in self._sent
-        return step == self._sending or (waits and not self._failing and _why_not() is None)
+        return step == self._sending or (waits and not self._failing and self._why_not() is None)
 
     def push(self, place: Path) -> None:
         """Upload the result and wait for it; for the first rank alone. A failure does not fail the run."""
         if self._upload is not None:
             self._upload.join()
         self._warned.clear()  # report a failure at the end of the run again
-        if reason := _why_not():
+        if reason := self._why_not():
             self._warn(reason, place)
         elif self._attempt(lambda: self._send(place, "the end of training", list(NEVER)), place):
             self.say(f"uploaded to {self._repository}")
@@ -121,15 +123,23 @@ class Hub:
             self._sending = None
         return not self._failing
 
-    def _create(self) -> None:
+    @property
+    def _api(self) -> Any:
         from huggingface_hub import HfApi
 
+        return HfApi(token=self.config.hub_token)
+
+    def _create(self) -> None:
         if self._repository is not None:
             return
-        api, private = HfApi(), self.config.hub_private_repo
+        api, private = self._api, self.config.hub_private_repo
         self._repository = api.create_repo(self._name, private=private, exist_ok=True).repo_id
+        if self.config.hub_revision is not None:
+            api.create_branch(self._repository, branch=self.config.hub_revision, exist_ok=True)
         if self.config.hub_strategy == "all_checkpoints" and (steps := self._steps):
-            there = set(api.list_repo_files(self._repository))  # a resumed run uploads what is missing
+            there = set(
+                api.list_repo_files(self._repository, revision=self.config.hub_revision)
+            )  # a resumed run uploads what is missing
             self._sent |= {step for step in steps if f"{CHECKPOINTS}/{step_name(step)}/{MANIFEST}" in there}
 
     @property
@@ -137,15 +147,14 @@ class Hub:
         return published_steps(self._place / CHECKPOINTS)
 
     def _send(self, place: Path, when: str, ignored: list[str]) -> None:
-        from huggingface_hub import HfApi
-
         self._create()
         assert self._repository is not None
         strategy, newest = self.config.hub_strategy, self._steps[-1:]
         self._sending = newest[0] if newest and strategy == "checkpoint" else None
-        HfApi().upload_folder(
-            folder_path=place, repo_id=self._repository, ignore_patterns=ignored, commit_message=f"fullshard: {when}"
-        )
+        self._api.upload_folder(
+            folder_path=place, repo_id=self._repository, ignore_patterns=ignored, commit_message=f"fullshard: {when}",
+            revision=self.config.hub_revision,
+        )  # fmt: skip
         if self._sending is not None:
             self._send_checkpoint(self._sending, LAST_CHECKPOINT, ["*"])  # replaces the one before
         while strategy == "all_checkpoints" and (left := [step for step in self._steps if step not in self._sent]):
@@ -154,16 +163,24 @@ class Hub:
             self._sent.add(left[0])
 
     def _send_checkpoint(self, step: int, name: str, replaced: list[str] | None) -> None:
-        from huggingface_hub import HfApi
-
         assert self._repository is not None
-        HfApi().upload_folder(
+        self._api.upload_folder(
             folder_path=self._place / CHECKPOINTS / step_name(step),
             repo_id=self._repository,
             path_in_repo=name,
             delete_patterns=replaced,
             commit_message=f"fullshard: checkpoint at step {step}",
+            revision=self.config.hub_revision,
         )
+
+    def _why_not(self) -> str | None:
+        """The reason why an upload cannot work; None if it may."""
+        from huggingface_hub import constants, get_token
+
+        if constants.HF_HUB_OFFLINE:
+            return "the hub is disabled (HF_HUB_OFFLINE is set)"
+        token = self.config.hub_token or get_token()
+        return None if token else "there is no token; log in with `hf auth login`, or set HF_TOKEN"
 
     def _warn(self, reason: str, place: Path | None = None) -> None:
         if reason in self._warned:
@@ -176,15 +193,6 @@ class Hub:
             "hf upload %s %s . %s",
             self._name, reason.rstrip("."), place, shlex.quote(self._name), shlex.quote(str(place)), leave,
         )  # fmt: skip
-
-
-def _why_not() -> str | None:
-    """The reason why an upload cannot work; None if it may."""
-    from huggingface_hub import constants, get_token
-
-    if constants.HF_HUB_OFFLINE:
-        return "the hub is disabled (HF_HUB_OFFLINE is set)"
-    return None if get_token() else "there is no token; log in with `hf auth login`, or set HF_TOKEN"
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
@@ -236,7 +244,7 @@ class Saving:
             return step == loop.progress.best_step or (hub is not None and hub.holds(step))
 
         place = place_of(self.args) / CHECKPOINTS
-        return CheckpointManager(place, self.args.save_steps, self.args.save_total_limit, protect=protect)
+        return CheckpointManager(place, max(1, int(self.args.save_steps)), self.args.save_total_limit, protect=protect)
 
     @property
     def _hub(self) -> Hub | None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.data.loader import Batch, Step
 from fullshard.errors import TrainingError
@@ -111,6 +111,7 @@ class Loop:
         """Correct predictions, entropy, router's loss × tokens, and tokens, summed over passes."""
         self.stands_in = False
         """Whether the micro-batch is a repeated row, because this rank has none; it must not contribute."""
+        self._counts_tokens = config.include_num_input_tokens_seen != "no"
         self.checkpoints: CheckpointManager | None = None
         self.last_measured: dict[str, float] = {}
         """What TRL logs besides the loss, as logged last."""
@@ -134,7 +135,7 @@ class Loop:
         self.model.train()
         self.window.began = time.monotonic()
         self._run_epochs(checkpoints)
-        if str(self.config.save_strategy) not in ("no", "best") and self._saved != progress.step:
+        if self.config.save_strategy not in ("no", "best") and self._saved != progress.step:
             self.save()
         checkpoints.join()
 
@@ -189,6 +190,10 @@ class Loop:
         self.window.add(result.loss, result.accuracy, result.entropy, pick.tokens, result.router_loss)
         state = self.notify.state
         state.global_step, state.epoch = progress.step, progress.epoch
+        state.num_input_tokens_seen = progress.tokens if self._counts_tokens else 0
+        every = self.config.torch_empty_cache_steps
+        if every is not None and progress.step % every == 0:
+            accelerator.empty_cache(runtime.device())
         self._show(result)
         if pick.facts is not None and pick.ends_epoch and pick.epoch == 1:
             self.reporter.say(describe_data("streamed", pick.facts, self.config))
@@ -201,7 +206,7 @@ class Loop:
             self._log(result.grad_norm)
         if self.notify.control.should_evaluate:
             best = trainer._determine_best_metric(trainer._evaluate(None, trainer.ignored_keys), None)
-            if best and (self.config.load_best_model_at_end or str(self.config.save_strategy) == "best"):
+            if best and (self.config.load_best_model_at_end or self.config.save_strategy == "best"):
                 self.notify.control.should_save = True
         if self.notify.control.should_save:
             self.save()
@@ -325,6 +330,7 @@ class Loop:
             "grad_norm": grad_norm,
             **measured,
             "num_tokens": self.progress.tokens,
+            **({"num_input_tokens_seen": self.progress.tokens} if self._counts_tokens else {}),
             "tokens_per_second": self.window.tokens_per_second,
             "memory_gib": memory_gib(),
             **({"skipped_steps": skipped} if skipped or self.scaler.is_enabled() else {}),
@@ -345,8 +351,8 @@ class Loop:
         self.notify.state.stateful_callbacks = self.progress.callbacks
         elapsed = exchange(self.window.elapsed, "time spent")[0]
         progress = {**asdict(self.progress), "window": self.window.state(elapsed)}
-        own = {"model": self.model, "optimizer": self.optimizer, "progress": progress, **scaler}
-        return {**own, **self.schedule.saved()}
+        optimizer = {} if self.config.save_only_model else {"optimizer": self.optimizer}
+        return {"model": self.model, **optimizer, "progress": progress, **scaler, **self.schedule.saved()}
 
     def save(self) -> None:
         """Save a checkpoint of this step, by way of the trainer, and call the callbacks."""
@@ -384,6 +390,8 @@ class Loop:
                 self.progress.batch,
                 batch,
             )
+        if self.config.save_only_model and runtime.is_main():
+            runtime.get_logger().warning("save_only_model is on: the optimizer is a new one, without its state")
         self.progress.batch = batch
         self._saved = self.progress.step
         self._set_state()

@@ -57,7 +57,8 @@ def find_folders(run: CheckedRun) -> Folders:
     """Find the folders of model and adapter; names on the hub are downloaded. All ranks must call it."""
     adapter_folder = resolve(run.adapter) if run.adapter is not None else None
     model = run.model if run.model is not None or adapter_folder is None else base_of_adapter(adapter_folder)
-    base = resolve(model) if isinstance(model, str | Path) else None
+    revision = {"revision": run.config.revision} if run.config.revision else {}
+    base = resolve(model, **revision) if isinstance(model, str | Path) else None
     origin = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     if adapter_folder is not None and origin is not None:
         agree(lambda: check_base(adapter_folder, origin), "base of the adapter")
@@ -83,7 +84,7 @@ def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | 
     if source is None:
         raise ConfigError("there is no tokenizer: give processing_class= (or tokenizer=), or tokenizer_name_or_path.")
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer could be read from {str(source)!r}: {first_line(error)[:200]}") from None
 
@@ -93,11 +94,21 @@ def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        shape = AutoConfig.from_pretrained(folder)
+        shape, unknown = AutoConfig.from_pretrained(
+            folder, return_unused_kwargs=True, trust_remote_code=config.trust_remote_code, **config.config_changes
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(f"no model configuration could be read from {folder}: {first_line(error)[:200]}") from None
+    unknown.pop("trust_remote_code", None)
+    if unknown:
+        raise ConfigError(
+            f"model_init_kwargs has {', '.join(sorted(unknown))}, which is neither a setting of a {shape.model_type} "
+            f"model nor supported otherwise; expected dtype, attn_implementation, quantization_config, "
+            f"trust_remote_code, revision or settings in its config.json."
+        )
     shape.name_or_path = lasting_name(folder)
     if config.rope_scaling is not None:
+        assert config.max_seq_len is not None
         scale_rope(shape, config.rope_scaling, config.max_seq_len, say)
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
@@ -109,7 +120,7 @@ def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
             dtype = choose_dtype(config.torch_dtype, shape, source)
             if four_bits is not None and config.torch_dtype == "auto":
                 dtype = dense_dtype(four_bits.scheme.storage) or dtype
-            model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, False)
+            model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, config.trust_remote_code)
             loading.untie_what_differs(model, source, None)
             if four_bits is not None:
                 quantize_model(model, four_bits, {name: entry.shape for name, entry in source.entries.items()})
@@ -138,7 +149,9 @@ def attention(config: SFTConfig, say: Say) -> str | None:
 def prepared_tokenizer(config: SFTConfig, tokenizer: Any) -> Prepared:
     """The tokenizer with the run's chat template, and the tokens that its and the data sets' templates need."""
     more = needed(templates_of(config))
-    return prepare_tokenizer(tokenizer, config.chat_template_format, config.chat_template_path, more)
+    return prepare_tokenizer(
+        tokenizer, config.chat_template_format, config.chat_template_path, more, config.eos_token, config.pad_token
+    )
 
 
 class Vocabulary(NamedTuple):
@@ -159,7 +172,7 @@ def prepare_vocabulary(
         say(note)
     rows = embedding_rows(model)
     new = make_room(model, tokenizer, prepared.added, say, stored_rows(earlier) if earlier is not None else 0)
-    if prepared.added:
+    if prepared.added or config.eos_token is not None:
         end_turns(model, tokenizer)
     if earlier is not None:
         peft_config = adapter.continued_config(config, earlier, say)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -88,18 +88,21 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: SFTConfig, total: in
     return Schedule(optimizer, config.lr_scheduler_type, config.warmup(total), total, config.schedule_settings())
 
 
-def make_optimizer(model: nn.Module, config: SFTConfig) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters. Matrices have weight decay; vectors (biases, norms) have none."""
+def make_optimizer(
+    model: nn.Module, config: SFTConfig, decayed: Collection[str] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters. `decayed` names those with weight decay; None means matrices: vectors
+    (biases, norms) have none."""
     if config.optim == "muon":
-        return _muon(model, config)
+        return _muon(model, config, decayed)
     kind, options = class_and_options(config)
     if not options.get("fused"):
-        return _made(model, config, kind, options)
+        return _made(model, config, kind, options, decayed)
     try:
-        return _made(model, config, kind, options)
+        return _made(model, config, kind, options, decayed)
     except RuntimeError as error:
         runtime.warn_once("fused", f"no fused AdamW for these parameters ({error}); the plain one is used")
-        return _made(model, config, kind, {**options, "fused": None})
+        return _made(model, config, kind, {**options, "fused": None}, decayed)
 
 
 def class_and_options(config: SFTConfig) -> tuple[Any, dict[str, Any]]:
@@ -130,42 +133,49 @@ def _bitsandbytes(optim: str, options: dict[str, Any], adam: dict[str, Any]) -> 
     return (bnb.Lion, options | {"betas": adam["betas"]}) if "lion" in optim else (bnb.AdamW, options | adam)
 
 
-def make_from_class(model: nn.Module, kind: Any, options: dict[str, Any], weight_decay: float) -> torch.optim.Optimizer:
+def make_from_class(
+    model: nn.Module, kind: Any, options: dict[str, Any], weight_decay: float, decayed: Collection[str] | None = None
+) -> torch.optim.Optimizer:
     """The user's optimizer class with its options, as with the `optimizer_cls_and_kwargs` of transformers' `Trainer`,
-    for the sharded model. A class that cannot update sharded parameters is refused. All ranks must call it."""
+    for the sharded model. `decayed` names the parameters with weight decay; None means matrices. A class that cannot
+    update sharded parameters is refused. All ranks must call it."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ConfigError(
             f"optimizer_cls_and_kwargs: got {kind!r}; expected a class of optimizers, such as torch.optim.AdamW, and "
             f"its options."
         )
     optimizer_trial.try_on_shards(kind, options, model)
-    made = kind(_groups(_trained(model), weight_decay), **options)
+    made = kind(_groups(_trained(model), decayed, weight_decay), **options)
     if is_bnb(made) and options.get("optim_bits") == 8:
         _keep_embeddings_wide(made, model)
     return made
 
 
-def _groups(trained: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    trained = list(trained)
+def _groups(
+    named: Mapping[str, nn.Parameter], decayed: Collection[str] | None, weight_decay: float
+) -> list[dict[str, Any]]:
+    chosen = {name for name, p in named.items() if (p.dim() > 1 if decayed is None else name in decayed)}
     groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for name, p in named.items() if name in chosen], "weight_decay": weight_decay},
+        {"params": [p for name, p in named.items() if name not in chosen], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def _made(model: nn.Module, config: SFTConfig, kind: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
+def _made(
+    model: nn.Module, config: SFTConfig, kind: Any, options: dict[str, Any], decayed: Collection[str] | None
+) -> torch.optim.Optimizer:
     if config.loraplus_lr_ratio is not None:
         made = _loraplus(model, config, kind, options)
     else:
-        made = kind(_groups(_trained(model), config.weight_decay), **options)
+        made = kind(_groups(_trained(model), decayed, config.weight_decay), **options)
     if options.get("optim_bits") == 8:
         _keep_embeddings_wide(made, model)
     return made
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _keep_embeddings_wide(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -178,17 +188,17 @@ def _keep_embeddings_wide(optimizer: torch.optim.Optimizer, model: nn.Module) ->
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
-def _muon(model: nn.Module, config: SFTConfig) -> torch.optim.Optimizer:
+def _muon(model: nn.Module, config: SFTConfig, decayed: Collection[str] | None) -> torch.optim.Optimizer:
     """Muon for hidden matrices and AdamW for the rest. Unless `optim_args` says otherwise, both have the same learning
     rate, and Muon scales its updates to the size of AdamW's."""
     arguments = {"adjust_lr_fn": "match_rms_adamw", "lr": config.learning_rate, **config.optimizer_arguments()}
     tables = tables_of(model)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    hidden = [p for name, p in named if is_hidden_matrix(name, p, tables)]
+    named = _trained(model)
+    hidden = {name: p for name, p in named.items() if is_hidden_matrix(name, p, tables)}
     if not hidden:
         raise ConfigError("optim is muon, but no matrix of a hidden layer is trainable; use adamw_torch.")
-    muon = torch.optim.Muon(hidden, weight_decay=config.weight_decay, **arguments)
-    rest = _groups((p for name, p in named if not is_hidden_matrix(name, p, tables)), config.weight_decay)
+    muon = torch.optim.Muon(hidden.values(), weight_decay=config.weight_decay, **arguments)
+    rest = _groups({name: p for name, p in named.items() if name not in hidden}, decayed, config.weight_decay)
     if not rest:
         return muon
     betas = (config.adam_beta1, config.adam_beta2)

@@ -19,6 +19,7 @@ from fullshard.data.sources import DataSource
 from fullshard.data.token_table import cache_root
 from fullshard.errors import ConfigError
 from fullshard.lora.adapter_config import FIRST, WEIGHTS
+from fullshard.options import options_of
 from fullshard.paths import Inputs, refuse_inputs, replace_text, within
 from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import configs_of
@@ -213,6 +214,8 @@ HARMLESS = frozenset({
     "push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "eval_on_start", "per_device_eval_batch_size",
     "preview", "preview_rows", "eval_samples", "sample_prompts", "sample_max_new_tokens",
     "cache_dir", "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory", "save_dtype", "async_save",
+    "torch_empty_cache_steps", "disable_tqdm", "logging_dir", "hub_token", "hub_revision", "hub_always_push", "project",
+    "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "include_num_input_tokens_seen", "eval_delay",
 })  # fmt: skip
 """Settings whose change in a resumed run does not change training."""
 
@@ -227,11 +230,11 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
 
 def changes(earlier: Mapping[str, Any], config: SFTConfig) -> dict[str, tuple[Any, Any]]:
     """The settings that differ from the earlier run's and change training: (then, now)."""
-    now = config.to_dict()
+    now, unused = config.to_dict(), {one.name for one in options_of(type(config)) if one.no_op}
     return {
         name: (earlier[name], now[name])
         for name in now
-        if name not in HARMLESS and name in earlier and earlier[name] != now[name]
+        if name not in HARMLESS | unused and name in earlier and earlier[name] != now[name]
     }
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
+from fullshard.data.prepared_rows import prepared_rows
 from fullshard.errors import ConfigError
 from fullshard.models.generate import stop_criteria
 from fullshard.models.router_loss import has_router_loss
@@ -99,10 +100,11 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
             model, args, train_dataset, eval_dataset, tokenizer, peft_config, formatting_func,
             {**settings, **(dataset_kwargs or {})},
         )  # fmt: skip
-        if data_collator is not None and run.config.packing:
+        self._formatting_func = formatting_func
+        if data_collator is not None and run.config.keeps_apart:
             raise ConfigError(
                 "data_collator: packed rows are collated by the trainer, so that documents stay apart; leave packing "
-                "out, or the collator."
+                "(padding_free, eval_packing) out, or the collator."
             )
         self.data_collator, self.compute_loss_func = data_collator, compute_loss_func
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
@@ -136,7 +138,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         self._folder_checked = run.folder_checked
         self._folder: EarlierRun | None = None
         self._samples = self._choose_samples()
-        self.callback_handler = Callbacks(self.args, callbacks)
+        self.callback_handler = Callbacks(self.args, [*loggers.callbacks(self.args.report_to), *callbacks])
         self.callback_handler.model, self.callback_handler.processing_class = self.parts.model, self.parts.tokenizer
         self._prepared: tuple[Loop, ResultWriter, Hub | None] | None = None
         self._preparing = self._trained = False
@@ -190,8 +192,8 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
 
     @property
     def train_dataset(self) -> Any:
-        """The rows of the training data."""
-        return self.parts.train
+        """The rows of the training data: tokens and labels, read like a `datasets.Dataset`."""
+        return prepared_rows(self.parts.train)
 
     @property
     def loop(self) -> Loop:  # type: ignore[override]
@@ -217,7 +219,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         config, parts = self.args, self.parts
         steps = self.train_steps() if parts.train is not None else None
         total = total_steps(config, steps)
-        boards = loggers.opener(config.report_to, config.to_dict(), config.run_name)
+        boards = loggers.opener(config.report_to, config.to_dict(), config.run_name, config.logging_dir)
         reporter = Reporter(run_dir.place_of(config), total, config.progress, boards)
         first = run_dir.first_adapter(config) if parts.from_weights and run_dir.resumes(config) else None
         writer = ResultWriter(config, parts.model, parts.tokenizer, parts.own_tables, parts.from_weights, first)

@@ -110,6 +110,14 @@ class TrainingStep:
     def items(self, step: Step) -> Any:
         """The number of trained tokens of a step, as `training_step` gets it."""
         count = max(1, step.pick.targets)
+        if not self.args.average_tokens_across_devices and runtime.world_size() > 1:
+            if self._batches_are_seen:
+                raise ConfigError(
+                    "average_tokens_across_devices is false, and the script computes the loss: it gets the tokens of "
+                    "all ranks, and the loss is a mean over them. Leave the setting out."
+                )
+            mine = [batch for batch, rows in zip(step.batches, step.mine, strict=True) if rows]
+            count = max(1, sum(trained_tokens(batch.get("labels")) for batch in mine)) * runtime.world_size()
         if not self._batches_are_seen:
             return count
         if self.compute_loss_func is None and not self.model_accepts_loss_kwargs and overridden(self, "compute_loss"):
@@ -243,11 +251,13 @@ class TrainingStep:
     def create_optimizer(self, model: Any = None) -> Any:
         """Make `optimizer`, unless there is one; one that a script made gets the sharded parameters."""
         model = model if model is not None else self.parts.model
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is not None:
-            kind, options = self.optimizer_cls_and_kwargs
-            self.optimizer = make_from_class(model, kind, options, self.args.weight_decay)
-        elif self.optimizer is None:
-            self.optimizer = make_optimizer(model, self.args)
+        if self.optimizer is None:
+            decayed = set(self.get_decay_parameter_names(model))
+            if self.optimizer_cls_and_kwargs is not None:
+                kind, options = self.optimizer_cls_and_kwargs
+                self.optimizer = make_from_class(model, kind, options, self.args.weight_decay, decayed)
+            else:
+                self.optimizer = make_optimizer(model, self.args, decayed)
         self.optimizer = rebind(self.optimizer)
         return self.optimizer
 

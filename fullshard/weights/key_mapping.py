@@ -150,10 +150,18 @@ class _PlainShapes:
         self.model, self.wanted = model, wanted
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        return torch.empty(self.wanted[name], device="meta")
+        shape = self.wanted[name] if name in self.wanted else self.model.get_parameter(name).shape
+        return torch.empty(shape, device="meta")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
+
+
+def converted_readers(
+    converter: WeightConverter, name: str, parts: dict[str, list[TensorReader]], model: PreTrainedModel
+) -> dict[str, TensorReader]:
+    """Readers for the results of one conversion of a model without wrappers, by full name."""
+    return _convert(converter, name, parts, _PlainShapes(model, {name: tuple(model.get_parameter(name).shape)}))
 
 
 def _convert(

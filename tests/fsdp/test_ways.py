@@ -379,8 +379,10 @@ def test_two_models_against_each_other(strategy):
 
 @ranks(2)
 @every_strategy
-def test_generate_between_forward_and_backward(strategy):
-    reference, model = build("llama", torch.float32), sharded("llama", torch.float32, strategy)
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_generate_between_forward_and_backward(name, strategy):
+    """An encoder is called on its own by `generate`, with an embedding that the root unit has."""
+    reference, model = build(name, torch.float32), sharded(name, torch.float32, strategy)
     ids = torch.randint(3, 60, (4, 9), generator=torch.Generator().manual_seed(1))
     answers = []
     for m, part in ((reference, lambda t: t), (model, mine)):

@@ -26,4 +26,5 @@ def with_fsdp(self, *args, **kwargs):
 
 state.AcceleratorState.__init__ = with_fsdp
 sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")

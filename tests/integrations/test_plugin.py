@@ -133,3 +133,15 @@ def test_fsdp_and_fsdp_config_are_read_as_the_launcher_reads_them(words, section
     assert made.fsdp is True and made.fsdp_config["xla"] is False
     settings = plugin.read(made.fsdp_plugin_args).settings
     assert {name: getattr(settings, name) for name in expected} == expected
+
+
+def test_the_keys_of_pytorch_xla_are_refused_by_name_or_ignored_with_a_note(monkeypatch, tmp_path, caplog):
+    seam = trainer.fsdp_arguments(TrainingArguments._process_fsdp_args)
+    monkeypatch.setattr(TrainingArguments, "_process_fsdp_args", seam)
+    options = {"fsdp": "full_shard", "use_cpu": True, "report_to": "none"}
+    with pytest.raises(ConfigError, match="xla: true: PyTorch/XLA is not supported yet"):
+        TrainingArguments(str(tmp_path), fsdp_config={"xla": True, "xla_fsdp_v2": True}, **options)
+    caplog.set_level("INFO", logger="fullshard")
+    made = TrainingArguments(str(tmp_path), fsdp_config={"xla": False, "xla_fsdp_grad_ckpt": True}, **options)
+    assert plugin.read(made.fsdp_plugin_args).settings.strategy == "FULL_SHARD"
+    assert "fsdp_config: xla_fsdp_grad_ckpt is ignored: it configures PyTorch/XLA" in caplog.text

@@ -98,6 +98,23 @@ def test_what_prepare_refuses():
         fullshard.prepare([1])
 
 
+@ranks(2)
+def test_an_optimizer_that_is_made_with_state():
+    """Adagrad begins with sums of squares, one per element."""
+    torch.manual_seed(0)
+    model = Model()
+    plain = copy.deepcopy(model)
+    made = [torch.optim.Adagrad(m.parameters(), lr=0.1, initial_accumulator_value=0.5) for m in (plain, model)]
+    model, optimizer = fullshard.prepare(model, made[1])
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+    for m, one in ((plain, made[0]), (model, optimizer)):
+        for _ in range(2):
+            m(x).sum().backward()
+            one.step()
+            one.zero_grad()
+    assert_values(model, plain)
+
+
 @ranks(1, 2, 4)
 def test_a_model_without_values_yet(world_size):
     with torch.device("meta"):

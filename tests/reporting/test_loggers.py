@@ -119,15 +119,18 @@ def test_what_is_not_installed(
     for given in ("auto", "all", "none"):
         checked_run.check_report_to(given)
         assert opener(SFTConfig(report_to=given))(tmp_path, 0) == []
-    assert SFTConfig().report_to == "auto" and not caplog.records
+    assert SFTConfig().report_to == "none" and not caplog.records
     with pytest.raises(ConfigError, match="report_to names wandb, which is not installed; pip install wandb"):
         SFTTrainer(args=SFTConfig(report_to="none,wandb"))
-    with pytest.raises(ConfigError, match="report_to names trackio; expected auto"):
-        SFTConfig(report_to="trackio")
+    with pytest.raises(ConfigError, match=r"report_to names dagshub, .* pip install dagshub mlflow"):
+        SFTTrainer(args=SFTConfig(report_to=["dagshub"]))
+    with pytest.raises(ConfigError, match="report_to names mlfow; did you mean mlflow"):
+        SFTConfig(report_to="mlfow")
 
 
 def test_which_loggers_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    own = {"tensorboard", "wandb"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in own else None)
     monkeypatch.setattr(loggers, "LOGGERS", {name: lambda *given, name=name: name for name in loggers.LOGGERS})
     for given, opened in {"auto": ["tensorboard"], "all": ["tensorboard", "wandb"], "wandb": ["wandb"]}.items():
         assert opener(SFTConfig(report_to=given))(tmp_path, 0) == opened

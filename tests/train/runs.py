@@ -9,18 +9,20 @@ from typing import Any
 import torch
 
 from fullshard.ranks import exchange
+from fullshard.train.cli_args import CommandConfig
 from fullshard.train.config import SFTConfig
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 
 
 def settings(folder: Path, **changes: Any) -> SFTConfig:
-    """A run of few steps that logs every one; `folder` is this run's own."""
+    """A run of few steps that logs every one, with the defaults of `fullshard sft`; `folder` is this run's own."""
     values: dict[str, Any] = {
         "output_dir": str(folder / "out"), "cache_dir": str(folder / "cache"), "max_steps": 30, "learning_rate": 5e-3,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "progress": "quiet", "max_seq_len": 48,
+        "add_special_tokens": False,
     }  # fmt: skip
-    return SFTConfig(**{**values, **changes})
+    return CommandConfig(**{**values, **changes})
 
 
 def global_batch(world: int, rows: int = 8) -> dict[str, int]:

@@ -29,6 +29,12 @@ class Api:
     gate: threading.Event | None = None
     there: list[str] = []  # noqa: RUF012
 
+    def __init__(self, token: str | None = None) -> None:
+        self.token = token
+
+    def create_branch(self, name: str, **options: Any) -> None:
+        Api.calls.append(("branch", name, options["branch"], self.token))
+
     def create_repo(self, name: str, **options: Any) -> Any:
         if self.fails == "create":
             raise ConnectionError("no route to the hub\nmore of it")
@@ -43,7 +49,7 @@ class Api:
         files = {p.name for p in Path(options["folder_path"]).iterdir()}
         Api.calls.append((options["commit_message"], options.get("path_in_repo"), files, options))
 
-    def list_repo_files(self, name: str) -> list[str]:
+    def list_repo_files(self, name: str, revision: str | None = None) -> list[str]:
         return self.there
 
 
@@ -76,8 +82,13 @@ def train(folder: Path, patch: pytest.MonkeyPatch, **changes: Any) -> tuple[list
 def test_what_each_strategy_sends(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         last, end = "fullshard: checkpoint at step 4", "fullshard: the end of training"
-        calls, said = train(tmp_path / "end", patch, hub_strategy="end", hub_model_id="it", hub_private_repo=True)
-        assert calls[0] == ("create", "it", True) and [c[0] for c in calls[1:]] == [end] and not said
+        own = {"hub_revision": "v1", "hub_token": "own", "token": None}
+        calls, said = train(
+            tmp_path / "end", patch, hub_strategy="end", hub_model_id="it", hub_private_repo=True, **own
+        )
+        assert calls[0] == ("create", "it", True) and calls.pop(1) == ("branch", "me/it", "v1", "own")
+        assert [c[0] for c in calls[1:]] == [end] and calls[1][3]["revision"] == "v1" and not said
+        assert "own" not in (tmp_path / "end" / "out" / "settings.json").read_text()
         assert {"adapter_model.safetensors", "tokenizer.json", "README.md"} <= calls[1][2]
         assert calls[1][3]["repo_id"] == "me/it" and "checkpoints/**" in calls[1][3]["ignore_patterns"]
         calls, _ = train(tmp_path / "each", patch, hub_strategy="every_save")
