@@ -17,6 +17,7 @@ set size (PSS) summed over all ranks; on a GPU it is what torch has allocated th
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import itertools
 import json
@@ -48,6 +49,11 @@ ROWS, LENGTH = (4, 1024) if GPU else (1, 64)
 """Per rank and step."""
 SIZES = {"full": (2048, 8, 32000), "quick": (1024, 4, 8000)} if GPU else {"full": (512, 6, 4096), "quick": (64, 2, 512)}
 """Hidden size, layers, vocabulary."""
+IMPORTED = (
+    "accelerate", "transformers.trainer", "torch.distributed.fsdp", "torch.distributed.checkpoint",
+    *(f"fullshard.integrations.{name}" for name in ("accelerate_prepare", "four_bit", "fsdp_plugin", "trainer")),
+)  # fmt: skip
+"""Modules of the libraries and of either engine: they are part of the baseline of memory."""
 STEPS = {"full": 20 if GPU else 8, "quick": 3}
 WARM_UP = 3
 
@@ -187,11 +193,8 @@ def _pss() -> int:
 
 
 def one_rank(options: argparse.Namespace) -> None:
-    import accelerate  # noqa: F401 - part of the baseline of memory
-    import transformers.trainer  # noqa: F401
-
-    if options.run == "sft":
-        import trl.trainer.sft_trainer  # noqa: F401
+    for name in (*IMPORTED, *(["trl.trainer.sft_trainer"] if options.run == "sft" else [])):
+        importlib.import_module(name)
     sampler = Sampler() if options.memory and not GPU else None
     clock = Clock(options.steps)
     losses = SCRIPTS[options.run](options.model, WARM_UP + options.steps, clock)

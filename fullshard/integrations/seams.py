@@ -74,6 +74,10 @@ SEAMS = (
         "the norm is exact on every mesh",
     ),
     Seam(
+        "accelerate.accelerator", "Accelerator.get_state_dict", f"{_HOME}accelerate_prepare:get_state_dict",
+        "tied weights stay one tensor, which `save_pretrained` writes once",
+    ),
+    Seam(
         "accelerate.accelerator", "Accelerator.clip_grad_value_", f"{_HOME}accelerate_prepare:clip_grad_value",
         "Accelerate refuses it under FSDP",
     ),

@@ -206,9 +206,8 @@ class Loop:
             self._log(result.grad_norm)
         if self.notify.control.should_evaluate:
             best = trainer._determine_best_metric(trainer._evaluate(None, trainer.ignored_keys), None)
-            self.notify.control.should_save |= best and (
-                self.config.load_best_model_at_end or self.config.save_strategy == "best"
-            )
+            if best and (self.config.load_best_model_at_end or self.config.save_strategy == "best"):
+                self.notify.control.should_save = True
         if self.notify.control.should_save:
             self.save()
 
