@@ -13,12 +13,14 @@ from typing import Any
 from fullshard.data.raw_row import BadRow, parse_json, short
 
 ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),
+    "system": "system",
+    "developer": "developer",
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response", "function", "ipython"), "tool"),
 }
-"""Role names in data files, in any case, and the roles they stand for."""
+"""Role names in data files, in any case, and the roles they stand for. A developer's message is rendered as a system
+message by templates that do not know that role (`template_fields.py`)."""
 WEIGHTS = ("weight", "train", "training", "loss")
 """Keys of a message that tell whether it contributes to the loss: OpenAI's, Axolotl's, ms-swift's."""
 REASONING = ("reasoning_content", "reasoning", "thinking")

@@ -103,7 +103,7 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     requested = adapter.requested_config(config, run.peft_config)
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
     peft_config, grown = agree_locally(work, "vocabulary")
-    packing = choose_packing(config, model, say) if config.packing else None
+    packing = choose_packing(config, model, say) if config.keeps_apart else None
     if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
         say(note)
     if base is None and (four_bits := quantization(config)) is not None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
+from fullshard.data.prepared_rows import prepared_rows
 from fullshard.errors import ConfigError
 from fullshard.models.generate import stop_criteria
 from fullshard.models.router_loss import has_router_loss
@@ -38,6 +39,7 @@ from fullshard.train.overrides import check_subclass, missing
 from fullshard.train.results import ResultWriter
 from fullshard.train.run_lock import FolderLock
 from fullshard.train.samples import Samples, choose_prompts
+from fullshard.train.trainer_options import quantization_settings
 from fullshard.version import library_versions
 
 
@@ -86,23 +88,25 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         max_seq_length: int | None = None,
         dataset_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if quantization_config is not None:
-            raise ConfigError("quantization_config: set use_4bit_quantization in args, or give a quantized model.")
         self.model_init = model_init
         if model_init is not None:
             if model is not None:
                 raise ConfigError("model and model_init are both given; choose one.")
             model = self.call_model_init()
-        settings = {"packing": packing, "dataset_text_field": dataset_text_field, "max_seq_len": max_seq_length}
+        settings: dict[str, Any] = {
+            "packing": packing, "dataset_text_field": dataset_text_field, "max_length": max_seq_length,
+            **(quantization_settings(quantization_config) if quantization_config is not None else {}),
+        }  # fmt: skip
         tokenizer = processing_class if processing_class is not None else tokenizer
         run = check_script(
             model, args, train_dataset, eval_dataset, tokenizer, peft_config, formatting_func,
             {**settings, **(dataset_kwargs or {})},
         )  # fmt: skip
-        if data_collator is not None and run.config.packing:
+        self._formatting_func = formatting_func
+        if data_collator is not None and run.config.keeps_apart:
             raise ConfigError(
                 "data_collator: packed rows are collated by the trainer, so that documents stay apart; leave packing "
-                "out, or the collator."
+                "(padding_free, eval_packing) out, or the collator."
             )
         self.data_collator, self.compute_loss_func = data_collator, compute_loss_func
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
@@ -190,8 +194,8 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
 
     @property
     def train_dataset(self) -> Any:
-        """The rows of the training data."""
-        return self.parts.train
+        """The rows of the training data: tokens and labels, read like a `datasets.Dataset`."""
+        return prepared_rows(self.parts.train)
 
     @property
     def loop(self) -> Loop:  # type: ignore[override]

@@ -115,7 +115,7 @@ class Asks(TrainerCallback):
     def act(self, args: Any, state: Any, control: Any, **facts: Any) -> Any:
         if state.global_step != self.step or runtime.rank() != self.rank:
             return None
-        return TrainerControl(**{flag: True for flag in self.flags})  # the one that is returned counts
+        return TrainerControl(**dict.fromkeys(self.flags, True))  # the one that is returned counts
 
 
 @ranks(2)

@@ -38,7 +38,7 @@ def test_the_guide_s_command() -> None:
         "model_name_or_path": "meta-llama/Llama-2-70b-hf", "dataset_name": "smangrul/ultrachat-10k-chatml",
         "chat_template_format": "chatml", "append_concat_token": False, "use_flash_attn": True,
         "use_peft_lora": True, "lora_r": 8,
-        "lora_target_modules": "all-linear", "dataset_text_field": "content", "packing": True, "max_seq_len": 2048,
+        "lora_target_modules": "all-linear", "dataset_text_field": "content", "packing": True, "max_length": 2048,
         "output_dir": "llama-sft-lora-fsdp", "seed": 100, "num_train_epochs": 1.0, "gradient_accumulation_steps": 4,
         "learning_rate": 1e-4, "lr_scheduler_type": "cosine", "weight_decay": 1e-4, "bf16": True,
         "gradient_checkpointing": True, "eval_strategy": "epoch", "save_strategy": "epoch", "logging_steps": 5,
