@@ -59,7 +59,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "flag without value": (lambda p: ["--learning_rate"], "--learning_rate needs a value"),
     "word that is no flag": (lambda p: ["--seed", "1", "run.yaml"], "'run.yaml' is not a flag. The file of settings comes first"),
     "unknown key in the file": (lambda p: [str(p / "run.yaml")], "run.yaml:1: learning_rat: unknown key; did you mean learning_rate?"),
-    "key twice": (lambda p: [str(p / "twice.yaml")], "both set max_seq_len; keep one"),
+    "key twice": (lambda p: [str(p / "twice.yaml")], "both set max_length; keep one"),
     "file that is no YAML": (lambda p: [str(p / "broken.yaml")], "broken.yaml:2: not YAML"),
     "no such file": (lambda p: [str(p / "nothing.yaml")], "nothing.yaml does not exist"),
     "no model": (lambda p: words(p, model_name_or_path=None), "model_name_or_path is missing; give --model_name_or_path"),
