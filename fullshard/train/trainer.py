@@ -89,10 +89,9 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         dataset_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.model_init = model_init
-        if model_init is not None:
-            if model is not None:
-                raise ConfigError("model and model_init are both given; choose one.")
-            model = self.call_model_init()
+        if model_init is not None and model is not None:
+            raise ConfigError("model and model_init are both given; choose one.")
+        model = self.call_model_init() if model_init is not None else model
         settings: dict[str, Any] = {
             "packing": packing, "dataset_text_field": dataset_text_field, "max_length": max_seq_length,
             **(quantization_settings(quantization_config) if quantization_config is not None else {}),
@@ -140,8 +139,8 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         self._folder_checked = run.folder_checked
         self._folder: EarlierRun | None = None
         self._samples = self._choose_samples()
-        self.callback_handler = Callbacks(self.args, [*loggers.callbacks(self.args.report_to), *callbacks])
-        self.callback_handler.model, self.callback_handler.processing_class = self.parts.model, self.parts.tokenizer
+        events = self.callback_handler = Callbacks(self.args, [*loggers.callbacks(self.args.report_to), *callbacks])
+        events.model, events.processing_class = self.parts.model, self.parts.tokenizer
         self._prepared: tuple[Loop, ResultWriter, Hub | None] | None = None
         self._preparing = self._trained = False
         self.ignored_keys: list[str] | None = None
@@ -227,8 +226,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         writer = ResultWriter(config, parts.model, parts.tokenizer, parts.own_tables, parts.from_weights, first)
         hub = Hub(config, writer, reporter.say) if config.push_to_hub else None
         samples = Samples(*self._samples, parts.model, reporter.samples) if self._samples is not None else None
-        events = self.callback_handler
-        events.own = [one for one in (samples, hub) if one is not None]
+        (events := self.callback_handler).own = [one for one in (samples, hub) if one is not None]
         events.state.log_history = reporter.history
         events.meet()
         loop = assemble.build_loop(config, parts, reporter, first, steps, self)
@@ -360,7 +358,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
                 progress.best_step,
                 checkpoints.path,
             )
-        progress.best_step = progress.best_value = None
+        progress.best_step = progress.best_value = self.state.best_metric = self.state.best_global_step = None
 
     def _write_settings(self) -> None:
         if runtime.is_main():
