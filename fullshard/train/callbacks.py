@@ -275,6 +275,10 @@ class ScriptMethods:
         """The number of trainable parameters, of all ranks together."""
         return sum(p.numel() for p in self.callback_handler.model.parameters() if p.requires_grad)
 
+    def end(self) -> None:
+        """Leave the process group, at the end of a script."""
+        runtime.shutdown()
+
     def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
         """Refused: ranks are started once per run."""
         raise ConfigError(

@@ -227,6 +227,7 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
     def _convert(self) -> None:
         """Give every value its option's type, as in files: scripts and `HfArgumentParser` pass text and enums too."""
         self.report_to = _names(self.report_to)
+        self.pad_to_multiple_of = None if str(self.pad_to_multiple_of) == "auto" else self.pad_to_multiple_of
         modules: Any = self.optim_target_modules
         self.optim_target_modules = ",".join(modules) if isinstance(modules, list | tuple) else modules
         self.fsdp = _flags(self.fsdp)
@@ -275,7 +276,7 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
         if self.rope_scaling is not None and self.max_length is None:
             raise ConfigError(
-                f"rope_scaling is {self.rope_scaling}, but max_seq_len is none; give the length that must fit."
+                f"rope_scaling is {self.rope_scaling}, but max_length is none; give the length that must fit."
             )
         if self.keeps_apart and self.rope_scaling == "dynamic":
             raise ConfigError(

@@ -139,9 +139,9 @@ class DataOptions:
         self.dataset_kwargs = None
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
         if self.max_length is not None and self.max_length < 2:
-            raise ConfigError(f"max_seq_len is {self.max_length}; a row needs at least 2 tokens to predict one.")
+            raise ConfigError(f"max_length is {self.max_length}; a row needs at least 2 tokens to predict one.")
         if self.max_length is None and (self.packing or self.eval_packing):
-            raise ConfigError("packing needs max_seq_len, which is none: it is the length of packed rows.")
+            raise ConfigError("packing needs max_length, which is none: it is the length of packed rows.")
         if self.streaming and self.shuffle_dataset and self.dataset_name is not None:
             raise ConfigError(
                 "shuffle_dataset reads all rows first, and streaming does not; leave it out: rows are shuffled in "

@@ -96,7 +96,8 @@ class Evaluation(TrainingStep):
                 prefix = f"{metric_key_prefix}_{name}"
                 found |= self.evaluate(eval_dataset=chosen, ignore_keys=ignore_keys, metric_key_prefix=prefix)
             return found
-        loop, began = self.prepare(), time.time()
+        loop = self._ready()
+        began = time.time()
         output = self.evaluation_loop(
             self.get_eval_dataloader(eval_dataset), "Evaluation", True if self.compute_metrics is None else None,
             ignore_keys, metric_key_prefix,
@@ -138,13 +139,20 @@ class Evaluation(TrainingStep):
         """Logits, labels and metrics of other rows, as transformers' `PredictionOutput`. All ranks must call it."""
         from transformers.trainer_utils import PredictionOutput
 
-        self.prepare()
+        self._ready()
         began = time.time()
         loader = self.get_test_dataloader(test_dataset)
         output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
         output.metrics.update(self._speed(metric_key_prefix, began, output.num_samples))
         self.callback_handler("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def _ready(self) -> Loop:
+        """The training loop; outside training, the ranks find out about each other's callbacks first."""
+        loop = self.prepare()
+        if not self.is_in_train:
+            self.callback_handler.meet()
+        return loop
 
     def _speed(self, prefix: str, began: float, rows: int) -> dict[str, float]:
         from transformers.trainer_utils import speed_metrics

@@ -268,7 +268,7 @@ def check_rows(model: Any, table: TokenTable) -> None:
         prompt = f" and {before} virtual ones before them" if before else ""
         raise ConfigError(
             f"the data has documents of {longest} tokens{prompt}, {type(inner).__name__} has {positions} positions; "
-            f"set max_seq_len to {positions - before} or less, or rope_scaling where the model has rotary positions."
+            f"set max_length to {positions - before} or less, or rope_scaling where the model has rotary positions."
         )
     top = int(table.tokens.max())
     if top >= embedding_rows(model):

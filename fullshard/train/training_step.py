@@ -189,16 +189,12 @@ class TrainingStep:
         scale = runtime.world_size() / self._items_on_host(num_items_in_batch, tokens)
         inputs = {**inputs, "use_cache": False}
         real_tokens = inputs.pop("real_tokens", None)
-        if return_outputs:
+        with loop.head.loss_pass(scale * loop.scale, tokens, real_tokens, return_outputs) as measured:
             outputs = model(**inputs)
-            self._measure(outputs, labels)
-            loss = outputs["loss"] * (tokens * scale) if tokens else outputs["logits"].sum() * 0.0
-            return loss, outputs
-        with loop.head.loss_pass(scale * loop.scale, tokens, real_tokens) as measured:
-            loss = model(**inputs)["loss"]
         loop.measured[:3] += measured.sums[1:]
         loop.measured[3] += tokens
-        return loss if loop.scale == 1 else loss / loop.scale  # exact: the scale is a power of two
+        loss = outputs["loss"] if loop.scale == 1 else outputs["loss"] / loop.scale  # exact: a power of two
+        return (loss, outputs) if return_outputs else loss
 
     def _items_on_host(self, items: Any, tokens: int) -> int:
         if items is None:

@@ -156,8 +156,8 @@ def test_evaluation_packed_or_not(tmp_path: Path) -> None:
 
 def test_settings_that_contradict_each_other() -> None:
     for given, said in (
-        ({"max_length": None, "packing": True}, "packing needs max_seq_len, which is none"),
-        ({"max_length": None, "rope_scaling": "yarn"}, "rope_scaling is yarn, but max_seq_len is none"),
+        ({"max_length": None, "packing": True}, "packing needs max_length, which is none"),
+        ({"max_length": None, "rope_scaling": "yarn"}, "rope_scaling is yarn, but max_length is none"),
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0; expected 1 or more"),
         ({"dataset_kwargs": {"other": 1}}, "dataset_kwargs has 'other'; expected skip_prepare_dataset"),
         (
