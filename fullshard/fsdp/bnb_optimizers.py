@@ -50,6 +50,7 @@ def work_on_shards(optimizer: Any) -> None:
     if getattr(optimizer, "optimizer_name", "") == "ademamix":
         raise FSDPError("AdEMAMix of bitsandbytes cannot be sharded: its state stacks two averages; use AdamW")
     optimizer.__class__ = _on_shards(kind)
+    optimizer.check_overrides()  # otherwise at the first step, which comes after the first state is made here
 
 
 @functools.cache

@@ -86,6 +86,14 @@ SEAMS = (
         "ranks with fewer batches would leave the others waiting",
     ),
     Seam(
+        "accelerate.utils.fsdp_utils", "save_fsdp_model", f"{_HOME}accelerate_checkpoints:save_model",
+        "a folder that is being written over does not look complete",
+    ),
+    Seam(
+        "accelerate.utils.fsdp_utils", "save_fsdp_optimizer", f"{_HOME}accelerate_checkpoints:save_optimizer",
+        "the same for the optimizer",
+    ),
+    Seam(
         "accelerate.utils.fsdp_utils", "load_fsdp_model", f"{_HOME}accelerate_checkpoints:load_model",
         "a checkpoint is read in the form it has, also that of a run without FSDP",
     ),

@@ -80,7 +80,7 @@ def text_settings(config: SFTConfig, tokenizer: Any, name: str = "training") -> 
     own, main = templates_of(config), template_of(tokenizer)
     sets = zip(configs_of(config), own, strict=True)
     return TextSettings(
-        max_length=None if as_given else config.max_seq_len,
+        max_length=None if as_given else config.max_length,
         packing=packs and not as_given,
         wrapped=config.packing_strategy == "wrapped",
         keep_rows=as_given and config.keeps_apart,
@@ -163,7 +163,7 @@ def total_steps(config: SFTConfig, steps: Steps | None) -> int:
 
 def describe_data(name: str, facts: dict[str, Any], config: SFTConfig) -> str:
     """One line of dataset statistics: documents, rows, tokens, and everything that was dropped or truncated."""
-    length = config.max_seq_len or 0
+    length = config.max_length or 0
     packs = facts.get("packing", config.packing)
     fill = f", rows {facts['tokens'] / max(1, facts['rows'] * length):.1%} full" if packs else ""
     line = f"{name} data: {facts['documents']:,} documents in {facts['rows']:,} rows, {facts['tokens']:,} tokens, "

@@ -57,7 +57,7 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
     attn_implementation: str | None = option(None, given_as="sdpa, eager, flash_attention_2, …")
     """The attention implementation, by transformers' name; overrides `use_flash_attn`."""
     rope_scaling: Literal["linear", "dynamic", "yarn"] | None = None
-    """Scale rotary position embeddings so that documents of `max_seq_len` tokens fit, if that is longer than the
+    """Scale rotary position embeddings so that documents of `max_length` tokens fit, if that is longer than the
     model's context."""
     use_unsloth: bool = False
     """Load the model through Unsloth. Refused if true: Unsloth does not shard."""
@@ -227,6 +227,7 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
     def _convert(self) -> None:
         """Give every value its option's type, as in files: scripts and `HfArgumentParser` pass text and enums too."""
         self.report_to = _names(self.report_to)
+        self.pad_to_multiple_of = None if str(self.pad_to_multiple_of) == "auto" else self.pad_to_multiple_of
         modules: Any = self.optim_target_modules
         self.optim_target_modules = ",".join(modules) if isinstance(modules, list | tuple) else modules
         self.fsdp = _flags(self.fsdp)
@@ -245,7 +246,7 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
 
     def _check_numbers(self) -> None:
         at_least_one = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-                        "lora_r", "lora_alpha", "max_seq_len", "torch_empty_cache_steps", "save_total_limit",
+                        "lora_r", "lora_alpha", "max_length", "torch_empty_cache_steps", "save_total_limit",
                         "early_stopping_patience", "shuffle_buffer_size", "preview_rows",
                         "sample_max_new_tokens", "dataset_num_proc", "pad_to_multiple_of")  # fmt: skip
         not_negative = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "seed", "data_seed",
@@ -273,9 +274,9 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
     def _check_conflicts(self) -> None:
         if self.use_unsloth:
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
-        if self.rope_scaling is not None and self.max_seq_len is None:
+        if self.rope_scaling is not None and self.max_length is None:
             raise ConfigError(
-                f"rope_scaling is {self.rope_scaling}, but max_seq_len is none; give the length that must fit."
+                f"rope_scaling is {self.rope_scaling}, but max_length is none; give the length that must fit."
             )
         if self.keeps_apart and self.rope_scaling == "dynamic":
             raise ConfigError(

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from fullshard.errors import ConfigError
 from fullshard.options import as_bool, option
 
-OTHER_LENGTHS = ("max_seq_length", "max_length")
-"""Other names of `max_seq_len`."""
+OTHER_LENGTHS = ("max_seq_len", "max_seq_length")
+"""Other names of `max_length`."""
 DATASET_KWARGS = ("skip_prepare_dataset", "add_special_tokens", "append_concat_token")
 """The settings that `dataset_kwargs` may hold."""
 
@@ -57,7 +57,7 @@ class DataOptions:
     ensures that is tested first."""
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
     """How documents are packed: best-fit decreasing; the same with long documents split instead of truncated (as with
-    `overflow` split); or concatenated and cut into rows of `max_seq_len` tokens, in which documents are not kept
+    `overflow` split); or concatenated and cut into rows of `max_length` tokens, in which documents are not kept
     apart."""
     eval_packing: bool | None = None
     """Pack the evaluation data; as `packing` if not set."""
@@ -65,10 +65,10 @@ class DataOptions:
     """Concatenate the rows of a batch instead of padding them. Documents are kept apart as with packing."""
     trust_packing: bool = False
     """Allow packing when it cannot be tested whether the model isolates documents, as with custom model code."""
-    max_seq_len: int | None = option(1024, aliases=OTHER_LENGTHS, flags=OTHER_LENGTHS)
+    max_length: int | None = option(1024, aliases=OTHER_LENGTHS, flags=OTHER_LENGTHS)
     """The maximum number of tokens in a row. `overflow` decides what happens to longer documents. none: no maximum."""
     overflow: Literal["truncate", "split", "drop"] = "truncate"
-    """What to do with documents longer than `max_seq_len`. The tokens lost are counted."""
+    """What to do with documents longer than `max_length`. The tokens lost are counted."""
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     """Which tokens of a document that is truncated are kept: the first or the last."""
     append_concat_token: bool | None = None
@@ -83,7 +83,9 @@ class DataOptions:
     """The padding token; the tokenizer's own if not set."""
     skip_prepare_dataset: bool = False
     """Use pre-tokenized rows (`input_ids`, `labels`) as they are: neither truncated nor packed."""
-    dataset_kwargs: dict[str, Any] | None = option(None, given_as="name=value,…, or JSON")  # noqa: RUF009 - a field
+    dataset_kwargs: dict[str, Any] | str | None = option(  # noqa: RUF009 - a field
+        None, kind=dict, given_as="name=value,…, or JSON"
+    )
     """The settings `skip_prepare_dataset`, `add_special_tokens` and `append_concat_token`, as TRL takes them."""
     assistant_only_loss: bool = False
     """In conversations, compute the loss on the assistant's turns only."""
@@ -118,15 +120,15 @@ class DataOptions:
 
     def check_data(self) -> None:
         """Raise if settings of the data contradict each other. Settings in `dataset_kwargs` become the run's own."""
-        for name, value in (self.dataset_kwargs or {}).items():
+        for name, value in dict(self.dataset_kwargs or {}).items():  # type: ignore[arg-type]
             if name not in DATASET_KWARGS:
                 raise ConfigError(f"dataset_kwargs has {name!r}; expected {', '.join(DATASET_KWARGS)}.")
             setattr(self, name, as_bool(value))
         self.dataset_kwargs = None
-        if self.max_seq_len is not None and self.max_seq_len < 2:
-            raise ConfigError(f"max_seq_len is {self.max_seq_len}; a row needs at least 2 tokens to predict one.")
-        if self.max_seq_len is None and (self.packing or self.eval_packing):
-            raise ConfigError("packing needs max_seq_len, which is none: it is the length of packed rows.")
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(f"max_length is {self.max_length}; a row needs at least 2 tokens to predict one.")
+        if self.max_length is None and (self.packing or self.eval_packing):
+            raise ConfigError("packing needs max_length, which is none: it is the length of packed rows.")
         if self.streaming and self.shuffle_dataset and self.dataset_name is not None:
             raise ConfigError(
                 "shuffle_dataset reads all rows first, and streaming does not; leave it out: rows are shuffled in "

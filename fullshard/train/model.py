@@ -108,8 +108,8 @@ def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
         )
     shape.name_or_path = lasting_name(folder)
     if config.rope_scaling is not None:
-        assert config.max_seq_len is not None
-        scale_rope(shape, config.rope_scaling, config.max_seq_len, say)
+        assert config.max_length is not None
+        scale_rope(shape, config.rope_scaling, config.max_length, say)
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
         say(f"{folder} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")
@@ -268,7 +268,7 @@ def check_rows(model: Any, table: TokenTable) -> None:
         prompt = f" and {before} virtual ones before them" if before else ""
         raise ConfigError(
             f"the data has documents of {longest} tokens{prompt}, {type(inner).__name__} has {positions} positions; "
-            f"set max_seq_len to {positions - before} or less, or rope_scaling where the model has rotary positions."
+            f"set max_length to {positions - before} or less, or rope_scaling where the model has rotary positions."
         )
     top = int(table.tokens.max())
     if top >= embedding_rows(model):

@@ -153,7 +153,7 @@ def _statistics(found: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
     for name, count in unused_columns(facts).items():
         lines[f"not used: `{name}`"] = f"in {count:,} rows"
     if facts.get("long"):
-        lines["longer than max_seq_len"] = (
+        lines["longer than max_length"] = (
             f"{facts['long']:,} documents, {facts['cut']:,} tokens lost (overflow {facts['overflow']})"
         )
     return lines

@@ -39,6 +39,7 @@ from fullshard.train.overrides import check_subclass, missing
 from fullshard.train.results import ResultWriter
 from fullshard.train.run_lock import FolderLock
 from fullshard.train.samples import Samples, choose_prompts
+from fullshard.train.trainer_options import quantization_settings
 from fullshard.version import library_versions
 
 
@@ -87,13 +88,14 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         max_seq_length: int | None = None,
         dataset_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if quantization_config is not None:
-            raise ConfigError("quantization_config: set use_4bit_quantization in args, or give a quantized model.")
         self.model_init = model_init
         if model_init is not None and model is not None:
             raise ConfigError("model and model_init are both given; choose one.")
         model = self.call_model_init() if model_init is not None else model
-        settings = {"packing": packing, "dataset_text_field": dataset_text_field, "max_seq_len": max_seq_length}
+        settings: dict[str, Any] = {
+            "packing": packing, "dataset_text_field": dataset_text_field, "max_length": max_seq_length,
+            **(quantization_settings(quantization_config) if quantization_config is not None else {}),
+        }  # fmt: skip
         tokenizer = processing_class if processing_class is not None else tokenizer
         run = check_script(
             model, args, train_dataset, eval_dataset, tokenizer, peft_config, formatting_func,

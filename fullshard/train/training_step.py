@@ -25,6 +25,7 @@ from fullshard.models.inner_model import causal
 from fullshard.models.router_loss import has_router_loss
 from fullshard.parallelize.prepare import rebind
 from fullshard.ranks import exchange
+from fullshard.torch_private import version_of
 from fullshard.train.assemble import Parts
 from fullshard.train.batches import COUNTED, ScriptLoader, Steps, make_collator, make_loader
 from fullshard.train.callbacks import Accelerator, Callbacks
@@ -146,7 +147,7 @@ class TrainingStep:
         moved: dict[str, Any] = {name: self._prepare_input(value) for name, value in inputs.items()}
         if isinstance(labels, torch.Tensor) and isinstance(there := moved["labels"], torch.Tensor):
             # Counted on the host, so that the loss need not wait for the device.
-            there.trained_tokens = (trained_tokens(labels), there._version)
+            there.trained_tokens = (trained_tokens(labels), version_of(there))
         return moved
 
     def _prepare_input(self, data: Any) -> Any:
@@ -317,7 +318,7 @@ def trained_tokens(labels: Any) -> int:
     if labels is None:
         return 0
     count, version = getattr(labels, "trained_tokens", (0, -1))
-    return count if version == labels._version else int((labels[..., 1:] != IGNORED).sum())
+    return count if version == version_of(labels) else int((labels[..., 1:] != IGNORED).sum())
 
 
 def _tokens_in(batch: Batch) -> int:

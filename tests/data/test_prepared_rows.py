@@ -158,8 +158,8 @@ def test_evaluation_packed_or_not(tmp_path: Path) -> None:
 
 def test_settings_that_contradict_each_other() -> None:
     for given, said in (
-        ({"max_length": None, "packing": True}, "packing needs max_seq_len, which is none"),
-        ({"max_length": None, "rope_scaling": "yarn"}, "rope_scaling is yarn, but max_seq_len is none"),
+        ({"max_length": None, "packing": True}, "packing needs max_length, which is none"),
+        ({"max_length": None, "rope_scaling": "yarn"}, "rope_scaling is yarn, but max_length is none"),
         ({"dataset_kwargs": {"other": 1}}, "dataset_kwargs has 'other'; expected skip_prepare_dataset"),
         (
             {"streaming": True, "max_steps": 1, "shuffle_dataset": True, "dataset_name": "x"},

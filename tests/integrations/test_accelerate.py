@@ -1,9 +1,15 @@
 """A loop written for Accelerate gives the losses of Accelerate alone, and its checkpoints go both ways."""
 
+from unittest import mock
+
 import pytest
 from safetensors.torch import load_file
+from torch.distributed.fsdp import StateDictType
 
+from fullshard.errors import CheckpointError
+from fullshard.integrations import accelerate_checkpoints as checkpoints
 from tests.integrations.launched import EXAMPLES, ORACLE, alone, launched, result
+from tests.pool import ROOT
 
 LOOP = EXAMPLES / "accelerate_loop.py"
 SERVED = "Accelerate's FSDP is served by fullshard (FULL_SHARD)"
@@ -53,6 +59,34 @@ def test_a_checkpoint_of_either_engine_is_resumed_by_either(kind, writer, refere
         same(result(tmp_path), result(reference), SECOND_EPOCH)
         launched(ORACLE, LOOP, *resumed, flags=("--no_integrations", *kinds))
     same(result(tmp_path), result(reference), SECOND_EPOCH)
+
+
+@pytest.mark.parametrize("seam", [checkpoints.load_model, checkpoints.load_optimizer])
+def test_a_folder_that_cannot_be_loaded_is_refused_by_every_rank(seam, tmp_path):
+    """Accelerate reads on the first rank only, or reports that `metadata is None`."""
+    plugin = mock.Mock(fullshard=True, state_dict_type=StateDictType.SHARDED_STATE_DICT)
+    name, objects = (checkpoints.MODEL, 1) if seam is checkpoints.load_model else (checkpoints.OPTIMIZER, 2)
+    load = seam(lambda *args: pytest.fail("it is not complete"))
+    with pytest.raises(CheckpointError, match=f"has neither {name}_0/ nor {name}.bin"):
+        load(plugin, None, *[None] * objects, tmp_path)
+    (tmp_path / f"{name}_0").mkdir()
+    with pytest.raises(CheckpointError, match=f"{name}_0 has no .metadata: its save was interrupted"):
+        load(plugin, None, *[None] * objects, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_save_that_was_interrupted_is_not_taken_for_the_one_before(tmp_path):
+    """The first save is complete; a rank is lost in the middle of the second, into the same folder."""
+    script, flags = (
+        ROOT / "tests" / "integrations" / "interrupted_save.py",
+        ("--fsdp_state_dict_type", "SHARDED_STATE_DICT"),
+    )
+    with pytest.raises(AssertionError, match=r"rank 1 .*was ended by SIGKILL"):
+        launched(script, tmp_path, "lose a rank", flags=flags)
+    for folder in (tmp_path / "pytorch_model_fsdp_0", tmp_path / "optimizer_0"):
+        assert list(folder.glob("*.distcp")) and not (folder / ".metadata").exists()
+    with pytest.raises(AssertionError, match=r"pytorch_model_fsdp_0 has no \.metadata: its save was interrupted"):
+        launched(script, tmp_path, "load", flags=flags)
 
 
 @pytest.mark.slow

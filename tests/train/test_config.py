@@ -36,10 +36,9 @@ def test_the_guide_s_command() -> None:
     config = parse(SEED_FLAGS).config
     assert config.changed() == {
         "model_name_or_path": "meta-llama/Llama-2-70b-hf", "dataset_name": "smangrul/ultrachat-10k-chatml",
-        "chat_template_format": "chatml", "append_concat_token": False,
-            "add_special_tokens": False, "use_flash_attn": True,
+        "chat_template_format": "chatml", "append_concat_token": False, "use_flash_attn": True,
         "use_peft_lora": True, "lora_r": 8,
-        "lora_target_modules": "all-linear", "dataset_text_field": "content", "packing": True, "max_seq_len": 2048,
+        "lora_target_modules": "all-linear", "dataset_text_field": "content", "packing": True, "max_length": 2048,
         "output_dir": "llama-sft-lora-fsdp", "seed": 100, "num_train_epochs": 1.0, "gradient_accumulation_steps": 4,
         "learning_rate": 1e-4, "lr_scheduler_type": "cosine", "weight_decay": 1e-4, "bf16": True,
         "gradient_checkpointing": True, "eval_strategy": "epoch", "save_strategy": "epoch", "logging_steps": 5,
@@ -123,6 +122,9 @@ def test_transformers_arguments_are_understood(tmp_path: Path) -> None:
         ("linear", {}), ("cosine", {}), ("cosine", {"num_cycles": 0.75}), ("constant", {}),
         ("constant_with_warmup", {}), ("cosine_with_min_lr", {"min_lr_rate": 0.1}), ("inverse_sqrt", {}),
         ("cosine_with_min_lr", {"min_lr": 0.06, "num_cycles": 1}), ("inverse_sqrt", {"timescale": 7}),
+        ("cosine_with_restarts", {}), ("cosine_with_restarts", {"num_cycles": 3}), ("polynomial", {}),
+        ("polynomial", {"lr_end": 0.1, "power": 2.0}), ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}),
+        ("cosine_warmup_with_min_lr", {"min_lr": 0.06, "warmup_lr_rate": 0.25}),
         ("warmup_stable_decay", {"num_decay_steps": 6, "min_lr_ratio": 0.2}),
         ("warmup_stable_decay", {"num_decay_steps": 6, "warmup_type": "cosine", "decay_type": "linear"}),
         ("warmup_stable_decay", {"num_decay_steps": 4, "num_stable_steps": 3, "decay_type": "1-sqrt",

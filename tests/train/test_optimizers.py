@@ -269,6 +269,22 @@ def test_8_bit_blocks_that_begin_at_shards() -> None:
     assert 0 < float((result - one.weight.detach()).abs().max()) < 2e-2
 
 
+@ranks(2)
+def test_overrides_of_bitsandbytes_count_from_the_first_step() -> None:
+    """transformers' `Trainer` asks for 32-bit state of embeddings this way."""
+    import bitsandbytes
+
+    model = wrapped(made(Crooked))
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.register_module_override(model, "weight", {"optim_bits": 32})
+    try:
+        optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())
+        take_steps(model, optimizer, range(1))
+        assert optimizer.state[model.weight]["state1"].dtype == torch.float32
+    finally:
+        manager.initialize()
+
+
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
