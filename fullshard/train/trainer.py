@@ -20,7 +20,7 @@ from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.data.prepared_rows import prepared_rows
 from fullshard.errors import ConfigError
 from fullshard.models.generate import stop_criteria
-from fullshard.models.router_loss import has_router_loss
+from fullshard.models.inner_model import causal
 from fullshard.parallelize.settings import resolved_launch
 from fullshard.paths import refuse_inputs, save_tokenizer
 from fullshard.ranks import agree, on_rank_0
@@ -135,6 +135,8 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         for note in run.notes:
             self._say(f"note: {note}")
         self.parts = assemble.gather_parts(run, self._say)
+        if hasattr(inner := causal(self.parts.model), "add_model_tags"):
+            inner.add_model_tags(list(self._tag_names))
         self._inputs = self._with_downloads(run)
         self._folder_checked = run.folder_checked
         self._folder: EarlierRun | None = None
@@ -178,11 +180,6 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         return self.parts.model
 
     model_wrapped = model
-
-    @property
-    def aux_loss_enabled(self) -> bool:
-        """Whether the loss has the auxiliary loss of a mixture of experts."""
-        return has_router_loss(self.parts.model)
 
     @property
     def processing_class(self) -> Any:

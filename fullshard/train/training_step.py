@@ -86,6 +86,11 @@ class TrainingStep:
         """Whether code of the script gets the batches."""
         return self.compute_loss_func is not None or any(overridden(self, name) for name in SEEN)
 
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the loss has the auxiliary loss of a mixture of experts."""
+        return has_router_loss(self.parts.model)
+
     def counted(self, step: Step) -> Step:
         """A step with the number of its trained tokens, over all ranks."""
         self.current_gradient_accumulation_steps = len(step.batches)
