@@ -87,6 +87,10 @@ class OnShards:
                 made[name] = _wrapped(value, p, p.shape, p.placements)
         self.state[p] = made
 
+    def to_gpu(self) -> None:
+        """bitsandbytes moves all state to the device before its first step. Here it is where it was made: with its
+        shard, or in paged memory."""
+
     def prefetch_state(self, p: nn.Parameter) -> None:
         with self._local(p) as piece:
             super().prefetch_state(piece)  # type: ignore[misc]

@@ -43,7 +43,7 @@ from fullshard.train.model import (
     read_model,
     read_tokenizer,
 )
-from fullshard.train.optimizer import schedule_of
+from fullshard.train.optimizer import check_given, schedule_of
 from fullshard.watchdog import collectives
 from fullshard.weights.fill import fill
 
@@ -157,7 +157,7 @@ def build_loop(
         )  # fmt: skip
     set_projection_dtype(sharded, dtypes.param_dtype)
     trainer.create_optimizer_and_scheduler(reporter.total)
-    optimizer, schedule = rebind(trainer.optimizer), schedule_of(trainer.lr_scheduler)
+    optimizer, schedule = check_given(rebind(trainer.optimizer)), schedule_of(trainer.lr_scheduler)
     return Loop(
         config, sharded, head, optimizer, schedule, steps, reporter, engine.mixed_precision, packed, trainer
     )  # fmt: skip

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.optimization import Adafactor
 from transformers.training_args import OptimizerNames
 
 import fullshard.spmd as xs
@@ -35,6 +36,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "rmsprop": {"momentum": 0.5, "alpha": 0.9, "eps": 1e-7, "centered": True},
 }  # fmt: skip
 """What is given in `optim_args` here."""
+KINDS = ("sgd", "adafactor", "muon", "lion_32bit", "adamw_8bit", "paged_adamw_32bit")
+"""One of each mechanism, for the tests that are not slow."""
 STEPS = 5
 EXACT = dict.fromkeys(SERVED, 0.0) | {"adafactor": 1e-6, "adamw_torch_fused": 1e-7}
 """How far steps on shards may be from one device's, with the same gradients: Adafactor adds up means in another order,
@@ -107,6 +110,7 @@ class Net(nn.Module):
         self.experts = nn.Parameter(torch.randn(4, 16, 96) * 0.1)
         self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.short = nn.Parameter(torch.randn(3))  # on 4 ranks the last has nothing of it
         self.head = nn.Linear(64, 64, bias=False)
 
     def get_output_embeddings(self) -> nn.Module:
@@ -403,13 +407,13 @@ def _resume(names: list[str], folder: Path, exact: bool, strategy: str, world_si
 
 
 def test_checkpoints_continue_exactly(tmp_path: Path) -> None:
-    _save(list(SERVED), tmp_path, world_size=2)
-    _resume(list(SERVED), tmp_path, True, "FULL_SHARD", world_size=2)
-    _resume(list(SERVED), tmp_path, False, "NO_SHARD", world_size=1)
+    _save(list(KINDS), tmp_path, world_size=2)
+    _resume(list(KINDS), tmp_path, True, "FULL_SHARD", world_size=2)
+    _resume(list(KINDS), tmp_path, False, "NO_SHARD", world_size=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 4), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
 def test_checkpoints_on_other_ranks(before: int, after: int, strategy: str, tmp_path: Path) -> None:
     _save(list(SERVED), tmp_path, world_size=before)
@@ -447,8 +451,9 @@ def test_8_bit_state_that_fits_one_number_of_ranks_only(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_predicted_state_is_what_a_step_allocates() -> None:
-    for name in SERVED:
+@pytest.mark.parametrize("names", [KINDS, pytest.param(tuple(SERVED), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_predicted_state_is_what_a_step_allocates(names: tuple[str, ...]) -> None:
+    for name in names:
         config = config_of(name)
         model = wrapped(made(Net))
         optimizer = make_optimizer(model, config)
@@ -499,6 +504,40 @@ def test_a_class_is_tried_on_shards() -> None:
     for kind, options, message in refusals:
         with pytest.raises(ConfigError, match=message):
             make_from_class(model, kind, options, weight_decay=0.0)
+
+
+@ranks(2)
+def test_optimizers_of_a_script(tmp_path: Path) -> None:
+    """Made before the model is sharded, they have the losses of one device; what cannot work is refused at once."""
+    share = {"max_steps": 6, "lr_scheduler_type": "constant", **global_batch(2)}
+    for i, make in enumerate(SCRIPTS):
+        model = make_trained("full")
+        config = settings(tmp_path / str(i), **share)
+        trainer = train(model, config, optimizers=(make(model.parameters()), None))
+        ours, one = losses(trainer), make_trained("full")
+        order = trainer.loop.loader.sampler.order
+        alone = plain_losses(one, make(one.parameters()), _Constant(), trainer.parts.train, order, config)
+        assert ours == pytest.approx(alone, abs=1e-4) and alone[0] - min(alone) > 0.02
+    for kind, message in (
+        (torch.optim.LBFGS, "LBFGS needs a closure"),
+        (torch.optim.Adafactor, "Adafactor needs means"),
+    ):
+        model = make_trained("full")
+        with pytest.raises((ConfigError, FSDPError), match=message):
+            train(model, settings(tmp_path / kind.__name__, **share), optimizers=(kind(model.parameters()), None))
+
+
+def _adamw_8bit(parameters: Any) -> torch.optim.Optimizer:
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(parameters, lr=1e-2)
+
+
+def _adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return Adafactor(parameters, lr=0.3, scale_parameter=True, relative_step=False)
+
+
+SCRIPTS = (_adamw_8bit, _adafactor)
 
 
 @ranks(2)
