@@ -113,3 +113,24 @@ def test_the_integrations_can_be_turned_off(reference, tmp_path):
     text = launched(LOOP, "--output_dir", tmp_path, flags=("--no_integrations",))
     assert "fullshard (" not in text and "Mesh(" not in text
     same(result(tmp_path), result(reference))
+
+
+def flat(value):
+    """Nested lists as one; numbers to the precision that is compared."""
+    if isinstance(value, list):
+        return [one for part in value for one in flat(part)]
+    return [pytest.approx(value, abs=1e-5) if isinstance(value, float) else value]
+
+
+@pytest.mark.slow
+def test_options_and_methods_give_what_they_give_in_one_process(tmp_path):
+    script = ROOT / "tests" / "integrations" / "accelerate_options.py"
+    for name in ("alone", "ours"):
+        (tmp_path / name).mkdir()
+    alone(script, tmp_path / "alone")
+    text = launched(script, tmp_path / "ours")
+    expected, found = result(tmp_path / "alone"), result(tmp_path / "ours")
+    assert found.keys() == expected.keys() and len(found) == 17
+    for name in expected:
+        assert flat(found[name]) == flat(expected[name]), name
+    assert text.count("join_uneven_inputs: every rank takes part") == 1
