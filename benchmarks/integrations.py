@@ -49,6 +49,7 @@ ROWS, LENGTH = (4, 1024) if GPU else (1, 64)
 """Per rank and step."""
 SIZES = {"full": (2048, 8, 32000), "quick": (1024, 4, 8000)} if GPU else {"full": (512, 6, 4096), "quick": (64, 2, 512)}
 """Hidden size, layers, vocabulary."""
+HEAD = 64 if GPU else 32
 IMPORTED = (
     "accelerate", "transformers.trainer", "torch.distributed.fsdp", "torch.distributed.checkpoint",
     *(f"fullshard.integrations.{name}" for name in ("accelerate_prepare", "four_bit", "fsdp_plugin", "trainer")),
@@ -268,7 +269,7 @@ def write_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> None
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers,
-        num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, max_position_embeddings=LENGTH,
+        num_attention_heads=hidden // HEAD, num_key_value_heads=hidden // (2 * HEAD), max_position_embeddings=LENGTH,
         pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     with torch.device("cuda" if GPU else "cpu"):

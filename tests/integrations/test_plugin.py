@@ -23,6 +23,10 @@ from fullshard.fsdp import policy
 from fullshard.integrations import accelerate_checkpoints, accelerate_prepare, trainer
 from fullshard.integrations import fsdp_plugin as plugin
 from fullshard.parallelize.settings import EngineSettings
+from tests.pool import ROOT
+
+GUIDE = str(ROOT / "tests" / "launch" / "files" / "trainer_fsdp.yaml")
+"""A whole configuration file, in bf16; what is not of FSDP in it applies to the launcher alone."""
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +129,7 @@ def test_peft_s_policy_gives_the_model_s_layers_and_no_unit_per_adapter_layer(mo
         ("full_shard", {"reshard_after_forward": "SHARD_GRAD_OP"}, {"strategy": "FULL_SHARD"}),
         (True, {"version": 1, "reshard_after_forward": "full_shard"}, {"strategy": "FULL_SHARD"}),
         (True, {"forward_prefetch": "false"}, {"forward_prefetch": False}),
+        ("full_shard", GUIDE, {"transformer_layer_cls_to_wrap": ("BertLayer",), "mixed_precision": "no"}),
     ],
 )  # fmt: skip
 def test_fsdp_and_fsdp_config_are_read_as_the_launcher_reads_them(words, section, expected, monkeypatch, tmp_path):
