@@ -108,6 +108,15 @@ def test_what_a_template_would_drop_is_refused(case: str) -> None:
     assert len(kept) == 1 and counts["bad"] == 1
 
 
+def test_a_developer_speaks_as_the_system_where_templates_know_none() -> None:
+    said = [{"role": "developer", "content": "Be kind"}, U, A]
+    as_system = [{**said[0], "role": "system"}, U, A]
+    knows = "{% for m in messages %}<{{ m.role }}{{ '!' if m.role == 'developer' }}>{{ m.content }}{% endfor %}"
+    for template in ("chatml", "llama3", "gemma", "mistral", "qwen", "phi"):
+        assert texts([{"messages": said}], template) == texts([{"messages": as_system}], template)
+    assert texts([{"messages": said}], knows)[0][0].startswith("<developer!>Be kind<user>")
+
+
 def test_no_empty_turn_is_ever_learnt() -> None:
     """chatml would make an empty turn of a call; it did, and it was learnt."""
     empty = "<|im_start|>assistant\n<|im_end|>"

@@ -85,7 +85,11 @@ def test_nothing_to_learn_is_said(tmp_path: Path) -> None:
     users_only = [{"messages": [{"role": "user", "content": "hello"}]}]
     with pytest.raises(DataError, match=r"none of their tokens contributes to the loss \(assistant_only_loss"):
         table(users_only, tmp_path, tokenizer, template=BUILT_IN["chatml"].text, assistant_only_loss=True)
+    with pytest.raises(DataError, match="assistant_only_loss is on, but the rows are plain text"):
+        table(text_rows(3), tmp_path, tokenizer, assistant_only_loss=True)
     assert not [*(tmp_path / "tokens").iterdir()], "nothing half-written"
+    both = [*text_rows(2), *chat_rows(2)]
+    assert len(table(both, tmp_path, tokenizer, template=BUILT_IN["chatml"].text, assistant_only_loss=True)) == 4
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])

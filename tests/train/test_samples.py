@@ -13,11 +13,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard import runtime
+from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.errors import ConfigError
 from fullshard.models.generate import end_of_turn, generation_prompt
 from fullshard.train.config import SFTConfig
 from fullshard.train.prompts import read_prompts
-from fullshard.train.samples import answer_begins
+from fullshard.train.samples import answer_begins, prompts_of
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows
 from tests.pool import ranks
@@ -120,6 +121,28 @@ def test_where_an_answer_begins() -> None:
     assert generation_prompt(tokenizer) == "" == end_of_turn(tokenizer)
     tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} <end>\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"  # noqa: E501
     assert (generation_prompt(tokenizer), end_of_turn(tokenizer)) == ("[assistant] ", "<end>")
+
+
+def test_prompts_with_tools_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}}
+    call = {"type": "function", "function": {"name": "find", "arguments": {"word": "bird"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "one bird?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "a stone"},
+    ]
+    as_text = [{**messages[1], "tool_calls": [{"name": "find", "arguments": json.dumps({"word": "bird"})}]}]
+    row = {"messages": [messages[0], *as_text, messages[2]], "tools": [tool], "chat_template_kwargs": {"mood": "salt"}}
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ mood }}" + BUILT_IN["qwen"].text
+    config = settings(tmp_path, sample_prompts=str(path), eval_strategy="epoch")
+    (prompt,) = prompts_of(config, None, tokenizer)
+    expected = tokenizer.apply_chat_template(
+        messages, tools=[tool], tokenize=False, add_generation_prompt=True, mood="salt"
+    )
+    assert tokenizer.decode(prompt.tokens) == expected and prompt.shown == "a stone"
 
 
 def test_a_file_of_prompts_is_checked(tmp_path: Path) -> None:
