@@ -178,6 +178,7 @@ class Counts(TrainerCallback, ExportableState):
         return {"args": {"start": self.start}, "attributes": {"steps": self.steps}}
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_resumed_run_has_the_state_of_the_one_before(tmp_path: Path) -> None:
     steps: dict[str, Any] = {"gradient_accumulation_steps": 1, "max_steps": 10, "lr_scheduler_type": "constant"}

@@ -53,7 +53,7 @@ def argmax(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 @ranks(1)
-@pytest.mark.parametrize("preprocess", [None, argmax])
+@pytest.mark.parametrize("preprocess", [None, pytest.param(argmax, marks=pytest.mark.slow)])
 def test_predictions_are_those_of_transformers_trainer(preprocess: Any, tmp_path: Path) -> None:
     more = {"compute_metrics": compute_metrics, "preprocess_logits_for_metrics": preprocess}
     expected, found = their_prediction(tmp_path, **more), trainer(tmp_path, **more).predict(ROWS)

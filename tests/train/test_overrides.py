@@ -144,6 +144,7 @@ def test_a_loss_of_the_script_s_own_trains_as_on_one_device(way: str, tmp_path: 
     assert evaluated == pytest.approx(run(tmp_path / "usual").evaluate()["eval_loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_optimizers_schedulers_and_loaders_of_the_script_s_own(tmp_path: Path) -> None:
     """The same run three times: by settings, with objects made before, and in overridden methods."""
@@ -184,6 +185,7 @@ def test_optimizers_schedulers_and_loaders_of_the_script_s_own(tmp_path: Path) -
     assert mine.get_learning_rates() == [0.0] and mine.get_num_trainable_parameters() == make_model().num_parameters()
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_a_scheduler_is_resumed(tmp_path: Path) -> None:
     def made(name: str) -> SFTTrainer:
