@@ -208,9 +208,7 @@ class Evaluation(TrainingStep):
         from transformers.trainer_utils import EvalLoopOutput
 
         loop = self.loop
-        loss_only = (
-            getattr(self.args, "prediction_loss_only", False) if prediction_loss_only is None else prediction_loss_only
-        )
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         self.callback_handler.eval_dataloader = dataloader
         loop.model.eval()
         loop.take_measured()

@@ -78,6 +78,8 @@ class TrainerOptions:
     are refused."""
     eval_delay: float = 0
     """Skip evaluations before this many steps (or epochs, if `eval_strategy` is epoch)."""
+    prediction_loss_only: bool = False
+    """Compute the loss alone in evaluations, without predictions: `compute_metrics` is then not called."""
     include_num_input_tokens_seen: str = option("no", given_as="no, non_padding")
     """Log the number of tokens seen so far, padding excluded, as `num_input_tokens_seen` too."""
     save_only_model: bool = False

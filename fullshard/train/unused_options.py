@@ -78,7 +78,6 @@ class UnusedOptions:
         None, "DeepSpeed does not run here; the model is sharded by fullshard", kind=object
     )
     debug: str = _only("", "transformers' debug hooks do not run here", kind=object, script_only=True)
-    prediction_loss_only: bool = _only(False, "without compute_metrics an evaluation computes the loss alone anyway")
     include_for_metrics: list[str] = _only(list, "compute_metrics gets predictions and labels", kind=list)
     batch_eval_metrics: bool = _only(False, "compute_metrics is called once, with all predictions")
     eval_do_concat_batches: bool = _only(True, "compute_metrics is called once, with all predictions")

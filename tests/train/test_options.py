@@ -94,7 +94,7 @@ ELSEWHERE = {
     "disable_tqdm": "test_peers", "tf32": "needs a GPU", "full_determinism": "test_peers", "torch_empty_cache_steps": "needs a GPU",
     "logging_dir": "test_loggers", "project": "test_loggers", "trackio_space_id": "test_loggers", "trackio_bucket_id": "test_loggers",
     "trackio_static_space_id": "test_loggers", "hub_token": "test_hub", "hub_revision": "test_hub", "hub_always_push": "test_hub",
-    "average_tokens_across_devices": "test_peers",
+    "average_tokens_across_devices": "test_peer_runs", "prediction_loss_only": "test_peer_runs",
     "padding_free": "test_prepared_rows", "pad_token": "test_prepared_rows",
     "pad_to_multiple_of": "test_prepared_rows", "dataset_num_proc": "test_prepared_rows", "skip_prepare_dataset": "test_prepared_rows",
 }  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 
 from fullshard import runtime
 from fullshard.checkpoint.manifest import published_steps
+from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import settings, train
@@ -73,6 +74,17 @@ def test_the_best_checkpoint_alone(tmp_path: Path) -> None:
     trainer = train(make_model(), config, text_rows(40), eval_dataset=text_rows(4))
     evaluated = [each["step"] for each in trainer.state.log_history if "eval_loss" in each]
     assert evaluated == [2, 3, 4] and published_steps(tmp_path / "out" / "checkpoints") == [2], "the loss only falls"
+
+
+@ranks(1)
+def test_evaluations_without_predictions(tmp_path: Path) -> None:
+    for only in (False, True):
+        trainer = SFTTrainer(
+            make_model(), settings(tmp_path / str(only), prediction_loss_only=only), eval_dataset=text_rows(4),
+            compute_metrics=lambda given: {"found": given.predictions.shape[0]}, tokenizer=make_tokenizer(),
+        )  # fmt: skip
+        found = trainer.evaluate()
+        assert found["eval_loss"] > 0 and found.get("eval_found") == (None if only else 4)
 
 
 TRACKIO = """
