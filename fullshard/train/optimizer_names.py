@@ -69,9 +69,9 @@ REFUSED: dict[str, str] = {
          "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw", "apollo_adamw_layerwise"), _WHOLE,
     ),
     **dict.fromkeys(("lomo", "adalomo"), _IN_BACKWARD),
-    "grokadamw": "it clips each parameter by the norm of its own piece; use adamw_torch",
+    "grokadamw": "it has not been tried on sharded parameters; use adamw_torch",
     **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), _SCHEDULE),
-    "stable_adamw": "it scales each update by the norm of its own piece; use adamw_torch with max_grad_norm",
+    "stable_adamw": "it has not been tried on sharded parameters; use adamw_torch with max_grad_norm",
 }  # fmt: skip
 """Names of transformers that are not served: why, and what to use instead."""
 LEARNING_RATES = ("original", "match_rms_adamw")
