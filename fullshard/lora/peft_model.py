@@ -5,15 +5,22 @@ Adapter layers, their configuration and their files are PEFT's.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.errors import ConfigError, QuantizationError
+from fullshard.lora.methods import method_of
 from fullshard.lora.virtual_tokens import is_prompt
 from fullshard.quant.quantize import packed_weights
+from fullshard.torch_private import parameters_of
+
+INITIALIZED_BY_NAME = ("VERA", "LN_TUNING", "PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
+"""Methods that `weights/init.py` initializes, or whose values are in the model's files; PEFT initializes the others."""
 
 
 def get_peft_model_on_meta(model: nn.Module, peft_config: Any) -> Any:
@@ -26,7 +33,9 @@ def get_peft_model_on_meta(model: nn.Module, peft_config: Any) -> Any:
 
     method = getattr(peft_config, "init_lora_weights", None)
     if method is None:
-        with torch.device("cpu"):  # PEFT needs real values in shared projections and token indices
+        known = method_of(peft_config) in INITIALIZED_BY_NAME
+        # PEFT needs real values in shared projections and token indices.
+        with torch.device("cpu"), contextlib.nullcontext() if known else _stand_ins(model):
             return get_peft_model(model, peft_config)
     if not isinstance(method, str) or method.lower() == "gaussian":
         return get_peft_model(model, peft_config)
@@ -37,6 +46,32 @@ def get_peft_model_on_meta(model: nn.Module, peft_config: Any) -> Any:
     made = get_peft_model(model, peft_config)
     peft_config.init_lora_weights = method
     return made
+
+
+@contextlib.contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters on the meta device are replaced by tensors on the CPU that need no memory, so that PEFT keeps
+    an adapter's initial values there too. They are NaN: copies of them are put on the meta device afterwards."""
+    made: dict[int, nn.Parameter] = {}
+    originals: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in parameters_of(module).items():
+            if p is not None and p.is_meta:
+                if id(p) not in made:
+                    value = torch.full((), torch.nan, dtype=p.dtype, device="cpu").expand(p.shape)
+                    made[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
+                    originals[id(made[id(p)])] = p
+                parameters_of(module)[name] = made[id(p)]
+    modules = list(model.modules())
+    yield
+    for module in {*modules, *model.modules()}:
+        for name, p in parameters_of(module).items():
+            if p is None or not p.is_floating_point():
+                continue
+            if id(p) in originals:
+                parameters_of(module)[name] = originals[id(p)].requires_grad_(p.requires_grad)
+            elif p.isnan().any():
+                parameters_of(module)[name] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
 
 
 def check_trains(model: nn.Module) -> None:

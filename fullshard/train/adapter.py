@@ -21,12 +21,14 @@ from torch import nn
 from fullshard.errors import ConfigError
 from fullshard.fsdp import MixedPrecision
 from fullshard.lora.adapter_config import taken_from_weights
+from fullshard.lora.methods import check_method
 from fullshard.lora.peft_model import check_trains, get_peft_model_on_meta
 from fullshard.lora.targets import ALL_LINEAR
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
 from fullshard.options import as_list, nearest
 from fullshard.quant.config import Quantization, quantization_from_options, storage_note
+from fullshard.quant.quantize import packed_weights
 from fullshard.ranks import agree
 from fullshard.train.adapter_options import check_prompt
 from fullshard.train.config import SFTConfig
@@ -246,6 +248,9 @@ def make_trainable(
 
     `recomputes` is whether the engine checkpoints activations; `trains` is false for an evaluation only.
     """
+    in_memory = not any(p.is_meta for p in model.parameters())
+    for one in getattr(model, "peft_config", {"new": peft_config} if peft_config is not None else {}).values():
+        check_method(one, bool(packed_weights(model)), in_memory)
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
         if config.prompt_tuning_init_text:

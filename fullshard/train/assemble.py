@@ -43,7 +43,7 @@ from fullshard.train.model import (
     read_model,
     read_tokenizer,
 )
-from fullshard.train.optimizer import schedule_of
+from fullshard.train.optimizer import check_given, schedule_of
 from fullshard.watchdog import collectives
 from fullshard.weights.fill import fill
 
@@ -103,7 +103,7 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     requested = adapter.requested_config(config, run.peft_config)
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
     peft_config, grown = agree_locally(work, "vocabulary")
-    packing = choose_packing(config, model, say) if config.packing else None
+    packing = choose_packing(config, model, say) if config.keeps_apart else None
     if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
         say(note)
     if base is None and (four_bits := quantization(config)) is not None:
@@ -157,7 +157,7 @@ def build_loop(
         )  # fmt: skip
     set_projection_dtype(sharded, dtypes.param_dtype)
     trainer.create_optimizer_and_scheduler(reporter.total)
-    optimizer, schedule = rebind(trainer.optimizer), schedule_of(trainer.lr_scheduler)
+    optimizer, schedule = check_given(rebind(trainer.optimizer)), schedule_of(trainer.lr_scheduler)
     return Loop(
         config, sharded, head, optimizer, schedule, steps, reporter, engine.mixed_precision, packed, trainer
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """What a script says in Accelerate's plugin or in `TrainingArguments`, as settings of the engine."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from fullshard.errors import ConfigError
 from fullshard.fsdp import policy
+from fullshard.integrations import accelerate_checkpoints, accelerate_prepare, trainer
 from fullshard.integrations import fsdp_plugin as plugin
-from fullshard.integrations import trainer
 from fullshard.parallelize.settings import EngineSettings
 from tests.pool import ROOT
 
@@ -150,3 +151,24 @@ def test_the_keys_of_pytorch_xla_are_refused_by_name_or_ignored_with_a_note(monk
     made = TrainingArguments(str(tmp_path), fsdp_config={"xla": False, "xla_fsdp_grad_ckpt": True}, **options)
     assert plugin.read(made.fsdp_plugin_args).settings.strategy == "FULL_SHARD"
     assert "fsdp_config: xla_fsdp_grad_ckpt is ignored: it configures PyTorch/XLA" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("precision", "scaler", "expected"), [("fp16", None, "no"), ("fp16", 1, "fp16"), ("bf16", None, "bf16")]
+)
+def test_fp16_without_a_loss_scaler_computes_in_fp32(precision, scaler, expected):
+    """As Accelerate does on CPUs, where it has no scaler."""
+    state = types.SimpleNamespace(dynamo_plugin=None)
+    given = types.SimpleNamespace(mixed_precision=precision, scaler=scaler, state=state)
+    assert accelerate_prepare._settings(given, EngineSettings()).mixed_precision == expected
+
+
+def test_an_optimizer_without_state_is_read_from_whole_values(tmp_path):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    model, optimizer = torch.nn.Module(), torch.optim.SGD([parameter], lr=0.5)
+    model._fullshard_engine = types.SimpleNamespace(units=[])
+    group = {**optimizer.state_dict()["param_groups"][0], "lr": 0.25, "params": ["weight"]}
+    torch.save({"state": {}, "param_groups": [group]}, tmp_path / "optimizer.bin")
+    held = types.SimpleNamespace(fullshard=True, state_dict_type=types.SimpleNamespace(name="FULL_STATE_DICT"))
+    accelerate_checkpoints.load_optimizer(None)(held, None, optimizer, model, tmp_path)
+    assert optimizer.param_groups[0]["lr"] == 0.25 and optimizer.param_groups[0]["params"] == [parameter]
