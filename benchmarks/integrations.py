@@ -210,6 +210,7 @@ def one_rank(options: argparse.Namespace) -> None:
 def job(script: str, engine: str, model: Path, steps: int, memory: bool) -> dict[str, Any]:
     """What rank 0 reports of a script on an engine; with `memory` its peak over all ranks."""
     launch = ["-m", "fullshard", "launch", "--quiet", "--num_processes", str(RANKS), *([] if GPU else ["--use_cpu"])]
+    launch += ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]  # Accelerate's default is one unit
     before = {
         "ours": launch,
         "fsdp": [*launch, "--no_integrations", str(OWN_FSDP)],
