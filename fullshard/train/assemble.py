@@ -19,6 +19,7 @@ from fullshard.data.token_table import TokenTable
 from fullshard.fsdp import checkpoint_module
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.chunked_loss import LeanHead, TokenLoss
+from fullshard.models.inner_model import causal
 from fullshard.models.neftune import add_noise
 from fullshard.models.packed_inputs import PackingMethod
 from fullshard.models.router_loss import has_router_loss, set_router_loss
@@ -27,12 +28,14 @@ from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant.quantize import quantize_model
 from fullshard.ranks import agree, agree_locally
+from fullshard.reporting.model_card import TAGS
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import adapter, memory_check
 from fullshard.train.adapter import Say, quantization, set_adapter_dtype, set_projection_dtype
 from fullshard.train.batches import Steps, load_data
 from fullshard.train.checked_run import CheckedRun
 from fullshard.train.config import SFTConfig
+from fullshard.train.given_model import take_model
 from fullshard.train.loop import Loop
 from fullshard.train.model import (
     choose_packing,
@@ -99,6 +102,8 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     model = run.model
     if base is not None:
         model = agree_locally(lambda: read_model(config, base, say), "model without weights")
+    else:
+        agree(lambda: take_model(model), "model in memory")
     own_tables = any(agree(lambda: has_own_tables(model, folders), "embeddings of the adapter"))
     requested = adapter.requested_config(config, run.peft_config)
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
@@ -111,6 +116,8 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     model = adapter.make_trainable(
         config, engine.activation_checkpointing, model, tokenizer, peft_config, earlier, run.train is not None, say
     )
+    if hasattr(inner := causal(model), "add_model_tags"):
+        inner.add_model_tags(list(TAGS))
     train, evaluation = load_data(config, model, tokenizer, run.train, run.evaluation, say)
     return Parts(
         engine, model, base, earlier, tokenizer, peft_config is not None and earlier is None, grown, own_tables,
