@@ -33,8 +33,8 @@ def take_over(model: nn.Module, inner: nn.Module) -> int:
     for name, layer in foreign_layers(model, "Linear4bit").items():
         if hasattr(layer.weight.quant_state, "original_dtype"):
             raise QuantizationError(
-                f"{name}: the model has been evaluated on the CPU, for which bitsandbytes repacks its 4-bit weights and "
-                f"rounds their scales to bf16; load it again, and evaluate with the trainer"
+                f"{name}: the model has been evaluated on the CPU, for which bitsandbytes repacks its 4-bit weights "
+                f"and rounds their scales to bf16; load it again, and evaluate with the trainer"
             )
         if layer not in made:
             made[layer] = _ours(layer)
