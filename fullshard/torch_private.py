@@ -333,6 +333,11 @@ def submodules_of(module: nn.Module) -> dict[str, Any]:
 
 
 # Buffers that a state dict leaves out. 2.11, 2.13. They are looked for in the model's files.
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile wraps a module, or has compiled it in place."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 

@@ -363,6 +363,14 @@ def transforms() -> None:
 # --- modules and data loaders -----------------------------------------------------------------------------------------
 
 
+@check("is_compiled")
+def compiled_modules() -> None:
+    module = nn.Linear(1, 1)
+    assert not torch_private.is_compiled(module) and torch_private.is_compiled(torch.compile(module))
+    module.compile()
+    assert torch_private.is_compiled(module)
+
+
 @check("parameters_of", "replace_parameters", "buffers_of", "submodules_of", "non_persistent_buffers")
 def modules() -> None:
     module = nn.Sequential(nn.Linear(1, 1, bias=False))
@@ -483,7 +491,7 @@ PRIVATE = {
     "_local_tensor", "_spec", "_is_current_rank_part_of_mesh", "_op_dispatcher", "_custom_op_handlers", "_random_ops",
     "_version", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks", "_schema", "_overloadname",
     "_sequence_nr", "_execution_engine", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
-    "_iterator", "_device_types", "_get_backend", "_timeout", "_world",
+    "_iterator", "_device_types", "_get_backend", "_timeout", "_world", "_orig_mod", "_compiled_call_impl",
 }  # fmt: skip
 """Private attributes of torch's objects."""
 

@@ -19,6 +19,7 @@ from fullshard.integrations.unread import Mapped, Unread
 from fullshard.parallelize.model import build_mesh, shard_model
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant import sharded_groups
+from fullshard.quant.bitsandbytes_layers import foreign_layers
 from fullshard.quant.config import Quantization
 from fullshard.quant.linear import NF4Linear
 from fullshard.quant.quantizable import LinearForm
@@ -57,15 +58,6 @@ def load_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
 def _asks_for_4_bits(config: Any) -> bool:
     fields = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     return bool(fields.get("load_in_4bit") or fields.get("_load_in_4bit"))
-
-
-def foreign_layers(model: nn.Module, kind: str) -> dict[str, Any]:
-    """bitsandbytes' layers of one class, by name. The library need not be installed."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module).__name__ == kind and type(module).__module__.startswith("bitsandbytes.")
-    }
 
 
 def quantize_later(model: Any, chosen: Quantization) -> None:

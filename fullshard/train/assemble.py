@@ -33,6 +33,7 @@ from fullshard.train.adapter import Say, quantization, set_adapter_dtype, set_pr
 from fullshard.train.batches import Steps, load_data
 from fullshard.train.checked_run import CheckedRun
 from fullshard.train.config import SFTConfig
+from fullshard.train.given_model import take_model
 from fullshard.train.loop import Loop
 from fullshard.train.model import (
     choose_packing,
@@ -99,6 +100,8 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     model = run.model
     if base is not None:
         model = agree_locally(lambda: read_model(config, base, say), "model without weights")
+    else:
+        agree(lambda: take_model(model), "model in memory")
     own_tables = any(agree(lambda: has_own_tables(model, folders), "embeddings of the adapter"))
     requested = adapter.requested_config(config, run.peft_config)
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
