@@ -222,7 +222,7 @@ def test_several_sets_by_options(place: Path) -> None:
         ({"dataset_name": " , "}, "dataset_name is empty"),
         ({"val_size": 2.5}, "val_size is 2.5; expected a number of rows, or a fraction below 1"),
         ({"val_size": 0.5, "streaming": True}, "val_size is 0.5: a fraction of a stream is unknown"),
-        ({"val_size": -1}, "val_size is -1; expected 0 or more"),
+        ({"val_size": -1}, "val_size is -1.0; expected 0 or more"),
         ({"dataset_columns": "x"}, "dataset_columns has 'x'"),
         ({"dataset_columns": "text=body"}, r"0/train.jsonl, line 1: dataset_columns is text=body, but the columns are text"),
         ({"dataset_text_field": "body"}, r"0/train.jsonl, line 1: columns text; expected .*`body`"),
