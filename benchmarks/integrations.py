@@ -17,6 +17,7 @@ set size (PSS) summed over all ranks; on a GPU it is what torch has allocated th
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import itertools
 import json
@@ -48,6 +49,12 @@ ROWS, LENGTH = (4, 1024) if GPU else (1, 64)
 """Per rank and step."""
 SIZES = {"full": (2048, 8, 32000), "quick": (1024, 4, 8000)} if GPU else {"full": (512, 6, 4096), "quick": (64, 2, 512)}
 """Hidden size, layers, vocabulary."""
+HEAD = 64 if GPU else 32
+IMPORTED = (
+    "accelerate", "transformers.trainer", "torch.distributed.fsdp", "torch.distributed.checkpoint",
+    *(f"fullshard.integrations.{name}" for name in ("accelerate_prepare", "four_bit", "fsdp_plugin", "trainer")),
+)  # fmt: skip
+"""Modules of the libraries and of either engine: they are part of the baseline of memory."""
 STEPS = {"full": 20 if GPU else 8, "quick": 3}
 WARM_UP = 3
 
@@ -187,11 +194,8 @@ def _pss() -> int:
 
 
 def one_rank(options: argparse.Namespace) -> None:
-    import accelerate  # noqa: F401 - part of the baseline of memory
-    import transformers.trainer  # noqa: F401
-
-    if options.run == "sft":
-        import trl.trainer.sft_trainer  # noqa: F401
+    for name in (*IMPORTED, *(["trl.trainer.sft_trainer"] if options.run == "sft" else [])):
+        importlib.import_module(name)
     sampler = Sampler() if options.memory and not GPU else None
     clock = Clock(options.steps)
     losses = SCRIPTS[options.run](options.model, WARM_UP + options.steps, clock)
@@ -265,7 +269,7 @@ def write_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> None
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers,
-        num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, max_position_embeddings=LENGTH,
+        num_attention_heads=hidden // HEAD, num_key_value_heads=hidden // (2 * HEAD), max_position_embeddings=LENGTH,
         pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     with torch.device("cuda" if GPU else "cpu"):

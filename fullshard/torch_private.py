@@ -189,6 +189,12 @@ def storage_id(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
+# Makes an ordinary tensor or parameter of an instance of a subclass of Tensor; `nn.Parameter` marks such instances.
+# 2.11, 2.13. Weights that were left in their files break when they are used.
+def become_ordinary(t: torch.Tensor) -> None:
+    t.__class__ = nn.Parameter if t.__dict__.pop("_is_param", False) else torch.Tensor
+
+
 # The hooks of `register_hook` by handle; None without any. 2.11, 2.13. Hooks on parameters are lost at sharding.
 def backward_hooks(t: torch.Tensor) -> dict[int, Callable[..., Any]] | None:
     return t._backward_hooks
@@ -200,9 +206,14 @@ def post_accumulate_hooks(t: torch.Tensor) -> dict[int, Callable[..., Any]] | No
     return hooks
 
 
+# The attributes with both. 2.11, 2.13. The same.
+def hook_attributes() -> tuple[str, str]:
+    return "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
 # Both dicts themselves, so that handles still remove hooks. 2.11, 2.13. The same.
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in hook_attributes():
         if registered := getattr(source, name):
             setattr(target, name, registered)
 

@@ -200,7 +200,20 @@ def storages() -> None:
     assert torch_private.storage_id(t) == torch_private.storage_id(t[1:]) != torch_private.storage_id(torch.zeros(4))
 
 
-@check("backward_hooks", "post_accumulate_hooks", "share_hooks")
+@check("become_ordinary")
+def ordinary_tensors() -> None:
+    class Other(torch.Tensor):
+        pass
+
+    tensor = torch.zeros(2).as_subclass(Other)
+    parameter = nn.Parameter(torch.zeros(2).as_subclass(Other), requires_grad=False)
+    assert type(parameter) is Other and isinstance(parameter, nn.Parameter)
+    for one, expected in ((tensor, torch.Tensor), (parameter, nn.Parameter)):
+        torch_private.become_ordinary(one)
+        assert type(one) is expected and vars(one) == {} and not one.requires_grad
+
+
+@check("backward_hooks", "post_accumulate_hooks", "share_hooks", "hook_attributes")
 def hooks() -> None:
     one, other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
     assert not torch_private.backward_hooks(one) and not torch_private.post_accumulate_hooks(one)

@@ -53,9 +53,11 @@ def template_of(tokenizer: Any) -> str | None:
 
 
 def prepare_tokenizer(
-    tokenizer: Any, chat_template_format: str = "none", path: str | None = None, more: Sequence[str] = ()
-) -> Prepared:
-    """Set the tokenizer's chat template, add the tokens that the template and `more` need, and set a padding token."""
+    tokenizer: Any, chat_template_format: str = "none", path: str | None = None, more: Sequence[str] = (),
+    eos_token: str | None = None, pad_token: str | None = None,
+) -> Prepared:  # fmt: skip
+    """Set the tokenizer's chat template, add the tokens that the template and `more` need, and set its EOS token and
+    its padding token."""
     notes: list[str] = []
     chosen = choose(chat_template_format, path)
     if chosen is not None:
@@ -71,6 +73,13 @@ def prepare_tokenizer(
         tokenizer.add_special_tokens({"additional_special_tokens": added}, replace_extra_special_tokens=False)
     if chosen is not None and chosen.end in added:  # so that generation stops at the end of a turn
         tokenizer.eos_token = chosen.end
+    for name, token in (("eos_token", eos_token), ("pad_token", pad_token)):
+        if token is not None and token not in tokenizer.get_vocab():
+            raise ConfigError(
+                f"{name} is {token!r}, which is not in the tokenizer's vocabulary; expected one of its tokens."
+            )
+        if token is not None:
+            setattr(tokenizer, name, token)
     if tokenizer.pad_token_id is None:
         held = {tokenizer.eos_token_id: tokenizer.eos_token, tokenizer.unk_token_id: tokenizer.unk_token}
         held.pop(None, None)

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.raw_row import RawRow
 from fullshard.data.render_chat import ChatMessage, Conversation, Span
-from fullshard.data.row_formats import DEFAULT_READING, UNUSED, Document, Reading, count_bad, parse_rows
+from fullshard.data.row_formats import DEFAULT_READING, UNUSED, Document, Reading, count, count_bad, parse_rows
 from fullshard.data.template_fields import adapt_messages, variables
 from fullshard.errors import DataError
 
@@ -31,9 +31,15 @@ BATCH = 512
 class TextSettings:
     """Everything besides the data and the tokenizer that determines tokens and loss masks."""
 
-    max_length: int = 1024
+    max_length: int | None = 1024
+    """The maximum number of tokens in a row; None: no maximum."""
     packing: bool = False
-    add_special_tokens: bool = False
+    wrapped: bool = False
+    """With packing: concatenate all documents and cut them into rows of `max_length`, whatever their boundaries."""
+    keep_rows: bool = False
+    """Without packing: the documents of a row that is packed already stay in one row."""
+    add_special_tokens: bool | None = None
+    """Let the tokenizer add special tokens. None: only to text documents, since chat templates write them."""
     append_concat_token: bool | None = None
     """End documents with the EOS token. None: only text documents, since chat templates end conversations
     themselves."""
@@ -45,10 +51,17 @@ class TextSettings:
     template: str | None = None
     overflow: str = "truncate"
     """What to do with documents longer than `max_length`: truncate, split or drop."""
+    truncation_mode: str = "keep_start"
+    """What is kept of truncated documents: keep_start or keep_end."""
     reading: Reading = DEFAULT_READING
     """How rows are parsed."""
     data_sets: tuple[tuple[Reading, str | None], ...] = ()
     """(reading, template) of each dataset that has its own settings; `RawRow.data_set` is the index."""
+
+    @property
+    def document_limit(self) -> int | None:
+        """The maximum number of tokens in a document, if there is one."""
+        return None if self.packing and self.wrapped else self.max_length
 
     def reading_of(self, data_set: int | None) -> Reading:
         return self.reading if data_set is None else self.data_sets[data_set][0]
@@ -57,8 +70,16 @@ class TextSettings:
         return self.template if data_set is None else self.data_sets[data_set][1]
 
 
-TokensAndMask = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
-"""Tokens, and the loss mask: 1 for tokens that contribute to the loss."""
+class Encoded(NamedTuple):
+    """A tokenized document."""
+
+    tokens: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+    """1 for tokens that contribute to the loss."""
+    continues: bool = False
+    """Whether it continues the row of the document before it: the data is packed already."""
+
+
 TextAndSpans = tuple[str, list[Span] | None]
 """A text, and the spans of it that contribute to the loss; None means all of it."""
 TRIMMED, NOT_TRIMMED = b'"trim_offsets":true', b'"trim_offsets":false'
@@ -67,33 +88,47 @@ TRIMMED, NOT_TRIMMED = b'"trim_offsets":true', b'"trim_offsets":false'
 
 def encode_rows(
     batch: Sequence[RawRow], tokenizer: Any, settings: TextSettings, counts: dict[str, Any]
-) -> Iterator[TokensAndMask]:
-    """The tokens and loss mask of each document, at most `max_length` long. `counts` counts what is left out."""
+) -> Iterator[Encoded]:
+    """Each document, at most `document_limit` tokens long. `counts` counts what is left out."""
     parsed: list[Document] = []
     for data_set, rows in groupby(batch, key=lambda raw: raw.data_set):
         parsed += parse_rows(list(rows), settings.reading_of(data_set), counts)
-    for ids, mask in _tokenize(parsed, tokenizer, settings, counts):
-        if not len(ids):
-            counts["empty"] += 1
-            continue
-        long = len(ids) > settings.max_length
-        counts["long"] += long
-        if long and settings.overflow == "drop":
-            counts["cut"] += len(ids)
-            continue
-        end = len(ids) if settings.overflow == "split" else min(len(ids), settings.max_length)
-        counts["cut"] += len(ids) - end
-        for start in range(0, end, settings.max_length):
-            piece = slice(start, min(end, start + settings.max_length))
-            yield ids[piece], mask[piece]
+    for document in _tokenize(parsed, tokenizer, settings, counts):
+        if not len(document.tokens):
+            count(counts, "empty")
+        for piece in _cut(document, settings, counts):
+            if piece.loss_mask.any() or settings.keep_rows:
+                yield piece
+            else:
+                count(counts, "masked")
+
+
+def _cut(document: Encoded, settings: TextSettings, counts: dict[str, Any]) -> Iterator[Encoded]:
+    """The pieces of a document that are used: all of it, unless it is too long."""
+    tokens, mask, continues = document
+    size, limit = len(tokens), settings.document_limit
+    if limit is None or size <= limit:
+        if size:
+            yield document
+        return
+    count(counts, "long")
+    if settings.overflow == "split":
+        for start in range(0, size, limit):
+            yield Encoded(tokens[start : start + limit], mask[start : start + limit], continues and not start)
+        return
+    count(counts, "cut", size if settings.overflow == "drop" else size - limit)
+    if settings.overflow == "truncate":
+        kept = slice(limit) if settings.truncation_mode == "keep_start" else slice(size - limit, None)
+        yield Encoded(tokens[kept], mask[kept], continues)
 
 
 def _tokenize(
     batch: list[Document], tokenizer: Any, settings: TextSettings, counts: dict[str, Any]
-) -> Iterator[TokensAndMask]:
+) -> Iterator[Encoded]:
     kept: list[Document] = []
     rendered: list[TextAndSpans] = []
     for document in batch:
+        count(counts, "texts", document.text is not None)
         try:
             rendered.append(render_document(document, tokenizer, settings))
             kept.append(document)
@@ -104,8 +139,7 @@ def _tokenize(
             continue
         template = settings.template_of(document.data_set)
         for name in (document.template_kwargs or {}).keys() - variables(template or ""):
-            key = f"{UNUSED}chat_template_kwargs.{name}"
-            counts[key] = counts.get(key, 0) + 1
+            count(counts, f"{UNUSED}chat_template_kwargs.{name}")
     if not kept:
         return
     masked = any(spans is not None for _, spans in rendered)
@@ -115,35 +149,64 @@ def _tokenize(
             f"(tokenizer.json), or train on all tokens (assistant_only_loss and completion_only_loss false)."
         )
     with _untrimmed_offsets(tokenizer) if masked else contextlib.nullcontext():
+        encoded = _call_tokenizer(tokenizer, kept, [text for text, _ in rendered], settings, masked)
+    for document, (text, spans), (numbers, offsets) in zip(kept, rendered, encoded, strict=True):
+        if document.input_ids is not None:
+            yield from _encode_pretokenized(document, settings, counts)
+            continue
+        if not text:
+            yield Encoded(np.empty(0, np.int32), np.empty(0, np.uint8))
+            continue
+        mask = np.ones(len(numbers), np.uint8) if spans is None else _mask_of_spans(offsets, spans)
+        if document.messages is not None and numbers[:2] == [tokenizer.bos_token_id] * 2:
+            numbers, mask = numbers[1:], mask[1:]  # the chat template wrote the BOS token already
+        last = spans is None or bool(spans and spans[-1][1] >= len(text.rstrip()))
+        if numbers and numbers[-1] != tokenizer.eos_token_id and _appends_eos(document, tokenizer, settings):
+            numbers.append(tokenizer.eos_token_id)
+            mask = np.append(mask, np.uint8(last))
+        elif spans and offsets and offsets[-1][0] == offsets[-1][1]:  # a token that the tokenizer has added at the end
+            mask[-1] = last
+        yield Encoded(np.asarray(numbers, dtype=np.int32), mask)
+
+
+Offsets = list[tuple[int, int]]
+
+
+def _call_tokenizer(
+    tokenizer: Any, documents: Sequence[Document], texts: Sequence[str], settings: TextSettings, offsets: bool
+) -> list[tuple[list[int], Offsets | None]]:
+    """The tokens and, if asked for, the token offsets of each text."""
+    found: list[tuple[list[int], Offsets | None]] = [([], None)] * len(texts)
+    given = settings.add_special_tokens
+    special = [document.messages is None if given is None else given for document in documents]
+    for adds in set(special):
+        mine = [i for i, one in enumerate(special) if one == adds]
         encoded = tokenizer(
-            [text for text, _ in rendered],
-            add_special_tokens=settings.add_special_tokens,
-            return_offsets_mapping=masked,
+            [texts[i] for i in mine],
+            add_special_tokens=adds,
+            return_offsets_mapping=offsets,
             return_attention_mask=False,
             verbose=False,
         )
-    for i, (document, (text, spans)) in enumerate(zip(kept, rendered, strict=True)):
-        if document.input_ids is not None:
-            yield _encode_pretokenized(document, settings)
-            continue
-        numbers = list(encoded["input_ids"][i])
-        mask = np.ones(len(numbers), np.uint8) if spans is None else _mask_of_spans(encoded["offset_mapping"][i], spans)
-        if document.messages is not None and numbers[:2] == [tokenizer.bos_token_id] * 2:
-            numbers, mask = numbers[1:], mask[1:]  # the chat template wrote the BOS token already
-        if numbers and numbers[-1] != tokenizer.eos_token_id and _appends_eos(document, tokenizer, settings):
-            numbers.append(tokenizer.eos_token_id)
-            last = spans is None or bool(spans and spans[-1][1] >= len(text.rstrip()))
-            mask = np.append(mask, np.uint8(last))
-        yield np.asarray(numbers, dtype=np.int32), mask
+        for place, i in enumerate(mine):
+            found[i] = list(encoded["input_ids"][place]), encoded["offset_mapping"][place] if offsets else None
+    return found
 
 
-def _encode_pretokenized(document: Document, settings: TextSettings) -> TokensAndMask:
-    """A pre-tokenized document: nothing is added to it."""
-    ids, labels, completion = np.asarray(document.input_ids, dtype=np.int32), document.labels, document.completion_mask
+def _encode_pretokenized(document: Document, settings: TextSettings, counts: dict[str, Any]) -> Iterator[Encoded]:
+    """The documents of a pre-tokenized row: nothing is added to them."""
+    ids, labels = np.asarray(document.input_ids, dtype=np.int32), document.labels
     mask = np.ones(len(ids), np.uint8) if labels is None else (np.asarray(labels) != IGNORED).astype(np.uint8)
-    if completion is not None and settings.completion_only_loss is not False:
-        mask &= np.asarray(completion, dtype=np.uint8)
-    return ids, mask
+    if document.completion_mask is not None:
+        if settings.completion_only_loss:
+            mask &= np.asarray(document.completion_mask, dtype=np.uint8)
+        elif settings.completion_only_loss is None:
+            count(counts, f"{UNUSED}completion_mask")
+    start, sizes = 0, document.seq_lengths or (len(ids),)
+    count(counts, "packed", len(sizes) > 1)
+    for size in sizes:
+        yield Encoded(ids[start : start + size], mask[start : start + size], start > 0)
+        start += size
 
 
 def _appends_eos(document: Document, tokenizer: Any, settings: TextSettings) -> bool:
@@ -157,7 +220,8 @@ def _appends_eos(document: Document, tokenizer: Any, settings: TextSettings) -> 
 
 def render_document(document: Document, tokenizer: Any, settings: TextSettings) -> TextAndSpans:
     """Render a document to text, with the spans that contribute to the loss; None for the spans means all of it."""
-    if document.input_ids is not None:
+    masks = (document.labels, document.completion_mask)
+    if document.input_ids is not None and (not settings.completion_only_loss or masks != (None, None)):
         return "", None
     whole = settings.completion_only_loss is False
     prompted = document.prompt is not None or document.completion_start is not None
@@ -202,7 +266,7 @@ def subtract_spans(spans: list[Span], holes: Sequence[Span]) -> list[Span]:
     return spans
 
 
-def _mask_of_spans(offsets: list[tuple[int, int]], spans: list[Span]) -> npt.NDArray[np.uint8]:
+def _mask_of_spans(offsets: Any, spans: list[Span]) -> npt.NDArray[np.uint8]:
     """The loss mask: 1 for tokens that begin inside a span. A token that begins before a span belongs to the prompt."""
     begins = np.asarray([a for a, _ in offsets], dtype=np.int64)
     filled = np.asarray([b > a for a, b in offsets], dtype=bool)

@@ -95,8 +95,9 @@ def check_first_rows(source: DataSource, reading: Reading) -> None:
         raise DataError(f"{source.name}: no rows; expected at least one.")
 
 
-def source_of(data: Any, name: str, sample_by: str = "line") -> DataSource:
-    """A data source from user-provided data: a file, a split saved by `datasets`, a list of paths, or rows."""
+def source_of(data: Any, name: str, sample_by: str = "line", prepared: bool = False) -> DataSource:
+    """A data source from user-provided data: a file, a split saved by `datasets`, a list of paths, or rows. `prepared`
+    rows are used as they are (skip_prepare_dataset)."""
     if isinstance(data, DataSource):
         return data
     if isinstance(data, str | Path):
@@ -111,7 +112,26 @@ def source_of(data: Any, name: str, sample_by: str = "line") -> DataSource:
         raise DataError(f"{name} is a {type(data).__name__} ({names(data)}); give one of its splits.")
     if not isinstance(data, Iterable):
         raise DataError(f"{name} is {short(data)}; expected rows (a list of objects, a datasets.Dataset) or a file.")
-    return row_source(data, name)
+    return row_source(_without_format(data, name, prepared), name)
+
+
+def _without_format(data: Any, name: str, prepared: bool) -> Any:
+    """A dataset of `datasets` whose rows are plain values; other rows unchanged."""
+    if not hasattr(data, "with_format") or not isinstance(getattr(data, "format", None), Mapping):
+        return data
+    kind = data.format["type"]
+    if kind == "custom" and not prepared:
+        raise DataError(
+            f"{name} uses Dataset.with_transform(), whose rows may differ each time they are read, and they are read "
+            f"once; apply the transform with Dataset.map(). Or set skip_prepare_dataset and streaming, if it returns "
+            f"trainer-ready rows (input_ids and labels): then they are read in every epoch."
+        )
+    return data if kind in (None, "custom") else data.with_format(None).select_columns(data.format["columns"])
+
+
+def is_stream(data: Any) -> bool:
+    """Whether this is an iterable dataset of `datasets`, whose length is unknown."""
+    return hasattr(data, "skip") and hasattr(data, "take") and not hasattr(data, "__len__")
 
 
 # --- files and folders ----------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 QUALITY_LABELS = ("label", "kto_tag")
 """Columns that tell whether a completion is good, in unpaired preference data (KTO)."""
 REPORTED = (
-    "prompt", "completion", "chosen", "rejected", "tools", "functions", "system", "weight", "label", "labels",
+    "text", "messages", "conversations", "prompt", "completion",
+    "chosen", "rejected", "tools", "functions", "system", "weight", "label", "labels",
     "kto_tag", "attention_mask", "position_ids", "seq_lengths", "assistant_masks", "completion_mask",
-    "chat_template_kwargs", *MEDIA,
+    "chat_template_kwargs", "loss_mask", "loss_weights", "token_type_ids", "documents",
 )  # fmt: skip
 """Columns that other trainers read. One that is not read here is reported once."""
 PREFERENCES = (
@@ -31,6 +32,11 @@ PREFERENCES = (
 def check(row: Mapping[str, Any], read: Collection[str]) -> None:
     """Raise `BadRow` for rows made for another kind of training. `read` are the columns that are read; `row` has no
     nulls."""
+    if media := [name for name in MEDIA if name in row and name not in read and not _is_empty(row[name])]:
+        raise BadRow(
+            f"`{media[0]}`: the data is vision-related, or has sound; images, video and audio need a vision-language "
+            f"model, and only text is supported. Remove the column to train on the text alone."
+        )
     paired = "chosen" in row and "rejected" in row and "chosen" not in read
     if paired and not (read and _is_answered(row)):
         raise BadRow(f"the row holds {PREFERENCES}.")
@@ -52,8 +58,6 @@ def _is_answered(row: Mapping[str, Any]) -> bool:
 
 def check_conversation(row: Mapping[str, Any]) -> None:
     """Raise `BadRow` for columns without which a conversation is incomplete."""
-    if media := [name for name in MEDIA if name in row and not _is_empty(row[name])]:
-        raise BadRow(f"`{media[0]}`: images, video and audio are not supported; expected rows of text.")
     if "functions" in row and "tools" not in row:
         raise BadRow("`functions` is the old name of `tools`; set dataset_columns tools=functions.")
 

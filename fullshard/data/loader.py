@@ -175,8 +175,8 @@ class Collator:
     """Rows are packed: add position ids that restart with each document."""
     flatten: bool = False
     """One row without padding, as flash attention's variable-length kernels expect."""
-    multiple: int = 8
-    """Row lengths are padded up to a multiple of this."""
+    multiple: int | None = None
+    """Row lengths are padded up to a multiple of this. None: 8, or no padding with `flatten`."""
     mask: str | None = None
     """The name under which to add which tokens are no padding: `attention_mask` for code that expects it, `real_tokens`
     for routers of experts. None adds nothing: the model itself does not need it."""
@@ -188,8 +188,8 @@ class Collator:
             ids, targets, position_ids = (np.concatenate(parts) for parts in zip(*packed, strict=True))
             packed = [(ids, targets, position_ids)]
         length = max((len(ids) for ids, _, _ in packed), default=1)
-        if not self.flatten:
-            length = -(-length // self.multiple) * self.multiple
+        multiple = self.multiple or (1 if self.flatten else 8)
+        length = -(-length // multiple) * multiple
         shape = (max(1, len(packed)), length)
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)

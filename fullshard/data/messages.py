@@ -13,12 +13,14 @@ from typing import Any
 from fullshard.data.raw_row import BadRow, parse_json, short
 
 ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),
+    "system": "system",
+    "developer": "developer",
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response", "function", "ipython"), "tool"),
 }
-"""Role names in data files, in any case, and the roles they stand for."""
+"""Role names in data files, in any case, and the roles they stand for. A developer's message is rendered as a system
+message by templates that do not know that role (`template_fields.py`)."""
 WEIGHTS = ("weight", "train", "training", "loss")
 """Keys of a message that tell whether it contributes to the loss: OpenAI's, Axolotl's, ms-swift's."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -173,11 +175,12 @@ def plain(value: Any, what: str) -> Any:
 
 
 def tools_of(value: Any) -> tuple[dict[str, Any], ...] | None:
-    """The tools of a row: a list of JSON schemas, or JSON text of one. None if there are none."""
+    """The tools of a row: a list of JSON schemas, JSON text of it or of each. None if there are none."""
     value = _parsed(value, "tools", "[")
     if value is None or (isinstance(value, str | list | tuple) and len(value) == 0):
         return None
-    tools = [plain(tool, f"tools[{i}]") for i, tool in enumerate(list_of(value, "tools", "JSON schemas of functions"))]
+    found = list_of(value, "tools", "JSON schemas of functions")
+    tools = [plain(_parsed(tool, f"tools[{i}]", "{"), f"tools[{i}]") for i, tool in enumerate(found)]
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict):
             raise BadRow(f"tools[{i}] is {short(tool)}; expected the JSON schema of a function.")

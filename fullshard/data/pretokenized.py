@@ -1,16 +1,17 @@
 """Pre-tokenized rows: `input_ids`, and the columns that determine the loss mask.
 
-`labels` take precedence over masks, as in TRL. Padding according to `attention_mask` is removed. Rows that are already
-packed (several documents according to `position_ids` or `seq_lengths`) are rejected: fullshard does the packing.
+`labels` take precedence over masks, as in TRL. Padding according to `attention_mask` is removed. The documents of rows
+that are packed already are told apart by `seq_lengths` or `position_ids`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from fullshard.data.messages import list_of
-from fullshard.data.raw_row import BadRow, short
+from fullshard.data.raw_row import BadRow, names, short
 
 IGNORED = -100
 """The label of tokens that do not contribute to the loss: the default `ignore_index` of cross-entropy."""
@@ -25,8 +26,10 @@ def read_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
     if not all(0 <= n < 2**31 for n in ids):
         raise BadRow(f"`input_ids` holds {short(next(n for n in ids if not 0 <= n < 2**31))}, which is not a token id.")
     begin, end = _kept(row, ids)
-    _check_one_document(row, end - begin, len(ids))
     found: dict[str, Any] = {"input_ids": ids[begin:end]}
+    sizes = _lengths(row, begin, end, len(ids))
+    if len(sizes) > 1:
+        found["seq_lengths"] = sizes
     if "labels" in row:
         return {**found, "labels": _labels(row["labels"], ids)[begin:end]}
     masks = {name: _mask(row[name], name, len(ids))[begin:end] for name in MASKS if name in row}
@@ -36,6 +39,20 @@ def read_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
     if "completion_mask" in masks:
         found["completion_mask"] = masks["completion_mask"]
     return found
+
+
+def check_prepared(row: Mapping[str, Any]) -> None:
+    """Raise `BadRow` for rows that skip_prepare_dataset cannot use as they are."""
+    if "input_ids" not in row:
+        raise BadRow(
+            f"skip_prepare_dataset is on, but the row has no `input_ids`; its columns are {names(row)}. Leave "
+            f"skip_prepare_dataset out to have rows tokenized."
+        )
+    if "labels" not in row and (masks := [name for name in MASKS if name in row]):
+        raise BadRow(
+            f"skip_prepare_dataset is on, and the row has `{masks[0]}` but no labels, so that all tokens would be "
+            f"trained. Add a 'labels' column (-100 for tokens without loss), or leave skip_prepare_dataset out."
+        )
 
 
 def _labels(value: Any, ids: Sequence[int]) -> tuple[int, ...]:
@@ -70,15 +87,34 @@ def _kept(row: Mapping[str, Any], ids: Sequence[int]) -> tuple[int, int]:
     return begin, end
 
 
-def _check_one_document(row: Mapping[str, Any], kept: int, size: int) -> None:
-    where = _integers(row["position_ids"], "position_ids") if "position_ids" in row else None
-    sizes = _integers(row["seq_lengths"], "seq_lengths") if "seq_lengths" in row else None
-    several = (where is not None and where.count(0) > 1 and kept == size) or (sizes is not None and len(sizes) > 1)
-    if several:
-        name = "seq_lengths" if sizes is not None and len(sizes) > 1 else "position_ids"
-        raise BadRow(f"according to `{name}` the row holds several documents; expected one (packing packs them).")
-    if where is not None and kept == size and where != tuple(range(size)):
-        raise BadRow(f"`position_ids` is {short(where)}; expected 0, 1, 2, … (packing sets positions).")
+def _lengths(row: Mapping[str, Any], begin: int, end: int, size: int) -> tuple[int, ...]:
+    """The lengths of the documents in a row, padding excluded."""
+    found: tuple[int, ...] = (end - begin,)
+    if "position_ids" in row:
+        positions = _integers(row["position_ids"], "position_ids")
+        if len(positions) != size:
+            raise BadRow(f"{size} input_ids but {len(positions)} position_ids; expected as many.")
+        found = _restarts(positions[begin:end])
+    if "seq_lengths" in row:
+        given = _integers(row["seq_lengths"], "seq_lengths")
+        if sum(given) != end - begin or min(given) < 1:
+            raise BadRow(
+                f"`seq_lengths` is {short(given)}, with {end - begin} tokens in the row; expected the length of each "
+                f"document."
+            )
+        if "position_ids" in row and given != found:
+            raise BadRow(f"`seq_lengths` is {short(given)}, but `position_ids` restart after {short(found)} tokens.")
+        found = given
+    return found
+
+
+def _restarts(positions: Sequence[int]) -> tuple[int, ...]:
+    """The number of positions from each 0 to the next."""
+    starts = [i for i, position in enumerate(positions) if position == 0]
+    lengths = tuple(b - a for a, b in pairwise([*starts, len(positions)]))
+    if [n for length in lengths for n in range(length)] != list(positions):
+        raise BadRow(f"`position_ids` is {short(positions)}; expected 0, 1, 2, … in each document.")
+    return lengths
 
 
 def _integers(value: Any, what: str) -> tuple[int, ...]:

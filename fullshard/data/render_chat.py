@@ -39,6 +39,10 @@ class Conversation:
     def text(self) -> str:
         return self._render(self.messages)[0]
 
+    def prompt(self) -> str:
+        """The text up to the start of the assistant's next turn."""
+        return self._render(self.messages, generation_prompt=True)[0]
+
     @property
     def assistant_turns(self) -> list[int]:
         return [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]

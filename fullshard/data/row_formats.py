@@ -50,7 +50,9 @@ class Document:
     labels: tuple[int, ...] | None = None
     """For `input_ids`: -100 for tokens without loss. None: all tokens contribute to the loss."""
     completion_mask: tuple[int, ...] | None = None
-    """For `input_ids`: 0 for tokens without loss, unless completion_only_loss is false."""
+    """For `input_ids`: 0 for tokens without loss, if completion_only_loss is true."""
+    seq_lengths: tuple[int, ...] | None = None
+    """For `input_ids`: the lengths of the documents in the row, if it holds several."""
     unused: tuple[str, ...] | None = None
     """Columns of the row that other trainers use and that are not used here."""
     data_set: int | None = None
@@ -69,12 +71,16 @@ class Reading:
     """stop: the first row that cannot be parsed is an error. skip: such rows are left out and counted."""
     prompt_format: str | None = None
     """A format string that makes the prompt from a row's columns, with {column} placeholders."""
+    prepared: bool = False
+    """Rows must be pre-tokenized, with the labels that they are trained on."""
 
 
 DEFAULT_READING = Reading()
 
 
-def reading_of(text_field: str, columns: str | None, on_bad_row: str, prompt_format: str | None = None) -> Reading:
+def reading_of(
+    text_field: str, columns: str | None, on_bad_row: str, prompt_format: str | None = None, prepared: bool = False
+) -> Reading:
     """The settings for parsing rows, from the command-line options; `columns` is "name=column,…"."""
     known = [*(name for row_format in ROW_FORMATS for name in (*row_format.columns, *row_format.optional)), text_field]
     known += _named(prompt_format) if prompt_format is not None else []
@@ -94,7 +100,7 @@ def reading_of(text_field: str, columns: str | None, on_bad_row: str, prompt_for
     twice = {name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1}
     if twice:
         raise ConfigError(f"dataset_columns names {', '.join(sorted(twice))} twice.")
-    return Reading(text_field, tuple(pairs), on_bad_row, prompt_format)
+    return Reading(text_field, tuple(pairs), on_bad_row, prompt_format, prepared)
 
 
 def _named(prompt_format: str) -> list[str]:
@@ -123,7 +129,7 @@ def parse_rows(batch: Sequence[RawRow], reading: Reading, counts: dict[str, Any]
         try:
             found.append(_parse_row(raw, reading))
             for name in found[-1].unused or ():
-                counts[f"{UNUSED}{name}"] = counts.get(f"{UNUSED}{name}", 0) + 1
+                count(counts, f"{UNUSED}{name}")
         except BadRow as bad:
             if reading.on_bad_row != "skip":
                 raise _error(raw, bad) from None
@@ -139,9 +145,14 @@ def parse_row(raw: RawRow, reading: Reading = DEFAULT_READING) -> Document:
         raise _error(raw, bad) from None
 
 
+def count(counts: dict[str, Any], name: str, number: int = 1) -> None:
+    """Add to a counter."""
+    counts[name] = counts.get(name, 0) + int(number)
+
+
 def count_bad(counts: dict[str, Any], message: str) -> None:
     """Count a row that is left out: "bad" counts all of them, "bad_rows" holds the messages of the first few."""
-    counts["bad"] = counts.get("bad", 0) + 1
+    count(counts, "bad")
     named = counts.setdefault("bad_rows", [])
     if len(named) < NAMED:
         named.append(message)
@@ -167,6 +178,8 @@ def _parse_row(raw: RawRow, reading: Reading) -> Document:
     row_format = next((s for s in formats if all(column in row for column in s.columns)), None)
     try:
         read = (*row_format.columns, *row_format.optional) if row_format is not None else ()
+        if reading.prepared:
+            pretokenized.check_prepared(row)
         foreign_columns.check(row, read)
         if row_format is not None:
             unused = foreign_columns.unused(row, read)
@@ -219,7 +232,7 @@ def _conversation(row: Mapping[str, Any], turns: list[dict[str, Any]]) -> dict[s
     variables."""
     foreign_columns.check_conversation(row)
     if row.get("system", "") != "":
-        if turns[0]["role"] == "system":
+        if turns[0]["role"] in ("system", "developer"):
             raise BadRow("the row has both a `system` column and a system message; expected one of them.")
         turns = [{"role": "system", "content": text_of(row["system"], "`system`")}, *turns]
     found: dict[str, Any] = {"messages": tuple({k: v for k, v in t.items() if k != "weight"} for t in turns)}

@@ -26,7 +26,7 @@ from fullshard.data.encode import TextSettings
 from fullshard.data.raw_row import RowPosition
 from fullshard.data.sources import DataSource
 from fullshard.data.temp_dirs import TempDir, is_alive
-from fullshard.data.token_table import CACHE_VARIABLE, TableWriter, TokenTable, check_some, open_table
+from fullshard.data.token_table import CACHE_VARIABLE, LEFT_OUT, TableWriter, TokenTable, check_some, open_table
 from fullshard.data.tokenize import RowBatch, TokenizerPool, batch_rows, pack_error, unpack_error
 from fullshard.errors import DataError, UserError
 
@@ -128,7 +128,7 @@ class PageMaker:
                 continue
             facts = writer.finish(epoch=epoch, page=page, place=place, ends_epoch=batch.ends_data)
             if totals is not None:
-                totals.update({name: facts[name] for name in ("documents", "targets", "empty", "bad", "dropped")})
+                totals.update({name: facts[name] for name in ("documents", "targets", *LEFT_OUT)})
             if batch.ends_data:
                 if totals is not None:  # else the stream would repeat forever without a row
                     check_some({"source": facts["source"], **totals}, self._pages.settings)

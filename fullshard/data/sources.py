@@ -88,7 +88,7 @@ def row_source(rows: Iterable[Any], name: str) -> DataSource:
         digest = hashlib.sha256()
         for row in walk(None):
             try:
-                digest.update(json.dumps(row.value, default=str, skipkeys=True).encode())
+                digest.update(json.dumps(row.value, default=_plain, skipkeys=True).encode())
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{row.where}: the row is not JSON-compatible ({error}).") from None
             digest.update(b"\n")
@@ -97,6 +97,24 @@ def row_source(rows: Iterable[Any], name: str) -> DataSource:
     cached = getattr(rows, "cache_files", None)  # of a `datasets.Dataset`, which reads them lazily
     files = tuple(Path(file["filename"]) for file in cached) if isinstance(cached, list) else ()
     return DataSource(name, walk, fingerprint, own_files=files)
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as lists, in full; anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def shuffled(source: DataSource, seed: int) -> DataSource:
+    """The rows of a source in random order. They are read into memory."""
+
+    def rows(start: RowPosition) -> Iterator[RawRow]:
+        held = list(source.rows(None))
+        order = np.random.Generator(np.random.PCG64([seed, 2])).permutation(len(held)).tolist()
+        return (replace(held[row], after=i + 1) for i, row in enumerate(order[start or 0 :], start or 0))
+
+    return DataSource(
+        source.name, rows, lambda: _digest("shuffled", seed, source.fingerprint()), own_files=tuple(source.files)
+    )
 
 
 def numbered(source: DataSource, number: int) -> DataSource:

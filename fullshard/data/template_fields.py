@@ -122,7 +122,11 @@ def renders_role(template: str, special: Special, role: str) -> bool:
     message = {**RESULT, "role": role, "content": CONTENT}
     call: ChatMessage = {"role": "assistant", "content": "Wait", "tool_calls": [CALL]}
     system = [message, USER, ANSWER]
-    trials = [system] if role == "system" else [[USER, call, message, ANSWER], [USER, ANSWER, message, ANSWER]]
+    trials = (
+        [system]
+        if role in ("system", "developer")
+        else [[USER, call, message, ANSWER], [USER, ANSWER, message, ANSWER]]
+    )
     found = [_rendered(template, special, trial, None) for trial in trials]
     return any(text is None or CONTENT in text for text in found)
 
@@ -137,6 +141,8 @@ def adapt_messages(
     """The messages in the form that a template renders; raises `DataError` if it would drop a part of them."""
     if not tools and all(message.keys() == PLAIN_KEYS and message["role"] in PLAIN_ROLES for message in messages):
         return messages
+    if "developer" not in template:
+        messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     special = tuple((k, v if isinstance(v, str) else tuple(v)) for k, v in tokenizer.special_tokens_map.items())
     if tools and not renders_tools(template, special):
         raise _dropped(where, template, "`tools`", OWN)

@@ -27,10 +27,10 @@ from fullshard.data.packing import best_fit_decreasing
 from fullshard.data.row_formats import NAMED, UNUSED
 from fullshard.data.sources import DataSource
 from fullshard.data.temp_dirs import TempDir
-from fullshard.data.tokenize import Chunk, TokenizerPool, batch_rows
+from fullshard.data.tokenize import Chunk, TokenizerPool, batch_rows, count_targets
 from fullshard.errors import DataError
 
-FORMAT = 3
+FORMAT = 4
 CACHE_VARIABLE = "FULLSHARD_CACHE"
 FILES = {
     "tokens": np.int32,
@@ -41,7 +41,7 @@ FILES = {
     "row_sizes": np.int64,
     "row_targets": np.int64,
 }
-LEFT_OUT = ("empty", "bad", "long", "dropped", "cut")
+LEFT_OUT = ("empty", "bad", "long", "dropped", "cut", "masked", "packed", "texts")
 """Counters besides documents, rows and tokens."""
 
 
@@ -54,7 +54,8 @@ class TokenTable:
     facts: dict[str, Any]
     """Dataset statistics: `documents`, `rows`, `tokens`, `targets` (tokens that contribute to the loss). What was left
     out: rows that were `empty` or `bad` (could not be parsed; `bad_rows` has the reasons of the first few), documents
-    that were too `long`, those of them that were `dropped`, tokens `cut`. And `lengths` of documents."""
+    that were too `long`, those of them that were `dropped`, tokens `cut`, documents without any loss (`masked`). Rows
+    that were `packed` already, and rows of plain text (`texts`). And `lengths` of documents."""
     tokens: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.uint8]
     """1 for tokens that contribute to the loss, else 0."""
@@ -80,10 +81,13 @@ class TokenTable:
 
 def statistics(table: TokenTable) -> dict[str, Any]:
     """Document lengths in tokens (`min`, `median`, `mean`, `p95`, `max`), the number of `documents` and `rows`, and
-    `efficiency`: the fraction of `rows * max_length` that is tokens rather than padding."""
+    `efficiency`: the fraction of `rows * row_length` that is tokens rather than padding; `row_length` is `max_length`,
+    or the longest row if there is no maximum."""
     facts = table.facts
-    efficiency = facts["tokens"] / max(1, facts["rows"] * facts["max_length"])
-    return {**facts["lengths"], "documents": facts["documents"], "rows": facts["rows"], "efficiency": efficiency}
+    length = facts["max_length"] or int(table.row_sizes.max(initial=1))
+    efficiency = facts["tokens"] / max(1, facts["rows"] * length)
+    counted = {name: facts[name] for name in ("documents", "rows")}
+    return {**facts["lengths"], **counted, "row_length": length, "efficiency": efficiency}
 
 
 def unused_columns(facts: dict[str, Any]) -> dict[str, int]:
@@ -166,13 +170,19 @@ def make_table(
 def check_some(facts: dict[str, Any], settings: TextSettings) -> None:
     """Raise if there are no documents, or no tokens that contribute to the loss."""
     left_out = ", ".join(f"{facts[name]:,} {name}" for name in ("empty", "bad", "dropped") if facts.get(name))
-    if not facts["documents"]:
+    documents = facts["documents"] + facts.get("masked", 0)
+    if not documents:
         why = f"(left out: {left_out})" if left_out else "in it"
         raise DataError(f"{facts['source']}: no documents with tokens {why}; expected at least one row.")
     if not facts["targets"]:
         why = " (assistant_only_loss is on: do they have assistant messages?)" if settings.assistant_only_loss else ""
         raise DataError(
-            f"{facts['source']}: {facts['documents']} documents, but none of their tokens contributes to the loss{why}."
+            f"{facts['source']}: {documents} documents, but none of their tokens contributes to the loss{why}."
+        )
+    if settings.assistant_only_loss and facts.get("texts", 0) >= documents:
+        raise DataError(
+            f"{facts['source']}: assistant_only_loss is on, but the rows are plain text, not conversations; leave it "
+            f"out."
         )
 
 
@@ -184,6 +194,7 @@ class TableWriter:
         self._tokens, self._loss_mask = (folder / "tokens.bin").open("wb"), (folder / "learnt.bin").open("wb")
         self._lengths: list[npt.NDArray[np.int32]] = []
         self._targets: list[npt.NDArray[np.int32]] = []
+        self._continues: list[npt.NDArray[np.bool_]] = []
         self._counts: Counter[str] = Counter()
         self._bad_rows: list[str] = []
         self._check = 0
@@ -195,6 +206,7 @@ class TableWriter:
             self._check = zlib.crc32(data, self._check)
         self._lengths.append(chunk.lengths)
         self._targets.append(chunk.targets)
+        self._continues.append(chunk.continues)
         self._counts.update(chunk.counts)
         self._bad_rows = [*self._bad_rows, *chunk.bad_rows][:NAMED]
 
@@ -203,8 +215,15 @@ class TableWriter:
         self.close()
         nothing = np.empty(0, np.int32)
         lengths, targets = (np.concatenate([nothing, *parts]) for parts in (self._lengths, self._targets))
-        if self.settings.packing:
-            row_starts, row_documents = best_fit_decreasing(lengths, self.settings.max_length)
+        settings = self.settings
+        if settings.packing and settings.wrapped and len(lengths):
+            lengths, targets = self._wrapped(int(lengths.sum(dtype=np.int64)))
+        if settings.packing and not settings.wrapped:
+            assert settings.max_length is not None
+            row_starts, row_documents = best_fit_decreasing(lengths, settings.max_length)
+        elif settings.keep_rows:
+            continues = np.concatenate([np.empty(0, np.bool_), *self._continues])
+            row_starts, row_documents = np.append(np.flatnonzero(~continues), len(lengths)), np.arange(len(lengths))
         else:
             row_starts, row_documents = np.arange(len(lengths) + 1), np.arange(len(lengths))
         written = {
@@ -217,18 +236,27 @@ class TableWriter:
         for name, array in written.items():
             array.astype(FILES[name], copy=False).tofile(self.folder / f"{name}.bin")
         counts = {name: self._counts[name] for name in LEFT_OUT}
-        if self.settings.overflow == "drop":
+        if settings.overflow == "drop":
             counts["dropped"] = counts["long"]
         facts = {
             "format": FORMAT, "source": self.name, "documents": len(lengths), "rows": len(row_starts) - 1,
             "tokens": int(written["document_starts"][-1]), "targets": int(targets.sum(dtype=np.int64)),
             **self._counts, **counts, "bad_rows": self._bad_rows,
-            "max_length": self.settings.max_length, "lengths": _lengths(lengths),
+            "max_length": settings.max_length, "overflow": settings.overflow, "packing": settings.packing,
+            "wrapped": settings.wrapped, "lengths": _lengths(lengths),
             "check": zlib.crc32(lengths.tobytes(), self._check),
             "bytes": {name: (self.folder / f"{name}.bin").stat().st_size for name in FILES}, **more,
         }  # fmt: skip
         (self.folder / "manifest.json").write_text(json.dumps(facts, indent=1))
         return facts
+
+    def _wrapped(self, tokens: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Lengths and targets of rows that are cut from all tokens, whatever the documents they belong to."""
+        size = self.settings.max_length
+        assert size is not None
+        lengths = np.full(-(-tokens // size), size, np.int32)
+        lengths[-1] = tokens - size * (len(lengths) - 1)
+        return lengths, count_targets(np.memmap(self.folder / "learnt.bin", np.uint8, mode="r"), lengths)
 
     def close(self) -> None:
         self._tokens.close()

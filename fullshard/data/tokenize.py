@@ -53,6 +53,8 @@ class Chunk:
     """Tokens in each document; never 0."""
     targets: npt.NDArray[np.int32]
     """Tokens in each document that contribute to the loss. The first token is never predicted, so it does not count."""
+    continues: npt.NDArray[np.bool_]
+    """Whether each document continues the row of the one before it."""
     counts: Counter[str]
     bad_rows: list[str]
     """Why the first few bad rows could not be parsed."""
@@ -94,12 +96,18 @@ def encode_chunk(rows: Sequence[RawRow], tokenizer: Any, settings: TextSettings)
     bad_rows: Any = counts.pop("bad_rows", [])
     if not found:
         nothing = np.empty(0, np.int32)
-        return Chunk(nothing, np.empty(0, np.uint8), nothing, nothing, counts, bad_rows)
-    lengths = np.fromiter((len(ids) for ids, _ in found), np.int32, len(found))
-    tokens, loss_mask = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return Chunk(nothing, np.empty(0, np.uint8), nothing, nothing, np.empty(0, np.bool_), counts, bad_rows)
+    lengths = np.fromiter((len(one.tokens) for one in found), np.int32, len(found))
+    tokens, loss_mask = np.concatenate([one.tokens for one in found]), np.concatenate([one.loss_mask for one in found])
+    continues = np.fromiter((one.continues for one in found), np.bool_, len(found))
+    targets = count_targets(loss_mask, lengths)
+    return Chunk(tokens.astype(np.int32, copy=False), loss_mask, lengths, targets, continues, counts, bad_rows)
+
+
+def count_targets(loss_mask: npt.NDArray[np.uint8], lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Tokens in each document that contribute to the loss, all but its first one."""
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    targets = np.add.reduceat(loss_mask, starts, dtype=np.int32) - loss_mask[starts]
-    return Chunk(tokens.astype(np.int32, copy=False), loss_mask, lengths, targets, counts, bad_rows)
+    return np.add.reduceat(loss_mask, starts, dtype=np.int32) - loss_mask[starts]
 
 
 class TokenizerPool:

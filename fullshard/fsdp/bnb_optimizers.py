@@ -50,6 +50,7 @@ def work_on_shards(optimizer: Any) -> None:
     if getattr(optimizer, "optimizer_name", "") == "ademamix":
         raise FSDPError("AdEMAMix of bitsandbytes cannot be sharded: its state stacks two averages; use AdamW")
     optimizer.__class__ = _on_shards(kind)
+    optimizer.check_overrides()  # otherwise at the first step, which comes after the first state is made here
 
 
 @functools.cache
@@ -85,6 +86,10 @@ class OnShards:
             elif name in ("state1", "state2"):
                 made[name] = _wrapped(value, p, p.shape, p.placements)
         self.state[p] = made
+
+    def to_gpu(self) -> None:
+        """bitsandbytes moves all state to the device before its first step. Here it is where it was made: with its
+        shard, or in paged memory."""
 
     def prefetch_state(self, p: nn.Parameter) -> None:
         with self._local(p) as piece:

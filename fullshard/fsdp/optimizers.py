@@ -73,6 +73,8 @@ def _factored_state(p: Any, group: dict[str, Any]) -> dict[str, Any]:
 def refuse_unable(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot update sharded parameters."""
     kind = type(optimizer)
+    if is_bnb(optimizer) and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        work_on_shards(optimizer)
     if kind.__name__ not in NOT_BY_ELEMENT or is_adafactor(optimizer):
         return
     sharded = [p for group in optimizer.param_groups for p in group["params"] if is_sharded(p)]

@@ -15,13 +15,53 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard import runtime
 from fullshard.errors import CheckpointError
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.state_dict import as_shard
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer"
+INDEX = ".metadata"
+"""The file of a sharded folder that is written last."""
 PLAIN_MODELS = ("model{}.safetensors", "pytorch_model{}.bin")
 PLAIN_OPTIMIZERS = ("optimizer{}.bin", "optimizer.pt")
+
+
+def save_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `accelerate.utils.fsdp_utils.save_fsdp_model`."""
+
+    def save(
+        fsdp_plugin: Any, accelerator: Any, model: nn.Module, output_dir: Any, model_index: int = 0, **options: Any
+    ) -> Any:
+        _mark_incomplete(Path(output_dir), MODEL, model_index)
+        _mark_incomplete(Path(output_dir), OPTIMIZER, 0)
+        return original(fsdp_plugin, accelerator, model, output_dir, model_index, **options)
+
+    return save
+
+
+def save_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `accelerate.utils.fsdp_utils.save_fsdp_optimizer`."""
+
+    def save(
+        fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: nn.Module, output_dir: Any, optimizer_index: int = 0,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        _mark_incomplete(Path(output_dir), OPTIMIZER, optimizer_index)
+        return original(fsdp_plugin, accelerator, optimizer, model, output_dir, optimizer_index, **options)
+
+    return save
+
+
+def _mark_incomplete(folder: Path, name: str, first: int) -> None:
+    """Take away what makes the parts of an older save look complete, from one on: they are written in this order.
+
+    Other ranks write only after the first one has come to it, so they need not wait.
+    """
+    if runtime.is_main():
+        for index in folder.glob(f"{name}_*/{INDEX}"):
+            if int(index.parent.name.rpartition("_")[2]) >= first:
+                index.unlink()
 
 
 def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +102,10 @@ def load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fsdp_form(folder: Path, name: str, index: int) -> str | None:
     """The type of state dict that an FSDP run left in a folder."""
-    if folder.name == f"{name}_{index}" or (folder / f"{name}_{index}").is_dir():
+    sharded = folder if folder.name == f"{name}_{index}" else folder / f"{name}_{index}"
+    if sharded.is_dir():
+        if not (sharded / INDEX).is_file():
+            raise CheckpointError(f"{sharded} has no {INDEX}: its save was interrupted. Load an earlier checkpoint")
         return "SHARDED_STATE_DICT"
     whole = folder / (f"{name}_{index}.bin" if index else f"{name}.bin")
     return "FULL_STATE_DICT" if whole.is_file() else None
@@ -71,10 +114,15 @@ def _fsdp_form(folder: Path, name: str, index: int) -> str | None:
 @contextlib.contextmanager
 def _as_stored(plugin: Any, folder: Path, name: str, index: int) -> Iterator[None]:
     """The plugin is set to the type that the folder holds, for a while."""
-    found, before = _fsdp_form(folder, name, index), plugin.state_dict_type.name
-    if not hasattr(plugin, "fullshard") or found in (None, before):
+    if not hasattr(plugin, "fullshard"):
         yield
         return
+    found, before = _fsdp_form(folder, name, index), plugin.state_dict_type.name
+    if found is None:
+        raise CheckpointError(
+            f"{folder} has neither {name}_{index}/ nor {name}.bin, nor the file of a run without FSDP: expected a "
+            "folder that save_state or Trainer wrote"
+        )
     plugin.set_state_dict_type(found)
     try:
         yield

@@ -172,6 +172,17 @@ def clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     return clipped
 
 
+def get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Seam of `Accelerator.get_state_dict`: whole values on the first rank, tied ones as one tensor."""
+
+    def whole(self: Any, model: nn.Module, unwrap: bool = True) -> Any:
+        if not isinstance(model, FSDPv2):
+            return original(self, model, unwrap=unwrap)
+        return model.full_state_dict(rank0_only=True)
+
+    return whole
+
+
 def clip_grad_value(original: Callable[..., Any]) -> Callable[..., Any]:
     """Seam of `Accelerator.clip_grad_value_`."""
 
@@ -194,7 +205,7 @@ def join_uneven_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
                 yield
             return
         loaders = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
-        uneven = [sampler for sampler in loaders if getattr(sampler, "even_batches", None) is False]
+        uneven: list[Any] = [sampler for sampler in loaders if getattr(sampler, "even_batches", None) is False]
         if uneven or even_batches is False:
             runtime.warn_once(
                 "join_uneven_inputs",

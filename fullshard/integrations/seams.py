@@ -74,12 +74,24 @@ SEAMS = (
         "the norm is exact on every mesh",
     ),
     Seam(
+        "accelerate.accelerator", "Accelerator.get_state_dict", f"{_HOME}accelerate_prepare:get_state_dict",
+        "tied weights stay one tensor, which `save_pretrained` writes once",
+    ),
+    Seam(
         "accelerate.accelerator", "Accelerator.clip_grad_value_", f"{_HOME}accelerate_prepare:clip_grad_value",
         "Accelerate refuses it under FSDP",
     ),
     Seam(
         "accelerate.accelerator", "Accelerator.join_uneven_inputs", f"{_HOME}accelerate_prepare:join_uneven_inputs",
         "ranks with fewer batches would leave the others waiting",
+    ),
+    Seam(
+        "accelerate.utils.fsdp_utils", "save_fsdp_model", f"{_HOME}accelerate_checkpoints:save_model",
+        "a folder that is being written over does not look complete",
+    ),
+    Seam(
+        "accelerate.utils.fsdp_utils", "save_fsdp_optimizer", f"{_HOME}accelerate_checkpoints:save_optimizer",
+        "the same for the optimizer",
     ),
     Seam(
         "accelerate.utils.fsdp_utils", "load_fsdp_model", f"{_HOME}accelerate_checkpoints:load_model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,12 @@ from typing import Any
 from fullshard import runtime
 from fullshard.integrations.accelerate_prepare import is_served
 from fullshard.integrations.fsdp_plugin import NAMES
+from fullshard.options import options_of
 from fullshard.parallelize.fsdp_flags import read_section, read_words, settings_from_trainer_flags
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
-from fullshard.parallelize.settings import overlay
+from fullshard.parallelize.settings import EngineSettings, overlay
 
 _PLUGIN_NAMES = {setting: keyword for keyword, setting in NAMES.items()}
-_ONLY_XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
-"""Keys of `fsdp_config` that are no keywords of Accelerate's plugin."""
 
 
 def fsdp_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,6 +25,8 @@ def fsdp_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     fills in defaults that would overrule the launched settings.
     """
 
+    from accelerate import FullyShardedDataParallelPlugin
+
     def process(self: Any) -> dict[str, Any] | None:
         words, section = self.fsdp, self.fsdp_config
         if not words:
@@ -32,13 +34,15 @@ def fsdp_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
         notes: list[str] = []
         values = overlay(read_section(section, notes), read_words(words))
         settings_from_trainer_flags(words, section)  # refuses what cannot be served
-        for note in (*notes, *_without_effect(values)):
+        made = {_PLUGIN_NAMES.get(name, name): value for name, value in values.items()}
+        known = inspect.signature(FullyShardedDataParallelPlugin).parameters
+        for note in (*notes, *_without_effect(values), *_not_of_the_plugin(made.keys() - known, values)):
             runtime.get_logger().info("TrainingArguments: %s", note)
         self.fsdp, self.fsdp_config = True, {}
         original(self)
         given = section if isinstance(section, dict) else {"config_file": str(Path(section))} if section else {}
         self.fsdp_config |= {name.removeprefix("fsdp_"): value for name, value in given.items()}
-        return {_PLUGIN_NAMES.get(name, name): value for name, value in values.items() if name not in _ONLY_XLA}
+        return {name: value for name, value in made.items() if name in known}
 
     return process
 
@@ -47,6 +51,13 @@ def _without_effect(values: dict[str, Any]) -> Iterator[str]:
     for one in IGNORED_OPTIONS:
         if values.get(one.name, one.default) not in (one.default, {}):
             yield f"fsdp_config: {one.name} is ignored: {one.no_op}"
+
+
+def _not_of_the_plugin(names: set[str], values: dict[str, Any]) -> Iterator[str]:
+    """Notes on settings that a whole configuration file has beside those of FSDP."""
+    for one in options_of(EngineSettings):
+        if one.name in names and values[one.name] != one.default:
+            yield f"fsdp_config: {one.key} is ignored: it applies to `fullshard launch --config_file`"
 
 
 def save_model(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.torch_private import NoTorchFunction, tree_leaves
+from fullshard.torch_private import NoTorchFunction, become_ordinary, hook_attributes, tree_leaves
 from fullshard.weights.key_mapping import converted_readers
 from fullshard.weights.slice_reader import Cuts, Job, TensorReader, lengths
 
 _PROPERTIES = (
     "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "nbytes", "itemsize",
-    "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested", "_backward_hooks",
-    "_post_accumulate_grad_hooks",
+    "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested", *hook_attributes(),
 )  # fmt: skip
 _METHODS = (
     "size", "numel", "nelement", "dim", "ndimension", "stride", "element_size", "is_floating_point", "is_complex",
@@ -70,8 +69,7 @@ class Unread(torch.Tensor):
         with NoTorchFunction():
             self.data = value
         del self.reader
-        # The mark with which torch makes a parameter of a subclass is not needed any more.
-        self.__class__ = nn.Parameter if self.__dict__.pop("_is_param", False) else torch.Tensor
+        become_ordinary(self)
 
     def read_slices(self, cuts: Cuts) -> torch.Tensor:
         """Some of the values; mapped from the file where nothing has to be converted."""

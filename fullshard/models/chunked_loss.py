@@ -283,6 +283,8 @@ class LossPass:
     """Tokens of the batch that contribute to the loss; None counts them, for which the host waits for the device."""
     real_tokens: torch.Tensor | None = None
     """Which tokens of the batch [rows, length] are no padding, for a router's loss; None counts all."""
+    keeps_logits: bool = False
+    """Whether the model returns its logits, which are then computed as a whole."""
     statistics: HeadStatistics | None = None
     """The sums of the pass, once it has run."""
     router_loss: torch.Tensor | None = None
@@ -327,10 +329,11 @@ class LeanHead:
 
     @contextmanager
     def loss_pass(
-        self, scale: float = 1.0, targets: int | None = None, real_tokens: torch.Tensor | None = None
-    ) -> Iterator[LossPass]:
+        self, scale: float = 1.0, targets: int | None = None, real_tokens: torch.Tensor | None = None,
+        keep_logits: bool = False,
+    ) -> Iterator[LossPass]:  # fmt: skip
         """Inside, the model's loss is computed here. One forward pass each."""
-        before, self._pass = self._pass, LossPass(scale, targets, real_tokens)
+        before, self._pass = self._pass, LossPass(scale, targets, real_tokens, keep_logits)
         try:
             yield self._pass
         finally:
@@ -338,7 +341,7 @@ class LeanHead:
 
     def _head_forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(hidden: torch.Tensor) -> Any:
-            if self._running is None or self.head is None:
+            if self._running is None or self.head is None or self._running.keeps_logits:
                 return plain(hidden)
             rows = trainable_tokens.active_rows(self.rows) if self.rows is not None else None
             return DeferredLogits.of(hidden, self.head, rows)
@@ -364,8 +367,8 @@ class LeanHead:
             router_loss = output.get("aux_loss")
             now.router_loss = router_loss.detach() if isinstance(router_loss, torch.Tensor) else None
             output["loss"] = now.statistics.scaled
-            # Only the loss uses the logits here, so the engine need not handle them.
-            output["logits"] = None
+            if not now.keeps_logits:  # only the loss uses them, so the engine need not handle them
+                output["logits"] = None
             return output
 
         return forward

@@ -22,14 +22,14 @@ def scale_rope(config: Any, kind: str, length: int, log: Callable[[str], None]) 
     if not rope or not isinstance(trained, int):
         raise ConfigError(f"rope_scaling {kind}: {name} has no rotary positions to scale; remove the option.")
     if length <= trained:
-        log(f"rope_scaling: not needed; max_seq_len {length} is within the model's {trained:,} positions.")
+        log(f"rope_scaling: not needed; max_length {length} is within the model's {trained:,} positions.")
         return
     # If layer types have separate rope parameters, only full attention looks beyond its sliding window.
     target = rope.get("full_attention", rope)
     if (present := target.get("rope_type", "default")) != "default":
         raise ConfigError(
             f"rope_scaling {kind}: this model already has scaled positions ({present}); change rope_parameters in its "
-            f"config.json, or set max_seq_len to {trained} or less."
+            f"config.json, or set max_length to {trained} or less."
         )
     target |= {"rope_type": kind, "factor": length / trained}
     if kind == "yarn":

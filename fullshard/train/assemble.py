@@ -19,7 +19,6 @@ from fullshard.data.token_table import TokenTable
 from fullshard.fsdp import checkpoint_module
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.chunked_loss import LeanHead, TokenLoss
-from fullshard.models.inner_model import causal
 from fullshard.models.neftune import add_noise
 from fullshard.models.packed_inputs import PackingMethod
 from fullshard.models.router_loss import has_router_loss, set_router_loss
@@ -28,7 +27,6 @@ from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant.quantize import quantize_model
 from fullshard.ranks import agree, agree_locally
-from fullshard.reporting.model_card import TAGS
 from fullshard.reporting.reporter import Reporter
 from fullshard.train import adapter, memory_check
 from fullshard.train.adapter import Say, quantization, set_adapter_dtype, set_projection_dtype
@@ -46,7 +44,7 @@ from fullshard.train.model import (
     read_model,
     read_tokenizer,
 )
-from fullshard.train.optimizer import schedule_of
+from fullshard.train.optimizer import check_given, schedule_of
 from fullshard.watchdog import collectives
 from fullshard.weights.fill import fill
 
@@ -108,7 +106,7 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     requested = adapter.requested_config(config, run.peft_config)
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
     peft_config, grown = agree_locally(work, "vocabulary")
-    packing = choose_packing(config, model, say) if config.packing else None
+    packing = choose_packing(config, model, say) if config.keeps_apart else None
     if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
         say(note)
     if base is None and (four_bits := quantization(config)) is not None:
@@ -116,8 +114,6 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     model = adapter.make_trainable(
         config, engine.activation_checkpointing, model, tokenizer, peft_config, earlier, run.train is not None, say
     )
-    if hasattr(inner := causal(model), "add_model_tags"):
-        inner.add_model_tags(list(TAGS))
     train, evaluation = load_data(config, model, tokenizer, run.train, run.evaluation, say)
     return Parts(
         engine, model, base, earlier, tokenizer, peft_config is not None and earlier is None, grown, own_tables,
@@ -164,7 +160,7 @@ def build_loop(
         )  # fmt: skip
     set_projection_dtype(sharded, dtypes.param_dtype)
     trainer.create_optimizer_and_scheduler(reporter.total)
-    optimizer, schedule = rebind(trainer.optimizer), schedule_of(trainer.lr_scheduler)
+    optimizer, schedule = check_given(rebind(trainer.optimizer)), schedule_of(trainer.lr_scheduler)
     return Loop(
         config, sharded, head, optimizer, schedule, steps, reporter, engine.mixed_precision, packed, trainer
     )  # fmt: skip

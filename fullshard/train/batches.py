@@ -41,6 +41,9 @@ from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import configs_of, reading, templates_of
 from fullshard.train.model import check_rows
 
+EVALUATION = "evaluation"
+"""The names of data that `eval_packing` applies to begin with this."""
+
 
 def load_data(
     config: SFTConfig, model: Any, tokenizer: Any, train: DataSource | None,
@@ -56,40 +59,48 @@ def load_data(
     elif train is not None:
         rows = table("training", train)
     if isinstance(evaluation, dict):
-        return rows, {name: table(f"evaluation ({name})", source) for name, source in evaluation.items()}
-    return rows, table("evaluation", evaluation) if evaluation is not None else None
+        return rows, {name: table(f"{EVALUATION} ({name})", source) for name, source in evaluation.items()}
+    return rows, table(EVALUATION, evaluation) if evaluation is not None else None
 
 
 def checked_table(config: SFTConfig, model: Any, tokenizer: Any, say: Say, name: str, source: DataSource) -> TokenTable:
-    """The tokens of a data set, checked against the model. All ranks must call it."""
-    table = make_table(config, source, tokenizer)
+    """The tokens of a data set, checked against the model; its `name` is training, or begins with evaluation. All ranks
+    must call it."""
+    table = make_table(config, source, tokenizer, name)
     say(describe_data(name, table.facts, config))
     agree(functools.partial(check_rows, model, table), f"check of the {name} data")
     return table
 
 
-def text_settings(config: SFTConfig, tokenizer: Any) -> TextSettings:
+def text_settings(config: SFTConfig, tokenizer: Any, name: str = "training") -> TextSettings:
+    """How rows of this data become tokens; `name` as for `checked_table`."""
+    packs = config.packing if not name.startswith(EVALUATION) or config.eval_packing is None else config.eval_packing
+    as_given = config.skip_prepare_dataset
+    splits = packs and config.packing_strategy == "bfd_split"
     own, main = templates_of(config), template_of(tokenizer)
     sets = zip(configs_of(config), own, strict=True)
     return TextSettings(
-        max_length=config.max_seq_len,
-        packing=config.packing,
+        max_length=None if as_given else config.max_length,
+        packing=packs and not as_given,
+        wrapped=config.packing_strategy == "wrapped",
+        keep_rows=as_given and config.keeps_apart,
         add_special_tokens=config.add_special_tokens,
         append_concat_token=config.append_concat_token,
         assistant_only_loss=config.assistant_only_loss,
         completion_only_loss=config.completion_only_loss,
         last_turn_only_loss=config.last_turn_only_loss,
         template=main,
-        overflow=config.overflow,
+        overflow="split" if splits else config.overflow,
+        truncation_mode=config.truncation_mode,
         reading=reading(config),
         data_sets=tuple((reading(each), main if template is None else template.text) for each, template in sets),
     )
 
 
-def make_table(config: SFTConfig, source: DataSource, tokenizer: Any) -> TokenTable:
+def make_table(config: SFTConfig, source: DataSource, tokenizer: Any, name: str = "training") -> TokenTable:
     """The tokens of a data set, from the cache or tokenized now. All ranks must call it."""
-    text, workers = text_settings(config, tokenizer), config.dataloader_num_workers
-    return load_table(source, tokenizer, text, config.cache_dir, workers, config.progress)
+    text = text_settings(config, tokenizer, name)
+    return load_table(source, tokenizer, text, config.cache_dir, config.tokenizing_processes, config.progress)
 
 
 def make_stream(
@@ -97,7 +108,7 @@ def make_stream(
 ) -> Stream:
     """A data set that is tokenized during training; `check` refuses tokens that the model cannot take."""
     text = text_settings(config, tokenizer)
-    pages = Pages(source, tokenizer, text, config.shuffle_buffer_size, config.dataloader_num_workers)
+    pages = Pages(source, tokenizer, text, config.shuffle_buffer_size, config.tokenizing_processes)
     return Stream(pages, config.cache_dir, check)
 
 
@@ -124,8 +135,11 @@ def make_collator(
     """
     if collate is not None:
         return RowCollator(collate)
-    mask = "attention_mask" if seen and not config.packing else "real_tokens" if marks_padding else None
-    return Collator(pad_token_id, config.packing, config.packing and flash, 1 if seen else 8, mask)
+    apart = config.keeps_apart
+    flatten = config.padding_free or (apart and flash)
+    multiple: Any = config.pad_to_multiple_of or (1 if seen else None)
+    mask = "attention_mask" if seen and not apart else "real_tokens" if marks_padding else None
+    return Collator(pad_token_id, apart, flatten, multiple, mask)
 
 
 def feed_of(config: SFTConfig, data: TokenTable | Stream) -> BatchSampler:
@@ -149,15 +163,22 @@ def total_steps(config: SFTConfig, steps: Steps | None) -> int:
 
 def describe_data(name: str, facts: dict[str, Any], config: SFTConfig) -> str:
     """One line of dataset statistics: documents, rows, tokens, and everything that was dropped or truncated."""
-    fill = f", rows {facts['tokens'] / max(1, facts['rows'] * config.max_seq_len):.1%} full" if config.packing else ""
+    length = config.max_length or 0
+    packs = facts.get("packing", config.packing)
+    fill = f", rows {facts['tokens'] / max(1, facts['rows'] * length):.1%} full" if packs else ""
     line = f"{name} data: {facts['documents']:,} documents in {facts['rows']:,} rows, {facts['tokens']:,} tokens, "
     line += f"{facts['targets']:,} of them trained{fill}"
     if facts["long"]:
-        done = {"truncate": "truncated", "split": "split", "drop": "dropped"}[config.overflow]
-        line += f"; {facts['long']:,} documents longer than {config.max_seq_len} tokens were {done}"
+        overflow = facts.get("overflow", config.overflow)
+        done = {"truncate": "truncated", "split": "split", "drop": "dropped"}[overflow]
+        line += f"; {facts['long']:,} documents longer than {length} tokens were {done}"
         line += f" ({facts['cut']:,} tokens lost; overflow split keeps them)" if facts["cut"] else ""
     if facts["empty"]:
         line += f"; {facts['empty']:,} empty rows were dropped"
+    if facts["masked"]:
+        line += f"; {facts['masked']:,} documents without trained tokens were dropped"
+    if facts["packed"] and not config.keeps_apart:
+        line += f"; {facts['packed']:,} packed rows were split into their documents (packing keeps them together)"
     for name, count in unused_columns(facts).items():
         line += f"; `{name}` is not used (in {count:,} rows)"
     if facts["bad"]:

@@ -96,14 +96,12 @@ class Callbacks:
     def _events(self) -> frozenset[str]:
         from transformers.trainer_callback import TrainerCallback
 
+        def has(callback: Any, name: str) -> bool:
+            method = getattr(callback, name, None)
+            return method is not None and getattr(method, "__func__", method) is not getattr(TrainerCallback, name)
+
         names = [name for name in dir(TrainerCallback) if name.startswith("on_")]
-        return frozenset(
-            name
-            for callback in self.callbacks[1:]
-            for name in names
-            if (method := getattr(type(callback), name, None) or getattr(callback, name, None)) is not None
-            and method is not getattr(TrainerCallback, name)
-        )
+        return frozenset(name for name in names if any(has(callback, name) for callback in self.callbacks[1:]))
 
     def __call__(self, event: str, *, checkpoints: Any = None, **facts: Any) -> Any:
         """Call the callbacks of an event; returns the control, which is the same on every rank.
@@ -276,6 +274,10 @@ class ScriptMethods:
     def get_num_trainable_parameters(self) -> int:
         """The number of trainable parameters, of all ranks together."""
         return sum(p.numel() for p in self.callback_handler.model.parameters() if p.requires_grad)
+
+    def end(self) -> None:
+        """Leave the process group, at the end of a script."""
+        runtime.shutdown()
 
     def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
         """Refused: ranks are started once per run."""

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fullshard.data.find_dataset import source_of
-from fullshard.data.sources import DataSource, row_source
+from fullshard.data.sources import DataSource
 from fullshard.errors import ConfigError
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
 from fullshard.parallelize.fsdp_flags import settings_from_trainer_flags
@@ -27,7 +26,7 @@ from fullshard.reporting.logger_names import check_report_to
 from fullshard.train import run_dir
 from fullshard.train.cli_args import Arguments, CommandConfig, config_of
 from fullshard.train.config import SFTConfig
-from fullshard.train.dataset_options import RunData, configs_of, find
+from fullshard.train.dataset_options import RunData, configs_of, find, script_source, streamed
 from fullshard.train.prompts import read_prompts
 from fullshard.weights.adapter_base import find_base
 
@@ -160,6 +159,7 @@ def check_script(
     What `output_dir` holds is checked when training begins: only then is it known whether the run resumes.
     """
     config, notes = config_of(args, **more)
+    config = streamed(config, train_dataset, notes)
     check_report_to(config.report_to)
     model, adapter = starting_point(
         model if model is not None else config.model_name_or_path, config.adapter_name_or_path
@@ -183,7 +183,7 @@ def check_script(
     asks_adapter = peft_config is not None or (config.adapter_kind is not None and adapter is None)
     if asks_adapter and (hasattr(model, "peft_config") or adapter is not None):
         raise ConfigError("the model has an adapter already, and peft_config asks for another; leave one out.")
-    read = functools.partial(_source, formatting=formatting_func, config=config)
+    read = functools.partial(script_source, config=config, formatting=formatting_func)
     train = None if train_dataset is None else read(train_dataset, "train_dataset")
     evaluation: DataSource | dict[str, DataSource] | None = None
     if isinstance(eval_dataset, dict):
@@ -209,12 +209,6 @@ def check_script(
         config, engine, model, adapter, train, evaluation, inputs, tuple(notes), tokenizer=tokenizer,
         peft_config=peft_config,
     )  # fmt: skip
-
-
-def _source(data: Any, name: str, formatting: Callable[[Any], str] | None, config: SFTConfig) -> DataSource:
-    if formatting is None:
-        return source_of(data, name, config.sample_by)
-    return row_source([{config.dataset_text_field: formatting(row)} for row in data], name)
 
 
 # --- paths ----------------------------------------------------------------------------------------------------------

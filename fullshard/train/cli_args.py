@@ -27,6 +27,7 @@ class CommandConfig(SFTConfig):
     gradient_checkpointing: bool = False
     bf16: bool | None = False
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = "auto"
+    add_special_tokens: bool | None = False
     report_to: str = "auto"
 
 

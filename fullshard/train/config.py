@@ -20,6 +20,7 @@ from fullshard.reporting.logger_names import KNOWN
 from fullshard.train import lr_schedule, optimizer_names
 from fullshard.train.adapter_options import AdapterOptions
 from fullshard.train.argument_methods import ArgumentMethods
+from fullshard.train.data_options import DataOptions
 from fullshard.train.peer_names import PEER_NAMES
 from fullshard.train.trainer_options import TrainerOptions
 from fullshard.train.unused_options import UnusedOptions
@@ -36,7 +37,7 @@ def _named(default: Any, *others: str, **about: Any) -> Any:
 
 @for_scripts(PEER_NAMES)
 @dataclass
-class SFTConfig(TrainerOptions, AdapterOptions, UnusedOptions, ArgumentMethods, metaclass=TakesOtherNames):
+class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, ArgumentMethods, metaclass=TakesOtherNames):
     """Settings of a fine-tuning run."""
 
     # --- the model ---
@@ -56,79 +57,10 @@ class SFTConfig(TrainerOptions, AdapterOptions, UnusedOptions, ArgumentMethods, 
     attn_implementation: str | None = option(None, given_as="sdpa, eager, flash_attention_2, …")
     """The attention implementation, by transformers' name; overrides `use_flash_attn`."""
     rope_scaling: Literal["linear", "dynamic", "yarn"] | None = None
-    """Scale rotary position embeddings so that documents of `max_seq_len` tokens fit, if that is longer than the
+    """Scale rotary position embeddings so that documents of `max_length` tokens fit, if that is longer than the
     model's context."""
     use_unsloth: bool = False
     """Load the model through Unsloth. Refused if true: Unsloth does not shard."""
-
-    # --- the data ---
-    dataset_name: str | None = option(None, given_as="a file, a folder, or a name on the hub; several with commas")
-    """The training data."""
-    dataset_config_name: str | None = None
-    """The configuration of a data set on the hub that has several; for a folder, a subfolder."""
-    dataset_weights: str | None = option(None, given_as="numbers, one per data set")
-    """The proportions of several data sets in a mix, by rows. Without weights the data sets are concatenated."""
-    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
-    """When one pass over a weighted mix ends: when every data set has been used up (smaller ones repeat), or when the
-    first one has."""
-    dataset_columns: str | None = option(None, given_as="name=column,…")
-    """Names of columns that differ from the usual ones, such as prompt=question,completion=answer."""
-    prompt_format: str | None = option(None, given_as="text with {column} in it")
-    """A format string that makes the prompt from a row's columns; the answer is the row's `completion` or `output`."""
-    dataset_settings: dict[str, Any] | None = option(None, given_as="a mapping, or JSON")  # noqa: RUF009 - a field
-    """Options for one of several data sets, by its name: how its rows are read and formatted."""
-    sample_by: Literal["line", "paragraph", "document"] = "line"
-    """What counts as one row of a .txt file."""
-    splits: str = "train,test"
-    """Names of the training and the evaluation split: file names in the folder, or splits on the hub."""
-    val_size: float = 0.0
-    """Hold out this many rows of the training data for evaluation; below 1 it is a fraction. `seed` chooses the rows;
-    with streaming they are the first ones."""
-    dataset_text_field: str = "text"
-    """The column with plain text."""
-    on_bad_row: Literal["stop", "skip"] = "stop"
-    """What to do with a row in an unknown format: stop and show it, or skip and count it."""
-    streaming: bool = False
-    """Read and tokenize the data during training instead of before it: for data sets larger than memory or disk. Rows
-    come in file order, shuffled within a buffer of `shuffle_buffer_size`. Needs `max_steps`."""
-    shuffle_buffer_size: int = 4096
-    """Rows that are tokenized, packed and shuffled together with streaming."""
-    packing: bool = False
-    """Put several documents into one row, to avoid padding. Documents cannot attend to each other; whether the model
-    ensures that is tested first."""
-    trust_packing: bool = False
-    """Allow packing when it cannot be tested whether the model isolates documents, as with custom model code."""
-    max_seq_len: int = _named(1024, "max_seq_length", "max_length")
-    """The maximum number of tokens in a row. `overflow` decides what happens to longer documents."""
-    overflow: Literal["truncate", "split", "drop"] = "truncate"
-    """What to do with documents longer than `max_seq_len`. The tokens lost are counted."""
-    append_concat_token: bool | None = None
-    """End each document with the EOS token. If not set: texts and completions end with it, and conversations end as
-    their chat template does."""
-    add_special_tokens: bool = False
-    """Let the tokenizer add its special tokens (such as BOS) to each document."""
-    assistant_only_loss: bool = False
-    """In conversations, compute the loss on the assistant's turns only."""
-    completion_only_loss: bool | None = None
-    """In rows with a prompt, compute the loss on the completion only; true if not set."""
-    last_turn_only_loss: bool = _named(False, "mask_history")
-    """In conversations, compute the loss on the assistant's last turn only."""
-    preview: bool = False
-    """Show a few rows as the model will see them, with the loss mask, and dataset statistics; then stop."""
-    preview_rows: int = 3
-    """The number of rows that `preview` shows."""
-    train_sampling_strategy: Literal["random", "sequential"] = "random"
-    """The order of rows: shuffled in each epoch, or sequential."""
-    data_seed: int | None = None
-    """The seed for the order of rows; `seed` if not set."""
-    dataloader_drop_last: bool = False
-    """Drop the last batch of an epoch if it is incomplete."""
-    dataloader_num_workers: int = 0
-    """The number of processes that tokenize, and of threads that prepare batches."""
-    dataloader_pin_memory: bool = True
-    """Copy batches to the GPU through pinned memory."""
-    cache_dir: str | None = option(None, given_as="a folder")
-    """The folder for tokenized data; `FULLSHARD_CACHE` or the user's cache folder if not set."""
 
     # --- where things go ---
     output_dir: str = option("trainer_output", given_as="a folder")
@@ -283,6 +215,7 @@ class SFTConfig(TrainerOptions, AdapterOptions, UnusedOptions, ArgumentMethods, 
         self.take_nested()
         self.check_unused()
         self._check_numbers()
+        self.check_data()
         self._check_conflicts()
         self._check_evaluation()
         self.check_adapter()
@@ -294,6 +227,7 @@ class SFTConfig(TrainerOptions, AdapterOptions, UnusedOptions, ArgumentMethods, 
     def _convert(self) -> None:
         """Give every value its option's type, as in files: scripts and `HfArgumentParser` pass text and enums too."""
         self.report_to = _names(self.report_to)
+        self.pad_to_multiple_of = None if str(self.pad_to_multiple_of) == "auto" else self.pad_to_multiple_of
         modules: Any = self.optim_target_modules
         self.optim_target_modules = ",".join(modules) if isinstance(modules, list | tuple) else modules
         self.fsdp = _flags(self.fsdp)
@@ -312,9 +246,9 @@ class SFTConfig(TrainerOptions, AdapterOptions, UnusedOptions, ArgumentMethods, 
 
     def _check_numbers(self) -> None:
         at_least_one = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-                        "lora_r", "lora_alpha", "max_seq_len", "torch_empty_cache_steps", "save_total_limit",
+                        "lora_r", "lora_alpha", "max_length", "torch_empty_cache_steps", "save_total_limit",
                         "early_stopping_patience", "shuffle_buffer_size", "preview_rows",
-                        "sample_max_new_tokens")  # fmt: skip
+                        "sample_max_new_tokens", "dataset_num_proc")  # fmt: skip
         not_negative = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "seed", "data_seed",
                         "dataloader_num_workers", "loss_chunk_tokens", "adam_epsilon",
                         "early_stopping_threshold", "val_size", "eval_samples", "eval_delay")  # fmt: skip
@@ -336,20 +270,15 @@ class SFTConfig(TrainerOptions, AdapterOptions, UnusedOptions, ArgumentMethods, 
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected more than 0.")
         if self.max_steps == 0 or self.max_steps < -1:
             raise ConfigError(f"max_steps is {self.max_steps}; expected 1 or more, or -1 for num_train_epochs.")
-        if self.val_size >= 1 and self.val_size != int(self.val_size):
-            raise ConfigError(f"val_size is {self.val_size:g}; expected a number of rows, or a fraction below 1.")
-        if self.streaming and 0 < self.val_size < 1:
-            raise ConfigError(
-                f"val_size is {self.val_size:g}: a fraction of a stream is unknown; give a number of rows, which are "
-                f"then the first."
-            )
-        if self.max_seq_len < 2:
-            raise ConfigError(f"max_seq_len is {self.max_seq_len}; a row needs at least 2 tokens to predict one.")
 
     def _check_conflicts(self) -> None:
         if self.use_unsloth:
             raise ConfigError("use_unsloth is on, but Unsloth's models cannot be sharded; leave it out.")
-        if self.packing and self.rope_scaling == "dynamic":
+        if self.rope_scaling is not None and self.max_length is None:
+            raise ConfigError(
+                f"rope_scaling is {self.rope_scaling}, but max_length is none; give the length that must fit."
+            )
+        if self.keeps_apart and self.rope_scaling == "dynamic":
             raise ConfigError(
                 "rope_scaling dynamic depends on the longest document of a batch, so packed documents would influence "
                 "each other; use linear or yarn, or leave packing out."

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from fullshard.data.chat_template import Template, choose
-from fullshard.data.find_dataset import check_first_rows, find_data, names_of, split_names
+from fullshard.data.find_dataset import check_first_rows, find_data, is_stream, names_of, source_of, split_names
 from fullshard.data.row_formats import Reading, reading_of
-from fullshard.data.sources import DataSource, chain, mix, numbered
+from fullshard.data.sources import DataSource, chain, mix, numbered, shuffled
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, convert, nearest, options_of
 from fullshard.train.config import SFTConfig
@@ -63,7 +64,48 @@ def find(config: SFTConfig, check_rows: bool = False) -> RunData:
         sets = [(numbered(a, i), None if b is None else numbered(b, i)) for i, (a, b) in enumerate(sets)]
     train, evaluation = [first for first, _ in sets], [second for _, second in sets if second is not None]
     mixed = mix(train, weights, config.stopping_strategy) if weights else chain(train)
-    return RunData(mixed, chain(evaluation) if evaluation else None)
+    held = chain(evaluation) if evaluation else None
+    if config.shuffle_dataset:
+        return RunData(shuffled(mixed, config.seed), None if held is None else shuffled(held, config.seed))
+    return RunData(mixed, held)
+
+
+# --- data of a script -----------------------------------------------------------------------------------------------
+
+
+def script_source(
+    data: Any, name: str, config: SFTConfig, formatting: Callable[[Any], str] | None = None
+) -> DataSource:
+    """The source of data that a script gives; `formatting` makes the text of each row."""
+    shuffles = config.shuffle_dataset
+    if shuffles and hasattr(data, "shuffle") and not isinstance(data, list | str | Path):
+        data, shuffles = data.shuffle(seed=config.seed), False  # as `datasets` does it, and so TRL
+    if formatting is not None:
+        data = _formatted(data, formatting, config.dataset_text_field)
+    source = source_of(data, name, config.sample_by, config.skip_prepare_dataset and config.streaming)
+    return shuffled(source, config.seed) if shuffles else source
+
+
+def _formatted(data: Any, formatting: Callable[[Any], str], text_field: str) -> Any:
+    """Rows of text, made by the script's function."""
+
+    def text(row: Any) -> dict[str, str]:
+        if "input_ids" in row:
+            raise ConfigError("formatting_func: the rows are tokenized already (input_ids); leave it out.")
+        return {text_field: formatting(row)}
+
+    if not is_stream(data):
+        return [text(row) for row in data]
+    columns = data.column_names or list(next(iter(data), {}))
+    return data.map(text, remove_columns=[column for column in columns if column != text_field])
+
+
+def streamed(config: SFTConfig, train_dataset: Any, notes: list[str]) -> SFTConfig:
+    """The settings for this training data: an iterable dataset is streamed, in its own order."""
+    if config.streaming or not is_stream(train_dataset):
+        return config
+    notes.append("train_dataset is iterable: it is streamed, in its own order.")
+    return dataclasses.replace(config, streaming=True, train_sampling_strategy="sequential")
 
 
 def _weights(text: str | None, names: list[str]) -> list[float]:
@@ -122,7 +164,10 @@ def _own(config: SFTConfig, name: str) -> SFTConfig:
 
 def reading(config: SFTConfig) -> Reading:
     """How rows are read under these settings."""
-    return reading_of(config.dataset_text_field, config.dataset_columns, config.on_bad_row, config.prompt_format)
+    return reading_of(
+        config.dataset_text_field, config.dataset_columns, config.on_bad_row, config.prompt_format,
+        config.skip_prepare_dataset,
+    )  # fmt: skip
 
 
 def templates_of(config: SFTConfig) -> list[Template | None]:

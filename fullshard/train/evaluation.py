@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from fullshard import runtime
-from fullshard.data.find_dataset import source_of
 from fullshard.data.loader import Batch
+from fullshard.data.prepared_rows import PreparedRows, prepared_rows
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError, TrainingError
 from fullshard.ranks import exchange
 from fullshard.train.batches import ScriptLoader, checked_table, evaluation_loader
+from fullshard.train.dataset_options import script_source
 from fullshard.train.loop import Loop
 from fullshard.train.optimizer import ScriptSchedule
 from fullshard.train.training_step import TrainingStep, trained_tokens
@@ -37,6 +38,8 @@ class Evaluation(TrainingStep):
     preprocess_logits_for_metrics: Any = None
     is_in_train = False
     began: float
+    _formatting_func: Callable[[Any], str] | None = None
+    """Makes the text of each row, also of rows that `evaluate` is given."""
     prepare: Callable[[], Loop]
     _say: Any
 
@@ -44,8 +47,8 @@ class Evaluation(TrainingStep):
 
     @property
     def eval_dataset(self) -> Any:
-        """The rows of the evaluation data, or of each set by name."""
-        return self.parts.evaluation
+        """The rows of the evaluation data, or of each set by name, read like a `datasets.Dataset`."""
+        return prepared_rows(self.parts.evaluation)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """This rank's batches of a data set: the trainer's own, one of several by name, or other rows."""
@@ -63,9 +66,9 @@ class Evaluation(TrainingStep):
             given = own
         if given is None:
             raise ConfigError(f"there is no {name} to evaluate on.")
-        if isinstance(given, TokenTable):
-            return given
-        source = source_of(given, name, self.args.sample_by)
+        if isinstance(given, TokenTable | PreparedRows):
+            return given.table if isinstance(given, PreparedRows) else given
+        source = script_source(given, name, self.args, self._formatting_func)
         return checked_table(self.args, self.parts.model, self.parts.tokenizer, self._say, "evaluation", source)
 
     def _loader_of(self, table: TokenTable) -> Any:
@@ -93,7 +96,8 @@ class Evaluation(TrainingStep):
                 prefix = f"{metric_key_prefix}_{name}"
                 found |= self.evaluate(eval_dataset=chosen, ignore_keys=ignore_keys, metric_key_prefix=prefix)
             return found
-        loop, began = self.prepare(), time.time()
+        loop = self._ready()
+        began = time.time()
         output = self.evaluation_loop(
             self.get_eval_dataloader(eval_dataset), "Evaluation", True if self.compute_metrics is None else None,
             ignore_keys, metric_key_prefix,
@@ -135,13 +139,20 @@ class Evaluation(TrainingStep):
         """Logits, labels and metrics of other rows, as transformers' `PredictionOutput`. All ranks must call it."""
         from transformers.trainer_utils import PredictionOutput
 
-        self.prepare()
+        self._ready()
         began = time.time()
         loader = self.get_test_dataloader(test_dataset)
         output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
         output.metrics.update(self._speed(metric_key_prefix, began, output.num_samples))
         self.callback_handler("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def _ready(self) -> Loop:
+        """The training loop; outside training, the ranks find out about each other's callbacks first."""
+        loop = self.prepare()
+        if not self.is_in_train:
+            self.callback_handler.meet()
+        return loop
 
     def _speed(self, prefix: str, began: float, rows: int) -> dict[str, float]:
         from transformers.trainer_utils import speed_metrics

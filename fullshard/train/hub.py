@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,14 @@ class Hub:
         waits = self.config.hub_strategy == "all_checkpoints" and step not in self._sent
         return step == self._sending or (waits and not self._failing and self._why_not() is None)
 
-    def push(self, place: Path) -> None:
+    def push(self, place: Path, message: str = "the end of training") -> None:
         """Upload the result and wait for it; for the first rank alone. A failure does not fail the run."""
         if self._upload is not None:
             self._upload.join()
         self._warned.clear()  # report a failure at the end of the run again
         if reason := self._why_not():
             self._warn(reason, place)
-        elif self._attempt(lambda: self._send(place, "the end of training", list(NEVER)), place):
+        elif self._attempt(lambda: self._send(place, message, list(NEVER)), place):
             self.say(f"uploaded to {self._repository}")
 
     # --- uploading --------------------------------------------------------------------------------------------------
@@ -210,6 +210,9 @@ class Saving:
     _inputs: Inputs
     _prepared: tuple[Loop, ResultWriter, Hub | None] | None
     _say: Callable[[str], None]
+    _tag_names: Sequence[str] = ("fullshard", "sft", "trl")
+    """Tags of the model card."""
+    _push_message = "the end of training"
 
     def _load_best_model(self) -> None:
         """Restore the weights of the best evaluation, if `load_best_model_at_end` is on."""
@@ -272,26 +275,29 @@ class Saving:
         self._prepared[1].export(Path(output_dir or self.args.output_dir).expanduser())
 
     def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None, *,
-        folder: Path | None = None, **more: Any,
+        self, model_name: str | None = None, dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None, *, folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """Write the model card and the report into `folder`, or into `output_dir`."""
+        """Write the model card and the report into `folder`, or into `output_dir`; `tags` are further ones."""
+        more = [tags] if isinstance(tags, str) else list(tags or ())
         if runtime.is_main():
-            results.describe(self.summary(), folder or place_of(self.args))
+            place = folder or place_of(self.args)
+            results.describe(self.summary(), place, model_name, dataset_name, [*self._tag_names, *more])
 
-    def push_to_hub(self, commit_message: str | None = "End of training", blocking: bool = True, **more: Any) -> None:
-        """Save the model to `output_dir` and upload it to the hub. All ranks must call it."""
+    def push_to_hub(self, commit_message: str = "the end of training", blocking: bool = True) -> None:
+        """Save the model to `output_dir`, upload it to the hub and wait for that. All ranks must call it."""
         self.prepare()
         assert self._prepared is not None
         loop, writer, hub = self._prepared
         if hub is None:
             self._prepared = (loop, writer, Hub(self.args, writer, loop.reporter.say))
+        self._push_message = commit_message
         self.save_model()
 
     def _push(self, hub: Hub, place: Path) -> None:
         self.callback_handler("on_push_begin")
         if runtime.is_main():
-            hub.push(place)
+            hub.push(place, self._push_message)
         if self.args.save_total_limit is not None:
             with self._open_checkpoints() as checkpoints:
                 checkpoints.prune()  # those that were kept until they were uploaded

@@ -194,7 +194,9 @@ class Loop:
         every = self.config.torch_empty_cache_steps
         if every is not None and progress.step % every == 0:
             accelerator.empty_cache(runtime.device())
-        self._show(result)
+        values = {"loss": result.loss, "learning_rate": self.rate, "grad_norm": result.grad_norm}
+        values |= {"tokens_per_second": self.window.tokens_per_second, "memory_gib": memory_gib()}
+        self.reporter.tick(progress.step, values)
         if pick.facts is not None and pick.ends_epoch and pick.epoch == 1:
             self.reporter.say(describe_data("streamed", pick.facts, self.config))
         self.notify("on_step_end")
@@ -206,17 +208,10 @@ class Loop:
             self._log(result.grad_norm)
         if self.notify.control.should_evaluate:
             best = trainer._determine_best_metric(trainer._evaluate(None, trainer.ignored_keys), None)
-            self.notify.control.should_save |= best and (
-                self.config.load_best_model_at_end or self.config.save_strategy == "best"
-            )
+            if best and (self.config.load_best_model_at_end or self.config.save_strategy == "best"):
+                self.notify.control.should_save = True
         if self.notify.control.should_save:
             self.save()
-
-    def _show(self, result: StepResult) -> None:
-        """Update the live display."""
-        values = {"loss": result.loss, "learning_rate": self.rate, "grad_norm": result.grad_norm}
-        values |= {"tokens_per_second": self.window.tokens_per_second, "memory_gib": memory_gib()}
-        self.reporter.tick(self.progress.step, values)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -318,8 +313,6 @@ class Loop:
             )
         if runtime.is_main():
             runtime.get_logger().warning("step %d skipped: %s%s", self.progress.step + 1, what, where)
-
-    # --- logging, evaluation ----------------------------------------------------------------------------------------
 
     def _log(self, grad_norm: float) -> None:
         means, skipped, self.logged_steps = self.window.means(), self.progress.skipped, self.window.steps

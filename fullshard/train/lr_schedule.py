@@ -15,6 +15,7 @@ from fullshard.options import nearest
 
 Kind = Literal[
     "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "warmup_stable_decay", "inverse_sqrt",
+    "cosine_with_restarts", "polynomial", "cosine_warmup_with_min_lr",
 ]  # fmt: skip
 SHAPES = ("linear", "cosine", "1-sqrt")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -28,6 +29,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "decay_type": "cosine", "num_cycles": 0.5,
     },
     "inverse_sqrt": {"timescale": None},
+    "cosine_with_restarts": {"num_cycles": 1},
+    "polynomial": {"lr_end": 1e-7, "power": 1.0},
+    "cosine_warmup_with_min_lr": {"num_cycles": 0.5, "min_lr": None, "min_lr_rate": None, "warmup_lr_rate": None},
 }  # fmt: skip
 """The options of each schedule in `lr_scheduler_kwargs`, with their defaults."""
 
@@ -47,10 +51,16 @@ def check(kind: str, given: Mapping[str, Any], rate: float) -> dict[str, Any]:
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ConfigError(f"lr_scheduler_kwargs: {name} is {value!r}; expected a number, 0 or more.")
     settings = {**known, **given}
-    if kind == "cosine_with_min_lr":
+    if kind == "polynomial":
+        if settings["lr_end"] >= rate > 0:
+            raise ConfigError(
+                f"lr_scheduler_kwargs: lr_end is {settings['lr_end']:g}; expected less than learning_rate ({rate:g})."
+            )
+        settings["lr_end"] = settings["lr_end"] / rate if rate else 0.0
+    if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         if (settings["min_lr"] is None) == (settings["min_lr_rate"] is None):
             raise ConfigError(
-                "lr_scheduler_type is cosine_with_min_lr, which needs either min_lr (a learning rate) or min_lr_rate "
+                f"lr_scheduler_type is {kind}, which needs either min_lr (a learning rate) or min_lr_rate "
                 "(a fraction of learning_rate) in lr_scheduler_kwargs."
             )
         if settings["min_lr_rate"] is None:
@@ -70,6 +80,9 @@ def factor(kind: str, step: int, warmup: int, total: int, settings: Mapping[str,
         return 1.0
     if kind == "warmup_stable_decay":
         return _stable(step, warmup, total, options)
+    if step < warmup and kind == "cosine_warmup_with_min_lr":
+        first = options["warmup_lr_rate"]
+        return (step + 1) / warmup if first is None else first + (1 - first) * step / max(1, warmup - 1)
     if step < warmup:
         return step / max(1, warmup)
     if kind == "constant_with_warmup":
@@ -80,6 +93,12 @@ def factor(kind: str, step: int, warmup: int, total: int, settings: Mapping[str,
     done = (step - warmup) / max(1, total - warmup)
     if kind == "linear":
         return max(0.0, 1 - done)
+    if kind == "polynomial":
+        return _above(options["lr_end"], max(0.0, 1 - done) ** options["power"])
+    if kind == "cosine_with_restarts":
+        return 0.0 if done >= 1 else _wave(options["num_cycles"] * done % 1, 0.5)
+    if kind == "cosine_warmup_with_min_lr":
+        done = (step - warmup + 1) / max(1, total - warmup)
     return max(0.0, _above(options.get("min_lr_rate") or 0.0, _wave(done, options["num_cycles"])))
 
 

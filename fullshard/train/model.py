@@ -108,7 +108,8 @@ def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
         )
     shape.name_or_path = lasting_name(folder)
     if config.rope_scaling is not None:
-        scale_rope(shape, config.rope_scaling, config.max_seq_len, say)
+        assert config.max_length is not None
+        scale_rope(shape, config.rope_scaling, config.max_length, say)
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
         say(f"{folder} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")
@@ -148,7 +149,9 @@ def attention(config: SFTConfig, say: Say) -> str | None:
 def prepared_tokenizer(config: SFTConfig, tokenizer: Any) -> Prepared:
     """The tokenizer with the run's chat template, and the tokens that its and the data sets' templates need."""
     more = needed(templates_of(config))
-    return prepare_tokenizer(tokenizer, config.chat_template_format, config.chat_template_path, more)
+    return prepare_tokenizer(
+        tokenizer, config.chat_template_format, config.chat_template_path, more, config.eos_token, config.pad_token
+    )
 
 
 class Vocabulary(NamedTuple):
@@ -169,7 +172,7 @@ def prepare_vocabulary(
         say(note)
     rows = embedding_rows(model)
     new = make_room(model, tokenizer, prepared.added, say, stored_rows(earlier) if earlier is not None else 0)
-    if prepared.added:
+    if prepared.added or config.eos_token is not None:
         end_turns(model, tokenizer)
     if earlier is not None:
         peft_config = adapter.continued_config(config, earlier, say)
@@ -265,7 +268,7 @@ def check_rows(model: Any, table: TokenTable) -> None:
         prompt = f" and {before} virtual ones before them" if before else ""
         raise ConfigError(
             f"the data has documents of {longest} tokens{prompt}, {type(inner).__name__} has {positions} positions; "
-            f"set max_seq_len to {positions - before} or less, or rope_scaling where the model has rotary positions."
+            f"set max_length to {positions - before} or less, or rope_scaling where the model has rotary positions."
         )
     top = int(table.tokens.max())
     if top >= embedding_rows(model):

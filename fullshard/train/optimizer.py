@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from fullshard import runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp.bnb_optimizers import is_bnb
+from fullshard.fsdp.optimizers import refuse_unable
 from fullshard.train import optimizer_trial
 from fullshard.train.config import SFTConfig
 from fullshard.train.lion import Lion
@@ -110,6 +112,11 @@ def class_and_options(config: SFTConfig) -> tuple[Any, dict[str, Any]]:
     options: dict[str, Any] = {"lr": config.learning_rate, **config.optimizer_arguments()}
     betas: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2)}
     adam = {**betas, "eps": config.adam_epsilon}
+    if config.optim == "muon":
+        raise ConfigError(
+            "optim muon is made of two optimizers, so it has no single class; let create_optimizer make it, or set "
+            "another optim."
+        )
     if SERVED[config.optim].package == "bitsandbytes":
         return _bitsandbytes(config.optim, options, adam)
     if config.optim.startswith("adamw_torch"):
@@ -131,6 +138,18 @@ def _bitsandbytes(optim: str, options: dict[str, Any], adam: dict[str, Any]) -> 
         return bnb.RMSprop, options
     options["is_paged"] = optim.startswith("paged_")
     return (bnb.Lion, options | {"betas": adam["betas"]}) if "lion" in optim else (bnb.AdamW, options | adam)
+
+
+def check_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Refuse an optimizer that the training loop cannot step; returns it."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__} needs a closure that computes the loss again, and a step has several "
+            f"micro-batches; use an optimizer that steps without one, such as AdamW."
+        )
+    refuse_unable(optimizer)
+    return optimizer
 
 
 def make_from_class(

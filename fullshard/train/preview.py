@@ -20,9 +20,8 @@ from rich.text import Text
 
 from fullshard.data.sources import DataSource, hold_back
 from fullshard.data.token_table import TokenTable, statistics, unused_columns
-from fullshard.train.batches import make_table
+from fullshard.train.batches import EVALUATION, make_table
 from fullshard.train.checked_run import CheckedRun
-from fullshard.train.config import SFTConfig
 from fullshard.train.model import prepared_tokenizer, read_tokenizer
 
 TRAINED, READ, SPECIAL, BORDER = "bold green", "dim", "cyan", "yellow"
@@ -50,10 +49,10 @@ def preview_run(run: CheckedRun) -> None:
         train = first_rows(train, config.shuffle_buffer_size)
     tables = {"training": make_table(config, train, tokenizer)}
     if evaluation is not None:
-        tables["evaluation"] = make_table(config, evaluation, tokenizer)
+        tables[EVALUATION] = make_table(config, evaluation, tokenizer, EVALUATION)
     show_rows(tables["training"], tokenizer, config.preview_rows, console)
     for name, table in tables.items():
-        show_statistics(name, table, config, console)
+        show_statistics(name, table, console)
 
 
 def first_rows(source: DataSource, count: int) -> DataSource:
@@ -127,34 +126,35 @@ def _targets(mask: npt.NDArray[np.uint8]) -> int:
     return int(mask[1:].sum())
 
 
-def show_statistics(name: str, table: TokenTable, config: SFTConfig, console: Console) -> None:
+def show_statistics(name: str, table: TokenTable, console: Console) -> None:
     """Print counts, lengths, packing efficiency, and what was dropped or truncated."""
     found, facts = statistics(table), table.facts
     lines = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for label, value in _statistics(found, facts, config).items():
+    for label, value in _statistics(found, facts).items():
         lines.add_row(label, value)
     console.rule(f"{name} data", align="left")
     console.print(lines)
     console.print(histogram(np.diff(table.document_starts)))
 
 
-def _statistics(found: dict[str, Any], facts: dict[str, Any], config: SFTConfig) -> dict[str, str]:
+def _statistics(found: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
     trained = facts["targets"] / max(1, facts["tokens"])
     low, high, median, mean, p95 = (found[name] for name in ("min", "max", "median", "mean", "p95"))
     lines = {
         "documents": f"{facts['documents']:,}",
         "tokens": f"{facts['tokens']:,}, {facts['targets']:,} of them trained ({trained:.0%})",
         "length": f"{low:,} to {high:,} tokens; median {median:,.0f}, mean {mean:,.1f}, 95 % up to {p95:,.0f}",
-        "rows": f"{facts['rows']:,} of at most {config.max_seq_len:,} tokens, {found['efficiency']:.1%} full",
+        "rows": f"{facts['rows']:,} of at most {found['row_length']:,} tokens, {found['efficiency']:.1%} full",
     }
-    for key, label in (("empty", "dropped: empty"), ("bad", "dropped: unknown format")):
+    left_out = {"empty": "dropped: empty", "bad": "dropped: unknown format", "masked": "dropped: no trained tokens"}
+    for key, label in left_out.items():
         if facts.get(key):
             lines[label] = f"{facts[key]:,}"
     for name, count in unused_columns(facts).items():
         lines[f"not used: `{name}`"] = f"in {count:,} rows"
     if facts.get("long"):
-        lines["longer than max_seq_len"] = (
-            f"{facts['long']:,} documents, {facts['cut']:,} tokens lost (overflow {config.overflow})"
+        lines["longer than max_length"] = (
+            f"{facts['long']:,} documents, {facts['cut']:,} tokens lost (overflow {facts['overflow']})"
         )
     return lines
 

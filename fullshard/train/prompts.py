@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fullshard.data.messages import messages_of, template_kwargs_of, tools_of
+from fullshard.data.raw_row import BadRow
 from fullshard.errors import ConfigError
 
-EXPECTED = 'expected {"messages": [{"role": …, "content": …}, …]} or {"prompt": …}, and "reference" if there is one'
+EXPECTED = (
+    'expected {"messages": [{"role": …, "content": …}, …]} or {"prompt": …}, and "reference", "tools" and '
+    '"chat_template_kwargs" if there are any'
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,10 @@ class Question:
 
     messages: tuple[dict[str, Any], ...]
     reference: str | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    """The tools that the chat template describes to the model."""
+    template_kwargs: dict[str, Any] | None = None
+    """Additional variables for the chat template."""
 
 
 def read_prompts(name: str) -> list[Question]:
@@ -57,14 +66,14 @@ def _from_json(line: str, where: str) -> Question:
         raise ConfigError(f"sample_prompts: {where}: reference is {reference!r}; expected text.")
     if isinstance(prompt, str) and prompt.strip():
         return _user_turn(prompt, reference)
-    if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
-        raise ConfigError(f"sample_prompts: {where}: {EXPECTED}; got {line[:120]}")
-    if messages[-1]["role"] == "assistant":
-        messages, reference = messages[:-1], reference or messages[-1]["content"]
-    if not messages:
+    try:
+        turns = messages_of(messages, "messages")
+        tools, template_kwargs = tools_of(row.get("tools")), template_kwargs_of(row.get("chat_template_kwargs"))
+    except BadRow as bad:
+        raise ConfigError(f"sample_prompts: {where}: {EXPECTED}; got {line[:120]} ({bad.why})") from None
+    if turns[-1]["role"] == "assistant":
+        answer = turns.pop()["content"]
+        reference = reference or answer
+    if not turns:
         raise ConfigError(f"sample_prompts: {where} holds an answer without a prompt.")
-    return Question(tuple(messages), reference)
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    return Question(tuple(turns), reference, tools, template_kwargs)

@@ -175,19 +175,22 @@ class Summary:
         return found
 
 
-def describe(summary: Summary, place: Path) -> None:
-    """Write the model card and the report; for the first rank alone."""
+def describe(
+    summary: Summary, place: Path, name: str | None = None, data: str | None = None, tags: Sequence[str] = ()
+) -> None:
+    """Write the model card and the report; for the first rank alone. `name`, `data` and `tags` are for the card."""
     config, progress, metrics, versions = summary.config, summary.progress, summary.metrics(), library_versions()
     facts = {
         "base": lasting_name(summary.base) if summary.base else None,
         "adapter": summary.adapter,
-        "data": config.dataset_name or "user-provided data",
+        "data": data or config.dataset_name or "user-provided data",
+        "tags": list(tags),
         "steps": progress.step,
         "ranks": runtime.world_size(),
         "metrics": metrics,
         "versions": versions,
     }
-    write_card(place, config.run_name, config.changed(), facts)
+    write_card(place, name or config.run_name, config.changed(), facts)
     shown = {
         "steps": progress.step,
         "tokens": progress.tokens,

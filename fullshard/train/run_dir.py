@@ -34,6 +34,7 @@ WRITTEN = (
     "wandb.json", "report.html", "README.md", "config.json", "generation_config.json", "model.safetensors",
     "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors",
     "adapter_base.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "trainer_state.json", "*_results.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", SETTINGS,
 )  # fmt: skip
 """What a run writes into its folder; overwriting removes these and nothing else. The settings, which mark a folder as
@@ -280,6 +281,12 @@ def remove_earlier(config: SFTConfig) -> str | None:
         raise ConfigError(f"output_dir {folder} cannot be used: {error.strerror or error}.") from None
     foreign = [path for path in _listed(folder) if not _is_own(path, config)]
     return f"output_dir {folder}: {_names(foreign)} were not written by a run and stay as they are" if foreign else None
+
+
+def remove_checkpoints(config: SFTConfig) -> None:
+    """Remove the checkpoints in the run's folder, for a training that starts again in it."""
+    for path in (place_of(config) / CHECKPOINTS).glob("step-*"):
+        shutil.rmtree(path)
 
 
 def write_settings(config: SFTConfig, facts: Mapping[str, Any]) -> None:

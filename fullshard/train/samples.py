@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 
 from fullshard import runtime
+from fullshard.data.chat_template import template_of
+from fullshard.data.render_chat import Conversation
+from fullshard.data.template_fields import adapt_messages
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
-from fullshard.models.generate import StopCriteria, answer, chat_tokens, generation_prompt
+from fullshard.models.generate import StopCriteria, answer, generation_prompt
 from fullshard.models.inner_model import causal
 from fullshard.ranks import agree_locally, exchange
 from fullshard.reporting.records import Sample
@@ -104,16 +107,20 @@ def answer_begins(ids: Sequence[int], trained: Any, before: Sequence[int]) -> in
 
 def _asked(question: Question, tokenizer: Any, config: SFTConfig) -> Prompt:
     """A prompt of the user's file: by the chat template, or without one as text to continue."""
-    messages = list(question.messages)
-    shown = messages[-1]["content"]
-    if getattr(tokenizer, "chat_template", None):
-        return Prompt(tuple(chat_tokens(tokenizer, messages)), shown, question.reference)
+    messages, template, where = question.messages, template_of(tokenizer), "sample_prompts"
+    shown = str(messages[-1]["content"])
+    if template is not None:
+        adapted = adapt_messages(messages, question.tools, template, tokenizer, where)
+        kwargs = question.template_kwargs or {}
+        text = Conversation(tokenizer, template, adapted, where, question.tools, kwargs).prompt()
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Prompt(tuple(tokens), shown, question.reference)
     if len(messages) > 1:
         raise ConfigError(
             "sample_prompts: there are conversations, but the tokenizer has no chat template; choose one with "
             "chat_template_format."
         )
-    tokens = tokenizer(shown, add_special_tokens=config.add_special_tokens)["input_ids"]
+    tokens = tokenizer(shown, add_special_tokens=config.add_special_tokens is not False)["input_ids"]
     return Prompt(tuple(tokens), shown, question.reference)
 
 

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
+from fullshard.data.prepared_rows import prepared_rows
 from fullshard.errors import ConfigError
 from fullshard.models.generate import stop_criteria
-from fullshard.models.router_loss import has_router_loss
+from fullshard.models.inner_model import causal
 from fullshard.parallelize.settings import resolved_launch
 from fullshard.paths import refuse_inputs, save_tokenizer
 from fullshard.ranks import agree, on_rank_0
@@ -38,6 +39,7 @@ from fullshard.train.overrides import check_subclass, missing
 from fullshard.train.results import ResultWriter
 from fullshard.train.run_lock import FolderLock
 from fullshard.train.samples import Samples, choose_prompts
+from fullshard.train.trainer_options import quantization_settings
 from fullshard.version import library_versions
 
 
@@ -86,23 +88,24 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         max_seq_length: int | None = None,
         dataset_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if quantization_config is not None:
-            raise ConfigError("quantization_config: set use_4bit_quantization in args, or give a quantized model.")
         self.model_init = model_init
-        if model_init is not None:
-            if model is not None:
-                raise ConfigError("model and model_init are both given; choose one.")
-            model = self.call_model_init()
-        settings = {"packing": packing, "dataset_text_field": dataset_text_field, "max_seq_len": max_seq_length}
+        if model_init is not None and model is not None:
+            raise ConfigError("model and model_init are both given; choose one.")
+        model = self.call_model_init() if model_init is not None else model
+        settings: dict[str, Any] = {
+            "packing": packing, "dataset_text_field": dataset_text_field, "max_length": max_seq_length,
+            **(quantization_settings(quantization_config) if quantization_config is not None else {}),
+        }  # fmt: skip
         tokenizer = processing_class if processing_class is not None else tokenizer
         run = check_script(
             model, args, train_dataset, eval_dataset, tokenizer, peft_config, formatting_func,
             {**settings, **(dataset_kwargs or {})},
         )  # fmt: skip
-        if data_collator is not None and run.config.packing:
+        self._formatting_func = formatting_func
+        if data_collator is not None and run.config.keeps_apart:
             raise ConfigError(
                 "data_collator: packed rows are collated by the trainer, so that documents stay apart; leave packing "
-                "out, or the collator."
+                "(padding_free, eval_packing) out, or the collator."
             )
         self.data_collator, self.compute_loss_func = data_collator, compute_loss_func
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
@@ -132,12 +135,14 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         for note in run.notes:
             self._say(f"note: {note}")
         self.parts = assemble.gather_parts(run, self._say)
+        if hasattr(inner := causal(self.parts.model), "add_model_tags"):
+            inner.add_model_tags(list(self._tag_names))
         self._inputs = self._with_downloads(run)
         self._folder_checked = run.folder_checked
         self._folder: EarlierRun | None = None
         self._samples = self._choose_samples()
-        self.callback_handler = Callbacks(self.args, [*loggers.callbacks(self.args.report_to), *callbacks])
-        self.callback_handler.model, self.callback_handler.processing_class = self.parts.model, self.parts.tokenizer
+        events = self.callback_handler = Callbacks(self.args, [*loggers.callbacks(self.args.report_to), *callbacks])
+        events.model, events.processing_class = self.parts.model, self.parts.tokenizer
         self._prepared: tuple[Loop, ResultWriter, Hub | None] | None = None
         self._preparing = self._trained = False
         self.ignored_keys: list[str] | None = None
@@ -177,11 +182,6 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
     model_wrapped = model
 
     @property
-    def aux_loss_enabled(self) -> bool:
-        """Whether the loss has the auxiliary loss of a mixture of experts."""
-        return has_router_loss(self.parts.model)
-
-    @property
     def processing_class(self) -> Any:
         """The tokenizer."""
         return self.parts.tokenizer
@@ -190,8 +190,8 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
 
     @property
     def train_dataset(self) -> Any:
-        """The rows of the training data."""
-        return self.parts.train
+        """The rows of the training data: tokens and labels, read like a `datasets.Dataset`."""
+        return prepared_rows(self.parts.train)
 
     @property
     def loop(self) -> Loop:  # type: ignore[override]
@@ -211,8 +211,6 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
                 self._prepared = self._prepare()
             finally:
                 self._preparing = False
-        elif not self.is_in_train:
-            self.callback_handler.meet()
         return self._prepared[0]
 
     def _prepare(self) -> tuple[Loop, ResultWriter, Hub | None]:
@@ -225,8 +223,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         writer = ResultWriter(config, parts.model, parts.tokenizer, parts.own_tables, parts.from_weights, first)
         hub = Hub(config, writer, reporter.say) if config.push_to_hub else None
         samples = Samples(*self._samples, parts.model, reporter.samples) if self._samples is not None else None
-        events = self.callback_handler
-        events.own = [one for one in (samples, hub) if one is not None]
+        (events := self.callback_handler).own = [one for one in (samples, hub) if one is not None]
         events.state.log_history = reporter.history
         events.meet()
         loop = assemble.build_loop(config, parts, reporter, first, steps, self)
@@ -257,7 +254,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         with self.own_folder() as earlier:
             loop = self.prepare()
             if self._trained:
-                self._begin_again(loop)
+                self._begin_again(loop, earlier.resumes)
             self.callback_handler.begin(loop.total, loop.loader, loop.reporter.history)
             if not earlier.resumes:
                 agree(self._replace_earlier, "start of the run")
@@ -284,9 +281,11 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         self.callback_handler("on_train_end")
         return TrainOutput(loop.progress.step, loop.progress.mean_loss, metrics)
 
-    def _begin_again(self, loop: Loop) -> None:
+    def _begin_again(self, loop: Loop, resumes: bool) -> None:
         """Start a second training, with the model and the optimizer as they are and a new schedule."""
         loop.begin_again()
+        if not resumes:
+            on_rank_0(lambda: run_dir.remove_checkpoints(self.args), "second training")
         if self._made_schedule:
             self.lr_scheduler = None
             self.create_scheduler(loop.total)
@@ -356,7 +355,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
                 progress.best_step,
                 checkpoints.path,
             )
-        progress.best_step = progress.best_value = None
+        progress.best_step = progress.best_value = self.state.best_metric = self.state.best_global_step = None
 
     def _write_settings(self) -> None:
         if runtime.is_main():

@@ -98,8 +98,8 @@ class TrainerOptions:
     """Trackio: the Space to deploy to; local if not set."""
     trackio_bucket_id: str | None = None
     """Trackio: the bucket of the Space."""
-    trackio_static_space_id: str | None = None
-    """Trackio: the static Space to publish at the end."""
+    trackio_static_space_id: str | None = option(None, kind=object)
+    """Trackio: the static Space to publish at the end; false publishes none."""
 
     # --- nested settings --------------------------------------------------------------------------------------------
 

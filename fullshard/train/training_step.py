@@ -25,6 +25,7 @@ from fullshard.models.inner_model import causal
 from fullshard.models.router_loss import has_router_loss
 from fullshard.parallelize.prepare import rebind
 from fullshard.ranks import exchange
+from fullshard.torch_private import version_of
 from fullshard.train.assemble import Parts
 from fullshard.train.batches import COUNTED, ScriptLoader, Steps, make_collator, make_loader
 from fullshard.train.callbacks import Accelerator, Callbacks
@@ -85,6 +86,11 @@ class TrainingStep:
         """Whether code of the script gets the batches."""
         return self.compute_loss_func is not None or any(overridden(self, name) for name in SEEN)
 
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the loss has the auxiliary loss of a mixture of experts."""
+        return has_router_loss(self.parts.model)
+
     def counted(self, step: Step) -> Step:
         """A step with the number of its trained tokens, over all ranks."""
         self.current_gradient_accumulation_steps = len(step.batches)
@@ -141,7 +147,7 @@ class TrainingStep:
         moved: dict[str, Any] = {name: self._prepare_input(value) for name, value in inputs.items()}
         if isinstance(labels, torch.Tensor) and isinstance(there := moved["labels"], torch.Tensor):
             # Counted on the host, so that the loss need not wait for the device.
-            there.trained_tokens = (trained_tokens(labels), there._version)
+            there.trained_tokens = (trained_tokens(labels), version_of(there))
         return moved
 
     def _prepare_input(self, data: Any) -> Any:
@@ -189,16 +195,12 @@ class TrainingStep:
         scale = runtime.world_size() / self._items_on_host(num_items_in_batch, tokens)
         inputs = {**inputs, "use_cache": False}
         real_tokens = inputs.pop("real_tokens", None)
-        if return_outputs:
+        with loop.head.loss_pass(scale * loop.scale, tokens, real_tokens, return_outputs) as measured:
             outputs = model(**inputs)
-            self._measure(outputs, labels)
-            loss = outputs["loss"] * (tokens * scale) if tokens else outputs["logits"].sum() * 0.0
-            return loss, outputs
-        with loop.head.loss_pass(scale * loop.scale, tokens, real_tokens) as measured:
-            loss = model(**inputs)["loss"]
         loop.measured[:3] += measured.sums[1:]
         loop.measured[3] += tokens
-        return loss if loop.scale == 1 else loss / loop.scale  # exact: the scale is a power of two
+        loss = outputs["loss"] if loop.scale == 1 else outputs["loss"] / loop.scale  # exact: a power of two
+        return (loss, outputs) if return_outputs else loss
 
     def _items_on_host(self, items: Any, tokens: int) -> int:
         if items is None:
@@ -316,7 +318,7 @@ def trained_tokens(labels: Any) -> int:
     if labels is None:
         return 0
     count, version = getattr(labels, "trained_tokens", (0, -1))
-    return count if version == labels._version else int((labels[..., 1:] != IGNORED).sum())
+    return count if version == version_of(labels) else int((labels[..., 1:] != IGNORED).sum())
 
 
 def _tokens_in(batch: Batch) -> int:

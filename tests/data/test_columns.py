@@ -35,6 +35,7 @@ def read(row: Any, **reading: Any) -> dict[str, Any]:
 HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tools": ({**TALK, "tools": [TOOL]}, {"tools": ({"type": "function", "function": {"name": "f"}},)}),
     "tools as JSON text": ({**TALK, "tools": json.dumps([{"name": "f"}])}, {"tools": ({"name": "f"},)}),
+    "each tool as JSON text": ({**TALK, "tools": [json.dumps({"name": "f"})]}, {"tools": ({"name": "f"},)}),
     "no tools": ({**TALK, "tools": []}, {}),
     "no tools as text": ({**TALK, "tools": ""}, {}),
     "no tools as JSON text": ({**TALK, "tools": "[]"}, {}),
@@ -43,7 +44,7 @@ HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "weights": ({"messages": [U, {**A, "weight": 0}, U, {**A, "weight": 1}]}, {"messages": (U, A, U, A), "weights": (None, 0, None, 1)}),
     "weights and a system column": ({"messages": [U, {**A, "train": True}], "system": "S"}, {"messages": ({"role": "system", "content": "S"}, U, A), "weights": (None, None, 1)}),
     "empty calls": ({"messages": [U, {**A, "tool_calls": []}]}, {}),
-    "a developer's words": ({"messages": [{"role": "developer", "content": "S"}, U, A]}, {"messages": ({"role": "system", "content": "S"}, U, A)}),
+    "a developer's words": ({"messages": [{"role": "developer", "content": "S"}, U, A]}, {"messages": ({"role": "developer", "content": "S"}, U, A)}),
     "a number of a class": ({**TALK, "label": 1}, {"unused": ("label",)}),
     "no pictures": ({**TALK, "images": [], "image": None}, {}),
 }  # fmt: skip
@@ -59,6 +60,9 @@ TOKENS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "an attention mask": ({"attention_mask": [1, 1, 1]}, {}),
     "padding behind": ({"attention_mask": [1, 1, 0], "labels": [-100, 2, -100]}, {"input_ids": (1, 2), "labels": (-100, 2)}),
     "padding before": ({"attention_mask": [0, 1, 1], "position_ids": [0, 0, 1]}, {"input_ids": (2, 3)}),
+    "several documents": ({"seq_lengths": [1, 2]}, {"seq_lengths": (1, 2)}),
+    "positions that restart": ({"position_ids": [0, 1, 0]}, {"seq_lengths": (2, 1)}),
+    "both, and padding": ({"position_ids": [0, 0, 0], "seq_lengths": [1, 1], "attention_mask": [1, 1, 0]}, {"input_ids": (1, 2), "seq_lengths": (1, 1)}),
     "positions": ({"position_ids": [0, 1, 2], "seq_lengths": [3]}, {}),
     "the assistant's": ({"assistant_masks": [0, 1, 1]}, {"labels": (-100, 2, 3)}),
     "truths": ({"assistant_masks": [False, True, True]}, {"labels": (-100, 2, 3)}),
@@ -81,7 +85,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a verdict": ({"prompt": "Q", "completion": "R", "label": False}, "`label` is False: an unpaired preference .KTO."),
     "a verdict in words": ({"prompt": "Q", "completion": "R", "label": "True"}, "`label` is 'True': an unpaired preference"),
     "a tag": ({**TALK, "kto_tag": True}, "`kto_tag` is True: an unpaired preference"),
-    "pictures": ({**TALK, "images": ["x.png"]}, "`images`: images, video and audio are not supported"),
+    "pictures": ({**TALK, "images": ["x.png"]}, "`images`: the data is vision-related.*vision-language model"),
+    "a picture beside text": ({"text": "T", "image": "x.png"}, "`image`: the data is vision-related"),
     "functions": ({**TALK, "functions": [TOOL]}, "dataset_columns tools=functions"),
     "a prompt": ({"prompt": "Q"}, "Rows with only a prompt are for trainers that generate"),
     "half a weight": ({"messages": [U, {**A, "weight": 0.5}]}, r"messages\[1\] has the weight 0.5; expected 0 or 1"),
@@ -97,8 +102,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a call in words": ({"conversations": [U, {"from": "function_call", "value": "find it"}]}, r"conversations\[1\].tool_calls\[0\] is 'find it'"),
     "words for the template": ({**TALK, "chat_template_kwargs": [1]}, r"`chat_template_kwargs` is \[1\]; expected an object"),
     "the template itself": ({**TALK, "chat_template_kwargs": {"chat_template": "x"}}, "`chat_template_kwargs` sets chat_template, which"),
-    "several documents": ({"input_ids": [1, 2], "seq_lengths": [1, 1]}, "according to `seq_lengths` the row holds several documents"),
-    "positions twice": ({"input_ids": [1, 2], "position_ids": [0, 0]}, "according to `position_ids` the row holds several documents"),
+    "too short documents": ({"input_ids": [1, 2], "seq_lengths": [1]}, "`seq_lengths` is .1,., with 2 tokens in the row"),
+    "an empty document": ({"input_ids": [1, 2], "seq_lengths": [2, 0]}, "`seq_lengths` is .2, 0., with 2 tokens in the row"),
+    "two opinions": ({"input_ids": [1, 2, 3], "seq_lengths": [1, 2], "position_ids": [0, 1, 0]}, "`seq_lengths` is .1, 2., but `position_ids` restart after .2, 1. tokens"),
+    "few positions": ({"input_ids": [1, 2], "position_ids": [0]}, "2 input_ids but 1 position_ids"),
     "positions from five": ({"input_ids": [1, 2], "position_ids": [5, 6]}, "expected 0, 1, 2"),
     "a hole": ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "`attention_mask` has zeros between ones"),
     "only padding": ({"input_ids": [1], "attention_mask": [0]}, "`attention_mask` is all zeros"),
@@ -138,10 +145,20 @@ def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
 
 def test_masks_of_completions() -> None:
     row = {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 0], "assistant_masks": [1, 1, 1]}
-    for only, expected in ((None, [0, 1, 0]), (True, [0, 1, 0]), (False, [1, 1, 1])):
-        raw = RawRow("here", row, 1)
-        ((_, mask),) = encode_rows([raw], make_tokenizer(), TextSettings(completion_only_loss=only), Counter())
+    for only, expected in ((None, [1, 1, 1]), (True, [0, 1, 0]), (False, [1, 1, 1])):
+        raw, counts = RawRow("here", row, 1), Counter[str]()
+        ((_, mask, _),) = encode_rows([raw], make_tokenizer(), TextSettings(completion_only_loss=only), counts)
         assert mask.tolist() == expected
+        assert unused_columns(counts) == ({"completion_mask": 1} if only is None else {}), "not in silence"
+    with pytest.raises(DataError, match="completion_only_loss is on, but the row has no prompt"):
+        list(
+            encode_rows(
+                [RawRow("here", {"input_ids": [5]}, 1)],
+                make_tokenizer(),
+                TextSettings(completion_only_loss=True),
+                counts,
+            )
+        )
 
 
 QUESTION = "### {question}\n{{x}} {context}\n=> "

@@ -42,9 +42,9 @@ def account(rows: list[RawRow]) -> int:
     for changes in LEARNS:
         counts: dict[str, Any] = Counter()
         found = list(encode_rows(rows, TOKENIZER, replace(SKIP, **changes), counts))
-        assert len(found) + counts["empty"] + counts["bad"] == len(rows)
+        assert len(found) + counts["empty"] + counts["bad"] + counts["masked"] == len(rows)
         assert len(counts.get("bad_rows") or ()) == min(5, counts["bad"])
-        assert all(len(ids) == len(mask) > 0 for ids, mask in found)
+        assert all(len(ids) == len(mask) > 0 for ids, mask, _ in found)
         try:
             again = list(encode_rows(rows, TOKENIZER, replace(STOP, **changes), Counter()))
             assert len(again) == len(found) and not counts["bad"]
@@ -275,5 +275,5 @@ def test_large_things(case: str) -> None:
 def test_a_large_row_is_a_document(words: int) -> None:
     row = RawRow("here", {"text": "bird " * words}, 1)
     counts: dict[str, Any] = Counter()
-    ((ids, mask),) = encode_rows([row], TOKENIZER, TextSettings(1 << 24), counts)
+    ((ids, mask, _),) = encode_rows([row], TOKENIZER, TextSettings(1 << 24), counts)
     assert len(ids) >= words and mask.all() and not counts["cut"]

@@ -107,7 +107,7 @@ def encoded(tokenizer: Any, row: dict[str, Any], **options: Any) -> tuple[list[i
     counts: dict[str, Any] = {"empty": 0, "long": 0, "cut": 0}
     settings = encode.TextSettings(max_length=10**6, **options)
     document = encode.Document("here", **row)
-    ((ids, mask),) = list(encode._tokenize([document], tokenizer, settings, counts)) or [((), ())]
+    ((ids, mask, _),) = list(encode._tokenize([document], tokenizer, settings, counts)) or [((), (), False)]
     return [int(i) for i in ids], [int(m) for m in mask]
 
 
@@ -198,7 +198,8 @@ def test_built_in_marks_are_what_is_found_without_them(
 def test_completions(prompt: str, text: str, kind: str, only: bool | None) -> None:
     """One text: a token that straddles the border belongs to the prompt."""
     tokenizer = KINDS[kind]
-    got = encoded(tokenizer, {"prompt": prompt, "text": text}, completion_only_loss=only, append_concat_token=False)
+    row = {"prompt": prompt, "text": text}
+    got = encoded(tokenizer, row, completion_only_loss=only, append_concat_token=False, add_special_tokens=False)
     assert got == expected(tokenizer, [(prompt, only is False), (text, True)])
 
 
@@ -239,7 +240,7 @@ def test_conversations_as_prompt_and_completion(name: str, messages: chats.Messa
 def test_completion_only_loss_needs_prompts() -> None:
     with pytest.raises(DataError, match=r"here: completion_only_loss is on, but the row has no prompt"):
         encoded(make_tokenizer(), {"text": "abc"}, completion_only_loss=True)
-    assert encoded(make_tokenizer(), {"text": "abc"})[1] == [1] * 4
+    assert encoded(make_tokenizer(), {"text": "abc"})[1] == [1] * 5
 
 
 def test_a_text_s_first_and_last_tokens_are_written_once() -> None:

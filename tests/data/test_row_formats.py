@@ -69,7 +69,7 @@ UNDERSTOOD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"instruction": "Q", "output": "R", "system": "S", "history": [["a", "b"]]},
         {"messages": ({"role": "system", "content": "S"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, U, A)},
     ),
-    "Alpaca with its own text": ({"instruction": "Q", "output": "R", "text": "### Q"}, TALK),
+    "Alpaca with its own text": ({"instruction": "Q", "output": "R", "text": "### Q"}, {**TALK, "unused": ("text",)}),
     "prompt and completion": ({"prompt": "Q", "completion": " R"}, {"prompt": "Q", "text": " R"}),
     "no prompt": ({"prompt": "", "completion": "R"}, {"prompt": "", "text": "R"}),
     "prompt and completion as messages": ({"prompt": [U], "completion": [A]}, {**TALK, "completion_start": 1}),
@@ -81,7 +81,7 @@ UNDERSTOOD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zeros in text": ({"text": "a\0b"}, {"text": "a\0b"}),
     "null columns": ({"messages": None, "conversations": None, "prompt": None, "text": "T"}, {"text": "T"}),
     "tokens": ({"input_ids": [1, 2]}, {"input_ids": (1, 2)}),
-    "tokens and labels": ({"input_ids": [1, 2], "labels": [-100, 2], "text": "T"}, {"input_ids": (1, 2), "labels": (-100, 2)}),
+    "tokens and labels": ({"input_ids": [1, 2], "labels": [-100, 2], "text": "T"}, {"input_ids": (1, 2), "labels": (-100, 2), "unused": ("text",)}),
     "an array of tokens": ({"input_ids": np.array([1, 2])}, {"input_ids": (1, 2)}),
 }  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_what_a_row_means(case: str) -> None:
 def test_a_text_column_that_is_named_is_meant() -> None:
     assert read({"content": "T", "instruction": "Q", "output": "R"}, text_field="content") == {"text": "T"}
     assert read({"content": "T", "messages": [U, A]}, text_field="content") == TALK
-    assert read({"text": "T", "instruction": "Q", "output": "R"}) == TALK
+    assert read({"text": "T", "instruction": "Q", "output": "R"}) == {**TALK, "unused": ("text",)}
 
 
 def test_columns_under_other_names() -> None:
@@ -143,7 +143,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "messages that are text": ({"messages": "hi"}, "`messages` is 'hi'; expected a list"),
     "broken JSON text": ({"messages": "[{"}, "`messages`: not JSON"),
     "no messages": ({"messages": []}, r"`messages` is \[\]"),
-    "a role": ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\] has the role 'robot'; expected one of system, user, assistant, tool"),
+    "a role": ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\] has the role 'robot'; expected one of system, developer, user, assistant, tool"),
     "a role that is no text": ({"messages": [{"role": ["user"], "content": "x"}]}, r"messages\[0\] has the role \['user'\]"),
     "no content": ({"messages": [{"role": "user"}]}, r"messages\[0\] has the content None; expected text"),
     "a turn that is text": ({"messages": ["x"]}, r"messages\[0\] is 'x'"),

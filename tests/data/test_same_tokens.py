@@ -69,9 +69,13 @@ def talks(count: int, turns: int | None = None) -> list[list[Row]]:
 def tokens_of(rows: list[Row], **changes: Any) -> list[tuple[list[int], list[int]]]:
     counts: Counter[str] = Counter()
     raws = list(row_source(rows, "rows").rows(None))
-    changes = {"append_concat_token": False, **changes}  # the text of a conversation is no text that ends
+    changes = {
+        "append_concat_token": False,
+        "add_special_tokens": False,
+        **changes,
+    }  # the text of a conversation is no text that ends
     found = encode_rows(raws, make_tokenizer(), TextSettings(template=CHATML, **changes), counts)
-    return [(ids.tolist(), mask.tolist()) for ids, mask in found]
+    return [(ids.tolist(), mask.tolist()) for ids, mask, _ in found]
 
 
 def test_formats_give_the_same_tokens_and_masks() -> None:

@@ -45,7 +45,7 @@ ROWS = text_rows(70)
 def feed(source: DataSource, folder: Path, workers: int = 0, page: int = PAGE, **more: Any) -> StreamSampler:
     values: dict[str, Any] = {name: more.pop(name) for name in ("shuffle", "drop_last", "batch") if name in more}
     check: dict[str, Any] = {"check": more.pop("check")} if "check" in more else {}
-    pages = Pages(source, make_tokenizer(), TextSettings(**more), page, workers)
+    pages = Pages(source, make_tokenizer(), TextSettings(**{"add_special_tokens": False, **more}), page, workers)
     return StreamSampler(Stream(pages, str(folder), **check), seed=SEED, **{"batch": BATCH, **values})
 
 

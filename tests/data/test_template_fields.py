@@ -40,7 +40,7 @@ def texts(rows: list[dict[str, Any]], template: str, **changes: Any) -> list[tup
     settings = TextSettings(10**6, template=template_text(template), **changes)
     raws = list(row_source(rows, "rows").rows(None))
     found = encode_rows(raws, TOKENIZER, settings, Counter())
-    return [(TOKENIZER.decode(ids), TOKENIZER.decode(ids[mask.astype(bool)])) for ids, mask in found]
+    return [(TOKENIZER.decode(ids), TOKENIZER.decode(ids[mask.astype(bool)])) for ids, mask, _ in found]
 
 
 def test_openai_s_tool_calls_are_written() -> None:
@@ -169,7 +169,8 @@ def test_which_turns_are_learnt(template: str) -> None:
 
     def learnt(weights: dict[int, Any], key: str = "weight", **changes: Any) -> str:
         messages = [{**m, **({key: weights[i]} if i in weights else {})} for i, m in enumerate(TALK)]
-        return texts([{"messages": messages}], template, **changes)[0][1]
+        found = texts([{"messages": messages}], template, **changes)
+        return found[0][1] if found else ""
 
     both = learnt({}, assistant_only_loss=True)
     first, second = learnt({4: 0}, assistant_only_loss=True), learnt({2: 0}, assistant_only_loss=True)
@@ -193,4 +194,4 @@ def test_the_last_turn_of_a_completion() -> None:
     row = {"prompt": SHORT[:1], "completion": SHORT[1:]}
     assert texts([row], "chatml", last_turn_only_loss=True)[0][1] == "salt<|im_end|>"
     assert texts([row], "chatml", assistant_only_loss=True)[0][1] == "a small tree<|im_end|>salt<|im_end|>"
-    assert texts([{"text": "bread"}], "chatml", last_turn_only_loss=True)[0][1] == "bread</s>"
+    assert texts([{"text": "bread"}], "chatml", last_turn_only_loss=True)[0][1] == "<s>bread</s>"

@@ -33,8 +33,9 @@ def table(rows: list[dict[str, Any]], tmp_path: Path, tokenizer: Any = None, **s
 
 def test_tokens_are_the_tokenizer_s(tmp_path: Path) -> None:
     tokenizer, rows = make_tokenizer(), text_rows(20)
-    for special, end, given in ((False, False, False), (True, True, True), (True, True, None)):
-        found = table(rows, tmp_path, add_special_tokens=special, append_concat_token=given)
+    for adds, end, given in ((False, False, False), (True, True, True), (None, True, None)):
+        special = adds is not False
+        found = table(rows, tmp_path, add_special_tokens=adds, append_concat_token=given)
         assert len(found) == 20
         for i, row in enumerate(rows):
             ids = tokenizer(row["text"], add_special_tokens=special)["input_ids"] + [tokenizer.eos_token_id] * end
@@ -101,7 +102,7 @@ def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path, workers: int) 
 def test_statistics_are_numpy_s(tmp_path: Path, packing: bool) -> None:
     tokenizer, rows = make_tokenizer(), text_rows(301)
     found = table(rows, tmp_path, packing=packing, max_length=100)
-    lengths = [len(tokenizer(row["text"], add_special_tokens=False)["input_ids"]) + 1 for row in rows]
+    lengths = [len(tokenizer(row["text"])["input_ids"]) + 1 for row in rows]
     told = statistics(found)
     assert told["min"] == min(lengths) and told["max"] == max(lengths)
     assert told["mean"] == pytest.approx(np.mean(lengths)) and told["median"] == np.median(lengths)

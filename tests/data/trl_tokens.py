@@ -49,6 +49,22 @@ CALLS: list[Row] = [
     {"role": "tool", "name": "find", "tool_call_id": "call00001", "content": "a tree"},
     {"role": "assistant", "content": "a stone and a tree"},
 ]
+LONG = [
+    {"prompt": "one small", "completion": " bird sings near the river"},
+    {"prompt": "a", "completion": " tree"},
+    {"prompt": "old", "completion": " house"},
+]
+HARMONY = [
+    {"role": "developer", "content": "Be kind"},
+    {"role": "user", "content": "one bird?"},
+    {"role": "assistant", "thinking": "the old stone", "content": "a small tree"},
+]
+CHANNELS = (
+    "{{ effort }}{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'developer' %}{{ '# ' }}{% endif %}"
+    "{% if m.thinking %}{{ '(' + m.thinking + ')' }}{% endif %}{{ m.content + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+"""A template in the manner of gpt-oss's: it has a developer, thoughts and a variable of its own."""
 MOOD = "{% if mood %}({{ mood }}){% endif %}" + chats.MARKED["appends"]
 
 
@@ -95,6 +111,26 @@ CASES = {
         [{"input_ids": [5, 6, 7, 8], "assistant_masks": [0, 1, 0, 1], "completion_mask": [0, 0, 1, 1]}],
         settings={"completion_only_loss": True},
     ),
+    "masks, not asked for": Case([{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}]),
+    "labels win": Case([{"input_ids": [5, 6, 7], "labels": [5, -100, 7], "assistant_masks": [1, 1, 1]}]),
+    "truncated": Case(LONG, settings={"max_length": 6}),
+    "truncated at the start": Case(LONG, settings={"max_length": 6, "truncation_mode": "keep_end"}),
+    "truncated to nothing": Case(
+        [{"input_ids": [5, 6, 7, 8], "assistant_masks": [0, 0, 0, 1]}, {"input_ids": [5, 6], "assistant_masks": [0, 1]}],
+        settings={"max_length": 3},
+    ),
+    "packed": Case([*LONG, *LONG[1:]], settings={"max_length": 12, "packing": True}),
+    "packed, split": Case(LONG, settings={"max_length": 12, "packing": True, "packing_strategy": "bfd_split"}),
+    "packed, wrapped": Case(LONG, settings={"max_length": 7, "packing": True, "packing_strategy": "wrapped"}),
+    "shuffled": Case([{"text": text} for text in ["the", "old", "bird", "sings", "near", "a", "stone"]], settings={"shuffle_dataset": True}),
+    "another end": Case([{"text": "the old bird"}, {"prompt": "one", "completion": " bird"}][:1], settings={"eos_token": "<pad>"}),
+    "another column": Case([{"content": "the old bird", "other": "a"}], settings={"dataset_text_field": "content"}),
+    "qwen, tools as objects": Case([{"messages": CALLS, "tools": [TOOL]}], "qwen", "qwen2_5"),
+    "chat_template_kwargs, apart": Case(
+        [{"prompt": SHORT[:1], "completion": SHORT[1:], "chat_template_kwargs": {"mood": mood}} for mood in ("salt", "old")], MOOD
+    ),
+    "a developer's message": Case([{"messages": HARMONY, "chat_template_kwargs": {"effort": "low"}}], CHANNELS),
+    "a developer's message, apart": Case([{"prompt": HARMONY[:2], "completion": HARMONY[2:]}], CHANNELS),
     "masks, all of it": Case(
         [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}], settings={"completion_only_loss": False}
     ),
@@ -124,13 +160,17 @@ def trl_tokens(case: Case) -> list[list[list[int]]]:
         made.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{case.theirs}.jinja").read_text()
     with tempfile.TemporaryDirectory() as folder:
         args = trl.SFTConfig(
-            output_dir=folder, report_to="none", use_cpu=True, bf16=False, max_length=None, shuffle_dataset=False,
-            **case.settings,
+            output_dir=folder, report_to="none", use_cpu=True, bf16=False, **{"max_length": None, **case.settings}
         )  # fmt: skip
         trainer = trl.SFTTrainer(
             model=make_model(), args=args, train_dataset=Dataset.from_list(case.rows), processing_class=made
         )
-        return [[row["input_ids"], row["labels"]] for row in trainer.train_dataset]
+        columns = (
+            "input_ids",
+            "labels",
+            *(["seq_lengths"] if "seq_lengths" in trainer.train_dataset.column_names else []),
+        )
+        return [[row[name] for name in columns] for row in trainer.train_dataset]
 
 
 def main() -> None:

@@ -1,9 +1,15 @@
 """A loop written for Accelerate gives the losses of Accelerate alone, and its checkpoints go both ways."""
 
+from unittest import mock
+
 import pytest
 from safetensors.torch import load_file
+from torch.distributed.fsdp import StateDictType
 
+from fullshard.errors import CheckpointError
+from fullshard.integrations import accelerate_checkpoints as checkpoints
 from tests.integrations.launched import EXAMPLES, ORACLE, alone, launched, result
+from tests.pool import ROOT
 
 LOOP = EXAMPLES / "accelerate_loop.py"
 SERVED = "Accelerate's FSDP is served by fullshard (FULL_SHARD)"
@@ -55,6 +61,34 @@ def test_a_checkpoint_of_either_engine_is_resumed_by_either(kind, writer, refere
     same(result(tmp_path), result(reference), SECOND_EPOCH)
 
 
+@pytest.mark.parametrize("seam", [checkpoints.load_model, checkpoints.load_optimizer])
+def test_a_folder_that_cannot_be_loaded_is_refused_by_every_rank(seam, tmp_path):
+    """Accelerate reads on the first rank only, or reports that `metadata is None`."""
+    plugin = mock.Mock(fullshard=True, state_dict_type=StateDictType.SHARDED_STATE_DICT)
+    name, objects = (checkpoints.MODEL, 1) if seam is checkpoints.load_model else (checkpoints.OPTIMIZER, 2)
+    load = seam(lambda *args: pytest.fail("it is not complete"))
+    with pytest.raises(CheckpointError, match=f"has neither {name}_0/ nor {name}.bin"):
+        load(plugin, None, *[None] * objects, tmp_path)
+    (tmp_path / f"{name}_0").mkdir()
+    with pytest.raises(CheckpointError, match=f"{name}_0 has no .metadata: its save was interrupted"):
+        load(plugin, None, *[None] * objects, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_save_that_was_interrupted_is_not_taken_for_the_one_before(tmp_path):
+    """The first save is complete; a rank is lost in the middle of the second, into the same folder."""
+    script, flags = (
+        ROOT / "tests" / "integrations" / "interrupted_save.py",
+        ("--fsdp_state_dict_type", "SHARDED_STATE_DICT"),
+    )
+    with pytest.raises(AssertionError, match=r"rank 1 .*was ended by SIGKILL"):
+        launched(script, tmp_path, "lose a rank", flags=flags)
+    for folder in (tmp_path / "pytorch_model_fsdp_0", tmp_path / "optimizer_0"):
+        assert list(folder.glob("*.distcp")) and not (folder / ".metadata").exists()
+    with pytest.raises(AssertionError, match=r"pytorch_model_fsdp_0 has no \.metadata: its save was interrupted"):
+        launched(script, tmp_path, "load", flags=flags)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_a_checkpoint_of_a_run_without_fsdp_is_resumed_at_any_number_of_ranks(processes, reference, tmp_path):
@@ -79,3 +113,24 @@ def test_the_integrations_can_be_turned_off(reference, tmp_path):
     text = launched(LOOP, "--output_dir", tmp_path, flags=("--no_integrations",))
     assert "fullshard (" not in text and "Mesh(" not in text
     same(result(tmp_path), result(reference))
+
+
+def flat(value):
+    """Nested lists as one; numbers to the precision that is compared."""
+    if isinstance(value, list):
+        return [one for part in value for one in flat(part)]
+    return [pytest.approx(value, abs=1e-5) if isinstance(value, float) else value]
+
+
+@pytest.mark.slow
+def test_options_and_methods_give_what_they_give_in_one_process(tmp_path):
+    script = ROOT / "tests" / "integrations" / "accelerate_options.py"
+    for name in ("alone", "ours"):
+        (tmp_path / name).mkdir()
+    alone(script, tmp_path / "alone")
+    text = launched(script, tmp_path / "ours")
+    expected, found = result(tmp_path / "alone"), result(tmp_path / "ours")
+    assert found.keys() == expected.keys() and len(found) == 17
+    for name in expected:
+        assert flat(found[name]) == flat(expected[name]), name
+    assert text.count("join_uneven_inputs: every rank takes part") == 1

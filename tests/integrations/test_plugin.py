@@ -1,6 +1,7 @@
 """What a script says in Accelerate's plugin or in `TrainingArguments`, as settings of the engine."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -19,9 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from fullshard.errors import ConfigError
 from fullshard.fsdp import policy
+from fullshard.integrations import accelerate_checkpoints, accelerate_prepare, trainer
 from fullshard.integrations import fsdp_plugin as plugin
-from fullshard.integrations import trainer
 from fullshard.parallelize.settings import EngineSettings
+from tests.pool import ROOT
+
+GUIDE = str(ROOT / "tests" / "launch" / "files" / "trainer_fsdp.yaml")
+"""A whole configuration file, in bf16; what is not of FSDP in it applies to the launcher alone."""
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +129,7 @@ def test_peft_s_policy_gives_the_model_s_layers_and_no_unit_per_adapter_layer(mo
         ("full_shard", {"reshard_after_forward": "SHARD_GRAD_OP"}, {"strategy": "FULL_SHARD"}),
         (True, {"version": 1, "reshard_after_forward": "full_shard"}, {"strategy": "FULL_SHARD"}),
         (True, {"forward_prefetch": "false"}, {"forward_prefetch": False}),
+        ("full_shard", GUIDE, {"transformer_layer_cls_to_wrap": ("BertLayer",), "mixed_precision": "no"}),
     ],
 )  # fmt: skip
 def test_fsdp_and_fsdp_config_are_read_as_the_launcher_reads_them(words, section, expected, monkeypatch, tmp_path):
@@ -145,3 +151,24 @@ def test_the_keys_of_pytorch_xla_are_refused_by_name_or_ignored_with_a_note(monk
     made = TrainingArguments(str(tmp_path), fsdp_config={"xla": False, "xla_fsdp_grad_ckpt": True}, **options)
     assert plugin.read(made.fsdp_plugin_args).settings.strategy == "FULL_SHARD"
     assert "fsdp_config: xla_fsdp_grad_ckpt is ignored: it configures PyTorch/XLA" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("precision", "scaler", "expected"), [("fp16", None, "no"), ("fp16", 1, "fp16"), ("bf16", None, "bf16")]
+)
+def test_fp16_without_a_loss_scaler_computes_in_fp32(precision, scaler, expected):
+    """As Accelerate does on CPUs, where it has no scaler."""
+    state = types.SimpleNamespace(dynamo_plugin=None)
+    given = types.SimpleNamespace(mixed_precision=precision, scaler=scaler, state=state)
+    assert accelerate_prepare._settings(given, EngineSettings()).mixed_precision == expected
+
+
+def test_an_optimizer_without_state_is_read_from_whole_values(tmp_path):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    model, optimizer = torch.nn.Module(), torch.optim.SGD([parameter], lr=0.5)
+    model._fullshard_engine = types.SimpleNamespace(units=[])
+    group = {**optimizer.state_dict()["param_groups"][0], "lr": 0.25, "params": ["weight"]}
+    torch.save({"state": {}, "param_groups": [group]}, tmp_path / "optimizer.bin")
+    held = types.SimpleNamespace(fullshard=True, state_dict_type=types.SimpleNamespace(name="FULL_STATE_DICT"))
+    accelerate_checkpoints.load_optimizer(None)(held, None, optimizer, model, tmp_path)
+    assert optimizer.param_groups[0]["lr"] == 0.25 and optimizer.param_groups[0]["params"] == [parameter]

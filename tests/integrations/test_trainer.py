@@ -16,7 +16,7 @@ def model(tmp_path_factory):
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64,
+        vocab_size=64, tie_word_embeddings=True,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

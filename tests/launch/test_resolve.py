@@ -88,6 +88,13 @@ def test_devices_and_processes(home):
         settings("-n 4 --cpu --fsdp_sharding_strategy HYBRID_SHARD --parallelism_config_dp_replicate_size 3", home)
 
 
+def test_accelerate_knows_of_cpu_ranks_however_they_were_chosen(home):
+    """Without this variable it takes ranks on a machine without a GPU for independent programs."""
+    for words, gpus in (("-n 2", 0), ("-n 2 --cpu", 4)):
+        assert settings(words, home, gpus=gpus).environment({})["ACCELERATE_USE_CPU"] == "true"
+    assert "ACCELERATE_USE_CPU" not in settings("-n 2", home, gpus=4).environment({})
+
+
 def test_replicas_without_fsdp(home):
     assert settings("--multi_gpu -n 2", home).engine.strategy == "NO_SHARD"
     cpus = settings("--distributed_type MULTI_CPU -n 2", home, gpus=4)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fullshard.options import names_of
 from fullshard.ranks import exchange
 from fullshard.train.cli_args import CommandConfig
 from fullshard.train.config import SFTConfig
@@ -19,9 +20,11 @@ def settings(folder: Path, **changes: Any) -> SFTConfig:
     """A run of few steps that logs every one, with the defaults of `fullshard sft`; `folder` is this run's own."""
     values: dict[str, Any] = {
         "output_dir": str(folder / "out"), "cache_dir": str(folder / "cache"), "max_steps": 30, "learning_rate": 5e-3,
-        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "progress": "quiet", "max_seq_len": 48,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "progress": "quiet", "max_length": 48,
+        "add_special_tokens": False,
     }  # fmt: skip
-    return CommandConfig(**{**values, **changes})
+    names = names_of(CommandConfig)
+    return CommandConfig(**{**values, **{names.get(name, name): value for name, value in changes.items()}})
 
 
 def global_batch(world: int, rows: int = 8) -> dict[str, int]:

@@ -59,7 +59,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "flag without value": (lambda p: ["--learning_rate"], "--learning_rate needs a value"),
     "word that is no flag": (lambda p: ["--seed", "1", "run.yaml"], "'run.yaml' is not a flag. The file of settings comes first"),
     "unknown key in the file": (lambda p: [str(p / "run.yaml")], "run.yaml:1: learning_rat: unknown key; did you mean learning_rate?"),
-    "key twice": (lambda p: [str(p / "twice.yaml")], "both set max_seq_len; keep one"),
+    "key twice": (lambda p: [str(p / "twice.yaml")], "both set max_length; keep one"),
     "file that is no YAML": (lambda p: [str(p / "broken.yaml")], "broken.yaml:2: not YAML"),
     "no such file": (lambda p: [str(p / "nothing.yaml")], "nothing.yaml does not exist"),
     "no model": (lambda p: words(p, model_name_or_path=None), "model_name_or_path is missing; give --model_name_or_path"),
@@ -110,7 +110,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "nothing to freeze": (lambda p: words(p, freeze=","), "freeze is empty; expected a comma-separated list"),
     "noise below zero": (lambda p: words(p, neftune_noise_alpha=-1), "neftune_noise_alpha is -1.0; expected 0 or more"),
     "a ratio below one": (lambda p: words(p, use_peft_lora=True, loraplus_lr_ratio=0.5), "loraplus_lr_ratio is 0.5; expected 1 or more"),
-    "unknown reporter": (lambda p: words(p, report_to="mlflow"), "report_to names mlflow; expected auto, tensorboard, wandb, all or none"),
+    "unknown reporter": (lambda p: words(p, report_to="mlflow"), "report_to names mlflow, which is not installed; pip install mlflow"),
     "impossible number of processes": (lambda p: [*words(p), "--num_processes", "none at all"], "--num_processes: expected a whole number"),
     "unknown strategy": (lambda p: [*words(p), "--num_processes", "2", "--fsdp_sharding_strategy", "SHARD_ALL"], "expected FULL_SHARD"),
 }  # fmt: skip

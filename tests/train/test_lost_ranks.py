@@ -69,7 +69,7 @@ def sft(place: Path, *more: str) -> subprocess.Popen[str]:
     ("words", "told"),
     [
         (["--dataset_name", "{place}/data", "--learning_rat", "1"], "learning_rat"),
-        (["--dataset_name", "{place}/data", "--packing", "--max_seq_len", "0"], "max_seq_len"),
+        (["--dataset_name", "{place}/data", "--packing", "--max_seq_len", "0"], "max_length"),
         (["--dataset_name", "{place}/nothing"], "nothing"),
         (["--dataset_name", "{place}/broken.jsonl"], "broken.jsonl"),
     ],

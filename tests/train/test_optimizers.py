@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.optimization import Adafactor
 from transformers.training_args import OptimizerNames
 
 import fullshard.spmd as xs
 from fullshard import FSDPv2, runtime
 from fullshard.checkpoint import load_state, save_state
 from fullshard.errors import CheckpointError, ConfigError, FSDPError
+from fullshard.ranks import exchange
 from fullshard.spmd.redistribute import layout_of
 from fullshard.spmd.tensor import full_of
 from fullshard.torch_private import local_of, spec_of
@@ -26,12 +28,16 @@ from fullshard.train.config import SFTConfig
 from fullshard.train.optimizer import class_and_options, make_from_class, make_optimizer
 from fullshard.train.optimizer_names import REFUSED, SERVED
 from tests.pool import ranks
+from tests.train.runs import global_batch, losses, plain_losses, settings, train
+from tests.train.tiny import make_trained
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9, "nesterov": True}, "adagrad": {"lr_decay": 0.1, "eps": 1e-9},
     "rmsprop": {"momentum": 0.5, "alpha": 0.9, "eps": 1e-7, "centered": True},
 }  # fmt: skip
 """What is given in `optim_args` here."""
+KINDS = ("sgd", "adafactor", "muon", "lion_32bit", "adamw_8bit", "paged_adamw_32bit")
+"""One of each mechanism, for the tests that are not slow."""
 STEPS = 5
 EXACT = dict.fromkeys(SERVED, 0.0) | {"adafactor": 1e-6, "adamw_torch_fused": 1e-7}
 """How far steps on shards may be from one device's, with the same gradients: Adafactor adds up means in another order,
@@ -104,6 +110,7 @@ class Net(nn.Module):
         self.experts = nn.Parameter(torch.randn(4, 16, 96) * 0.1)
         self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.short = nn.Parameter(torch.randn(3))  # on 4 ranks the last has nothing of it
         self.head = nn.Linear(64, 64, bias=False)
 
     def get_output_embeddings(self) -> nn.Module:
@@ -161,15 +168,16 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range)
         optimizer.zero_grad()
 
 
-def on_one_device(model: nn.Module, config: SFTConfig) -> torch.optim.Optimizer:
+def on_one_device(model: nn.Module, config: SFTConfig) -> Any:
     """The optimizer as a script for one device makes it, from the libraries themselves."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decay, rate = config.weight_decay, config.learning_rate
     if config.optim == "muon":
-        hidden = [p for name, p in named if name in ("wide.weight", "uneven.weight")]
+        apart = ("table", "experts", "head", "embed_tokens", "lm_head")
+        hidden = [p for name, p in named if p.dim() == 2 and not any(part in name for part in apart)]
         muon = torch.optim.Muon(hidden, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        rest = [p for name, p in named if name not in ("wide.weight", "uneven.weight")]
-        return _Both(muon, torch.optim.AdamW(_decayed(rest, decay), lr=rate))
+        rest = [p for name, p in named if p.dim() != 2 or any(part in name for part in apart)]
+        return _Both(muon, *([torch.optim.AdamW(_decayed(rest, decay), lr=rate)] if rest else []))
     args = TrainingArguments(
         output_dir="unused", optim=config.optim, learning_rate=rate, use_cpu=True,
         optim_args=",".join(f"{k}={v}" for k, v in (config.optim_args or {}).items()) or None,
@@ -187,10 +195,11 @@ def on_one_device(model: nn.Module, config: SFTConfig) -> torch.optim.Optimizer:
 
 
 def _decayed(parameters: list[nn.Parameter], decay: float) -> list[dict[str, Any]]:
-    return [
+    groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
 
 
 class _Both:
@@ -264,6 +273,110 @@ def test_8_bit_blocks_that_begin_at_shards() -> None:
     assert 0 < float((result - one.weight.detach()).abs().max()) < 2e-2
 
 
+@ranks(2)
+def test_overrides_of_bitsandbytes_count_from_the_first_step() -> None:
+    """transformers' `Trainer` asks for 32-bit state of embeddings this way."""
+    import bitsandbytes
+
+    model = wrapped(made(Crooked))
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.register_module_override(model, "weight", {"optim_bits": 32})
+    try:
+        optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())
+        take_steps(model, optimizer, range(1))
+        assert optimizer.state[model.weight]["state1"].dtype == torch.float32
+    finally:
+        manager.initialize()
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+class _Constant:
+    """A schedule that does nothing."""
+
+    def step(self) -> None: ...
+
+
+def check_losses(name: str, kind: str, folder: Path, engine: dict[str, Any] | None = None, **more: Any) -> None:
+    """A run of the trainer has the losses of a plain loop on one device."""
+    world = runtime.world_size()
+    config = settings(
+        folder, max_steps=8, lr_scheduler_type="constant", optim=name, optim_args=ARGUMENTS.get(name),
+        learning_rate=RATES.get(name, 5e-3), weight_decay=0.01, **global_batch(world), **more,
+    )  # fmt: skip
+    trainer = train(make_trained(kind), config, engine=engine)
+    ours = losses(trainer)
+    alone = None
+    if runtime.is_main():
+        one = make_trained(kind)
+        order = trainer.loop.loader.sampler.order
+        alone = plain_losses(one, on_one_device(one, config), _Constant(), trainer.parts.train, order, config)
+    alone = exchange(alone, "oracle", watched=False)[0]
+    assert alone is not None and alone[0] - min(alone) > 0.02, (name, alone)
+    assert ours == pytest.approx(alone, abs=LOSSES.get(name, 1e-4)), name
+
+
+RATES = {"sgd": 0.1, "adagrad": 0.02, "muon": 0.02, "adafactor": 0.01}
+RATES |= dict.fromkeys((name for name in SERVED if "rmsprop" in name), 1e-3)
+LOSSES = {"muon": 1e-3}
+"""Muon rounds to bf16, so the last bits of gradients, which depend on the order of sums, change its updates."""
+
+
+@ranks(2)
+def test_losses_of_one_device(tmp_path: Path) -> None:
+    check_losses("muon", "full", tmp_path / "muon")
+    check_losses("adamw_8bit", "lora", tmp_path / "8 bits")
+
+
+@pytest.mark.slow
+@ranks(2)
+@pytest.mark.parametrize("name", [name for name in SERVED if "paged" not in name])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_losses_of_one_device_with_every_optimizer(name: str, kind: str, tmp_path: Path) -> None:
+    check_losses(name, kind, tmp_path)
+
+
+@pytest.mark.slow
+@ranks(4)
+@pytest.mark.parametrize("name", ["muon", "adafactor", "adamw_8bit", "lion_32bit"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2, "dp_shard_size": 2},
+        {"sharding_strategy": "FULL_SHARD", "offload_params": True},
+    ],
+    ids=["hybrid", "offload"],
+)
+def test_losses_of_one_device_on_4_ranks(name: str, engine: dict[str, Any], tmp_path: Path) -> None:
+    check_losses(name, "full", tmp_path, engine)
+
+
+@pytest.mark.slow
+@ranks(2)
+@pytest.mark.parametrize("changes", [{}, {"fp16": True}, {"use_peft_lora": True, "use_4bit_quantization": True}])
+@pytest.mark.parametrize("name", ["muon", "adafactor", "adamw_8bit", "lion_8bit"])
+def test_a_resumed_run_continues_bit_for_bit(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    def run(folder: Path, **more: Any) -> Any:
+        place = broadcast(folder)
+        config = settings(place, max_steps=6, optim=name, save_strategy="steps", save_steps=3, **changes, **more)
+        return train(make_trained("full"), config)
+
+    straight = run(tmp_path / "straight")
+    values = {key: full_of(p) for key, p in straight.loop.model.named_parameters() if p.requires_grad}
+    last = Path(straight.args.output_dir) / "checkpoints" / "step-3"
+    resumed = run(tmp_path / "resumed", resume_from_checkpoint=str(last))
+    assert losses(resumed)[-3:] == losses(straight)[-3:]
+    for key, p in resumed.loop.model.named_parameters():
+        if p.requires_grad:
+            assert torch.equal(full_of(p), values[key]), key
+
+
+def broadcast(folder: Path) -> Path:
+    """The same folder on every rank."""
+    return exchange(folder, "folder")[0]
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -294,13 +407,13 @@ def _resume(names: list[str], folder: Path, exact: bool, strategy: str, world_si
 
 
 def test_checkpoints_continue_exactly(tmp_path: Path) -> None:
-    _save(list(SERVED), tmp_path, world_size=2)
-    _resume(list(SERVED), tmp_path, True, "FULL_SHARD", world_size=2)
-    _resume(list(SERVED), tmp_path, False, "NO_SHARD", world_size=1)
+    _save(list(KINDS), tmp_path, world_size=2)
+    _resume(list(KINDS), tmp_path, True, "FULL_SHARD", world_size=2)
+    _resume(list(KINDS), tmp_path, False, "NO_SHARD", world_size=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 4), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
 def test_checkpoints_on_other_ranks(before: int, after: int, strategy: str, tmp_path: Path) -> None:
     _save(list(SERVED), tmp_path, world_size=before)
@@ -338,8 +451,9 @@ def test_8_bit_state_that_fits_one_number_of_ranks_only(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_predicted_state_is_what_a_step_allocates() -> None:
-    for name in SERVED:
+@pytest.mark.parametrize("names", [KINDS, pytest.param(tuple(SERVED), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_predicted_state_is_what_a_step_allocates(names: tuple[str, ...]) -> None:
+    for name in names:
         config = config_of(name)
         model = wrapped(made(Net))
         optimizer = make_optimizer(model, config)
@@ -351,14 +465,8 @@ def test_predicted_state_is_what_a_step_allocates() -> None:
             local.nbytes for t in tensors if isinstance(t, torch.Tensor) and t.dim() > 0
             for local in [local_of(t) if hasattr(t, "placements") else t]
         )  # fmt: skip
-        most = max(agreed(held))
+        most = max(exchange(held, "bytes"))
         assert need.optimizer == pytest.approx(most, abs=64, rel=0.01), name
-
-
-def agreed(value: int) -> list[int]:
-    from fullshard.ranks import exchange
-
-    return exchange(value, "bytes")
 
 
 # --- classes of the user's --------------------------------------------------------------------------------------------
@@ -396,6 +504,40 @@ def test_a_class_is_tried_on_shards() -> None:
     for kind, options, message in refusals:
         with pytest.raises(ConfigError, match=message):
             make_from_class(model, kind, options, weight_decay=0.0)
+
+
+@ranks(2)
+def test_optimizers_of_a_script(tmp_path: Path) -> None:
+    """Made before the model is sharded, they have the losses of one device; what cannot work is refused at once."""
+    share = {"max_steps": 6, "lr_scheduler_type": "constant", **global_batch(2)}
+    for i, make in enumerate(SCRIPTS):
+        model = make_trained("full")
+        config = settings(tmp_path / str(i), **share)
+        trainer = train(model, config, optimizers=(make(model.parameters()), None))
+        ours, one = losses(trainer), make_trained("full")
+        order = trainer.loop.loader.sampler.order
+        alone = plain_losses(one, make(one.parameters()), _Constant(), trainer.parts.train, order, config)
+        assert ours == pytest.approx(alone, abs=1e-4) and alone[0] - min(alone) > 0.02
+    for kind, message in (
+        (torch.optim.LBFGS, "LBFGS needs a closure"),
+        (torch.optim.Adafactor, "Adafactor needs means"),
+    ):
+        model = make_trained("full")
+        with pytest.raises((ConfigError, FSDPError), match=message):
+            train(model, settings(tmp_path / kind.__name__, **share), optimizers=(kind(model.parameters()), None))
+
+
+def _adamw_8bit(parameters: Any) -> torch.optim.Optimizer:
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(parameters, lr=1e-2)
+
+
+def _adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return Adafactor(parameters, lr=0.3, scale_parameter=True, relative_step=False)
+
+
+SCRIPTS = (_adamw_8bit, _adafactor)
 
 
 @ranks(2)

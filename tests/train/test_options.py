@@ -25,12 +25,12 @@ from tests.train.tiny import make_folder
 
 TIMED = ("tokens_per_second", "memory_gib", "eval_runtime", "eval_samples_per_second")
 BASE: dict[str, Any] = {
-    "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 2, "max_seq_len": 24,
+    "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 2, "max_length": 24,
     "warmup_steps": 1, "weight_decay": 0.1, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5,
     "lr_scheduler_type": "cosine",
 }  # fmt: skip
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
-CHATS = {"dataset_name": "chats", "chat_template_format": "chatml", "max_seq_len": 200}
+CHATS = {"dataset_name": "chats", "chat_template_format": "chatml", "max_length": 200}
 LORA = {"use_peft_lora": True, "lora_r": 4, "lora_dropout": 0.0}
 VERA = {"peft_type": "vera", "lora_r": 4, "lora_dropout": 0.0}
 PROMPT = {"peft_type": "prompt_tuning", "num_virtual_tokens": 3}
@@ -40,8 +40,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "tokenizer_name_or_path": ({}, "other"), "torch_dtype": ({}, "bfloat16"), "attn_implementation": ({}, "eager"),
     "chat_template_format": (CHATS, "zephyr"), "chat_template_path": (CHATS, "own.jinja"), "use_peft_lora": ({}, True), "lora_r": (LORA, 8),
     "lora_alpha": (LORA, 32), "lora_dropout": (LORA, 0.5), "lora_target_modules": (LORA, "q_proj"),
-    "dataset_text_field": ({}, "other"), "dataset_columns": ({}, "text=other"), "packing": ({}, True), "max_seq_len": ({}, 12), "overflow": ({"max_seq_len": 8}, "drop"),
-    "append_concat_token": ({}, False), "add_special_tokens": ({}, True),
+    "dataset_text_field": ({}, "other"), "dataset_columns": ({}, "text=other"), "packing": ({}, True), "max_length": ({}, 12), "overflow": ({"max_length": 8}, "drop"),
+    "append_concat_token": ({}, False), "add_special_tokens": ({}, True), "eos_token": ({}, "<s>"),
+    "truncation_mode": ({"max_length": 8}, "keep_end"), "packing_strategy": ({"packing": True, "max_length": 16}, "wrapped"),
+    "eval_packing": ({**EVALUATES, "max_length": 48, "packing": True}, False), "shuffle_dataset": ({}, True), "dataset_kwargs": ({}, {"append_concat_token": False}),
     "assistant_only_loss": (CHATS, True), "last_turn_only_loss": (CHATS, True),
     "train_sampling_strategy": ({}, "sequential"), "data_seed": ({}, 5), "dataloader_drop_last": ({"max_steps": 20, "per_device_train_batch_size": 3}, True),
     "dataloader_num_workers": ({}, 2), "cache_dir": ({}, "cache 2"), "output_dir": ({}, "elsewhere"), "seed": ({}, 7),
@@ -93,6 +95,8 @@ ELSEWHERE = {
     "logging_dir": "test_loggers", "project": "test_loggers", "trackio_space_id": "test_loggers", "trackio_bucket_id": "test_loggers",
     "trackio_static_space_id": "test_loggers", "hub_token": "test_hub", "hub_revision": "test_hub", "hub_always_push": "test_hub",
     "average_tokens_across_devices": "test_peers",
+    "padding_free": "test_prepared_rows", "pad_token": "test_prepared_rows",
+    "pad_to_multiple_of": "test_prepared_rows", "dataset_num_proc": "test_prepared_rows", "skip_prepare_dataset": "test_prepared_rows",
 }  # fmt: skip
 """Options that other tests change, and those that this machine cannot show."""
 

@@ -32,22 +32,14 @@ OUR_DEFAULTS = {"output_dir": "trainer_output", "pad_to_multiple_of": None, "fsd
 """Where ours is another text for the same: transformers fills these in when an object is made."""
 
 
-PENDING = {
-    "dataset_kwargs", "dataset_num_proc", "eos_token", "eval_packing",
-    "pad_to_multiple_of", "pad_token", "packing_strategy", "padding_free", "router_aux_loss_coef", "shuffle_dataset",
-    "truncation_mode",
-}  # fmt: skip
-
 # --- every field ----------------------------------------------------------------------------------------------------
 
 
 def test_every_name_is_known() -> None:
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert theirs <= PEER_NAMES, "a new field: serve it, or say in train/unused_options.py why not"
-    assert not PEER_NAMES - PENDING - set(names_of(SFTConfig)), (
-        "every name is an option, or is in train/unused_options.py"
-    )
-    for name in PEER_NAMES - PENDING:
+    assert not PEER_NAMES - set(names_of(SFTConfig)), "every name is an option, or is in train/unused_options.py"
+    for name in PEER_NAMES:
         assert sum(name in option.names for option in options_of(SFTConfig)) == 1, name
 
 
@@ -65,7 +57,7 @@ def test_every_name_of_trl_is_known() -> None:
 def test_defaults_are_those_of_trl() -> None:
     ours = {name: option.default for option in options_of(SFTConfig) for name in option.names}
     for field in dataclasses.fields(TrainingArguments):
-        if field.default is not dataclasses.MISSING and field.name not in {*OUR_DEFAULTS, *PENDING}:
+        if field.default is not dataclasses.MISSING and field.name not in OUR_DEFAULTS:
             assert ours[field.name] == TRL_DEFAULTS.get(field.name, field.default), field.name
 
 
@@ -73,7 +65,7 @@ def test_which_defaults_of_the_command_are_others() -> None:
     script, command = ({o.name: o.default for o in options_of(kind)} for kind in (SFTConfig, CommandConfig))
     assert {name: (command[name], script[name]) for name in script if script[name] != command[name]} == {
         "learning_rate": (5e-5, 2e-5), "gradient_checkpointing": (False, True), "bf16": (False, None),
-        "torch_dtype": ("auto", None), "report_to": ("auto", "none"),
+        "torch_dtype": ("auto", None), "report_to": ("auto", "none"), "add_special_tokens": (False, None),
     }  # fmt: skip
 
 
@@ -262,9 +254,9 @@ def test_transformers_parser_takes_our_class(tmp_path: Path, capsys: pytest.Capt
     assert config.lr_scheduler_kwargs == {"num_cycles": 1} and config.use_reentrant and config.bf16
     assert config.eval_steps == 5 and config.lora_r == 64
     with pytest.raises(SystemExit):
-        parser.parse_args_into_dataclasses(["--optim", "nothing"], look_for_args_file=False)
+        parser.parse_args_into_dataclasses(["--eval_strategy", "nothing"], look_for_args_file=False)
     offered = {action.dest for action in parser._actions if isinstance(action, argparse.Action)}
-    assert offered >= PEER_NAMES & set(names_of(SFTConfig)) - {"max_length"}
+    assert offered >= PEER_NAMES
     parser.print_help()
     shown = " ".join(capsys.readouterr().out.split())
     assert "The peak learning rate. (default: 2e-05)" in shown
@@ -290,7 +282,7 @@ def test_a_subclass_of_a_script(tmp_path: Path) -> None:
     (config,) = HfArgumentParser(Mine).parse_args_into_dataclasses(
         ["--own", "4", "--output_dir", "x"], look_for_args_file=False
     )
-    config = dataclasses.replace(config, chunked_loss=False, max_seq_len=9)
+    config = dataclasses.replace(config, chunked_loss=False, max_length=9)
     kept, _ = config_of(config, packing=True)
     assert (kept.own, kept.chunked_loss, kept.max_length, kept.packing) == (4, False, 9, True)
     assert type(kept) is Mine

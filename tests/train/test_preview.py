@@ -68,7 +68,7 @@ def test_the_command(
     documents = [int(n) for n in re.findall(r"documents +(\d+)", said)]
     total, (skipped,) = len(path.read_text().splitlines()), re.findall(r"unknown format +(\d+)", said) or (0,)
     assert documents == [10, 4] if streaming else sum(documents) + int(skipped) == total and int(skipped) == 1
-    assert re.search(r"longer than max_seq_len +\d+ documents, \d+ tokens lost", said)
+    assert re.search(r"longer than max_length +\d+ documents, \d+ tokens lost", said)
     assert re.search(r"rows +\d+ of at most 50 tokens, \d+\.\d% full", said)
 
 

@@ -18,7 +18,7 @@ from tests.train.tiny import make_trained
 def our_losses(kind: str, folder: Path, world: int) -> list[float]:
     share = {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 2}
     chat = kind == "assistant"
-    special: dict[str, Any] = {"assistant_only_loss": True} if chat else {"add_special_tokens": True}
+    special: dict[str, Any] = {"assistant_only_loss": True} if chat else {"add_special_tokens": None}
     config = settings(folder, **{**trl_curve.SETTINGS, **share, **special, "max_seq_len": 256})
     return losses(train(make_trained(kind), config, trl_curve.rows(kind), tokenizer=trl_curve.tokenizer(kind)))
 
