@@ -9,15 +9,12 @@ from typing import Any
 from fullshard.paths import replace_text
 from fullshard.version import __version__
 
-TAGS = ("fullshard", "sft", "trl")
-"""The tags of a result on the hub; "trl" is what TRL's trainers set, and what tools look for."""
-
 
 def write_card(folder: Path, run_name: str | None, settings: dict[str, Any], facts: dict[str, Any]) -> None:
     """Write README.md. `settings` are those that differ from their defaults; `facts` has the keys base, adapter (a
     bool), data, steps, ranks, metrics, versions and tags."""
     adapter = facts.get("adapter", False)
-    front = {"library_name": "peft" if adapter else "transformers", "tags": facts.get("tags") or list(TAGS)}
+    front = {"library_name": "peft" if adapter else "transformers", "tags": facts.get("tags") or ["fullshard", "sft"]}
     if facts.get("base"):
         front["base_model"] = str(facts["base"])
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]

@@ -20,7 +20,6 @@ from fullshard.errors import ConfigError, first_line
 from fullshard.models.inner_model import causal
 from fullshard.paths import Inputs, refuse_inputs
 from fullshard.ranks import agree, any_of
-from fullshard.reporting.model_card import TAGS
 from fullshard.train import results
 from fullshard.train.assemble import Parts
 from fullshard.train.callbacks import Callbacks
@@ -211,7 +210,7 @@ class Saving:
     _inputs: Inputs
     _prepared: tuple[Loop, ResultWriter, Hub | None] | None
     _say: Callable[[str], None]
-    _tag_names: Sequence[str] = TAGS
+    _tag_names: Sequence[str] = ("fullshard", "sft", "trl")
     """Tags of the model card."""
     _push_message = "the end of training"
 
