@@ -380,9 +380,9 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
         return {name: getattr(self, name) for name in names}
 
     def changed(self) -> dict[str, Any]:
-        """The settings that are not at their default."""
-        values = self.values()
-        return {o.name: values[o.name] for o in options_of(type(self)) if values[o.name] != o.default}
+        """The settings that are not at their default, as they may be written."""
+        shown = self.to_dict()
+        return {o.name: shown[o.name] for o in options_of(type(self)) if getattr(self, o.name) != o.default}
 
 
 def _names(given: Any) -> str:

@@ -82,13 +82,15 @@ def train(folder: Path, patch: pytest.MonkeyPatch, **changes: Any) -> tuple[list
 def test_what_each_strategy_sends(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         last, end = "fullshard: checkpoint at step 4", "fullshard: the end of training"
-        own = {"hub_revision": "v1", "hub_token": "own", "token": None}
+        own = {"hub_revision": "v1", "hub_token": "hf_own", "token": None}
         calls, said = train(
             tmp_path / "end", patch, hub_strategy="end", hub_model_id="it", hub_private_repo=True, **own
         )
-        assert calls[0] == ("create", "it", True) and calls.pop(1) == ("branch", "me/it", "v1", "own")
+        assert calls[0] == ("create", "it", True) and calls.pop(1) == ("branch", "me/it", "v1", "hf_own")
         assert [c[0] for c in calls[1:]] == [end] and calls[1][3]["revision"] == "v1" and not said
-        assert "own" not in (tmp_path / "end" / "out" / "settings.json").read_text()
+        written = [file for file in (tmp_path / "end" / "out").rglob("*") if file.is_file()]
+        assert {"settings.json", "README.md", "report.html"} <= {file.name for file in written}
+        assert not [file for file in written if b"hf_own" in file.read_bytes()], "a token is never written"
         assert {"adapter_model.safetensors", "tokenizer.json", "README.md"} <= calls[1][2]
         assert calls[1][3]["repo_id"] == "me/it" and "checkpoints/**" in calls[1][3]["ignore_patterns"]
         calls, _ = train(tmp_path / "each", patch, hub_strategy="every_save")
