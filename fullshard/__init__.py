@@ -52,7 +52,7 @@ _ROOMS = ("checkpoint", "fsdp", "lora", "quant", "runtime", "spmd", "weights", "
 _HOMES = {
     "use_spmd": "runtime",
     "load_pretrained": "weights.load",
-    "SFTConfig": "train.config",
+    "SFTConfig": "settings.sft_config",
     "SFTTrainer": "train.trainer",
     "merge_adapter": "weights.merge_adapter",
     "prepare": "parallelize.prepare",

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from fullshard import runtime
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.cli_args import read_yaml
-from fullshard.train.config import SFTConfig
 from fullshard.train.trainer import SFTTrainer
 from quickstart import data, quiz
 from quickstart.world import facts

@@ -13,8 +13,8 @@ from fullshard.launch.help_text import default_of
 from fullshard.options import Option, options_of
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.cli_args import command_options
-from fullshard.train.config import SFTConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 PAGES: list[tuple[str, str, Sequence[Option]]] = [

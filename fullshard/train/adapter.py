@@ -30,8 +30,8 @@ from fullshard.options import as_list, nearest
 from fullshard.quant.config import Quantization, quantization_from_options, storage_note
 from fullshard.quant.quantize import packed_weights
 from fullshard.ranks import agree
-from fullshard.train.adapter_options import check_prompt
-from fullshard.train.config import SFTConfig
+from fullshard.settings.adapter_options import check_prompt
+from fullshard.settings.sft_config import SFTConfig
 
 Say = Callable[[str], None]
 """Prints a line for the user, on the first rank."""

@@ -28,11 +28,11 @@ from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant.quantize import quantize_model
 from fullshard.ranks import agree, agree_locally
 from fullshard.reporting.reporter import Reporter
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import adapter, memory_check
 from fullshard.train.adapter import Say, quantization, set_adapter_dtype, set_projection_dtype
 from fullshard.train.batches import Steps, load_data
 from fullshard.train.checked_run import CheckedRun
-from fullshard.train.config import SFTConfig
 from fullshard.train.given_model import take_model
 from fullshard.train.loop import Loop
 from fullshard.train.model import (

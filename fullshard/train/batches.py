@@ -36,8 +36,8 @@ from fullshard.data.token_table import TokenTable, unused_columns
 from fullshard.errors import ConfigError
 from fullshard.parallelize.data_loader import RankLoader
 from fullshard.ranks import agree
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.adapter import Say
-from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import configs_of, reading, templates_of
 from fullshard.train.model import check_rows
 

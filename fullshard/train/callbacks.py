@@ -23,7 +23,7 @@ from fullshard.errors import ConfigError
 from fullshard.options import nearest
 from fullshard.parallelize.gather import gather_for_metrics
 from fullshard.ranks import any_of, exchange
-from fullshard.train.config import SFTConfig
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.loop import Loop
 from fullshard.train.run_dir import CHECKPOINTS
 

@@ -23,9 +23,9 @@ from fullshard.parallelize.fsdp_flags import settings_from_trainer_flags
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.paths import Inputs, held, looks_local
 from fullshard.reporting.logger_names import check_report_to
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import run_dir
 from fullshard.train.cli_args import Arguments, CommandConfig, config_of
-from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import RunData, configs_of, find, script_source, streamed
 from fullshard.train.prompts import read_prompts
 from fullshard.weights.adapter_base import find_base

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from fullshard.configfile import SUFFIXES, read_file, sort_keys
 from fullshard.errors import ConfigError
 from fullshard.options import Option, names_of, nearest, options_of, parse_flags
-from fullshard.train.config import SFTConfig
+from fullshard.settings.sft_config import SFTConfig
 
 # --- the command line -----------------------------------------------------------------------------------------------
 

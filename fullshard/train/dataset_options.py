@@ -19,7 +19,7 @@ from fullshard.data.row_formats import Reading, reading_of
 from fullshard.data.sources import DataSource, chain, mix, numbered, shuffled
 from fullshard.errors import ConfigError
 from fullshard.options import as_list, convert, nearest, options_of
-from fullshard.train.config import SFTConfig
+from fullshard.settings.sft_config import SFTConfig
 
 TEMPLATE = ("chat_template_format", "chat_template_path")
 OWN = ("dataset_columns", "dataset_text_field", "prompt_format", "on_bad_row", "sample_by", *TEMPLATE)

@@ -20,10 +20,10 @@ from fullshard.errors import ConfigError, first_line
 from fullshard.models.inner_model import causal
 from fullshard.paths import Inputs, refuse_inputs
 from fullshard.ranks import agree, any_of
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import results
 from fullshard.train.assemble import Parts
 from fullshard.train.callbacks import Callbacks
-from fullshard.train.config import SFTConfig
 from fullshard.train.loop import Loop
 from fullshard.train.model import local_folder
 from fullshard.train.results import ResultWriter, Summary

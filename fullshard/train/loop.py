@@ -30,8 +30,8 @@ from fullshard.models.packed_inputs import Packed
 from fullshard.models.router_loss import has_router_loss
 from fullshard.ranks import exchange
 from fullshard.reporting.reporter import Reporter, Window, memory_gib
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.batches import Steps, describe_data
-from fullshard.train.config import SFTConfig
 from fullshard.train.optimizer import Schedule
 from fullshard.watchdog import collectives, watch
 

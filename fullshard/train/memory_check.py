@@ -20,9 +20,9 @@ from fullshard.errors import ConfigError
 from fullshard.fsdp.bnb_optimizers import BLOCK
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, item_size
 from fullshard.lora.model_size import dense_line, summary
+from fullshard.optimizers.muon import embeddings_of, is_hidden_matrix, tables_of
+from fullshard.optimizers.names import SERVED
 from fullshard.ranks import agree
-from fullshard.train.muon import embeddings_of, is_hidden_matrix, tables_of
-from fullshard.train.optimizer_names import SERVED
 
 SMALL = 4096
 """Parameters of fewer elements have 32-bit state with the 8-bit optimizers of bitsandbytes."""

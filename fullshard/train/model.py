@@ -28,10 +28,10 @@ from fullshard.models.rope_scaling import longest_document, scale_rope
 from fullshard.quant.config import Quantization, dense_dtype
 from fullshard.quant.quantize import quantize_model
 from fullshard.ranks import agree, on_rank_0
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
 from fullshard.train.checked_run import CheckedRun, base_of_adapter
-from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import needed, templates_of
 from fullshard.weights import load as loading
 from fullshard.weights.adapter_base import check_base, lasting_name

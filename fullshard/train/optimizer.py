@@ -1,4 +1,4 @@
-"""The optimizer of a run, and its learning rate at each step (computed in `lr_schedule.py`)."""
+"""The optimizer of a run, and its learning rate at each step (computed in `optimizers/lr_schedule.py`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fullshard import runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp.bnb_optimizers import is_bnb
 from fullshard.fsdp.optimizers import refuse_unable
-from fullshard.train import optimizer_trial
-from fullshard.train.config import SFTConfig
-from fullshard.train.lion import Lion
-from fullshard.train.lr_schedule import factor
-from fullshard.train.muon import MuonWithAdamW, embeddings_of, is_hidden_matrix, tables_of
-from fullshard.train.optimizer_names import SERVED
+from fullshard.optimizers import trial as optimizer_trial
+from fullshard.optimizers.lion import Lion
+from fullshard.optimizers.lr_schedule import factor
+from fullshard.optimizers.muon import MuonWithAdamW, embeddings_of, is_hidden_matrix, tables_of
+from fullshard.optimizers.names import SERVED
+from fullshard.settings.sft_config import SFTConfig
 
 
 class Schedule:

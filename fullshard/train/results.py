@@ -23,7 +23,7 @@ from fullshard.ranks import on_rank_0
 from fullshard.reporting.html_report import write_report
 from fullshard.reporting.model_card import write_card
 from fullshard.reporting.records import METRICS_FILE
-from fullshard.train.config import SFTConfig
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.loop import Progress
 from fullshard.train.model import local_folder
 from fullshard.train.run_dir import CHECKPOINTS, place_of

@@ -21,7 +21,7 @@ from fullshard.errors import ConfigError
 from fullshard.lora.adapter_config import FIRST, WEIGHTS
 from fullshard.options import options_of
 from fullshard.paths import Inputs, refuse_inputs, replace_text, within
-from fullshard.train.config import SFTConfig
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.dataset_options import configs_of
 from fullshard.train.run_lock import LOCK, FolderLock, refuse_occupied
 

@@ -23,7 +23,7 @@ from fullshard.models.generate import StopCriteria, answer, generation_prompt
 from fullshard.models.inner_model import causal
 from fullshard.ranks import agree_locally, exchange
 from fullshard.reporting.records import Sample
-from fullshard.train.config import SFTConfig
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.prompts import Question, read_prompts
 
 

@@ -26,11 +26,12 @@ from fullshard.paths import refuse_inputs, save_tokenizer
 from fullshard.ranks import agree, on_rank_0
 from fullshard.reporting import loggers
 from fullshard.reporting.reporter import Reporter
+from fullshard.settings.sft_config import SFTConfig
+from fullshard.settings.trainer_options import quantization_settings
 from fullshard.train import assemble, results, run_dir
 from fullshard.train.batches import total_steps
 from fullshard.train.callbacks import Accelerator, AcceleratorState, Callbacks, Plugin, ScriptMethods, with_best_metric
 from fullshard.train.checked_run import CheckedRun, check_script
-from fullshard.train.config import SFTConfig
 from fullshard.train.evaluation import Evaluation
 from fullshard.train.hub import Hub, Saving
 from fullshard.train.loop import Loop
@@ -39,7 +40,6 @@ from fullshard.train.overrides import check_subclass, missing
 from fullshard.train.results import ResultWriter
 from fullshard.train.run_lock import FolderLock
 from fullshard.train.samples import Samples, choose_prompts
-from fullshard.train.trainer_options import quantization_settings
 from fullshard.version import library_versions
 
 

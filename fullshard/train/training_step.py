@@ -25,11 +25,11 @@ from fullshard.models.inner_model import causal
 from fullshard.models.router_loss import has_router_loss
 from fullshard.parallelize.prepare import rebind
 from fullshard.ranks import exchange
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.torch_private import version_of
 from fullshard.train.assemble import Parts
 from fullshard.train.batches import COUNTED, ScriptLoader, Steps, make_collator, make_loader
 from fullshard.train.callbacks import Accelerator, Callbacks
-from fullshard.train.config import SFTConfig
 from fullshard.train.loop import Loop
 from fullshard.train.model import uses_flash
 from fullshard.train.optimizer import class_and_options, make_from_class, make_optimizer, make_schedule

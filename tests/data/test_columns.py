@@ -17,8 +17,8 @@ from fullshard.data.row_formats import Reading, parse_row, reading_of
 from fullshard.data.sources import row_source
 from fullshard.data.token_table import unused_columns
 from fullshard.errors import ConfigError, DataError
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.batches import describe_data
-from fullshard.train.config import SFTConfig
 from tests.data.tiny import make_tokenizer
 
 U, A = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}

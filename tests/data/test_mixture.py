@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fullshard.data.row_formats import parse_row
 from fullshard.data.sources import DataSource, chain, file_source, hold_back, mix, row_source
 from fullshard.errors import ConfigError, DataError, UserError
-from fullshard.train.config import SFTConfig
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.dataset_options import find
 from tests.data.tiny import text_rows, write_rows
 

@@ -20,8 +20,8 @@ from fullshard.data.sources import row_source
 from fullshard.data.token_table import table_key
 from fullshard.data.tokenize import encode_chunk
 from fullshard.errors import ConfigError, DataError
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.batches import describe_data, make_collator, make_stream, make_table, text_settings
-from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import script_source, streamed
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks

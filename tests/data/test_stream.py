@@ -32,7 +32,7 @@ from fullshard.data.token_table import TokenTable
 from fullshard.data.tokenize import TokenizerPool, batch_rows
 from fullshard.errors import ConfigError, DataError
 from fullshard.ranks import exchange
-from fullshard.train.config import SFTConfig
+from fullshard.settings.sft_config import SFTConfig
 from tests.data.tiny import make_tokenizer, text_rows, write_rows
 from tests.pool import ranks
 from tests.train.runs import losses, settings, train

@@ -20,8 +20,8 @@ from fullshard.data.row_formats import reading_of
 from fullshard.data.sources import DataSource, file_source, row_source
 from fullshard.data.token_table import TokenTable, make_table, open_table, statistics, table_key
 from fullshard.errors import DataError
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.batches import describe_data
-from fullshard.train.config import SFTConfig
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows, write_rows
 from tests.pool import ranks
 

@@ -17,8 +17,8 @@ from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.prepared_rows import prepared_rows
 from fullshard.data.sources import row_source
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.batches import make_table
-from fullshard.train.config import SFTConfig
 from fullshard.train.dataset_options import script_source
 from fullshard.train.model import prepared_tokenizer
 from tests.data import trl_tokens

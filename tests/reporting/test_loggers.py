@@ -15,8 +15,8 @@ from fullshard.errors import ConfigError
 from fullshard.reporting import loggers
 from fullshard.reporting.records import Sample
 from fullshard.reporting.reporter import Reporter, sample_text
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import checked_run
-from fullshard.train.config import SFTConfig
 from fullshard.train.trainer import SFTTrainer
 
 SAMPLES = [Sample(2, "say\n<hi>", "hi\x1b[2J", "hi"), Sample(2, "and?", "", None)]

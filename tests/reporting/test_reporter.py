@@ -14,7 +14,7 @@ from fullshard.reporting.html_report import write_report
 from fullshard.reporting.model_card import write_card
 from fullshard.reporting.reporter import Reporter
 from fullshard.reporting.terminal import step_line
-from fullshard.train.config import SFTConfig
+from fullshard.settings.sft_config import SFTConfig
 from tests.screen import Window, screen
 
 VALUES = {

@@ -10,8 +10,8 @@ import torch
 
 from fullshard.options import names_of
 from fullshard.ranks import exchange
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.cli_args import CommandConfig
-from fullshard.train.config import SFTConfig
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 

@@ -15,10 +15,10 @@ import pytest
 from fullshard.data import find_dataset
 from fullshard.errors import ConfigError
 from fullshard.launch import command, sft_command
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import __main__ as rank_program
 from fullshard.train import checked_run, cli_args, dataset_options, run_dir
 from fullshard.train.checked_run import RUN_VARIABLE
-from fullshard.train.config import SFTConfig
 from fullshard.train.trainer import SFTTrainer
 from tests.pool import ranks
 from tests.train.runs import settings

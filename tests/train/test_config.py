@@ -15,10 +15,10 @@ import fullshard.launch
 import fullshard.train
 from fullshard.errors import ConfigError
 from fullshard.launch.sft_command import split
+from fullshard.optimizers.lr_schedule import check, factor
 from fullshard.options import options_of
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.cli_args import config_of, parse
-from fullshard.train.config import SFTConfig
-from fullshard.train.lr_schedule import check, factor
 
 SEED_FLAGS = """
 --seed 100 --model_name_or_path meta-llama/Llama-2-70b-hf --dataset_name smangrul/ultrachat-10k-chatml

@@ -19,14 +19,14 @@ import fullshard.spmd as xs
 from fullshard import FSDPv2, runtime
 from fullshard.checkpoint import load_state, save_state
 from fullshard.errors import CheckpointError, ConfigError, FSDPError
+from fullshard.optimizers.names import REFUSED, SERVED
 from fullshard.ranks import exchange
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.spmd.redistribute import layout_of
 from fullshard.spmd.tensor import full_of
 from fullshard.torch_private import local_of, spec_of
 from fullshard.train import memory_check
-from fullshard.train.config import SFTConfig
 from fullshard.train.optimizer import class_and_options, make_from_class, make_optimizer
-from fullshard.train.optimizer_names import REFUSED, SERVED
 from tests.pool import ranks
 from tests.train.runs import global_batch, losses, plain_losses, settings, train
 from tests.train.tiny import make_trained

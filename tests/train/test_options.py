@@ -13,8 +13,8 @@ from safetensors import safe_open
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.options import options_of
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import assemble
-from fullshard.train.config import SFTConfig
 from fullshard.train.hub import Hub
 from fullshard.train.loop import Loop
 from fullshard.train.trainer import SFTTrainer

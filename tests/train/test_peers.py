@@ -19,10 +19,10 @@ from transformers import HfArgumentParser, TrainingArguments
 import fullshard
 from fullshard.errors import ConfigError
 from fullshard.options import names_of, options_of
+from fullshard.settings.peer_names import PEER_NAMES
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.checked_run import sharding_settings, with_precision
 from fullshard.train.cli_args import CommandConfig, config_of
-from fullshard.train.config import SFTConfig
-from fullshard.train.peer_names import PEER_NAMES
 
 TRL_DEFAULTS: dict[str, Any] = {
     "learning_rate": 2e-5, "gradient_checkpointing": True, "bf16": None, "logging_steps": 10, "report_to": "none",
@@ -37,8 +37,8 @@ OUR_DEFAULTS = {"output_dir": "trainer_output", "pad_to_multiple_of": None, "fsd
 
 def test_every_name_is_known() -> None:
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert theirs <= PEER_NAMES, "a new field: serve it, or say in train/unused_options.py why not"
-    assert not PEER_NAMES - set(names_of(SFTConfig)), "every name is an option, or is in train/unused_options.py"
+    assert theirs <= PEER_NAMES, "a new field: serve it, or say in settings/unused_options.py why not"
+    assert not PEER_NAMES - set(names_of(SFTConfig)), "every name is an option, or is in settings/unused_options.py"
     for name in PEER_NAMES:
         assert sum(name in option.names for option in options_of(SFTConfig)) == 1, name
 

@@ -13,9 +13,9 @@ from fullshard.data.chat_template import prepare_tokenizer
 from fullshard.data.loader import load_table
 from fullshard.data.sources import row_source
 from fullshard.launch import sft_command
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import preview
 from fullshard.train.batches import text_settings
-from fullshard.train.config import SFTConfig
 from tests.data.tiny import chat_rows, make_tokenizer
 from tests.train.tiny import make_folder
 

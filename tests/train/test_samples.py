@@ -16,7 +16,7 @@ from fullshard import runtime
 from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.errors import ConfigError
 from fullshard.models.generate import end_of_turn, generation_prompt
-from fullshard.train.config import SFTConfig
+from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.prompts import read_prompts
 from fullshard.train.samples import answer_begins, prompts_of
 from fullshard.train.trainer import SFTTrainer

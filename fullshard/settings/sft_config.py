@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from fullshard.errors import ConfigError
+from fullshard.optimizers import lr_schedule
+from fullshard.optimizers import names as optimizer_names
 from fullshard.options import TakesOtherNames, as_list, convert, for_scripts, nearest, option, options_of
 from fullshard.reporting.logger_names import KNOWN
-from fullshard.train import lr_schedule, optimizer_names
-from fullshard.train.adapter_options import AdapterOptions
-from fullshard.train.argument_methods import ArgumentMethods
-from fullshard.train.data_options import DataOptions
-from fullshard.train.peer_names import PEER_NAMES
-from fullshard.train.trainer_options import TrainerOptions
-from fullshard.train.unused_options import UnusedOptions
+from fullshard.settings.adapter_options import AdapterOptions
+from fullshard.settings.argument_methods import ArgumentMethods
+from fullshard.settings.data_options import DataOptions
+from fullshard.settings.peer_names import PEER_NAMES
+from fullshard.settings.trainer_options import TrainerOptions
+from fullshard.settings.unused_options import UnusedOptions
 
 Strategy = Literal["no", "steps", "epoch"]
 PERIODS = ("logging_steps", "eval_steps", "save_steps")

@@ -1,6 +1,6 @@
 """The optimizers that `optim` can name: transformers' names and Muon, with their arguments, state and requirements.
 
-Nothing here imports torch. `optimizer.py` makes them.
+Nothing here imports torch. `train/optimizer.py` makes them.
 """
 
 from __future__ import annotations

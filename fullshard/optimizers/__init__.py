@@ -1,0 +1,1 @@
+"""The optimizers and learning-rate schedules that settings can name."""
