@@ -2,7 +2,7 @@
 
 Names are those of PEFT's training script, of transformers' `TrainingArguments` and of TRL's `SFTConfig`. Defaults are
 TRL's, so that a script means the same when its imports change; `fullshard sft` has some of PEFT's script instead
-(`cli_args.py`). Nothing here imports torch: a wrong setting is reported at once. How a model is sharded is in
+(`train/cli_args.py`). Nothing here imports torch: a wrong setting is reported at once. How a model is sharded is in
 `parallelize/settings.py`.
 """
 
