@@ -115,7 +115,11 @@ def assemble(
 
 
 def _materialize(root: nn.Module, options: Options, ignored: set[nn.Module]) -> bool:
-    """Run `param_init_fn` on modules on the meta device; returns whether values are broadcast from the first rank."""
+    """Let modules whose values are not in memory yet read them (`before_sharding`), and run `param_init_fn` on modules
+    on the meta device; returns whether values are broadcast from the first rank."""
+    for module in root.modules():
+        if module not in ignored and (read := getattr(type(module), "before_sharding", None)) is not None:
+            read(module)
     meta = any(p.is_meta and not is_sharded(p) for p in root.parameters())
     if options.param_init_fn is not None and meta:
         shard.materialize([m for m in root.modules() if m not in ignored], options.param_init_fn)

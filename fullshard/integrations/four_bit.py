@@ -97,6 +97,8 @@ class DeferredNF4Linear(NF4Linear):
 
     readers: dict[str, TensorReader] | None = None
     """The weight in the files, dense or in 4 bits; None once the layer has its values."""
+    reads_slices = False
+    """Whether the layer gets its values after it has been sharded, from `wrap`."""
 
     @classmethod
     def deferred(
@@ -123,6 +125,11 @@ class DeferredNF4Linear(NF4Linear):
         self.read()
         return super().whole_parts()
 
+    def before_sharding(self) -> None:
+        """Have the values that the engine divides, where nobody reads them slice by slice afterwards."""
+        if not self.reads_slices:
+            self.read()
+
     def read(self) -> None:
         """Read the whole weight here, if that has not been done."""
         if self.readers is not None:
@@ -139,6 +146,8 @@ def wrap(settings: EngineSettings, model: nn.Module, options: dict[str, Any]) ->
                 f"be sharded. Load it with from_pretrained and load_in_4bit, or without {option}"
             )
     layers = [m for m in model.modules() if isinstance(m, DeferredNF4Linear) and m.readers is not None]
+    for layer in layers:
+        layer.reads_slices = True
     runtime.use_spmd()
     mesh = build_mesh(settings)
     if settings.sync_module_states and not any(p.is_meta for p in model.parameters()):

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.core_model_loading import _materialize_copy
 
-from fullshard import runtime
+from fullshard import FSDPv2, runtime, transformer_auto_wrap_policy
 from fullshard.errors import QuantizationError
 from fullshard.integrations import four_bit, loaded_values, unread
 from fullshard.integrations.unread import Unread
@@ -333,6 +333,20 @@ def test_each_rank_quantizes_its_slices_to_the_same_bytes(double, tmp_path):
             plain = name.removeprefix("base_model.model.").removesuffix(".base_layer")
             parts, other = layer.whole_parts(), quantized_layers(whole)[plain].whole_parts()
             assert all(torch.equal(parts[part], other[part]) for part in other)
+
+
+@ranks(2)
+def test_a_4_bit_model_that_the_script_shards_itself_has_its_values(tmp_path):
+    """`FSDPv2` and the trainer know nothing of layers that have not been read yet."""
+    folder = small(tmp_path, hidden=128, layers=1)
+    runtime.barrier()
+    whole, model = (loaded(LlamaForCausalLM, folder, quantization_config=four_bits()) for _ in range(2))
+    ids = torch.arange(12)[None]
+    expected = whole(ids).logits.detach()
+    sharded = FSDPv2(model, mesh_for("FULL_SHARD"), auto_wrap_policy=transformer_auto_wrap_policy)
+    assert all(layer.packed.placements[0].is_shard() for layer in quantized_layers(sharded).values())
+    for _ in range(2):  # values that are gathered again come from the shards
+        assert torch.allclose(sharded(ids).logits, expected, atol=1e-5)
 
 
 @pytest.mark.slow

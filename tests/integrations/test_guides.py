@@ -39,6 +39,7 @@ def same_bert(folder, reference, losses=slice(None)):
     assert torch.allclose(logits(found), logits(expected), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_loop_with_the_file_of_the_guide(bert, tmp_path):
     text = launched(BERT, "--output_dir", tmp_path, flags=with_file("trainer_fsdp", *FP32))
     assert "BertForSequenceClassification: FULL_SHARD on Mesh(fsdp=2): 3 unit(s)" in text  # two of BertLayer, the rest

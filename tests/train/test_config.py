@@ -12,6 +12,7 @@ from transformers import TrainingArguments, get_scheduler
 
 import fullshard.data
 import fullshard.launch
+import fullshard.settings
 import fullshard.train
 from fullshard.errors import ConfigError
 from fullshard.launch.sft_command import split
@@ -87,7 +88,7 @@ def test_every_option_has_help_and_is_used(name: str) -> None:
 @functools.cache
 def _names_read() -> set[str]:
     found: set[str] = set()
-    for room in (fullshard.train, fullshard.data, fullshard.launch):
+    for room in (fullshard.settings, fullshard.train, fullshard.data, fullshard.launch):
         for file in Path(room.__path__[0]).glob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Attribute):
@@ -95,7 +96,7 @@ def _names_read() -> set[str]:
                 elif (
                     isinstance(node, ast.Constant)
                     and isinstance(node.value, str)
-                    and file.name in ("config.py", "cli_args.py", "trainer_options.py")
+                    and file.name in ("sft_config.py", "cli_args.py", "trainer_options.py")
                 ):
                     found.add(node.value)
     return found

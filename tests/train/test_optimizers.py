@@ -222,8 +222,15 @@ def distance(one: nn.Module, sharded: nn.Module) -> float:
     return max(float((p.detach().cpu() - full_of(q).cpu()).abs().max()) for p, q in pairs)
 
 
-@ranks(1, 2, 4, slow=(1, 4))
-def test_steps_are_those_of_one_device(world_size: int) -> None:
+@ranks(2)
+def test_steps_are_those_of_one_device() -> None:
+    for name in ("adamw_torch", "adafactor", "muon", "adamw_8bit", "lion_32bit"):
+        check_steps(name, "FULL_SHARD")
+
+
+@pytest.mark.slow
+@ranks(1, 2, 4)
+def test_steps_of_every_optimizer_are_those_of_one_device(world_size: int) -> None:
     for name in SERVED:
         check_steps(name, "FULL_SHARD")
 
