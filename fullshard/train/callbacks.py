@@ -70,9 +70,8 @@ class Callbacks:
     # --- the list ---------------------------------------------------------------------------------------------------
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, given as an object or as a class."""
+        """Add a callback, given as an object or as a class. One rank alone may: the ranks meet before the next event."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
-        self._agreed |= self._events()
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, or the first one of a class; returns it, or None if there is none."""
@@ -90,7 +89,7 @@ class Callbacks:
 
     def meet(self) -> None:
         """Find out after which events the ranks must agree: those that a callback of any rank has a method for. All
-        ranks must call it, before training and evaluation."""
+        ranks must call it, before training, evaluation and the trainer's first event."""
         self._agreed = frozenset().union(*exchange(self._events(), "callbacks"))
 
     def _events(self) -> frozenset[str]:

@@ -151,7 +151,8 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         plugin = Plugin(engine.strategy, engine.offload_params, engine.saved_as)
         self.accelerator = Accelerator(self.prepare, AcceleratorState(plugin, mixed_precision=engine.mixed_precision))
         self.is_fsdp_enabled = True
-        self.callback_handler("on_init_end")
+        events.meet()
+        events("on_init_end")
 
     def _with_downloads(self, run: CheckedRun) -> dict[str, list[Path]]:
         """The paths that the run reads, with those of downloaded models; refuses to write over the latter."""

@@ -143,6 +143,10 @@ def test_what_one_rank_asks_for_happens_on_all(tmp_path: Path) -> None:
     epochs = [(seen[0], seen[1]) for seen in recorder.seen if "epoch" in seen[0]]
     assert epochs == [("on_epoch_begin", 0), ("on_epoch_end", 3), ("on_epoch_begin", 3), ("on_epoch_end", 8)]
     assert shorter.state.epoch == 2.0
+    alone = ours(tmp_path / "alone", [Recorder()] if runtime.is_main() else [], **plain)  # not every rank has one
+    if not runtime.is_main():
+        alone.add_callback(Asks("on_step_end", 2, "should_training_stop"))
+    assert alone.train().global_step == 2
     between = ours(
         tmp_path / "between",
         [Asks("on_substep_end", 1, "should_training_stop")],
