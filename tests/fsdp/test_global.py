@@ -129,7 +129,7 @@ def test_extra_data_axis_splits_the_batch_over_both_axes():
     _assert_same(model, (("data", "fsdp"), None), mesh)
 
 
-@ranks(2, 4)
+@ranks(2, 4, slow=(4,))
 def test_the_guides_program():
     """Only x is marked, y is plain; the output's layout is marked again and the result thrown away."""
     n = runtime.world_size()

@@ -136,7 +136,7 @@ def test_a_crash_is_started_again_and_every_rank_has_a_log(tmp_path):
     assert "strategy" in err and "FULL_SHARD" in err and "flags and defaults; no file" in err
 
 
-@pytest.mark.parametrize("restarts", ["0", "1"])
+@pytest.mark.parametrize("restarts", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_losing_a_rank_is_no_mistake_of_the_user(tmp_path, restarts):
     code, out, err = Launched(tmp_path, "lost", "--quiet", "--max_restarts", restarts).end()
     assert code == (3 if restarts == "0" else 0), err

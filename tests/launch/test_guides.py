@@ -34,7 +34,10 @@ def observe(folder: Path, file: Path, script: Path, *arguments: str) -> dict[str
 @pytest.mark.parametrize(
     ("file", "script", "units", "offload", "computes_in"),
     [
-        ("peft_fsdp", "bert_classification", ["BertEmbeddings", "BertLayer", "BertLayer"], False, "torch.bfloat16"),
+        pytest.param(
+            "peft_fsdp", "bert_classification", ["BertEmbeddings", "BertLayer", "BertLayer"], False, "torch.bfloat16",
+            marks=SLOW,
+        ),
         pytest.param("peft_fsdp", "llama_fsdp", ["LlamaDecoderLayer"] * 4, False, "torch.bfloat16", marks=SLOW),
         pytest.param(
             "peft_fsdp_qlora", "bert_classification", ["BertEmbeddings", "BertLayer", "BertLayer"], True, "None",

@@ -34,7 +34,7 @@ def _cases(world_size):
         if world_size == 1 and case[0].startswith("HYBRID"):
             continue
         strategy, checkpointed, offload, double = case
-        default = case in DEFAULT and (world_size == 4 or world_size == 2 and case == ("FULL_SHARD", "", False, False))
+        default = case in DEFAULT and (world_size == 4 and case[1] or world_size == 2 and not case[1])
         words = [strategy, checkpointed or "none", "offload" if offload else "device", "double" if double else "single"]
         yield pytest.param(*case, marks=[] if default else [pytest.mark.slow], id="-".join(words))
 

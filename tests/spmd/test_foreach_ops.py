@@ -49,7 +49,9 @@ def scaled_steps(layout, kind, **options):
 
 @ranks(4)
 @pytest.mark.parametrize(
-    "options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=["loop", "foreach", "fused"]
+    "options",
+    [pytest.param({"foreach": False}, marks=pytest.mark.slow), {"foreach": True}, {"fused": True}],
+    ids=["loop", "foreach", "fused"],
 )
 def test_grad_scaler_equals_one_device(options):
     for kind in (torch.optim.SGD, torch.optim.AdamW):

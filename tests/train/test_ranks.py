@@ -64,6 +64,7 @@ def test_losses_of_one_device_on_2_ranks(strategy: str, kind: str, packing: bool
     check(strategy, kind, packing, 2, tmp_path)
 
 
+@pytest.mark.slow
 @ranks(4)
 @pytest.mark.parametrize(("strategy", "kind", "packing"), FEW[2:])
 def test_losses_of_one_device_on_4_ranks(strategy: str, kind: str, packing: bool, tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ def our_losses(kind: str, folder: Path, world: int) -> list[float]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", trl_curve.KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "lora" else pytest.param(kind, marks=pytest.mark.slow) for kind in trl_curve.KINDS]
+)
 def test_trl_s_loss_curve(kind: str, tmp_path: Path) -> None:
     check(kind, 2, tmp_path)
 
