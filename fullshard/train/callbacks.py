@@ -70,7 +70,7 @@ class Callbacks:
     # --- the list ---------------------------------------------------------------------------------------------------
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, given as an object or as a class. One rank alone may: the ranks meet before the next event."""
+        """Add a callback, an object or a class. One rank alone may: the ranks meet before the next event."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def pop_callback(self, callback: Any) -> Any:
