@@ -148,7 +148,9 @@ def check(text: str, name: str) -> None:
         raise ConfigError(
             f"the chat template {name} is not valid Jinja: line {error.lineno}: {error.message}"
         ) from None
-    missing = (meta.find_undeclared_variables(tree) & _needed(tree)) - AVAILABLE - set(environment.globals)
+    # Inside `{% generation %}`, Jinja takes the template's own variables for undeclared ones.
+    own = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx in ("store", "param")}
+    missing = (meta.find_undeclared_variables(tree) & _needed(tree)) - AVAILABLE - own - set(environment.globals)
     if missing:
         raise ConfigError(
             f"the chat template {name} uses {', '.join(sorted(missing))}, which conversations do not have. It can use "

@@ -376,6 +376,13 @@ def test_bad_templates_are_one_clear_error(what: str, tmp_path: Path) -> None:
         chat_template.prepare_tokenizer(make_tokenizer(), "none", str(tmp_path / "bad.jinja"))
 
 
+def test_variables_of_the_template_s_own_inside_generation_marks(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}{% set text = m.content %}{% generation %}{{ text }}{% endgeneration %}{% endfor %}"
+    )
+    assert chat_template.read_template(str(tmp_path / "own.jinja")).text.count("text") == 2
+
+
 def test_a_path_without_a_template(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(
