@@ -148,7 +148,7 @@ def check(text: str, name: str) -> None:
         raise ConfigError(
             f"the chat template {name} is not valid Jinja: line {error.lineno}: {error.message}"
         ) from None
-    # Inside `{% generation %}`, Jinja takes the template's own variables for undeclared ones.
+    # Jinja takes a variable that the template sets in the branches of an `if` for an undeclared one.
     own = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx in ("store", "param")}
     missing = (meta.find_undeclared_variables(tree) & _needed(tree)) - AVAILABLE - own - set(environment.globals)
     if missing:

@@ -376,11 +376,16 @@ def test_bad_templates_are_one_clear_error(what: str, tmp_path: Path) -> None:
         chat_template.prepare_tokenizer(make_tokenizer(), "none", str(tmp_path / "bad.jinja"))
 
 
-def test_variables_of_the_template_s_own_inside_generation_marks(tmp_path: Path) -> None:
-    (tmp_path / "own.jinja").write_text(
-        "{% for m in messages %}{% set text = m.content %}{% generation %}{{ text }}{% endgeneration %}{% endfor %}"
+def test_variables_of_the_template_s_own_are_not_missing(tmp_path: Path) -> None:
+    """Jinja takes a variable that is set in the branches of an `if` for an undeclared one."""
+    text = (
+        "{% for m in messages %}{% if m.x %}{% set text = m.x %}{% else %}{% set text = '' %}{% endif %}{{ text }}"
+        "{% endfor %}"
     )
-    assert chat_template.read_template(str(tmp_path / "own.jinja")).text.count("text") == 2
+    marked = text.replace("{{ text }}", "{% generation %}{{ text }}{% endgeneration %}")
+    for number, each in enumerate((text, marked)):
+        (tmp_path / f"{number}.jinja").write_text(each)
+        assert chat_template.read_template(str(tmp_path / f"{number}.jinja")).text == each
 
 
 def test_a_path_without_a_template(tmp_path: Path) -> None:
