@@ -13,7 +13,8 @@ from fullshard.data.encode import TextSettings
 from fullshard.data.loader import Collator, load_table
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.sources import row_source
-from fullshard.models.chunked_loss import DeferredLogits, LeanHead, chunked_cross_entropy
+from fullshard.models.chunked_loss import LeanHead, chunked_cross_entropy
+from fullshard.models.deferred_logits import DeferredLogits
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.train.tiny import make_model
 

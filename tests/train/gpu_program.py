@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from fullshard import runtime
-from fullshard.models.chunked_loss import DeferredLogits, chunked_cross_entropy, whole_cross_entropy
+from fullshard.models.chunked_loss import chunked_cross_entropy, whole_cross_entropy
+from fullshard.models.deferred_logits import DeferredLogits
 from tests.train.runs import losses, settings, train
 from tests.train.tiny import make_model
 
