@@ -28,6 +28,8 @@ class Dropout(NamedTuple):
     seed: torch.Tensor
     """int64 [1]"""
     probability: float
+    first: int = 0
+    """The number of the first adapter, which its mask depends on."""
 
     @property
     def threshold(self) -> int:
@@ -66,7 +68,7 @@ class Dropout(NamedTuple):
         return dx
 
     def _dropped(self, x: torch.Tensor, adapter: int) -> torch.Tensor:
-        return x * (self.kept(x.shape, adapter) * self.scale).to(x.dtype)
+        return x * (self.kept(x.shape, self.first + adapter) * self.scale).to(x.dtype)
 
     def kept(self, shape: torch.Size, adapter: int) -> torch.Tensor:
         """The mask of an adapter on CPUs."""

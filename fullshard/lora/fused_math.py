@@ -83,13 +83,14 @@ def backward(
     da = dh.t() @ x if dropout is None else dropout.grad_weight(dh, x, width)
     das = [da[i * width : i * width + layer.a.shape[0]] for i, layer in enumerate(layers)]
     dbs = [
-        torch.zeros_like(layer.b) if dy is None else _grad_b(dy, _columns(h, i, width, layer), layer.scale)
+        torch.zeros_like(layer.b) if dy is None else grad_b(dy, _columns(h, i, width, layer), layer.scale)
         for i, (layer, dy) in enumerate(zip(layers, dys, strict=True))
     ]
     return Gradients(dx, das, dbs)
 
 
-def _grad_b(dy: torch.Tensor, h: torch.Tensor, scale: float) -> torch.Tensor:
+def grad_b(dy: torch.Tensor, h: torch.Tensor, scale: float) -> torch.Tensor:
+    """The gradient of B [out, rank], for the gradient of the layer's output and the input of B."""
     found = dy.new_empty(dy.shape[1], h.shape[1])
     return torch.addmm(found, dy.t(), h, beta=0, alpha=scale, out=found)
 
@@ -106,3 +107,41 @@ def stacked(layers: Sequence[Layer]) -> tuple[torch.Tensor, int]:
 def _columns(h: torch.Tensor, index: int, width: int, layer: Layer) -> torch.Tensor:
     """The columns of one adapter."""
     return h[:, index * width : index * width + layer.a.shape[0]]
+
+
+# --- the middle of a gated MLP: see `fused_mlp.py` ------------------------------------------------------------------
+
+
+class Middle(NamedTuple):
+    """What the passes over the wide activations need beside these."""
+
+    gate: Layer
+    up: Layer
+    down: Layer
+    h: torch.Tensor
+    """[tokens, 2·width]: the inputs of B of gate and of up."""
+    width: int
+    activation: str
+    dropout: Dropout | None
+    """That of down's adapter."""
+
+    def branches(self, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The outputs of gate and up, from the products of their frozen weights."""
+        found = []
+        for i, (layer, product) in enumerate(((self.gate, gate), (self.up, up))):
+            h = self.h[:, i * self.width : i * self.width + layer.a.shape[0]]
+            found.append(torch.addmm(product, h, layer.b.t(), alpha=layer.scale))
+        return found[0], found[1]
+
+
+class InnerGradients(NamedTuple):
+    """The results of the pass back over the wide activations."""
+
+    gate: torch.Tensor
+    """[tokens, intermediate]"""
+    up: torch.Tensor
+    h: torch.Tensor
+    """[tokens, 2·width]"""
+    b_gate: torch.Tensor
+    b_up: torch.Tensor
+    a_down: torch.Tensor

@@ -28,7 +28,7 @@ from fullshard.lora.peft_model import check_trains, get_peft_model_on_meta
 from fullshard.lora.targets import ALL_LINEAR
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
-from fullshard.models.shared_inputs import shared_inputs
+from fullshard.models.linear_uses import linear_uses
 from fullshard.options import as_list, nearest
 from fullshard.quant.config import Quantization, quantization_from_options, storage_note
 from fullshard.quant.quantize import packed_weights
@@ -244,7 +244,7 @@ def fuse_adapter(config: SFTConfig, model: nn.Module, device: torch.device, say:
     """Let the LoRA layers that share an input run as one, if the settings or the device say so."""
     wanted = accelerator.is_accelerator(device) if config.fused_lora is None else config.fused_lora
     if wanted and any(method_of(one) == "LORA" for one in getattr(model, "peft_config", {}).values()):
-        if note := fuse_lora(model, shared_inputs(model)).note():
+        if note := fuse_lora(model, linear_uses(model)).note():
             say(note)
 
 
