@@ -7,6 +7,7 @@ for backward are `x` and the products of the frozen gate and up weights; what li
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,12 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
     "gelu": F.gelu,
+}
+_GRADIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    # Autograd does not record inside an operator.
+    "silu": torch.ops.aten.silu_backward,
+    "gelu_tanh": functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "gelu": torch.ops.aten.gelu_backward,
 }
 LARGEST_RANK = 128
 """Above it the kernels would not have enough registers."""
@@ -103,11 +110,7 @@ def _inner_backward(middle: Middle, saved: Saved, dinner: torch.Tensor, dh_down:
         dinner.addmm_(dh_down, a)
     else:
         dropout.add_grad_input(dinner, dh_down, a, len(a))
-    with torch.enable_grad():
-        leaf = g.detach().requires_grad_()
-        value = ACTIVATIONS[middle.activation](leaf)
-        (dg,) = torch.autograd.grad(value, leaf, dinner * u)
-    value = value.detach()
+    value, dg = ACTIVATIONS[middle.activation](g), _GRADIENTS[middle.activation](dinner * u, g)
     du, inner = dinner * value, value * u
     da = dh_down.t() @ inner if dropout is None else dropout.grad_weight(dh_down, inner, len(a))
     dh, dbs = torch.zeros_like(middle.h), []
