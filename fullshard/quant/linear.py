@@ -137,6 +137,11 @@ class NF4Linear(nn.Linear):
         self.scheme, self.dtype = scheme, state.dtype
         self.set_parts(parts)
 
+    def base_form(self) -> tuple[str, list[torch.Tensor]]:
+        """The weight for `base_product`."""
+        s = self.scheme
+        return f"{s.quant_type}:{s.blocksize}:{self.out_features}x{self.in_features}", list(self.parts.values())
+
     # --- loading: the protocol of `weights/transforms.py` -------------------------------------------------------------
 
     def file_tensors(self) -> dict[str, tuple[int, ...]]:
