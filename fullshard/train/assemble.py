@@ -30,7 +30,7 @@ from fullshard.ranks import agree, agree_locally
 from fullshard.reporting.reporter import Reporter
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import adapter, memory_check
-from fullshard.train.adapter import Say, quantization, set_adapter_dtype, set_projection_dtype
+from fullshard.train.adapter import Say, fuse_adapter, quantization, set_adapter_dtype, set_projection_dtype
 from fullshard.train.batches import Steps, load_data
 from fullshard.train.checked_run import CheckedRun
 from fullshard.train.given_model import take_model
@@ -131,6 +131,7 @@ def build_loop(
     """
     engine, model = parts.engine, parts.model
     keep_tables_whole(model)
+    fuse_adapter(config, model, runtime.device(), reporter.say)
     if config.neftune_noise_alpha:
         add_noise(model, config.neftune_noise_alpha)
     packed = packed_inputs(model, parts.packing, engine.mixed_precision)
