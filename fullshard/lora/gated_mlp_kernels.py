@@ -130,7 +130,9 @@ def _forward(  # type: ignore[no-untyped-def]
         sums += tl.dot(value, tl.trans(a), input_precision="ieee")
     found = (sums * keep_scale).to(h_down.dtype.element_ty)
     tl.store(
-        h_down + row.to(tl.int64)[:, None] * down_rank + d[None, :], found, mask=there[:, None] & (d < down_rank)[None, :]
+        h_down + row.to(tl.int64)[:, None] * down_rank + d[None, :],
+        found,
+        mask=there[:, None] & (d < down_rank)[None, :],
     )
 
 
