@@ -3,8 +3,8 @@
 `fuse_lora` replaces the forward of single PEFT layers. Modules, names, parameters and files stay PEFT's. The first
 layer of a group that is called computes the outputs of all of them; the others return theirs if they get the same
 tensor, and compute their own if they do not. A layer that does anything else than plain LoRA on a frozen weight runs
-PEFT's forward: `why_not` says why, and `LoraGroup.part` looks again in each call, because adapters can be disabled, merged or
-changed and modules can get hooks at any time.
+PEFT's forward: `why_not` says why, and `LoraGroup.part` looks again in each call, because adapters can be disabled,
+merged or changed and modules can get hooks at any time.
 """
 
 from __future__ import annotations

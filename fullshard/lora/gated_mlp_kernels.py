@@ -93,9 +93,10 @@ def _columns_of(table, row, c, columns, count, inside):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _rows_of(b, k, r, inner, rank):  # type: ignore[no-untyped-def]
-    """Rows of a matrix B [inner, rank]."""
-    return tl.load(b + k[:, None] * rank + r[None, :], mask=(k < inner)[:, None] & (r < rank)[None, :], other=0.0)
+def _tile_of(matrix, row, column, rows, columns):  # type: ignore[no-untyped-def]
+    """A tile of a matrix [rows, columns], zero outside."""
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(matrix + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -118,15 +119,15 @@ def _forward(  # type: ignore[no-untyped-def]
         place = row.to(tl.int64)[:, None] * inner + k[None, :]
         g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
         u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-        g += gate_scale * tl.dot(h_gate, tl.trans(_rows_of(b_gate, k, r, inner, gate_rank)), input_precision="ieee")
-        u += up_scale * tl.dot(h_up, tl.trans(_rows_of(b_up, k, r, inner, up_rank)), input_precision="ieee")
+        g += gate_scale * tl.dot(h_gate, tl.trans(_tile_of(b_gate, k, r, inner, gate_rank)), input_precision="ieee")
+        u += up_scale * tl.dot(h_up, tl.trans(_tile_of(b_up, k, r, inner, up_rank)), input_precision="ieee")
         activated, _ = _activated(g, ACTIVATION)
         value = (activated * u).to(middle.dtype.element_ty)
         tl.store(middle + place, value, mask=inside)
         if DROPS:
             keep = _kept(tl.load(seed), 0, first_row, start, threshold, ROWS, COLUMNS)
             value = tl.where(keep, value, 0.0).to(value.dtype)
-        a = tl.load(a_down + d[:, None] * inner + k[None, :], mask=(d < down_rank)[:, None] & (k < inner)[None, :], other=0.0)  # noqa: E501 # fmt: skip
+        a = _tile_of(a_down, d, k, down_rank, inner)
         sums += tl.dot(value, tl.trans(a), input_precision="ieee")
     found = (sums * keep_scale).to(h_down.dtype.element_ty)
     tl.store(
@@ -156,8 +157,8 @@ def _backward(  # type: ignore[no-untyped-def]
         k = start + tl.arange(0, COLUMNS)
         inside = there[:, None] & (k < inner)[None, :]
         place = row.to(tl.int64)[:, None] * inner + k[None, :]
-        rows_gate, rows_up = _rows_of(b_gate, k, r, inner, gate_rank), _rows_of(b_up, k, r, inner, up_rank)
-        a = tl.load(a_down + d[:, None] * inner + k[None, :], mask=(d < down_rank)[:, None] & (k < inner)[None, :], other=0.0)  # noqa: E501 # fmt: skip
+        rows_gate, rows_up = _tile_of(b_gate, k, r, inner, gate_rank), _tile_of(b_up, k, r, inner, up_rank)
+        a = _tile_of(a_down, d, k, down_rank, inner)
         update = keep_scale * tl.dot(dh_out, a, input_precision="ieee")
         if DROPS:
             update = tl.where(_kept(tl.load(seed), 0, first_row, start, threshold, ROWS, COLUMNS), update, 0.0)

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from fullshard.lora import fused_kernels, gated_mlp_kernels  # noqa: E402
-from fullshard.lora.fused_dropout import Dropout  # noqa: E402
-from fullshard.lora.gated_mlp_math import ACTIVATIONS  # noqa: E402
+from fullshard.lora import fused_kernels, gated_mlp_kernels
+from fullshard.lora.fused_dropout import Dropout
+from fullshard.lora.gated_mlp_math import ACTIVATIONS
 
 TOKENS, INNER, RANKS, DOWN_RANK, SCALES = 37, 200, (4, 3), 5, (1.5, 0.7)
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
