@@ -47,10 +47,11 @@ def forward(
     """The outputs [tokens, out] of all layers, and `h`, for `x` [tokens, in]."""
     a, width = stacked(layers)
     h = x @ a.t() if dropout is None else dropout.product(x, a, width)  # [tokens, layers·width]
-    return [_updated(x, layer, _columns(h, i, width, layer)) for i, layer in enumerate(layers)], h
+    return [updated(x, layer, _columns(h, i, width, layer)) for i, layer in enumerate(layers)], h
 
 
-def _updated(x: torch.Tensor, layer: Layer, h: torch.Tensor) -> torch.Tensor:
+def updated(x: torch.Tensor, layer: Layer, h: torch.Tensor) -> torch.Tensor:
+    """The output of a layer: the product of its frozen weight, to which the adapter's update is added in place."""
     y = base_product.product(layer.form, layer.base, x, bias=layer.bias)
     return y.addmm_(h, layer.b.t(), alpha=layer.scale)
 
@@ -83,15 +84,16 @@ def backward(
     da = dh.t() @ x if dropout is None else dropout.grad_weight(dh, x, width)
     das = [da[i * width : i * width + layer.a.shape[0]] for i, layer in enumerate(layers)]
     dbs = [
-        torch.zeros_like(layer.b) if dy is None else _grad_b(dy, _columns(h, i, width, layer), layer.scale)
+        torch.zeros_like(layer.b) if dy is None else scaled_product(dy.t(), _columns(h, i, width, layer), layer.scale)
         for i, (layer, dy) in enumerate(zip(layers, dys, strict=True))
     ]
     return Gradients(dx, das, dbs)
 
 
-def _grad_b(dy: torch.Tensor, h: torch.Tensor, scale: float) -> torch.Tensor:
-    found = dy.new_empty(dy.shape[1], h.shape[1])
-    return torch.addmm(found, dy.t(), h, beta=0, alpha=scale, out=found)
+def scaled_product(one: torch.Tensor, other: torch.Tensor, scale: float) -> torch.Tensor:
+    """`scale · one @ other`."""
+    found = one.new_empty(one.shape[0], other.shape[1])
+    return torch.addmm(found, one, other, beta=0, alpha=scale, out=found)
 
 
 def stacked(layers: Sequence[Layer]) -> tuple[torch.Tensor, int]:
