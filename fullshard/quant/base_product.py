@@ -7,6 +7,7 @@ Python objects: a kind, and the numbers that the tensors do not tell, separated 
 |---|---|
 | `dense` | weight [out, in] |
 | `nf4:64:4096x14336`, `fp4:…` | packed, absmax and, with double quantization, nested (blocks of 64, [out, in]) |
+| `fp8` | packed [out, in], scales [out, 4], both as bytes |
 
 A new kind of storage adds an entry to `KINDS`, and its layer a method `base_form`.
 """
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from fullshard.quant import fp8
 from fullshard.quant.sharded_groups import weight_of
 
 Tensors = Sequence[torch.Tensor]
@@ -91,7 +93,25 @@ class FourBit(Dense):
         return weight_of(packed, absmax, nested, shape, int(arguments[0]), self.quant_type, dtype)
 
 
-KINDS: dict[str, Kind] = {"dense": Dense(), "nf4": FourBit("nf4"), "fp4": FourBit("fp4")}
+class FP8:
+    """An fp8 weight, multiplied in fp8. An input may be prepared (`fp8.prepare`), to be quantized once."""
+
+    def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
+        rows, columns = tensors[0].shape
+        return rows, columns
+
+    def product(
+        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor | fp8.Input, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        return fp8.product(fp8.Weight(*tensors), x if isinstance(x, fp8.Input) else fp8.prepare(x), out)
+
+    def grad_input(
+        self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
+    ) -> torch.Tensor:
+        return fp8.grad_input([fp8.Weight(*tensors)], [dy], out, accumulate)
+
+
+KINDS: dict[str, Kind] = {"dense": Dense(), "nf4": FourBit("nf4"), "fp4": FourBit("fp4"), "fp8": FP8()}
 
 
 def base_form(layer: nn.Module) -> BaseForm | None:
@@ -123,4 +143,27 @@ def grad_input(
     """`dy @ W`, the gradient with respect to `x`."""
     kind, *arguments = form.split(":")
     found: torch.Tensor = KINDS[kind].grad_input(arguments, tensors, dy, out, accumulate)
+    return found
+
+
+# --- weights that share an input --------------------------------------------------------------------------------------
+
+
+def prepare(forms: Sequence[str], x: torch.Tensor) -> dict[str, Any]:
+    """The input of several products by form: `x`, quantized once for all fp8 weights."""
+    return {form: fp8.prepare(x) if form == "fp8" else x for form in dict.fromkeys(forms)}
+
+
+def grad_input_sum(
+    forms: Sequence[str], tensors: Sequence[Tensors], grads: Sequence[torch.Tensor], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum of `dy @ W` over weights that share an input. fp8 weights give one product together."""
+    joint = [i for i, form in enumerate(forms) if form == "fp8"]
+    found = out
+    if joint:
+        found = fp8.grad_input([fp8.Weight(*tensors[i]) for i in joint], [grads[i] for i in joint], out)
+    for i, form in enumerate(forms):
+        if form != "fp8":
+            found = grad_input(form, tensors[i], grads[i], found, accumulate=bool(joint) or i > 0)
+    assert found is not None
     return found
