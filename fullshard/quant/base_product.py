@@ -36,14 +36,17 @@ class BaseForm(NamedTuple):
 class Kind(Protocol):
     """How weights of one kind of storage are multiplied. `arguments` are the parts of the form behind the kind.
 
-    `x` is [tokens, in] and `dy` [tokens, out]; the result has their dtype. `out` is where it is written, if given; with
-    `accumulate` it is added there.
+    `x` is [tokens, in] and `dy` [tokens, out]; the result has their dtype, as has `bias`. `out` is where the result is
+    written, if given; with `accumulate` it is added there.
     """
 
     def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
         """(out features, in features)."""
 
-    def product(self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None) -> Any: ...
+    def product(
+        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> Any: ...  # fmt: skip
 
     def grad_input(
         self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
@@ -62,18 +65,19 @@ class Dense:
         return tensors[0]
 
     def product(
-        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        weight = self.weight(arguments, tensors, x.dtype)
-        return torch.mm(x, weight.t()) if out is None else torch.mm(x, weight.t(), out=out)
+        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        columns = self.weight(arguments, tensors, x.dtype).t()
+        return torch.mm(x, columns, out=out) if bias is None else torch.addmm(bias, x, columns, out=out)
 
     def grad_input(
         self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
     ) -> torch.Tensor:
         weight = self.weight(arguments, tensors, dy.dtype)
-        if out is None:
-            return torch.mm(dy, weight)
-        return out.addmm_(dy, weight) if accumulate else torch.mm(dy, weight, out=out)
+        if out is not None and accumulate:
+            return out.addmm_(dy, weight)
+        return torch.mm(dy, weight, out=out)
 
 
 class FourBit(Dense):
@@ -130,10 +134,12 @@ def shape(form: str, tensors: Tensors) -> tuple[int, int]:
     return KINDS[kind].shape(arguments, tensors)
 
 
-def product(form: str, tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ Wᵀ`."""
+def product(
+    form: str, tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x @ Wᵀ`, plus the bias."""
     kind, *arguments = form.split(":")
-    found: torch.Tensor = KINDS[kind].product(arguments, tensors, x, out)
+    found: torch.Tensor = KINDS[kind].product(arguments, tensors, x, out, bias)
     return found
 
 
