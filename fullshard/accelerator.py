@@ -78,7 +78,7 @@ def using(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A context in which this is the thread's current accelerator; comparing is cheaper than always switching."""
     if not is_accelerator(device) or device.index == torch.accelerator.current_device_index():
         return contextlib.nullcontext()
-    return torch.get_device_module(device).device(device)  # type: ignore[no-any-return]
+    return torch.get_device_module(device).device(device)
 
 
 # --- streams --------------------------------------------------------------------------------------------------------

@@ -37,15 +37,16 @@ def method_of(peft_config: Any) -> str:
 
 
 def check_method(peft_config: Any, quantized: str | None, in_memory: bool) -> None:
-    """Refuse a method that cannot train on this model: quantized ("4-bit", "fp8") or dense, with its weights in memory or in files."""
+    """Refuse a method that cannot train on this model: quantized ("4-bit", "fp8") or dense, with its
+    weights in memory or in files."""
     method = method_of(peft_config)
     if method not in SERVED:
         why = REFUSED.get(method, "it has not been tried on sharded models")
         raise ConfigError(f"a {method} adapter is not supported: {why}. Supported are {', '.join(SERVED)}.")
     if quantized and method not in ON_QUANTIZED:
         raise ConfigError(
-            f"a {method} adapter is not supported on {quantized} weights; expected {', '.join(ON_QUANTIZED)}, or a model "
-            f"without quantization."
+            f"a {method} adapter is not supported on {quantized} weights; expected {', '.join(ON_QUANTIZED)}, or a "
+            f"model without quantization."
         )
     if method in FROM_WEIGHTS and not in_memory:
         raise ConfigError(

@@ -75,12 +75,13 @@ def dense_line(model: nn.Module) -> str | None:
     if not weights:
         return None
     quantized, dense = bytes_by_kind(model)
+    kind = "4 bits" if quantized_format(model) == "4-bit" else quantized_format(model)
     usual = [kind for kind in ("embedding", "head", "norms and biases") if kind in dense]
     others = [kind for kind, _ in dense.most_common() if kind not in usual]
     listed = [f"{kind} {memory_size(dense[kind])}" for kind in (*usual, *others[:LISTED])]
     if rest := others[LISTED:]:
         listed.append(f"{len(rest)} other kinds {memory_size(sum(dense[kind] for kind in rest))}")
     return (
-        f"{'fp8' if quantized_format(model) == 'fp8' else '4 bits'}: {weights:,} weights in {memory_size(quantized)}; dense: {memory_size(dense.total())}"
+        f"{kind}: {weights:,} weights in {memory_size(quantized)}; dense: {memory_size(dense.total())}"
         f"{' (' + ', '.join(listed) + ')' if listed else ''}"
     )

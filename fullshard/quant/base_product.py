@@ -44,9 +44,8 @@ class Kind(Protocol):
         """(out features, in features)."""
 
     def product(
-        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> Any: ...  # fmt: skip
+        self, arguments: Sequence[str], tensors: Tensors, x: Any, out: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> Any: ...
 
     def grad_input(
         self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
@@ -98,16 +97,18 @@ class FourBit(Dense):
 
 
 class FP8:
-    """An fp8 weight, multiplied in fp8. An input may be prepared (`fp8.prepare`), to be quantized once."""
+    """An fp8 weight, multiplied in fp8. The input may be prepared (`fp8.prepare`)."""
 
     def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
         rows, columns = tensors[0].shape
         return rows, columns
 
     def product(
-        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor | fp8.Input, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        return fp8.product(fp8.Weight(*tensors), x if isinstance(x, fp8.Input) else fp8.prepare(x), out)
+        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor | fp8.Input, out: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        found = fp8.product(fp8.Weight(*tensors), fp8.prepare(x) if isinstance(x, torch.Tensor) else x, out)
+        return found if bias is None else found.add_(bias)
 
     def grad_input(
         self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
@@ -135,10 +136,13 @@ def shape(form: str, tensors: Tensors) -> tuple[int, int]:
 
 
 def product(
-    form: str, tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None = None, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`x @ Wᵀ`, plus the bias."""
+    form: str, tensors: Tensors, x: torch.Tensor | fp8.Input, out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`x @ Wᵀ`, plus the bias. `x` may come from `prepare`."""
     kind, *arguments = form.split(":")
+    if isinstance(x, fp8.Input) and kind != "fp8":
+        x = x.x
     found: torch.Tensor = KINDS[kind].product(arguments, tensors, x, out, bias)
     return found
 
@@ -155,21 +159,18 @@ def grad_input(
 # --- weights that share an input --------------------------------------------------------------------------------------
 
 
-def prepare(forms: Sequence[str], x: torch.Tensor) -> dict[str, Any]:
-    """The input of several products by form: `x`, quantized once for all fp8 weights."""
-    return {form: fp8.prepare(x) if form == "fp8" else x for form in dict.fromkeys(forms)}
+def prepare(forms: Sequence[str], x: torch.Tensor) -> torch.Tensor | fp8.Input:
+    """The input of several products: what some of their weights need of it is computed once."""
+    return fp8.prepare(x) if "fp8" in forms else x
 
 
-def grad_input_sum(
-    forms: Sequence[str], tensors: Sequence[Tensors], grads: Sequence[torch.Tensor], out: torch.Tensor | None = None
-) -> torch.Tensor:
+def grad_input_sum(forms: Sequence[str], tensors: Sequence[Tensors], grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of `dy @ W` over weights that share an input. fp8 weights give one product together."""
-    joint = [i for i, form in enumerate(forms) if form == "fp8"]
-    found = out
-    if joint:
-        found = fp8.grad_input([fp8.Weight(*tensors[i]) for i in joint], [grads[i] for i in joint], out)
-    for i, form in enumerate(forms):
+    found = None
+    if joint := [i for i, form in enumerate(forms) if form == "fp8"]:
+        found = fp8.grad_input([fp8.Weight(*tensors[i]) for i in joint], [grads[i] for i in joint])
+    for form, held, dy in zip(forms, tensors, grads, strict=True):
         if form != "fp8":
-            found = grad_input(form, tensors[i], grads[i], found, accumulate=bool(joint) or i > 0)
+            found = grad_input(form, held, dy, found, accumulate=found is not None)
     assert found is not None
     return found

@@ -55,6 +55,11 @@ class Weight(NamedTuple):
         return self.scale_bytes.view(torch.float32)
 
 
+def fits(in_features: int, out_features: int) -> bool:
+    """Whether a weight of these sizes can be multiplied in fp8, in both directions."""
+    return in_features % MULTIPLE == 0 and out_features % MULTIPLE == 0
+
+
 def hardware_note(device: torch.device) -> str | None:
     """What a device without fp8 products does instead; None for one that has them."""
     if accelerator.computes_fp8(device):

@@ -1,5 +1,5 @@
-"""`quantize_model`: replaces a model's linear layers by `NF4Linear` and its fused experts by `NF4Experts`, or its linear
-layers by `FP8Linear`.
+"""`quantize_model`: replaces a model's linear layers by `NF4Linear` and its fused experts by `NF4Experts`, or its
+linear layers by `FP8Linear`.
 
 Models with values are quantized layer by layer. On the meta device only the modules are replaced; loading sets their
 values.
@@ -60,17 +60,19 @@ def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int
 
 
 def _to_fp8(model: nn.Module) -> nn.Module:
-    fitting = (one for one in linears(model) if not one[2].in_features % fp8.MULTIPLE | one[2].out_features % fp8.MULTIPLE)
+    fitting = ((name, linear, form) for name, linear, form in linears(model) if fp8.fits(*form[:2]))
     if not _replace(model, fitting, lambda name, linear, form: FP8Linear.of(linear, form=form)):
         raise QuantizationError(
-            f"{type(model).__name__} has no weight to quantize to fp8: no linear layer besides the head whose sizes are "
-            f"multiples of {fp8.MULTIPLE}"
+            f"{type(model).__name__} has no weight to quantize to fp8: no linear layer besides the head whose sizes "
+            f"are multiples of {fp8.MULTIPLE}"
         )
     return model
 
 
 def _replace(
-    model: nn.Module, found: Iterable[tuple[str, Any, LinearForm]], make: Callable[[str, Any, LinearForm], QuantizedLinear]
+    model: nn.Module,
+    found: Iterable[tuple[str, Any, LinearForm]],
+    make: Callable[[str, Any, LinearForm], QuantizedLinear],
 ) -> int:
     """Put quantized layers in the place of linear ones; returns their number."""
     made: dict[nn.Module, QuantizedLinear] = {}

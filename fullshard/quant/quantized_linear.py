@@ -48,7 +48,13 @@ class QuantizedLinear(nn.Linear):
         raise NotImplementedError
 
     def _set_up(
-        self, in_features: int, out_features: int, bias: bool, compute_dtype: torch.dtype | None, device: Any, dtype: Any
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        compute_dtype: torch.dtype | None,
+        device: Any,
+        dtype: Any,
     ) -> None:
         """Set sizes, dtypes, zero parts and a zero bias."""
         self.in_features, self.out_features = in_features, out_features

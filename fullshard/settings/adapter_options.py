@@ -171,9 +171,9 @@ class AdapterOptions:
         if taken_from_weights(start) and (self.use_4bit_quantization or self.base_dtype):
             setting = "base_dtype" if self.base_dtype else "use_4bit_quantization"
             raise ConfigError(
-                f"init_lora_weights is {start}, and the model is quantized to {self.base_dtype or '4 bits'}: the changed "
-                f"base weights would be rounded, so that the saved adapter could not reproduce the trained model. Use "
-                f"another start, or leave {setting} out."
+                f"init_lora_weights is {start}, and the model is quantized to {self.base_dtype or '4 bits'}: the "
+                f"changed base weights would be rounded, so that the saved adapter could not reproduce the trained "
+                f"model. Use another start, or leave {setting} out."
             )
 
     def _check_kind(self) -> None:

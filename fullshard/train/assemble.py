@@ -112,8 +112,8 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
         say(note)
     if base is None and (chosen := config.base_dtype or quantization(config)) is not None:
         model = quantize_model(model, chosen)
-    if config.base_dtype and (note := fp8.hardware_note(runtime.device())):
-        say(f"base_dtype {config.base_dtype}: {note}")
+    if config.base_dtype and (slower := fp8.hardware_note(runtime.device())):
+        say(f"base_dtype {config.base_dtype}: {slower}")
     model = adapter.make_trainable(
         config, engine.activation_checkpointing, model, tokenizer, peft_config, earlier, run.train is not None, say
     )
