@@ -47,10 +47,11 @@ def forward(
     """The outputs [tokens, out] of all layers, and `h`, for `x` [tokens, in]."""
     a, width = stacked(layers)
     h = x @ a.t() if dropout is None else dropout.product(x, a, width)  # [tokens, layers·width]
-    return [_updated(x, layer, _columns(h, i, width, layer)) for i, layer in enumerate(layers)], h
+    ready = base_product.prepare([layer.form for layer in layers], x)
+    return [_updated(ready, layer, _columns(h, i, width, layer)) for i, layer in enumerate(layers)], h
 
 
-def _updated(x: torch.Tensor, layer: Layer, h: torch.Tensor) -> torch.Tensor:
+def _updated(x: base_product.Prepared, layer: Layer, h: torch.Tensor) -> torch.Tensor:
     y = base_product.product(layer.form, layer.base, x, bias=layer.bias)
     return y.addmm_(h, layer.b.t(), alpha=layer.scale)
 
@@ -74,9 +75,8 @@ def backward(
         torch.addmm(part, dy, layer.b, beta=0, alpha=layer.scale, out=part)
     dx = None
     if wants_x:
-        for _, layer, dy in used:
-            dx = base_product.grad_input(layer.form, layer.base, dy, out=dx, accumulate=dx is not None)
-        dx = torch.zeros_like(x) if dx is None else dx
+        products = [base_product.Gradient(layer.form, layer.base, dy) for _, layer, dy in used]
+        dx = base_product.grad_input_sum(products) if products else torch.zeros_like(x)
         dx = dx.addmm_(dh, a) if dropout is None else dropout.add_grad_input(dx, dh, a, width)
     if not wants_adapters:
         return Gradients(dx, [], [])

@@ -136,7 +136,7 @@ def shape(form: str, tensors: Tensors) -> tuple[int, int]:
 
 
 def product(
-    form: str, tensors: Tensors, x: torch.Tensor | fp8.Input, out: torch.Tensor | None = None,
+    form: str, tensors: Tensors, x: Prepared, out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`x @ Wᵀ`, plus the bias. `x` may come from `prepare`."""
@@ -158,19 +158,30 @@ def grad_input(
 
 # --- weights that share an input --------------------------------------------------------------------------------------
 
+Prepared = torch.Tensor | fp8.Input
+"""An input from `prepare`."""
 
-def prepare(forms: Sequence[str], x: torch.Tensor) -> torch.Tensor | fp8.Input:
+
+def prepare(forms: Sequence[str], x: torch.Tensor) -> Prepared:
     """The input of several products: what some of their weights need of it is computed once."""
     return fp8.prepare(x) if "fp8" in forms else x
 
 
-def grad_input_sum(forms: Sequence[str], tensors: Sequence[Tensors], grads: Sequence[torch.Tensor]) -> torch.Tensor:
+class Gradient(NamedTuple):
+    """A weight, and the gradient of its product."""
+
+    form: str
+    tensors: Tensors
+    dy: torch.Tensor
+
+
+def grad_input_sum(products: Sequence[Gradient]) -> torch.Tensor:
     """The sum of `dy @ W` over weights that share an input. fp8 weights give one product together."""
     found = None
-    if joint := [i for i, form in enumerate(forms) if form == "fp8"]:
-        found = fp8.grad_input([fp8.Weight(*tensors[i]) for i in joint], [grads[i] for i in joint])
-    for form, held, dy in zip(forms, tensors, grads, strict=True):
-        if form != "fp8":
-            found = grad_input(form, held, dy, found, accumulate=found is not None)
+    if joint := [one for one in products if one.form == "fp8"]:
+        found = fp8.grad_input([fp8.Weight(*one.tensors) for one in joint], [one.dy for one in joint])
+    for one in products:
+        if one.form != "fp8":
+            found = grad_input(*one, out=found, accumulate=found is not None)
     assert found is not None
     return found

@@ -113,7 +113,8 @@ def test_weights_that_share_an_input() -> None:
         torch.testing.assert_close(base_product.product(form, held, ready, bias=bias), y + bias)
     grads = [torch.randn_like(y) for y in ys]
     (expected,) = torch.autograd.grad(ys, x, grads)
-    assert apart(base_product.grad_input_sum(forms, tensors, grads), expected) < 0.02
+    products = [base_product.Gradient(*one) for one in zip(forms, tensors, grads, strict=True)]
+    assert apart(base_product.grad_input_sum(products), expected) < 0.02
 
 
 # --- the layer --------------------------------------------------------------------------------------------------------
