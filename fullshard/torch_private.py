@@ -82,6 +82,8 @@ NAMES = {
     "NoTorchFunction": "torch._C:DisableTorchFunctionSubclass",
     # Many copies in one kernel launch. 2.11, 2.13. Gathers of small parameters break.
     "foreach_copy_": "torch:_foreach_copy_",
+    # Products of fp8 matrices with scales; the public one has no `out`. 2.11, 2.13. fp8 weights break.
+    "scaled_mm": "torch:_scaled_mm",
     # Nested arguments as a flat list; neither version has a public module for it. 2.11, 2.13. Dispatch breaks.
     "tree_flatten": "torch.utils._pytree:tree_flatten",
     "tree_leaves": "torch.utils._pytree:tree_leaves",

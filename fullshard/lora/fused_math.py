@@ -2,7 +2,7 @@
 
     y_i = x @ W_iᵀ + bias_i + scale_i · h_i @ B_iᵀ,    h_i = dropout_i(x) @ A_iᵀ
 
-Forward reads `x` once for all adapters and adds each update in place into the product of the frozen weight. Backward
+Forward reads `x` once for all adapters and adds the product of each frozen weight in place to the update. Backward
 needs `x` and `h`; gradients of `x` are summed in place, and frozen weights get none. `h` has the columns of all
 adapters side by side, as many for each as the largest rank.
 """
@@ -47,13 +47,19 @@ def forward(
     """The outputs [tokens, out] of all layers, and `h`, for `x` [tokens, in]."""
     a, width = stacked(layers)
     h = x @ a.t() if dropout is None else dropout.product(x, a, width)  # [tokens, layers·width]
-    return [updated(x, layer, _columns(h, i, width, layer)) for i, layer in enumerate(layers)], h
+    ready = base_product.prepare([layer.form for layer in layers], x)
+    return [updated(ready, layer, _columns(h, i, width, layer)) for i, layer in enumerate(layers)], h
 
 
-def updated(x: torch.Tensor, layer: Layer, h: torch.Tensor) -> torch.Tensor:
-    """The output of a layer: the product of its frozen weight, to which the adapter's update is added in place."""
-    y = base_product.product(layer.form, layer.base, x, bias=layer.bias)
-    return y.addmm_(h, layer.b.t(), alpha=layer.scale)
+def updated(x: base_product.Prepared, layer: Layer, h: torch.Tensor) -> torch.Tensor:
+    """The output of a layer. The adapter's update comes first and the product of the frozen weight is added in place:
+    the large product then reads the output while it computes, which is faster than a pass of its own for the update."""
+    b = layer.b.t()
+    if layer.bias is None:
+        y = scaled_product(h, b, layer.scale)
+    else:
+        y = torch.addmm(layer.bias, h, b, alpha=layer.scale)
+    return base_product.product(layer.form, layer.base, x, out=y, accumulate=True)
 
 
 def backward(
@@ -75,9 +81,8 @@ def backward(
         torch.addmm(part, dy, layer.b, beta=0, alpha=layer.scale, out=part)
     dx = None
     if wants_x:
-        for _, layer, dy in used:
-            dx = base_product.grad_input(layer.form, layer.base, dy, out=dx, accumulate=dx is not None)
-        dx = torch.zeros_like(x) if dx is None else dx
+        products = [base_product.Gradient(layer.form, layer.base, dy) for _, layer, dy in used]
+        dx = base_product.grad_input_sum(products) if products else torch.zeros_like(x)
         dx = dx.addmm_(dh, a) if dropout is None else dropout.add_grad_input(dx, dh, a, width)
     if not wants_adapters:
         return Gradients(dx, [], [])

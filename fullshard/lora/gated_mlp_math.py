@@ -59,7 +59,8 @@ def forward(x: torch.Tensor, mlp: GatedMlp, dropouts: Dropouts | None) -> tuple[
     """The output [tokens, out] for `x` [tokens, in], and what backward needs."""
     a, width = fused_math.stacked([mlp.gate, mlp.up])
     h = x @ a.t() if dropouts is None else dropouts.inputs.product(x, a, width)
-    gate, up = (base_product.product(one.form, one.base, x, bias=one.bias) for one in (mlp.gate, mlp.up))
+    ready = base_product.prepare([mlp.gate.form, mlp.up.form], x)
+    gate, up = (base_product.product(one.form, one.base, ready, bias=one.bias) for one in (mlp.gate, mlp.up))
     middle, h_down = _between(gate, up, h, mlp, dropouts)
     return fused_math.updated(middle, mlp.down, h_down), Saved(x, gate, up, h, h_down)
 
@@ -76,8 +77,8 @@ def backward(dy: torch.Tensor, saved: Saved, mlp: GatedMlp, dropouts: Dropouts |
     del middle, d_middle
     dx = None
     if wants_x:
-        dx = base_product.grad_input(mlp.gate.form, mlp.gate.base, d_gate)
-        dx = base_product.grad_input(mlp.up.form, mlp.up.base, d_up, out=dx, accumulate=True)
+        branches = (mlp.gate.form, mlp.gate.base, d_gate), (mlp.up.form, mlp.up.base, d_up)
+        dx = base_product.grad_input_sum([base_product.Gradient(*one) for one in branches])
         dx = dx.addmm_(dh, a) if inputs is None else inputs.add_grad_input(dx, dh, a, width)
     da = dh.t() @ x if inputs is None else inputs.grad_weight(dh, x, width)
     ranks = len(mlp.gate.a), len(mlp.up.a)

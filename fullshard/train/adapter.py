@@ -33,7 +33,7 @@ from fullshard.models.gated_mlps import gated_mlps
 from fullshard.models.shared_inputs import shared_inputs
 from fullshard.options import as_list, nearest
 from fullshard.quant.config import Quantization, quantization_from_options, storage_note
-from fullshard.quant.quantize import packed_weights
+from fullshard.quant.quantize import quantized_format
 from fullshard.ranks import agree
 from fullshard.settings.adapter_options import check_prompt
 from fullshard.settings.sft_config import SFTConfig
@@ -264,7 +264,7 @@ def make_trainable(
     """
     in_memory = not any(p.is_meta for p in model.parameters())
     for one in getattr(model, "peft_config", {"new": peft_config} if peft_config is not None else {}).values():
-        check_method(one, bool(packed_weights(model)), in_memory)
+        check_method(one, quantized_format(model), in_memory)
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
         if config.prompt_tuning_init_text:

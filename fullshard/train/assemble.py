@@ -25,6 +25,7 @@ from fullshard.models.router_loss import has_router_loss, set_router_loss
 from fullshard.parallelize.model import checkpointed_modules, shard_model
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
+from fullshard.quant import fp8
 from fullshard.quant.quantize import quantize_model
 from fullshard.ranks import agree, agree_locally
 from fullshard.reporting.reporter import Reporter
@@ -109,8 +110,10 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     packing = choose_packing(config, model, say) if config.keeps_apart else None
     if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
         say(note)
-    if base is None and (four_bits := quantization(config)) is not None:
-        model = quantize_model(model, four_bits)
+    if base is None and (chosen := config.base_dtype or quantization(config)) is not None:
+        model = quantize_model(model, chosen)
+    if config.base_dtype and (slower := fp8.hardware_note(runtime.device())):
+        say(f"base_dtype {config.base_dtype}: {slower}")
     model = adapter.make_trainable(
         config, engine.activation_checkpointing, model, tokenizer, peft_config, earlier, run.train is not None, say
     )
