@@ -24,7 +24,7 @@ from fullshard.lora import trainable_tokens
 from fullshard.models.deferred_logits import DeferredLogits, SoftCap, Step
 from fullshard.models.inner_model import causal
 from fullshard.models.router_loss import without_padding
-from fullshard.models.token_loss import TokenLoss, fused, in_place, known_count, reference
+from fullshard.models.token_loss import TokenLoss, by_kernel, fused, known_count, reference
 from fullshard.torch_private import NoTorchFunction
 
 FUSED_BYTES = 256 * 2**20
@@ -106,7 +106,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if own is not None and index is not None:
                 logits.index_copy_(1, index, F.linear(hidden[piece], own))
             if cap is not None:
-                found = in_place(logits, labels[piece], cap, kind, scale, entropy, want)
+                found = by_kernel(logits, labels[piece], cap, kind, scale, entropy, logits if want else None)
             else:
                 found = reference(logits, labels[piece], steps, factors, kind, scale, entropy, want)
             del logits  # before the next chunk's
@@ -171,7 +171,7 @@ def chunked_cross_entropy(
     shifted = next_labels(labels)
     count, chosen = known_count(labels), None
     if count is not None and count <= GATHERED * shifted.numel():
-        chosen = (shifted != IGNORED).sort(descending=True, stable=True).indices[:count]
+        chosen = (shifted != IGNORED).byte().sort(descending=True, stable=True).indices[:count]
     index, values = (own.index, own.values) if own is not None else (None, None)
     trained = [v for _, args, kwargs, _ in steps for v in (*args, *kwargs.values()) if _trains(v)]
     factors = {id(factor): factor for factor in trained}.values()
@@ -190,11 +190,33 @@ def _trains(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and type(value) is not DeferredLogits and value.requires_grad
 
 
+class _WholeLoss(torch.autograd.Function):
+    """Summed cross-entropy from full logits [n, v] by the fused kernel, with the gradient in the same pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, scale: float, kind: TokenLoss, entropy: bool
+    ) -> Any:
+        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        found = by_kernel(logits, labels, SoftCap(), kind, scale, entropy, gradient)
+        sums, ctx.gradient = found.per_token.sum(0), gradient
+        ctx.mark_non_differentiable(sums)
+        return sums[0] * scale, sums
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: torch.Tensor, _: Any) -> Any:
+        gradient, ctx.gradient = ctx.gradient, None
+        return _scaled(gradient, d_loss, gradient.dtype), *[None] * 4
+
+
 def whole_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, scale: float = 1.0,
     kind: TokenLoss = TokenLoss(), entropy: bool = False,  # noqa: B008 - frozen
 ) -> HeadStatistics:  # fmt: skip
     """The same statistics from full logits."""
+    if fused((), False, logits.dtype, logits.device) is not None:
+        flat = logits.reshape(-1, logits.shape[-1])
+        return HeadStatistics(*_WholeLoss.apply(flat, next_labels(labels), scale, kind, entropy))
     values, labels = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
     values = values.to(torch.promote_types(torch.float32, values.dtype))
     losses = F.cross_entropy(values, labels, ignore_index=IGNORED, reduction="none", label_smoothing=kind.smoothing)

@@ -52,13 +52,13 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def in_place(
-    logits: torch.Tensor, labels: torch.Tensor, cap: SoftCap, kind: TokenLoss, scale: float, entropy: bool, want: bool
-) -> Found:
-    """The losses by the kernel; the gradient, if wanted, replaces the logits."""
+def by_kernel(
+    logits: torch.Tensor, labels: torch.Tensor, cap: SoftCap, kind: TokenLoss, scale: float, entropy: bool,
+    gradient: torch.Tensor | None,
+) -> Found:  # fmt: skip
+    """The losses by the kernel, which writes to `gradient`, if given; this may be the logits' own memory."""
     from fullshard.models import loss_kernels
 
-    gradient = logits if want else None
     each = loss_kernels.token_losses(logits, labels, cap, kind.smoothing, kind.dft, entropy, scale, gradient)
     return Found(each, gradient)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fullshard import accelerator
 from fullshard.data.pretokenized import IGNORED
 from fullshard.models import chunked_loss, token_loss
-from fullshard.models.chunked_loss import chunked_cross_entropy
+from fullshard.models.chunked_loss import chunked_cross_entropy, whole_cross_entropy
 from fullshard.models.deferred_logits import DeferredLogits, SoftCap
 from fullshard.models.token_loss import TokenLoss
 
@@ -22,6 +22,7 @@ if accelerator.kind() == "cpu":
 from fullshard.models import loss_kernels
 
 DEVICE = accelerator.kind()
+pytestmark = [pytest.mark.gpu] if DEVICE != "cpu" else []
 CAP = SoftCap(1 / 3, True, 3.0)
 
 
@@ -131,8 +132,8 @@ def test_the_chunked_loss_is_that_of_torch(
     hidden = torch.randn(2, 9, 16, generator=draw).to(DEVICE)
     weight, bias = torch.randn(50, 16, generator=draw).to(DEVICE), torch.randn(50, generator=draw).to(DEVICE)
     called = []
-    plain = token_loss.in_place
-    monkeypatch.setattr(chunked_loss, "in_place", lambda *args: called.append(1) or plain(*args))
+    plain = token_loss.by_kernel
+    monkeypatch.setattr(chunked_loss, "by_kernel", lambda *args: called.append(1) or plain(*args))
 
     def results() -> list[torch.Tensor]:
         head = torch.nn.Linear(16, 50).to(DEVICE).requires_grad_(trains)
@@ -157,3 +158,21 @@ def test_the_chunked_loss_is_that_of_torch(
         for a, b in zip(results(), right, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert called
+
+
+def test_the_loss_of_whole_logits_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(1)
+    logits, labels = torch.randn(2, 6, 50, generator=draw).to(DEVICE), torch.randint(0, 50, (2, 6), generator=draw)
+    labels[0, 2:4] = IGNORED
+    labels = labels.to(DEVICE)
+    found = {}
+    for kernel in (False, True):
+        monkeypatch.setattr(token_loss, "_has_triton", lambda kernel=kernel: kernel)
+        if kernel:
+            use_kernel(monkeypatch)
+        x = logits.clone().requires_grad_()
+        sums = whole_cross_entropy(x * 2, labels, 0.25, TokenLoss(smoothing=0.1), entropy=True)
+        (sums.scaled * 3).backward()
+        found[kernel] = (sums.scaled.detach(), sums.sums, x.grad)
+    for a, b in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -76,7 +76,9 @@ def test_an_adapter_is_peft_s(tmp_path: Path) -> None:
     trainer.train()
     trainer.save_model()
     metrics = trainer.evaluate(text_rows(6, seed=3))
-    assert "entropy" not in trainer.state.log_history[0] and "eval_entropy" not in metrics, "no entropy unless asked for"
+    assert "entropy" not in trainer.state.log_history[0] and "eval_entropy" not in metrics, (
+        "no entropy unless asked for"
+    )
     evaluated = metrics["eval_loss"]
     read = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer, total, count = make_tokenizer(), 0.0, 0
