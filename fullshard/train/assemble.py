@@ -18,10 +18,11 @@ from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
 from fullshard.fsdp import checkpoint_module
 from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.models.chunked_loss import LeanHead, TokenLoss
+from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.neftune import add_noise
 from fullshard.models.packed_inputs import PackingMethod
 from fullshard.models.router_loss import has_router_loss, set_router_loss
+from fullshard.models.token_loss import TokenLoss
 from fullshard.parallelize.model import checkpointed_modules, shard_model
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
@@ -139,7 +140,7 @@ def build_loop(
         add_noise(model, config.neftune_noise_alpha)
     packed = packed_inputs(model, parts.packing, engine.mixed_precision)
     loss = TokenLoss(config.label_smoothing_factor, config.loss_type == "dft")
-    head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss, loss)
+    head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss, loss, config.measures_entropy)
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
     recomputes = config.gradient_checkpointing and not engine.activation_checkpointing

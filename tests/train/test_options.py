@@ -54,6 +54,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "adam_beta1": ({}, 0.5), "adam_beta2": ({}, 0.5), "adam_epsilon": ({}, 1e-2), "max_grad_norm": ({"optim": "sgd"}, 0.01),
     "bf16": ({}, True), "fp16": ({}, True), "gradient_checkpointing": ({}, True),
     "use_reentrant": ({"gradient_checkpointing": True}, True), "chunked_loss": ({}, False), "loss_chunk_tokens": ({}, 3),
+    "log_entropy": ({}, True),
     "eval_strategy": ({}, "epoch"), "eval_steps": (EVALUATES, 1), "eval_on_start": (EVALUATES, True),
     "save_strategy": ({}, "no"), "save_steps": ({}, 3), "save_total_limit": ({}, 1), "save_dtype": ({}, "float16"),
     "async_save": ({}, True), "early_stopping_patience": ({**EVALUATES, "eval_steps": 1, "learning_rate": 2.0}, 1),
