@@ -56,7 +56,7 @@ def _scaled(part: torch.Tensor, blocksize: int) -> tuple[torch.Tensor, torch.Ten
 def dequantize(
     packed: torch.Tensor, absmax: torch.Tensor, blocksize: int, quant_type: str, out: torch.Tensor
 ) -> torch.Tensor:
-    """Dequantize the first weights from packed codes [bytes] uint8 and scales [blocks] fp32 into `out`, which is flat."""
+    """Dequantize the first weights into `out` [n], from packed codes [bytes] uint8 and scales [blocks] fp32."""
     if accelerator.is_accelerator(packed.device):
         from fullshard.quant import triton_kernels
 
