@@ -14,14 +14,14 @@ A new kind of storage adds an entry to `KINDS`, and its layer a method `base_for
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from fullshard.quant import fp8
-from fullshard.quant.sharded_groups import weight_of
+from fullshard.quant import fp8, workspace
 
 Tensors = Sequence[torch.Tensor]
 
@@ -60,26 +60,28 @@ class Dense:
         rows, columns = tensors[0].shape
         return rows, columns
 
-    def weight(self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [out, in] for one product."""
-        return tensors[0]
+    def weight(
+        self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype
+    ) -> contextlib.AbstractContextManager[torch.Tensor]:
+        """The weight [out, in] for one product, which is inside."""
+        return contextlib.nullcontext(tensors[0])
 
     def product(
         self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None,
         bias: torch.Tensor | None, accumulate: bool,
     ) -> torch.Tensor:  # fmt: skip
-        columns = self.weight(arguments, tensors, x.dtype).t()
-        if out is not None and accumulate:
-            return out.addmm_(x, columns)
-        return torch.mm(x, columns, out=out) if bias is None else torch.addmm(bias, x, columns, out=out)
+        with self.weight(arguments, tensors, x.dtype) as weight:
+            if out is not None and accumulate:
+                return out.addmm_(x, weight.t())
+            return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def grad_input(
         self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
     ) -> torch.Tensor:
-        weight = self.weight(arguments, tensors, dy.dtype)
-        if out is not None and accumulate:
-            return out.addmm_(dy, weight)
-        return torch.mm(dy, weight, out=out)
+        with self.weight(arguments, tensors, dy.dtype) as weight:
+            if out is not None and accumulate:
+                return out.addmm_(dy, weight)
+            return torch.mm(dy, weight, out=out)
 
 
 class FourBit(Dense):
@@ -92,11 +94,13 @@ class FourBit(Dense):
         rows, _, columns = arguments[1].partition("x")
         return int(rows), int(columns)
 
-    def weight(self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+    def weight(
+        self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype
+    ) -> contextlib.AbstractContextManager[torch.Tensor]:
         packed, absmax, nested = (*tensors, None)[:3]
         assert packed is not None and absmax is not None
         shape = self.shape(arguments, tensors)
-        return weight_of(packed, absmax, nested, shape, int(arguments[0]), self.quant_type, dtype)
+        return workspace.dequantized(packed, absmax, nested, shape, int(arguments[0]), self.quant_type, dtype)
 
 
 class FP8:

@@ -67,6 +67,9 @@ class AdapterOptions:
     fp32, uint8 keeps the dtype of the files. The 4-bit values are always stored as bytes."""
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     """The 4-bit format."""
+    offload_embedding: bool | None = None
+    """Keep a frozen input embedding in host memory, where the GPU reads the rows of the batch; the numbers are the
+    same. Every rank holds it whole then. If not set: with 4-bit models on GPUs."""
     peft_type: Literal["lora", "vera", "prompt_tuning", "prefix_tuning", "p_tuning"] = option(
         "lora", aliases=("peft_method",), flags=("peft_method",)
     )
