@@ -129,7 +129,7 @@ class TrainingStep:
             return count
         if self.compute_loss_func is None and not self.model_accepts_loss_kwargs and overridden(self, "compute_loss"):
             return None
-        self._items = (torch.tensor(count, device=runtime.device()), count)
+        self._items = (torch.full((), count, device=runtime.device()), count)
         return self._items[0]
 
     @property
