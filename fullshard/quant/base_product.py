@@ -7,6 +7,7 @@ Python objects: a kind, and the numbers that the tensors do not tell, separated 
 |---|---|
 | `dense` | weight [out, in] |
 | `nf4:64:4096x14336`, `fp4:…` | packed, absmax and, with double quantization, nested (blocks of 64, [out, in]) |
+| `fp8` | packed [out, in], scales [out, 4], both as bytes |
 
 A new kind of storage adds an entry to `KINDS`, and its layer a method `base_form`.
 """
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from fullshard.quant import workspace
+from fullshard.quant import fp8, workspace
 
 Tensors = Sequence[torch.Tensor]
 
@@ -35,14 +36,17 @@ class BaseForm(NamedTuple):
 class Kind(Protocol):
     """How weights of one kind of storage are multiplied. `arguments` are the parts of the form behind the kind.
 
-    `x` is [tokens, in] and `dy` [tokens, out]; the result has their dtype. `out` is where it is written, if given; with
-    `accumulate` it is added there.
+    `x` is [tokens, in] and `dy` [tokens, out]; the result has their dtype, as has `bias`. `out` is where the result is
+    written, if given; with `accumulate` it is added there (and there is no bias).
     """
 
     def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
         """(out features, in features)."""
 
-    def product(self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None) -> Any: ...
+    def product(
+        self, arguments: Sequence[str], tensors: Tensors, x: Any, out: torch.Tensor | None, bias: torch.Tensor | None,
+        accumulate: bool,
+    ) -> Any: ...  # fmt: skip
 
     def grad_input(
         self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
@@ -63,18 +67,21 @@ class Dense:
         return contextlib.nullcontext(tensors[0])
 
     def product(
-        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None,
+        bias: torch.Tensor | None, accumulate: bool,
+    ) -> torch.Tensor:  # fmt: skip
         with self.weight(arguments, tensors, x.dtype) as weight:
-            return torch.mm(x, weight.t()) if out is None else torch.mm(x, weight.t(), out=out)
+            if out is not None and accumulate:
+                return out.addmm_(x, weight.t())
+            return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def grad_input(
         self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
     ) -> torch.Tensor:
         with self.weight(arguments, tensors, dy.dtype) as weight:
-            if out is None:
-                return torch.mm(dy, weight)
-            return out.addmm_(dy, weight) if accumulate else torch.mm(dy, weight, out=out)
+            if out is not None and accumulate:
+                return out.addmm_(dy, weight)
+            return torch.mm(dy, weight, out=out)
 
 
 class FourBit(Dense):
@@ -96,7 +103,30 @@ class FourBit(Dense):
         return workspace.dequantized(packed, absmax, nested, shape, int(arguments[0]), self.quant_type, dtype)
 
 
-KINDS: dict[str, Kind] = {"dense": Dense(), "nf4": FourBit("nf4"), "fp4": FourBit("fp4")}
+class FP8:
+    """An fp8 weight, multiplied in fp8. The input may be prepared (`fp8.prepare`)."""
+
+    def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
+        rows, columns = tensors[0].shape
+        return rows, columns
+
+    def product(
+        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor | fp8.Input, out: torch.Tensor | None,
+        bias: torch.Tensor | None, accumulate: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        ready = fp8.prepare(x) if isinstance(x, torch.Tensor) else x
+        found = fp8.product(fp8.Weight(*tensors), ready, None if accumulate else out)
+        if out is not None and accumulate:
+            return out.add_(found)
+        return found if bias is None else found.add_(bias)
+
+    def grad_input(
+        self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
+    ) -> torch.Tensor:
+        return fp8.grad_input([fp8.Weight(*tensors)], [dy], out, accumulate)
+
+
+KINDS: dict[str, Kind] = {"dense": Dense(), "nf4": FourBit("nf4"), "fp4": FourBit("fp4"), "fp8": FP8()}
 
 
 def base_form(layer: nn.Module) -> BaseForm | None:
@@ -115,10 +145,15 @@ def shape(form: str, tensors: Tensors) -> tuple[int, int]:
     return KINDS[kind].shape(arguments, tensors)
 
 
-def product(form: str, tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ Wᵀ`."""
+def product(
+    form: str, tensors: Tensors, x: Prepared, out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, accumulate: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`x @ Wᵀ`, plus the bias. `x` may come from `prepare`."""
     kind, *arguments = form.split(":")
-    found: torch.Tensor = KINDS[kind].product(arguments, tensors, x, out)
+    if isinstance(x, fp8.Input) and kind != "fp8":
+        x = x.x
+    found: torch.Tensor = KINDS[kind].product(arguments, tensors, x, out, bias, accumulate)
     return found
 
 
@@ -128,4 +163,35 @@ def grad_input(
     """`dy @ W`, the gradient with respect to `x`."""
     kind, *arguments = form.split(":")
     found: torch.Tensor = KINDS[kind].grad_input(arguments, tensors, dy, out, accumulate)
+    return found
+
+
+# --- weights that share an input --------------------------------------------------------------------------------------
+
+Prepared = torch.Tensor | fp8.Input
+"""An input from `prepare`."""
+
+
+def prepare(forms: Sequence[str], x: torch.Tensor) -> Prepared:
+    """The input of several products: what some of their weights need of it is computed once."""
+    return fp8.prepare(x) if "fp8" in forms else x
+
+
+class Gradient(NamedTuple):
+    """A weight, and the gradient of its product."""
+
+    form: str
+    tensors: Tensors
+    dy: torch.Tensor
+
+
+def grad_input_sum(products: Sequence[Gradient]) -> torch.Tensor:
+    """The sum of `dy @ W` over weights that share an input. fp8 weights give one product together."""
+    found = None
+    if joint := [one for one in products if one.form == "fp8"]:
+        found = fp8.grad_input([fp8.Weight(*one.tensors) for one in joint], [one.dy for one in joint])
+    for one in products:
+        if one.form != "fp8":
+            found = grad_input(*one, out=found, accumulate=found is not None)
+    assert found is not None
     return found

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fullshard.quant import sharded_groups, workspace
-from fullshard.quant.linear import ReadOnlyWeight, read_only_error
 from fullshard.quant.ops import without_autocast
+from fullshard.quant.quantized_linear import ReadOnlyWeight, read_only_error
 from fullshard.quant.sharded_groups import Parts, Scheme
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import (

@@ -32,6 +32,8 @@ def test_products_are_those_of_the_layer(index: int) -> None:
     out = torch.empty(7, 80)
     assert torch.equal(base_product.product(form, tensors, x, out), y) and torch.equal(out, y)
     assert torch.equal(base_product.product(form, tensors, x), y)
+    bias = torch.randn(80)
+    torch.testing.assert_close(base_product.product(form, tensors, x, bias=bias), y + bias)
     assert torch.equal(base_product.grad_input(form, tensors, dy), dx)
     base = torch.randn(7, 48)
     sums = base_product.grad_input(form, tensors, dy, base.clone(), accumulate=True)
