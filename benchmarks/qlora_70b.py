@@ -75,6 +75,7 @@ def build(shape: dict[str, int]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from fullshard.fsdp import checkpoint_module
+    from fullshard.models.offloaded_embedding import offload_embedding
     from fullshard.quant import quantize_model
 
     config = LlamaConfig(
@@ -87,6 +88,7 @@ def build(shape: dict[str, int]) -> Any:
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
         model = get_peft_model(quantize_model(model, {**four_bits, "bnb_4bit_compute_dtype": "bfloat16"}), lora)
+    assert not offload_embedding(model)
     for layer in model.base_model.model.model.layers:
         checkpoint_module(layer)
     return model
