@@ -15,7 +15,7 @@ A new kind of storage adds an entry to `KINDS`, and its layer a method `base_for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from fullshard.quant import fp8
 from fullshard.quant.sharded_groups import weight_of
 
 Tensors = Sequence[torch.Tensor]
+Prepared: TypeAlias = torch.Tensor | fp8.Input
+"""An input from `prepare`."""
 
 
 class BaseForm(NamedTuple):
@@ -157,9 +159,6 @@ def grad_input(
 
 
 # --- weights that share an input --------------------------------------------------------------------------------------
-
-Prepared = torch.Tensor | fp8.Input
-"""An input from `prepare`."""
 
 
 def prepare(forms: Sequence[str], x: torch.Tensor) -> Prepared:
