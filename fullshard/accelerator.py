@@ -129,6 +129,21 @@ def staging(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=is_accelerator(device))
 
 
+class HostCopy:
+    """A copy of a tensor in host memory. Making it does not wait for the device; reading it waits for all work up to
+    the copy."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._copy = pinned(value.shape, value.dtype).copy_(value, non_blocking=True)
+        self._made = current_stream(value.device).record_event() if is_accelerator(value.device) else None
+
+    def read(self) -> list[float]:
+        """The values."""
+        if self._made is not None:
+            self._made.synchronize()
+        return self._copy.tolist()
+
+
 def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialized host memory for long use: pinned if there is an accelerator.
 

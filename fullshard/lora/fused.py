@@ -3,8 +3,8 @@
 `fuse_lora` replaces the forward of single PEFT layers. Modules, names, parameters and files stay PEFT's. The first
 layer of a group that is called computes the outputs of all of them; the others return theirs if they get the same
 tensor, and compute their own if they do not. A layer that does anything else than plain LoRA on a frozen weight runs
-PEFT's forward: `why_not` says why, and `_part` looks again in each call, because adapters can be disabled, merged or
-changed and modules can get hooks at any time.
+PEFT's forward: `why_not` says why, and `LoraGroup.part` looks again in each call, because adapters can be disabled,
+merged or changed and modules can get hooks at any time.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ class LoraGroup:
                 self._take(index)
                 return found
         self.computed = None
-        own = self._part(index, x)
+        own = self.part(index, x)
         if own is None:
             return None
-        rate = self._rate(index)
+        rate = self.rate(index)
         chosen, parts = [], []
         for i in range(len(self.layers)):
-            part = own if i == index else self._part(i, x) if self._rate(i) == rate else None
+            part = own if i == index else self.part(i, x) if self.rate(i) == rate else None
             if part is not None:
                 chosen.append(i)
                 parts.append(part)
         dtype = compute_dtype(x)
         seed = draw_seed(x.device) if rate else None
-        found = lora_group(x.to(dtype), [_cast(part, dtype) for part in parts], seed, rate)
+        found = lora_group(x.to(dtype), [in_dtype(part, dtype) for part in parts], seed, rate)
         outputs: list[torch.Tensor | None] = [None] * len(self.layers)
         for i, y in zip(chosen, found, strict=True):
             outputs[i] = y
@@ -97,12 +97,12 @@ class LoraGroup:
         if all(y is None for y in outputs):
             self.computed = None
 
-    def _rate(self, index: int) -> float:
+    def rate(self, index: int) -> float:
         """The probability of dropout."""
         dropout = self.layers[index].lora_dropout[self.adapter]
         return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
-    def _part(self, index: int, x: torch.Tensor) -> Layer | None:
+    def part(self, index: int, x: torch.Tensor) -> Layer | None:
         """A layer of the group as it is now; None if it must run PEFT's forward on `x`."""
         layer, name = self.layers[index], self.adapter
         if layer.disable_adapters or layer.merged or layer.active_adapters != [name]:
@@ -141,7 +141,7 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _cast(layer: Layer, dtype: torch.dtype) -> Layer:
+def in_dtype(layer: Layer, dtype: torch.dtype) -> Layer:
     """The layer with bias and adapter in the dtype of the product."""
     bias = layer.bias if layer.bias is None else layer.bias.to(dtype)
     return layer._replace(bias=bias, a=layer.a.to(dtype), b=layer.b.to(dtype))

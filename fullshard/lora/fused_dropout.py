@@ -17,9 +17,9 @@ STEPS = 2**16
 """Probabilities are multiples of 1/STEPS."""
 
 
-def draw_seed(device: torch.device) -> torch.Tensor:
-    """A new seed. The compiler knows this operator as a random one and does not repeat it in backward."""
-    return torch.randint(2**62, (1,), device=device)
+def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
+    """New seeds. The compiler knows this operator as a random one and does not repeat it in backward."""
+    return torch.randint(2**62, (count,), device=device)
 
 
 class Dropout(NamedTuple):

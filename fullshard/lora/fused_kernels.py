@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fullshard import accelerator
+
 ROWS, COLUMNS, WARPS = 64, 128, 4
 """The tile of `x` that a program works on at a time."""
 RANKS = 64
@@ -24,7 +26,7 @@ PROGRAMS = 528
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context on the tensors' device; checking the current device is cheaper than always switching."""
-    if device.type == "cpu" or device.index == torch.cuda.current_device():
+    if not accelerator.is_accelerator(device) or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
 

@@ -2,7 +2,7 @@
 
     y_i = x @ W_iᵀ + bias_i + scale_i · h_i @ B_iᵀ,    h_i = dropout_i(x) @ A_iᵀ
 
-Forward reads `x` once for all adapters and adds each update in place into the product of the frozen weight. Backward
+Forward reads `x` once for all adapters and adds the product of each frozen weight in place to the update. Backward
 needs `x` and `h`; gradients of `x` are summed in place, and frozen weights get none. `h` has the columns of all
 adapters side by side, as many for each as the largest rank.
 """
@@ -48,12 +48,18 @@ def forward(
     a, width = stacked(layers)
     h = x @ a.t() if dropout is None else dropout.product(x, a, width)  # [tokens, layers·width]
     ready = base_product.prepare([layer.form for layer in layers], x)
-    return [_updated(ready, layer, _columns(h, i, width, layer)) for i, layer in enumerate(layers)], h
+    return [updated(ready, layer, _columns(h, i, width, layer)) for i, layer in enumerate(layers)], h
 
 
-def _updated(x: base_product.Prepared, layer: Layer, h: torch.Tensor) -> torch.Tensor:
-    y = base_product.product(layer.form, layer.base, x, bias=layer.bias)
-    return y.addmm_(h, layer.b.t(), alpha=layer.scale)
+def updated(x: base_product.Prepared, layer: Layer, h: torch.Tensor) -> torch.Tensor:
+    """The output of a layer. The adapter's update comes first and the product of the frozen weight is added in place:
+    the large product then reads the output while it computes, which is faster than a pass of its own for the update."""
+    b = layer.b.t()
+    if layer.bias is None:
+        y = scaled_product(h, b, layer.scale)
+    else:
+        y = torch.addmm(layer.bias, h, b, alpha=layer.scale)
+    return base_product.product(layer.form, layer.base, x, out=y, accumulate=True)
 
 
 def backward(
@@ -83,15 +89,16 @@ def backward(
     da = dh.t() @ x if dropout is None else dropout.grad_weight(dh, x, width)
     das = [da[i * width : i * width + layer.a.shape[0]] for i, layer in enumerate(layers)]
     dbs = [
-        torch.zeros_like(layer.b) if dy is None else _grad_b(dy, _columns(h, i, width, layer), layer.scale)
+        torch.zeros_like(layer.b) if dy is None else scaled_product(dy.t(), _columns(h, i, width, layer), layer.scale)
         for i, (layer, dy) in enumerate(zip(layers, dys, strict=True))
     ]
     return Gradients(dx, das, dbs)
 
 
-def _grad_b(dy: torch.Tensor, h: torch.Tensor, scale: float) -> torch.Tensor:
-    found = dy.new_empty(dy.shape[1], h.shape[1])
-    return torch.addmm(found, dy.t(), h, beta=0, alpha=scale, out=found)
+def scaled_product(one: torch.Tensor, other: torch.Tensor, scale: float) -> torch.Tensor:
+    """`scale · one @ other`."""
+    found = one.new_empty(one.shape[0], other.shape[1])
+    return torch.addmm(found, one, other, beta=0, alpha=scale, out=found)
 
 
 def stacked(layers: Sequence[Layer]) -> tuple[torch.Tensor, int]:

@@ -25,13 +25,20 @@ def lora_group(
     x: torch.Tensor, layers: Sequence[Layer], seed: torch.Tensor | None, probability: float
 ) -> list[torch.Tensor]:
     """The outputs of the layers. Without a seed there is no dropout."""
-    layout = "|".join(f"{layer.form};{len(layer.base)};{int(layer.bias is not None)}" for layer in layers)
-    base = [t for layer in layers for t in (*layer.base, *([] if layer.bias is None else [layer.bias]))]
-    a, b, scales = [layer.a for layer in layers], [layer.b for layer in layers], [layer.scale for layer in layers]
+    layout, base, a, b, scales = flat(layers)
     if torch.compiler.is_compiling():
         return lora_group_operator(x, base, a, b, seed, layout, scales, probability)[:-1]
     found: tuple[torch.Tensor, ...] = _Group.apply(layout, scales, probability, len(base), seed, x, *base, *a, *b)
     return list(found)
+
+
+def flat(
+    layers: Sequence[Layer],
+) -> tuple[str, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[float]]:
+    """Layers as operators take them: a string, frozen tensors, `a`, `b` and scales. `layers_of` is the inverse."""
+    layout = "|".join(f"{layer.form};{len(layer.base)};{int(layer.bias is not None)}" for layer in layers)
+    base = [t for layer in layers for t in (*layer.base, *([] if layer.bias is None else [layer.bias]))]
+    return layout, base, [layer.a for layer in layers], [layer.b for layer in layers], [layer.scale for layer in layers]
 
 
 @functools.cache
@@ -41,7 +48,8 @@ def _parsed(layout: str) -> list[tuple[str, int, bool]]:
     return [(form, int(count), biased == "1") for form, count, biased in parts]
 
 
-def _layers(layout: str, base: Tensors, a: Tensors, b: Tensors, scales: Sequence[float]) -> list[Layer]:
+def layers_of(layout: str, base: Tensors, a: Tensors, b: Tensors, scales: Sequence[float]) -> list[Layer]:
+    """The layers that `flat` took apart."""
     found, left = [], list(base)
     for (form, count, biased), *adapter in zip(_parsed(layout), a, b, scales, strict=True):
         weight, left = left[:count], left[count:]
@@ -54,7 +62,8 @@ def _dropout(seed: torch.Tensor | None, probability: float) -> Dropout | None:
     return None if seed is None else Dropout(seed, probability)
 
 
-def _rows(t: torch.Tensor) -> torch.Tensor:
+def as_rows(t: torch.Tensor) -> torch.Tensor:
+    """[…, size] as [tokens, size]."""
     return t.reshape(-1, t.shape[-1])
 
 
@@ -62,7 +71,7 @@ def _forward(
     x: torch.Tensor, layers: Sequence[Layer], seed: torch.Tensor | None, probability: float
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     with without_autocast(x.device):
-        ys, h = forward(_rows(x), layers, _dropout(seed, probability))
+        ys, h = forward(as_rows(x), layers, _dropout(seed, probability))
     return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys], h
 
 
@@ -70,9 +79,9 @@ def _backward(
     x: torch.Tensor, h: torch.Tensor, dys: Sequence[torch.Tensor | None], layers: Sequence[Layer],
     seed: torch.Tensor | None, probability: float, wants_x: bool, wants_adapters: bool,
 ) -> Gradients:  # fmt: skip
-    rows = [None if dy is None else _rows(dy) for dy in dys]
+    rows = [None if dy is None else as_rows(dy) for dy in dys]
     with without_autocast(x.device):
-        found = backward(_rows(x), h, rows, layers, _dropout(seed, probability), wants_x, wants_adapters)
+        found = backward(as_rows(x), h, rows, layers, _dropout(seed, probability), wants_x, wants_adapters)
     return found._replace(x=None if found.x is None else found.x.view(x.shape))
 
 
@@ -85,7 +94,7 @@ class _Group(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layout, scales, probability, count, seed, x, *tensors):  # type: ignore[no-untyped-def]
         base, a, b = _Group.split(count, tensors)
-        ys, h = _forward(x, _layers(layout, base, a, b, scales), seed, probability)
+        ys, h = _forward(x, layers_of(layout, base, a, b, scales), seed, probability)
         ctx.save_for_backward(seed, x, h, *tensors)
         ctx.about = layout, scales, probability, count
         ctx.set_materialize_grads(False)
@@ -99,7 +108,7 @@ class _Group(torch.autograd.Function):
         base, a, b = _Group.split(count, tensors)
         wants = ctx.needs_input_grad[5:]
         found = _backward(
-            x, h, dys, _layers(layout, base, a, b, scales), seed, probability, wants[0], any(wants[1:])
+            x, h, dys, layers_of(layout, base, a, b, scales), seed, probability, wants[0], any(wants[1:])
         )  # fmt: skip
         das, dbs = _for_used(found, dys)
         return None, None, None, None, None, found.x, *[None] * count, *das, *dbs
@@ -129,13 +138,13 @@ def lora_group_operator(
     seed: torch.Tensor | None, layout: str, scales: Sequence[float], probability: float,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The outputs of the layers, and `h`."""
-    ys, h = _forward(x, _layers(layout, base, a, b, scales), seed, probability)
+    ys, h = _forward(x, layers_of(layout, base, a, b, scales), seed, probability)
     return [*ys, h]
 
 
 @lora_group_operator.register_fake
 def _(x, base, a, b, seed, layout, scales, probability):  # type: ignore[no-untyped-def]
-    layers = _layers(layout, base, a, b, scales)
+    layers = layers_of(layout, base, a, b, scales)
     outs = [base_product.shape(layer.form, layer.base)[0] for layer in layers]
     width = max(layer.a.shape[0] for layer in layers)
     tokens = x.numel() // x.shape[-1]
@@ -151,7 +160,7 @@ def lora_group_backward(
     """The gradients of `x`, of all `a` and of all `b`, for those of the outputs that were used."""
     given = dict(zip(used, dys, strict=True))
     every = [given.get(i) for i in range(len(a))]
-    layers = _layers(layout, base, a, b, scales)
+    layers = layers_of(layout, base, a, b, scales)
     found = _backward(x, h, every, layers, seed, probability, wants_x, wants_adapters)
     # Results of an operator must not share memory.
     das = [da if da.numel() == h.shape[1] * x.shape[-1] else da.clone() for da in found.a]

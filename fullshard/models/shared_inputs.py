@@ -7,7 +7,8 @@ cross-attention. One forward pass of a small model shows which layers of a modul
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from fullshard.models.small_copy import SPECIAL, VOCABULARY, bare_model, forked_
 TOKENS = 12
 
 Names = tuple[str, ...]
+Found = TypeVar("Found")
 
 
 def shared_inputs(model: Any) -> dict[type, list[Names]]:
@@ -25,17 +27,22 @@ def shared_inputs(model: Any) -> dict[type, list[Names]]:
 
     Empty if no small model of the class can be built or run.
     """
+    return recorded_pass(model, record) or {}
+
+
+def recorded_pass(model: Any, recorder: Callable[[nn.Module, torch.Tensor], Found]) -> Found | None:
+    """What is recorded in a forward pass of a small model of the same class; None if none can be built or run."""
     device = torch.device("cpu")
     with forked_random(device), quiet_transformers():
         try:
             for small in small_models(bare_model(causal(model)), device):
                 try:
-                    return record(small, torch.randint(SPECIAL, VOCABULARY, (1, TOKENS)))
+                    return recorder(small, torch.randint(SPECIAL, VOCABULARY, (1, TOKENS)))
                 except Exception:
                     continue
         except Exception:
-            return {}
-    return {}
+            return None
+    return None
 
 
 @torch.no_grad()

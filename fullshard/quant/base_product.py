@@ -14,14 +14,14 @@ A new kind of storage adds an entry to `KINDS`, and its layer a method `base_for
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-from fullshard.quant import fp8
-from fullshard.quant.sharded_groups import weight_of
+from fullshard.quant import fp8, workspace
 
 Tensors = Sequence[torch.Tensor]
 Prepared: TypeAlias = torch.Tensor | fp8.Input
@@ -39,15 +39,16 @@ class Kind(Protocol):
     """How weights of one kind of storage are multiplied. `arguments` are the parts of the form behind the kind.
 
     `x` is [tokens, in] and `dy` [tokens, out]; the result has their dtype, as has `bias`. `out` is where the result is
-    written, if given; with `accumulate` it is added there.
+    written, if given; with `accumulate` it is added there (and there is no bias).
     """
 
     def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
         """(out features, in features)."""
 
     def product(
-        self, arguments: Sequence[str], tensors: Tensors, x: Any, out: torch.Tensor | None, bias: torch.Tensor | None
-    ) -> Any: ...
+        self, arguments: Sequence[str], tensors: Tensors, x: Any, out: torch.Tensor | None, bias: torch.Tensor | None,
+        accumulate: bool,
+    ) -> Any: ...  # fmt: skip
 
     def grad_input(
         self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
@@ -61,24 +62,28 @@ class Dense:
         rows, columns = tensors[0].shape
         return rows, columns
 
-    def weight(self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [out, in] for one product."""
-        return tensors[0]
+    def weight(
+        self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype
+    ) -> contextlib.AbstractContextManager[torch.Tensor]:
+        """The weight [out, in] for one product, which is inside."""
+        return contextlib.nullcontext(tensors[0])
 
     def product(
         self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        bias: torch.Tensor | None, accumulate: bool,
     ) -> torch.Tensor:  # fmt: skip
-        columns = self.weight(arguments, tensors, x.dtype).t()
-        return torch.mm(x, columns, out=out) if bias is None else torch.addmm(bias, x, columns, out=out)
+        with self.weight(arguments, tensors, x.dtype) as weight:
+            if out is not None and accumulate:
+                return out.addmm_(x, weight.t())
+            return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def grad_input(
         self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
     ) -> torch.Tensor:
-        weight = self.weight(arguments, tensors, dy.dtype)
-        if out is not None and accumulate:
-            return out.addmm_(dy, weight)
-        return torch.mm(dy, weight, out=out)
+        with self.weight(arguments, tensors, dy.dtype) as weight:
+            if out is not None and accumulate:
+                return out.addmm_(dy, weight)
+            return torch.mm(dy, weight, out=out)
 
 
 class FourBit(Dense):
@@ -91,11 +96,13 @@ class FourBit(Dense):
         rows, _, columns = arguments[1].partition("x")
         return int(rows), int(columns)
 
-    def weight(self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+    def weight(
+        self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype
+    ) -> contextlib.AbstractContextManager[torch.Tensor]:
         packed, absmax, nested = (*tensors, None)[:3]
         assert packed is not None and absmax is not None
         shape = self.shape(arguments, tensors)
-        return weight_of(packed, absmax, nested, shape, int(arguments[0]), self.quant_type, dtype)
+        return workspace.dequantized(packed, absmax, nested, shape, int(arguments[0]), self.quant_type, dtype)
 
 
 class FP8:
@@ -107,9 +114,12 @@ class FP8:
 
     def product(
         self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor | fp8.Input, out: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        bias: torch.Tensor | None, accumulate: bool,
     ) -> torch.Tensor:  # fmt: skip
-        found = fp8.product(fp8.Weight(*tensors), fp8.prepare(x) if isinstance(x, torch.Tensor) else x, out)
+        ready = fp8.prepare(x) if isinstance(x, torch.Tensor) else x
+        found = fp8.product(fp8.Weight(*tensors), ready, None if accumulate else out)
+        if out is not None and accumulate:
+            return out.add_(found)
         return found if bias is None else found.add_(bias)
 
     def grad_input(
@@ -139,13 +149,13 @@ def shape(form: str, tensors: Tensors) -> tuple[int, int]:
 
 def product(
     form: str, tensors: Tensors, x: Prepared, out: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, accumulate: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """`x @ Wᵀ`, plus the bias. `x` may come from `prepare`."""
     kind, *arguments = form.split(":")
     if isinstance(x, fp8.Input) and kind != "fp8":
         x = x.x
-    found: torch.Tensor = KINDS[kind].product(arguments, tensors, x, out, bias)
+    found: torch.Tensor = KINDS[kind].product(arguments, tensors, x, out, bias, accumulate)
     return found
 
 

@@ -44,6 +44,10 @@ class AdapterOptions:
     lora_target_modules: str = option(LORA_TARGETS, given_as="module names, or all-linear")
     """The layers that get an adapter: a comma-separated list, or all-linear for every linear layer except the output
     head."""
+    fused_lora: bool | None = None
+    """Run LoRA layers that share an input (queries, keys and values; the branches of an MLP) as one operator, with
+    dropout inside it and a backward pass of its own. On by default on GPUs. Layers that it does not support run as in
+    PEFT."""
     adapter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype in which the adapter is stored and updated. auto is float32, or bfloat16 with a 4-bit model whose
     `bnb_4bit_quant_storage_dtype` is bfloat16."""
@@ -63,6 +67,9 @@ class AdapterOptions:
     fp32, uint8 keeps the dtype of the files. The 4-bit values are always stored as bytes."""
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     """The 4-bit format."""
+    offload_embedding: bool | None = None
+    """Keep a frozen input embedding in host memory, where the GPU reads the rows of the batch; the numbers are the
+    same. Every rank holds it whole then. If not set: with 4-bit models on GPUs."""
     peft_type: Literal["lora", "vera", "prompt_tuning", "prefix_tuning", "p_tuning"] = option(
         "lora", aliases=("peft_method",), flags=("peft_method",)
     )
@@ -180,7 +187,7 @@ class AdapterOptions:
         """Refuse settings of another kind of adapter."""
         kind, defaults = self.adapter_kind, type(self).__dataclass_fields__
         needs = {
-            "lora": ("use_rslora", "use_dora", "init_lora_weights", "trainable_token_indices"),
+            "lora": ("use_rslora", "use_dora", "init_lora_weights", "trainable_token_indices", "fused_lora"),
             "vera": ("vera_d_initial", "projection_prng_key", "save_projection"),
             "prompt_tuning": ("prompt_tuning_init_text",),
             "prefix_tuning": ("prefix_projection",),

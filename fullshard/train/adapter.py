@@ -18,14 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard import accelerator
 from fullshard.errors import ConfigError
 from fullshard.fsdp import MixedPrecision
 from fullshard.lora.adapter_config import taken_from_weights
-from fullshard.lora.methods import check_method
+from fullshard.lora.fused import fuse_lora
+from fullshard.lora.gated_mlp import fuse_mlps
+from fullshard.lora.methods import check_method, method_of
 from fullshard.lora.peft_model import check_trains, get_peft_model_on_meta
 from fullshard.lora.targets import ALL_LINEAR
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
+from fullshard.models.gated_mlps import gated_mlps
+from fullshard.models.shared_inputs import shared_inputs
 from fullshard.options import as_list, nearest
 from fullshard.quant.config import Quantization, quantization_from_options, storage_note
 from fullshard.quant.quantize import quantized_format
@@ -235,6 +240,15 @@ def set_projection_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
         for held in (tuner.vera_A, tuner.vera_B) if isinstance(tuner, VeraModel) and dtype is not None else ():
             for adapter in held:
                 held[adapter] = held[adapter].to(dtype)
+
+
+def fuse_adapter(config: SFTConfig, model: nn.Module, device: torch.device, say: Say) -> None:
+    """Let the LoRA layers that share an input run as one, if the settings or the device say so."""
+    wanted = accelerator.is_accelerator(device) if config.fused_lora is None else config.fused_lora
+    if wanted and any(method_of(one) == "LORA" for one in getattr(model, "peft_config", {}).values()):
+        if note := fuse_lora(model, shared_inputs(model)).note():
+            say(note)
+        fuse_mlps(model, gated_mlps(model))
 
 
 # --- the trainable parameters of a model ----------------------------------------------------------------------------
