@@ -46,6 +46,12 @@ def computes_bf16() -> bool:
     return count() > 0 and bool(torch.get_device_module(kind()).is_bf16_supported(including_emulation=False))
 
 
+@functools.cache
+def computes_fp8(device: torch.device) -> bool:
+    """Whether the device is an accelerator that multiplies fp8 matrices in hardware."""
+    return is_accelerator(device) and torch.get_device_module(device).get_device_capability(device) >= (8, 9)
+
+
 def identity(device: torch.device) -> str:
     """An id of this accelerator that is unique across machines."""
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -66,6 +72,13 @@ def use(device: torch.device) -> None:
     """Make this the thread's current accelerator; does nothing for the CPU."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index or 0)
+
+
+def using(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context in which this is the thread's current accelerator; comparing is cheaper than always switching."""
+    if not is_accelerator(device) or device.index == torch.accelerator.current_device_index():
+        return contextlib.nullcontext()
+    return torch.get_device_module(device).device(device)
 
 
 # --- streams --------------------------------------------------------------------------------------------------------

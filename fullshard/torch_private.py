@@ -82,6 +82,8 @@ NAMES = {
     "NoTorchFunction": "torch._C:DisableTorchFunctionSubclass",
     # Many copies in one kernel launch. 2.11, 2.13. Gathers of small parameters break.
     "foreach_copy_": "torch:_foreach_copy_",
+    # Products of fp8 matrices with scales; the public one has no `out`. 2.11, 2.13. fp8 weights break.
+    "scaled_mm": "torch:_scaled_mm",
     # Norms of many tensors, and their product with a number, in few launches. 2.11, 2.13. Gradient clipping breaks.
     "foreach_norm": "torch:_foreach_norm",
     "foreach_mul_": "torch:_foreach_mul_",

@@ -316,8 +316,8 @@ class Loop:
     def _log(self) -> None:
         assert self._last is not None
         means, skipped, self.logged_steps = self.window.means(), self.progress.skipped, self.window.steps
-        names = ("mean_token_accuracy", "entropy", *(["aux_loss"] if self.has_router_loss else []))
-        measured = {name: means[name] for name in names if not math.isnan(means[name])}
+        names = {"mean_token_accuracy": True, "entropy": self.head.entropy, "aux_loss": self.has_router_loss}
+        measured = {name: means[name] for name, shown in names.items() if shown and not math.isnan(means[name])}
         values = {
             "loss": means["loss"],
             "learning_rate": self.rate,
