@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,10 +29,13 @@ from fullshard.fsdp.output import without_gathered_memory
 from fullshard.fsdp.prefetch import Prefetcher, PrefetchSettings
 from fullshard.fsdp.reduction import Reduction
 from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
-from fullshard.fsdp.unit import Means, Unit, UnitState
+from fullshard.fsdp.unit import Means, Unit, UnitState, keep_copies
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import at_end_of_backward, current_graph_task_id, sequence_nr
 from fullshard.watchdog import watch
+
+KEEP_AFTER = 2
+"""Optimizer steps after which memory has been at its peak, so that what is left may be used."""
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Engine:
         self.sync = True
         """Whether gradients are reduced at the end of a backward pass."""
         self.step = 0
+        self._first_step = sys.maxsize
         self.summoned = False
         """Whether modules hold whole parameters because of `summon_full_params`."""
         self.compiler = Compiler()
@@ -140,6 +145,9 @@ class Engine:
         self._prefetcher.begin_pass()
         if self._grad_pass:
             self.step = watch.begin_pass()
+            self._first_step = min(self._first_step, self.step)
+            if self.step == self._first_step + KEEP_AFTER:
+                keep_copies(self.units)
         for unit in self.units:
             # Gathered values of an earlier pass whose graph was dropped, or whose shards have changed since.
             if unit.state is not UnitState.SHARDED and not (self._live_calls(unit) and unit.is_fresh()):
@@ -365,4 +373,6 @@ def _prepare_inputs(call: UnitCall, args: Any, kwargs: Any, recorded: bool) -> t
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    return values if dtype is None else map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+    if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors_in(values)):
+        return values
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
