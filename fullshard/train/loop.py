@@ -31,6 +31,7 @@ from fullshard.models.router_loss import has_router_loss
 from fullshard.ranks import exchange
 from fullshard.reporting.reporter import Reporter, Window, memory_gib
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.activation_budget import ActivationBudget
 from fullshard.train.batches import Steps, describe_data
 from fullshard.train.optimizer import Schedule
 from fullshard.watchdog import collectives, watch
@@ -68,6 +69,8 @@ class Progress:
     """Floating-point operations of all ranks so far, by transformers' estimate."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     """The state of callbacks that have one, by class name."""
+    activations: dict[str, Any] | None = None
+    """What layers keep for backward, if it was chosen (`activation_budget.py`)."""
 
     @property
     def mean_loss(self) -> float:
@@ -93,9 +96,10 @@ class Loop:
     def __init__(
         self, config: SFTConfig, model: Any, head: LeanHead, optimizer: torch.optim.Optimizer, schedule: Schedule,
         loader: Steps | None, reporter: Reporter, precision: str, packed: Packed | None, trainer: Any,
+        activations: ActivationBudget,
     ) -> None:  # fmt: skip
         self.config, self.model, self.head, self.optimizer, self.schedule = config, model, head, optimizer, schedule
-        self.loader, self.reporter, self.packed = loader, reporter, packed
+        self.loader, self.reporter, self.packed, self.activations = loader, reporter, packed, activations
         self.trainer = trainer
         """The trainer, whose methods may be overridden."""
         self.notify = trainer.callback_handler
@@ -148,7 +152,7 @@ class Loop:
                 if begins:
                     self.notify("on_epoch_begin")
                 step = self.trainer.counted(step)
-                result, facts = self.train_step(step), step.pick.facts
+                result, facts = self.activations.run(self.train_step, step), step.pick.facts
                 if result is not None:
                     self._record(step, result)
                     self._log_evaluate_save(result)
@@ -343,6 +347,7 @@ class Loop:
         self.progress.total_flos = self.notify.state.total_flos
         self.progress.callbacks = exchange(self.notify.exported(), "state of the callbacks")[0]
         self.notify.state.stateful_callbacks = self.progress.callbacks
+        self.progress.activations = self.activations.record()
         elapsed = exchange(self.window.elapsed, "time spent")[0]
         progress = {**asdict(self.progress), "window": self.window.state(elapsed)}
         optimizer = {} if self.config.save_only_model else {"optimizer": self.optimizer}
@@ -387,6 +392,7 @@ class Loop:
         if self.config.save_only_model and runtime.is_main():
             runtime.get_logger().warning("save_only_model is on: the optimizer is a new one, without its state")
         self.progress.batch = batch
+        self.activations.adopt(self.progress.activations)
         self._saved = self.progress.step
         self._set_state()
 
