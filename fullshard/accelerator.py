@@ -46,6 +46,12 @@ def computes_bf16() -> bool:
     return count() > 0 and bool(torch.get_device_module(kind()).is_bf16_supported(including_emulation=False))
 
 
+@functools.cache
+def computes_fp8(device: torch.device) -> bool:
+    """Whether the device is an accelerator that multiplies fp8 matrices in hardware."""
+    return is_accelerator(device) and torch.get_device_module(device).get_device_capability(device) >= (8, 9)
+
+
 def identity(device: torch.device) -> str:
     """An id of this accelerator that is unique across machines."""
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -66,6 +72,13 @@ def use(device: torch.device) -> None:
     """Make this the thread's current accelerator; does nothing for the CPU."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index or 0)
+
+
+def using(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context in which this is the thread's current accelerator; comparing is cheaper than always switching."""
+    if not is_accelerator(device) or device.index == torch.accelerator.current_device_index():
+        return contextlib.nullcontext()
+    return torch.get_device_module(device).device(device)
 
 
 # --- streams --------------------------------------------------------------------------------------------------------
@@ -139,6 +152,21 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def staging(size: int, device: torch.device) -> torch.Tensor:
     """A host buffer for copies to a device: pinned for an accelerator."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=is_accelerator(device))
+
+
+class HostCopy:
+    """A copy of a tensor in host memory. Making it does not wait for the device; reading it waits for all work up to
+    the copy."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._copy = pinned(value.shape, value.dtype).copy_(value, non_blocking=True)
+        self._made = current_stream(value.device).record_event() if is_accelerator(value.device) else None
+
+    def read(self) -> list[float]:
+        """The values."""
+        if self._made is not None:
+            self._made.synchronize()
+        return self._copy.tolist()
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

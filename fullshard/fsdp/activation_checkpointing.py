@@ -20,7 +20,7 @@ from fullshard.fsdp.compile import never_compile
 from fullshard.fsdp.tensor_tree import tensors_in
 
 OWN = "_fullshard_own_forward"
-"""The attribute for a `forward` that the module itself had, not its class."""
+"""The attribute for a `forward` that the module itself had, not its class: a function of the module and its inputs."""
 
 
 def checkpoint_module(module: nn.Module, *, reentrant: bool = False, offload: bool = False) -> nn.Module:
@@ -35,7 +35,7 @@ def checkpoint_module(module: nn.Module, *, reentrant: bool = False, offload: bo
     if is_checkpointed(module):
         return module
     if "forward" in vars(module):
-        module.__dict__[OWN] = module.forward
+        module.__dict__[OWN] = _unbound(module, module.forward)
     way = _recomputed_from_host if offload else _recomputed_reentrant if reentrant else _recomputed
     if offload:
         never_compile(_recomputed_from_host)  # what it calls is compiled: the same code as without offload
@@ -48,8 +48,14 @@ def keep_activations(module: nn.Module) -> nn.Module:
     if is_checkpointed(module):
         del module.forward
         if OWN in vars(module):
-            module.forward = module.__dict__.pop(OWN)
+            module.forward = types.MethodType(module.__dict__.pop(OWN), module)
     return module
+
+
+def _unbound(module: nn.Module, forward: Any) -> Any:
+    if getattr(forward, "__self__", None) is module:
+        return forward.__func__  # shared by modules, and so is their compiled code
+    return functools.wraps(forward)(lambda _, *args, **kwargs: forward(*args, **kwargs))
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -58,20 +64,18 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 def _recomputed(module: Any, *args: Any, **kwargs: Any) -> Any:
-    own = module.__dict__.get(OWN)
+    forward = module.__dict__.get(OWN) or type(module).forward
     if not torch.is_grad_enabled():
-        return own(*args, **kwargs) if own is not None else type(module).forward(module, *args, **kwargs)
-    if own is not None:
-        return checkpoint(own, *args, use_reentrant=False, **kwargs)
-    return checkpoint(type(module).forward, module, *args, use_reentrant=False, **kwargs)
+        return forward(module, *args, **kwargs)
+    return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
 
 
 def _recomputed_reentrant(module: Any, *args: Any, **kwargs: Any) -> Any:
     # Re-entrant checkpointing passes gradients through positional tensor arguments only.
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors_in(args)):
         return _recomputed(module, *args, **kwargs)
-    own = module.__dict__.get(OWN) or functools.partial(type(module).forward, module)
-    return checkpoint(functools.partial(own, **kwargs), *args, use_reentrant=True)
+    forward = module.__dict__.get(OWN) or type(module).forward
+    return checkpoint(functools.partial(forward, module, **kwargs), *args, use_reentrant=True)
 
 
 def _recomputed_from_host(module: Any, *args: Any, **kwargs: Any) -> Any:

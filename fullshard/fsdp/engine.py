@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fullshard import accelerator
 from fullshard.errors import FSDPError
 from fullshard.fsdp import backward_entry, gradients, reduction, uneven_batches
 from fullshard.fsdp.backward_entry import CallGraph, UnitCall, in_backward
@@ -56,6 +57,8 @@ class Engine:
         self.compiler = Compiler()
         self._before_pass = before_pass
         self._has_global_parameters = any(any(p.gathered_layout.dims) for unit in units for p in unit.parameters)
+        self._reads_host = any(p.plan.on_host for unit in units for p in unit.parameters)
+        """Whether compute reads values in host memory, so that the host must wait for it before it writes them."""
         self._as_global = False
         """Whether the current pass computes with global tensors."""
         self._grad_pass = False
@@ -336,6 +339,8 @@ class Engine:
     def showing_shards(self) -> Iterator[None]:
         """Let modules hold their shards inside, even if they are gathered: for reading and writing parameters."""
         self.means.host.settle()
+        if self._reads_host:
+            accelerator.synchronize(self.means.gather_link.device)
         shown = [unit for unit in self.units if unit.shown]
         for unit in shown:
             unit.show_shards()

@@ -18,6 +18,7 @@ from torch import nn
 
 from fullshard import accelerator, runtime
 from fullshard.errors import FSDPError
+from fullshard.fsdp.host_table import HostTable
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.fsdp.write_count import writes_of
@@ -77,7 +78,8 @@ class ShardedParameter:
         self.on_gradient: Callable[[], None] = lambda: None
         """Called when backward has accumulated into the gathered value's gradient."""
         self.view: Any = None
-        """What the module's attribute shows instead of the gathered value, if its `see_gathered` returned something."""
+        """What the module's attribute shows instead of the gathered value: what its `see_gathered` returned, or a table
+        that stays in host memory."""
         self.offloaded = offloaded
         """Whether the shard is in host memory."""
         self._refuse_plain_tensors()
@@ -94,6 +96,11 @@ class ShardedParameter:
         """Apply a new plan. Another compute dtype means a new gathered value, so it must not be gathered now."""
         dtype = dtype_of(plan.compute_dtype)
         assert dtype is not None
+        if plan.on_host and plan.trainable:
+            raise FSDPError(
+                f"parameter {plan.name} is kept in host memory (offload_embedding), where it cannot be trained; freeze "
+                f"it, or set offload_embedding to false"
+            )
         self.plan = plan
         if dtype != self.dtype:
             self.dtype, self.full, self.full_global, self.view = dtype, None, None, None
@@ -157,6 +164,8 @@ class ShardedParameter:
     @property
     def shares(self) -> bool:
         """Whether the shard itself is the gathered value: nothing is split, cast or moved."""
+        if self.plan.on_host:
+            return True
         return self.plan.parts == 1 and self.local.dtype == self.dtype and self.local.device == runtime.device()
 
     @property
@@ -179,6 +188,8 @@ class ShardedParameter:
                 self.full.data = self.local.detach()
         else:
             self.full.untyped_storage().resize_(self.nbytes)
+        if self.plan.on_host and (self.view is None or self.view.rows is not self.full):
+            self.view = HostTable(self.full, self.dtype, runtime.device())
         return 0 if shares else self.nbytes
 
     def _leaf(self, data: torch.Tensor) -> nn.Parameter:

@@ -79,6 +79,7 @@ class Unit:
         """Its place in the model's plan, the same on every rank."""
         self.holds_units = holds_units
         """Whether there are units inside its module."""
+        self._views_made = False
 
     @property
     def name(self) -> str:
@@ -149,17 +150,20 @@ class Unit:
                 slots = self.in_slots(self.plan.gather_bucket)
                 copy_together([copy for p, slot in slots for copy in p.unpack(rows[:, slot])])
         self.state = UnitState.GATHERED
-        self._make_views()
+        if not self._views_made:
+            self._make_views()
 
     def _make_views(self) -> None:
         """Ask modules with a `see_gathered` method (packed weights), once, what their attributes should show."""
+        self._views_made = True
         for module in dict.fromkeys(module for p in self.parameters for module, _ in p.sites):
             see = getattr(module, "see_gathered", None)
-            by_name = {name: p for p in self.parameters for owner, name in p.sites if owner is module}
-            if see is None or any(p.view is not None for p in by_name.values()):
+            if see is None:
                 continue
-            for name, view in see({name: p.full for name, p in by_name.items()}).items():
-                by_name[name].view = view
+            by_name = {name: p for p in self.parameters for owner, name in p.sites if owner is module}
+            if all(p.view is None for p in by_name.values()):
+                for name, view in see({name: p.full for name, p in by_name.items()}).items():
+                    by_name[name].view = view
 
     def is_fresh(self) -> bool:
         """Whether the shards are unchanged since the unit was gathered."""
@@ -181,7 +185,7 @@ class Unit:
         ):
             self.free()
             self.casts += 1
-        self.plan = plan
+        self.plan, self._views_made = plan, False
         for p, new in zip(self.parameters, plan.parameters, strict=True):
             p.follow(new)
 

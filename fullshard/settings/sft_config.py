@@ -134,7 +134,9 @@ class SFTConfig(
     """The coefficient of the routers' auxiliary loss in a mixture of experts; the model's own if not set, 0 leaves the
     auxiliary loss out."""
     loss_chunk_tokens: int = 0
-    """Tokens per chunk; 0 chooses chunks of about 64 MiB."""
+    """Tokens per chunk; 0 chooses: on GPUs an eighth of the tokens, at least 256, in at most 256 MiB of logits."""
+    log_entropy: bool = False
+    """Log the mean entropy of the predictions too, as TRL does: `entropy` and `eval_entropy`."""
     torch_compile: bool = False
     """Compile each layer with torch.compile."""
     on_nonfinite_loss: Literal["stop", "skip"] = "stop"
@@ -339,6 +341,11 @@ class SFTConfig(
         """The metric that decides the best evaluation, with its prefix."""
         name = self.metric_for_best_model or "loss"
         return name if name.startswith("eval_") else f"eval_{name}"
+
+    @property
+    def measures_entropy(self) -> bool:
+        """Whether the entropy is computed: for the log, or because it decides the best evaluation."""
+        return self.log_entropy or self.best_metric.endswith("entropy")
 
     @property
     def higher_is_better(self) -> bool:
