@@ -82,6 +82,11 @@ NAMES = {
     "NoTorchFunction": "torch._C:DisableTorchFunctionSubclass",
     # Many copies in one kernel launch. 2.11, 2.13. Gathers of small parameters break.
     "foreach_copy_": "torch:_foreach_copy_",
+    # Products of fp8 matrices with scales; the public one has no `out`. 2.11, 2.13. fp8 weights break.
+    "scaled_mm": "torch:_scaled_mm",
+    # Norms of many tensors, and their product with a number, in few launches. 2.11, 2.13. Gradient clipping breaks.
+    "foreach_norm": "torch:_foreach_norm",
+    "foreach_mul_": "torch:_foreach_mul_",
     # Nested arguments as a flat list; neither version has a public module for it. 2.11, 2.13. Dispatch breaks.
     "tree_flatten": "torch.utils._pytree:tree_flatten",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
@@ -99,6 +104,10 @@ NAMES = {
     "coalescing_manager": "torch.distributed:_coalescing_manager",
     # Takes the compiler out of force for this thread and puts it back. 2.11, 2.13. A compiled model traces the engine.
     "set_eval_frame": "torch._C._dynamo.eval_frame:set_eval_frame",
+    # Asks the compiler to compile for any size of a dimension. 2.11, 2.13. Each new size compiles again.
+    "maybe_mark_dynamic": "torch._dynamo:maybe_mark_dynamic",
+    # The compiler's settings, to change them for a block. 2.11, 2.13. Layers fall back to eager without a word.
+    "compiler_settings": "torch._dynamo:config",
 }
 """Names that are used as they are: where each comes from, as module:attribute."""
 
@@ -177,6 +186,16 @@ def random_ops() -> Any:
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+# Whether an optimizer of torch skips its update on the device where its attribute `found_inf`, a tensor, is 1; the
+# fused ones do. 2.11, 2.13. The host waits for the values of each step.
+def skips_on_device(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and type(optimizer).__module__ in (
+        "torch.optim.adam",
+        "torch.optim.adamw",
+        "torch.optim.sgd",
+    )
 
 
 # How often a tensor was written in place. 2.11, 2.13. Stale gathered parameters are not noticed.
@@ -332,12 +351,44 @@ def submodules_of(module: nn.Module) -> dict[str, Any]:
     return module._modules
 
 
-# Buffers that a state dict leaves out. 2.11, 2.13. They are looked for in the model's files.
+# Runs `around(call, args, kwargs)` in place of a module's calls; returns a function that ends it. A forward hook would
+# be compiled with the module. 2.11, 2.13. What a layer keeps for backward cannot be measured.
+def call_through(module: nn.Module, around: Callable[[Any, Any, Any], Any]) -> Callable[[], None]:
+    before = module._compiled_call_impl
+    call = before if before is not None else module._call_impl
+    module._compiled_call_impl = lambda *args, **kwargs: around(call, args, kwargs)
+    return lambda: setattr(module, "_compiled_call_impl", before)
+
+
+# What `module.compile()` has made of the module's call, and its replacement. 2.11, 2.13. Compiled layers break.
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile wraps a module, or has compiled it in place."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    return call
+
+
+def replace_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    module._compiled_call_impl = call
+
+
+# The module's call without compilation. 2.11, 2.13. A layer that cannot be compiled does not run.
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    return module._call_impl
+
+
+# What the compiler raises instead of running a function: errors of its own, and a function that was compiled too often.
+# 2.11, 2.13. A layer that cannot be compiled ends the run.
+def compiler_errors() -> tuple[type[Exception], ...]:
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+# Buffers that a state dict leaves out. 2.11, 2.13. They are looked for in the model's files.
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 

@@ -1,10 +1,10 @@
 """LoRA layers of a PEFT model that run as groups: layers of one module that get the same input share one operator.
 
-`fuse_lora` replaces the forward of single PEFT layers, and of gated MLPs around them. Modules, names, parameters and
-files stay PEFT's. The first layer of a group that is called computes the outputs of all of them; the others return
-theirs if they get the same tensor, and compute their own if they do not. A layer that does anything else than plain
-LoRA on a frozen weight runs PEFT's forward: `why_not` says why, and `LoraLayers.part` looks again in each call, because
-adapters can be disabled, merged or changed and modules can get hooks at any time.
+`fuse_lora` replaces the forward of single PEFT layers. Modules, names, parameters and files stay PEFT's. The first
+layer of a group that is called computes the outputs of all of them; the others return theirs if they get the same
+tensor, and compute their own if they do not. A layer that does anything else than plain LoRA on a frozen weight runs
+PEFT's forward: `why_not` says why, and `LoraGroup.part` looks again in each call, because adapters can be disabled,
+merged or changed and modules can get hooks at any time.
 """
 
 from __future__ import annotations
@@ -13,37 +13,19 @@ import types
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.lora.fused_dropout import draw_seed
 from fullshard.lora.fused_math import Layer
-from fullshard.lora.fused_mlp import LARGEST_RANK
-from fullshard.lora.fused_mlp_ops import gated_mlp
 from fullshard.lora.fused_ops import lora_group
 from fullshard.quant.base_product import base_form
 from fullshard.spmd.tensor import is_sharded
 
-
-class Gated(NamedTuple):
-    """A module that computes `down(f(gate(x)) · up(x))`."""
-
-    gate: str
-    """The name of the layer inside the module."""
-    up: str
-    down: str
-    activation: str
-    """A name of `fused_mlp.ACTIVATIONS`."""
-
-
-class LinearUses(NamedTuple):
-    """How modules use their linear layers, by class; see `models/linear_uses.py`."""
-
-    shared: Mapping[type, Sequence[Sequence[str]]]
-    """The names of layers that get the same input."""
-    gated: Mapping[type, Gated]
+SharedInputs = Mapping[type, Sequence[Sequence[str]]]
+"""By class of module, the names of its linear layers that get the same input; see `models/shared_inputs.py`."""
 
 
 @dataclass
@@ -52,8 +34,6 @@ class FusedReport:
 
     groups: list[list[str]] = field(default_factory=list)
     """The names of the layers of each group."""
-    mlps: list[str] = field(default_factory=list)
-    """The names of the gated MLPs that run as one."""
     aside: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     """The names of the LoRA layers that run PEFT's forward, by reason."""
 
@@ -71,14 +51,51 @@ class FusedReport:
         return f"fused_lora: PEFT's own forward runs for {'; '.join(kinds)}." if kinds else ""
 
 
-class LoraLayers:
-    """LoRA layers of one module, with the same adapter."""
+class LoraGroup:
+    """LoRA layers that get the same input."""
 
-    def __init__(self, layers: list[Any]) -> None:
-        self.layers = layers
-        self.adapter: str = layers[0].active_adapters[0]
+    def __init__(self, layers: list[Any], adapter: str) -> None:
+        self.layers, self.adapter = layers, adapter
         self.types = [(type(layer), type(layer.base_layer)) for layer in layers]
         """The classes of the layers; a layer that became a unit of its own has another one."""
+        self.computed: tuple[torch.Tensor, list[torch.Tensor | None]] | None = None
+        """The last input, and the outputs that are still to be returned."""
+
+    def output(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
+        """The output of a layer; None if it must run PEFT's forward."""
+        if self.computed is not None and self.computed[0] is x:
+            found = self.computed[1][index]
+            if found is not None:
+                self._take(index)
+                return found
+        self.computed = None
+        own = self.part(index, x)
+        if own is None:
+            return None
+        rate = self.rate(index)
+        chosen, parts = [], []
+        for i in range(len(self.layers)):
+            part = own if i == index else self.part(i, x) if self.rate(i) == rate else None
+            if part is not None:
+                chosen.append(i)
+                parts.append(part)
+        dtype = compute_dtype(x)
+        seed = draw_seed(x.device) if rate else None
+        found = lora_group(x.to(dtype), [in_dtype(part, dtype) for part in parts], seed, rate)
+        outputs: list[torch.Tensor | None] = [None] * len(self.layers)
+        for i, y in zip(chosen, found, strict=True):
+            outputs[i] = y
+        self.computed = x, outputs
+        self._take(index)
+        return found[chosen.index(index)]
+
+    def _take(self, index: int) -> None:
+        """Forget an output that is returned, and the input with the last one."""
+        assert self.computed is not None
+        outputs = self.computed[1]
+        outputs[index] = None
+        if all(y is None for y in outputs):
+            self.computed = None
 
     def rate(self, index: int) -> float:
         """The probability of dropout."""
@@ -86,7 +103,7 @@ class LoraLayers:
         return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
     def part(self, index: int, x: torch.Tensor) -> Layer | None:
-        """A layer as it is now, in the dtype of its product with `x`; None if it must run PEFT's forward."""
+        """A layer of the group as it is now; None if it must run PEFT's forward on `x`."""
         layer, name = self.layers[index], self.adapter
         if layer.disable_adapters or layer.merged or layer.active_adapters != [name]:
             return None
@@ -104,70 +121,7 @@ class LoraLayers:
             return None
         if not autocasts(x) and (a.weight.dtype != dtype or b.weight.dtype != dtype):
             return None
-        bias = bias if bias is None else bias.to(dtype)
-        return Layer(found.form, found.tensors, bias, a.weight.to(dtype), b.weight.to(dtype), layer.scaling[name])
-
-
-class LoraGroup(LoraLayers):
-    """LoRA layers that get the same input."""
-
-    computed: tuple[torch.Tensor, list[torch.Tensor | None]] | None = None
-    """The last input, and the outputs that are still to be returned."""
-
-    def output(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """The output of a layer; None if it must run PEFT's forward."""
-        if self.computed is not None and self.computed[0] is x:
-            found = self.computed[1][index]
-            if found is not None:
-                self._take(index)
-                return found
-        self.computed = None
-        own = self.part(index, x)
-        if own is None:
-            return None
-        rate, chosen, parts = self.rate(index), [], []
-        for i in range(len(self.layers)):
-            part = own if i == index else self.part(i, x) if self.rate(i) == rate else None
-            if part is not None:
-                chosen.append(i)
-                parts.append(part)
-        seed = draw_seed(x.device) if rate else None
-        found = lora_group(x.to(compute_dtype(x)), parts, seed, rate)
-        outputs: list[torch.Tensor | None] = [None] * len(self.layers)
-        for i, y in zip(chosen, found, strict=True):
-            outputs[i] = y
-        self.computed = x, outputs
-        self._take(index)
-        return found[chosen.index(index)]
-
-    def _take(self, index: int) -> None:
-        """Forget an output that is returned, and the input with the last one."""
-        assert self.computed is not None
-        outputs = self.computed[1]
-        outputs[index] = None
-        if all(y is None for y in outputs):
-            self.computed = None
-
-
-class GatedMlp(LoraLayers):
-    """The layers gate, up and down of a gated MLP."""
-
-    def __init__(self, layers: list[Any], activation: str) -> None:
-        super().__init__(layers)
-        self.activation = activation
-
-    def output(self, mlp: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        """The output of the module; None if it must run its own forward."""
-        if any(has_hooks(child) for child in mlp.children()):
-            return None
-        gate, up, down = self.part(0, x), self.part(1, x), self.part(2, x)
-        if gate is None or up is None or down is None:
-            return None
-        rate = self.rate(0)
-        if self.rate(1) != rate or self.rate(2) != rate:
-            return None
-        seed = draw_seed(x.device) if rate else None
-        return gated_mlp(x.to(compute_dtype(x)), (gate, up, down), self.activation, seed, rate)
+        return Layer(found.form, found.tensors, bias, a.weight, b.weight, layer.scaling[name])
 
 
 def autocasts(x: torch.Tensor) -> bool:
@@ -187,6 +141,12 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def in_dtype(layer: Layer, dtype: torch.dtype) -> Layer:
+    """The layer with bias and adapter in the dtype of the product."""
+    bias = layer.bias if layer.bias is None else layer.bias.to(dtype)
+    return layer._replace(bias=bias, a=layer.a.to(dtype), b=layer.b.to(dtype))
+
+
 def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of a LoRA layer in a group."""
     if not args and not kwargs and not is_sharded(x):
@@ -198,20 +158,11 @@ def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Te
     return plain
 
 
-def _mlp_forward(mlp: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a gated MLP with LoRA."""
-    if not args and not kwargs and not is_sharded(x):
-        found = mlp._fullshard_mlp.output(mlp, x)
-        if found is not None:
-            return found
-    return type(mlp).forward(mlp, x, *args, **kwargs)
-
-
 # --- forming groups -------------------------------------------------------------------------------------------------
 
 
-def fuse_lora(model: nn.Module, uses: LinearUses) -> FusedReport:
-    """Let the LoRA layers of a PEFT model run as groups; `uses` tells which of them get the same input."""
+def fuse_lora(model: nn.Module, shared: SharedInputs) -> FusedReport:
+    """Let the LoRA layers of a PEFT model run as groups; `shared` tells which of them get the same input."""
     report = FusedReport()
     for path, parent in list(model.named_modules()):
         prefix = f"{path}." if path else ""
@@ -222,20 +173,17 @@ def fuse_lora(model: nn.Module, uses: LinearUses) -> FusedReport:
                     report.aside[reason].append(prefix + name)
                 else:
                     fitting[name] = layer
-        for names in _grouped(fitting, uses.shared.get(type(parent), ())):
+        for names in _grouped(fitting, shared.get(type(parent), ())):
             _join([fitting[name] for name in names])
             report.groups.append([prefix + name for name in names])
-        if (gated := uses.gated.get(type(parent))) is not None and _join_mlp(parent, fitting, gated):
-            report.mlps.append(path)
     return report
 
 
 def undo_fuse_lora(model: nn.Module) -> None:
     """Let all layers run PEFT's forward again."""
     for module in model.modules():
-        for name in ("_fullshard_lora", "_fullshard_mlp"):
-            if module.__dict__.pop(name, None) is not None:
-                del module.forward
+        if module.__dict__.pop("_fullshard_lora", None) is not None:
+            del module.forward
 
 
 def why_not(layer: Any) -> str:
@@ -284,20 +232,7 @@ def _grouped(fitting: Mapping[str, Any], shared: Sequence[Sequence[str]]) -> Ite
 
 
 def _join(layers: list[Any]) -> None:
-    group = LoraGroup(layers)
+    group = LoraGroup(layers, layers[0].active_adapters[0])
     for index, layer in enumerate(layers):
         layer._fullshard_lora = group, index
         layer.forward = types.MethodType(_forward, layer)
-
-
-def _join_mlp(mlp: Any, fitting: Mapping[str, Any], gated: Gated) -> bool:
-    """Let a gated MLP run as one, if all its layers have the same adapter; returns whether it does."""
-    layers = [fitting.get(name) for name in (gated.gate, gated.up, gated.down)]
-    if any(layer is None for layer in layers) or "forward" in vars(mlp):
-        return False
-    names = {layer.active_adapters[0] for layer in layers}
-    if len(names) > 1 or max(layer.r[name] for layer in layers for name in names) > LARGEST_RANK:
-        return False
-    mlp._fullshard_mlp = GatedMlp(layers, gated.activation)
-    mlp.forward = types.MethodType(_mlp_forward, mlp)
-    return True

@@ -17,9 +17,9 @@ STEPS = 2**16
 """Probabilities are multiples of 1/STEPS."""
 
 
-def draw_seed(device: torch.device) -> torch.Tensor:
-    """A new seed. The compiler knows this operator as a random one and does not repeat it in backward."""
-    return torch.randint(2**62, (1,), device=device)
+def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
+    """New seeds. The compiler knows this operator as a random one and does not repeat it in backward."""
+    return torch.randint(2**62, (count,), device=device)
 
 
 class Dropout(NamedTuple):
@@ -28,8 +28,6 @@ class Dropout(NamedTuple):
     seed: torch.Tensor
     """int64 [1]"""
     probability: float
-    first: int = 0
-    """The number of the first adapter, which its mask depends on."""
 
     @property
     def threshold(self) -> int:
@@ -68,7 +66,7 @@ class Dropout(NamedTuple):
         return dx
 
     def _dropped(self, x: torch.Tensor, adapter: int) -> torch.Tensor:
-        return x * (self.kept(x.shape, self.first + adapter) * self.scale).to(x.dtype)
+        return x * (self.kept(x.shape, adapter) * self.scale).to(x.dtype)
 
     def kept(self, shape: torch.Size, adapter: int) -> torch.Tensor:
         """The mask of an adapter on CPUs."""

@@ -24,7 +24,7 @@ PROGRAMS = 528
 """How many programs `grad_weight` is divided into, so that all processors have work."""
 
 
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context on the tensors' device; checking the current device is cheaper than always switching."""
     if not accelerator.is_accelerator(device) or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
@@ -60,7 +60,7 @@ def product(
     (tokens, size), columns = x.shape, len(a)
     h = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
     tiles = Tiles.of(columns, width)
-    with on_device(x.device):
+    with _on(x.device):
         _product[(triton.cdiv(tokens, ROWS), tiles.count)](
             x, a, h, seed, tokens, threshold, scale, size, columns, width,
             ROWS=ROWS, COLUMNS=COLUMNS, **tiles.options(), num_warps=WARPS,
@@ -79,7 +79,7 @@ def grad_weight(
     length = triton.next_power_of_2(triton.cdiv(blocks * programs, PROGRAMS))  # few values, so few compilations
     parts = triton.cdiv(blocks, length)
     sums = torch.empty(parts, columns, size, dtype=torch.float32, device=x.device)
-    with on_device(x.device):
+    with _on(x.device):
         _grad_weight[(triton.cdiv(size, COLUMNS), tiles.count, parts)](
             dh, x, sums, seed, tokens, threshold, size, columns, width,
             ROWS=ROWS, COLUMNS=COLUMNS, LENGTH=length, **tiles.options(), num_warps=WARPS,
@@ -95,7 +95,7 @@ def add_grad_input(
     dh, a = dh.contiguous(), a.contiguous()
     tokens, size = dx.shape
     grid = (triton.cdiv(size, COLUMNS), triton.cdiv(tokens, ROWS))
-    with on_device(dx.device):
+    with _on(dx.device):
         _add_grad_input[grid](
             dx, dh, a, seed, tokens, threshold, scale, size, len(a), width,
             ROWS=ROWS, COLUMNS=COLUMNS, TILE=Tiles.of(width, width).width, num_warps=WARPS,
@@ -107,7 +107,7 @@ def kept(shape: tuple[int, int], adapter: int, seed: torch.Tensor, threshold: in
     """The mask of an adapter."""
     found = torch.empty(shape, dtype=torch.int8, device=seed.device)
     grid = (triton.cdiv(shape[0], ROWS), triton.cdiv(shape[1], COLUMNS))
-    with on_device(seed.device):
+    with _on(seed.device):
         _mask[grid](found, seed, *shape, adapter, threshold, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
     return found.bool()
 

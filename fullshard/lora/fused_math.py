@@ -2,7 +2,7 @@
 
     y_i = x @ W_iᵀ + bias_i + scale_i · h_i @ B_iᵀ,    h_i = dropout_i(x) @ A_iᵀ
 
-Forward reads `x` once for all adapters and adds each update in place into the product of the frozen weight. Backward
+Forward reads `x` once for all adapters and adds the product of each frozen weight in place to the update. Backward
 needs `x` and `h`; gradients of `x` are summed in place, and frozen weights get none. `h` has the columns of all
 adapters side by side, as many for each as the largest rank.
 """
@@ -47,12 +47,19 @@ def forward(
     """The outputs [tokens, out] of all layers, and `h`, for `x` [tokens, in]."""
     a, width = stacked(layers)
     h = x @ a.t() if dropout is None else dropout.product(x, a, width)  # [tokens, layers·width]
-    return [_updated(x, layer, _columns(h, i, width, layer)) for i, layer in enumerate(layers)], h
+    ready = base_product.prepare([layer.form for layer in layers], x)
+    return [updated(ready, layer, _columns(h, i, width, layer)) for i, layer in enumerate(layers)], h
 
 
-def _updated(x: torch.Tensor, layer: Layer, h: torch.Tensor) -> torch.Tensor:
-    y = base_product.product(layer.form, layer.base, x, bias=layer.bias)
-    return y.addmm_(h, layer.b.t(), alpha=layer.scale)
+def updated(x: base_product.Prepared, layer: Layer, h: torch.Tensor) -> torch.Tensor:
+    """The output of a layer. The adapter's update comes first and the product of the frozen weight is added in place:
+    the large product then reads the output while it computes, which is faster than a pass of its own for the update."""
+    b = layer.b.t()
+    if layer.bias is None:
+        y = scaled_product(h, b, layer.scale)
+    else:
+        y = torch.addmm(layer.bias, h, b, alpha=layer.scale)
+    return base_product.product(layer.form, layer.base, x, out=y, accumulate=True)
 
 
 def backward(
@@ -74,25 +81,24 @@ def backward(
         torch.addmm(part, dy, layer.b, beta=0, alpha=layer.scale, out=part)
     dx = None
     if wants_x:
-        for _, layer, dy in used:
-            dx = base_product.grad_input(layer.form, layer.base, dy, out=dx, accumulate=dx is not None)
-        dx = torch.zeros_like(x) if dx is None else dx
+        products = [base_product.Gradient(layer.form, layer.base, dy) for _, layer, dy in used]
+        dx = base_product.grad_input_sum(products) if products else torch.zeros_like(x)
         dx = dx.addmm_(dh, a) if dropout is None else dropout.add_grad_input(dx, dh, a, width)
     if not wants_adapters:
         return Gradients(dx, [], [])
     da = dh.t() @ x if dropout is None else dropout.grad_weight(dh, x, width)
     das = [da[i * width : i * width + layer.a.shape[0]] for i, layer in enumerate(layers)]
     dbs = [
-        torch.zeros_like(layer.b) if dy is None else grad_b(dy, _columns(h, i, width, layer), layer.scale)
+        torch.zeros_like(layer.b) if dy is None else scaled_product(dy.t(), _columns(h, i, width, layer), layer.scale)
         for i, (layer, dy) in enumerate(zip(layers, dys, strict=True))
     ]
     return Gradients(dx, das, dbs)
 
 
-def grad_b(dy: torch.Tensor, h: torch.Tensor, scale: float) -> torch.Tensor:
-    """The gradient of B [out, rank], for the gradient of the layer's output and the input of B."""
-    found = dy.new_empty(dy.shape[1], h.shape[1])
-    return torch.addmm(found, dy.t(), h, beta=0, alpha=scale, out=found)
+def scaled_product(one: torch.Tensor, other: torch.Tensor, scale: float) -> torch.Tensor:
+    """`scale · one @ other`."""
+    found = one.new_empty(one.shape[0], other.shape[1])
+    return torch.addmm(found, one, other, beta=0, alpha=scale, out=found)
 
 
 def stacked(layers: Sequence[Layer]) -> tuple[torch.Tensor, int]:
@@ -107,41 +113,3 @@ def stacked(layers: Sequence[Layer]) -> tuple[torch.Tensor, int]:
 def _columns(h: torch.Tensor, index: int, width: int, layer: Layer) -> torch.Tensor:
     """The columns of one adapter."""
     return h[:, index * width : index * width + layer.a.shape[0]]
-
-
-# --- the middle of a gated MLP: see `fused_mlp.py` ------------------------------------------------------------------
-
-
-class Middle(NamedTuple):
-    """What the passes over the wide activations need beside these."""
-
-    gate: Layer
-    up: Layer
-    down: Layer
-    h: torch.Tensor
-    """[tokens, 2·width]: the inputs of B of gate and of up."""
-    width: int
-    activation: str
-    dropout: Dropout | None
-    """That of down's adapter."""
-
-    def branches(self, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs of gate and up, from the products of their frozen weights."""
-        found = []
-        for i, (layer, product) in enumerate(((self.gate, gate), (self.up, up))):
-            h = self.h[:, i * self.width : i * self.width + layer.a.shape[0]]
-            found.append(torch.addmm(product, h, layer.b.t(), alpha=layer.scale))
-        return found[0], found[1]
-
-
-class InnerGradients(NamedTuple):
-    """The results of the pass back over the wide activations."""
-
-    gate: torch.Tensor
-    """[tokens, intermediate]"""
-    up: torch.Tensor
-    h: torch.Tensor
-    """[tokens, 2·width]"""
-    b_gate: torch.Tensor
-    b_up: torch.Tensor
-    a_down: torch.Tensor

@@ -25,18 +25,20 @@ def lora_group(
     x: torch.Tensor, layers: Sequence[Layer], seed: torch.Tensor | None, probability: float
 ) -> list[torch.Tensor]:
     """The outputs of the layers. Without a seed there is no dropout."""
-    layout, base, a, b, scales = taken_apart(layers)
+    layout, base, a, b, scales = flat(layers)
     if torch.compiler.is_compiling():
         return lora_group_operator(x, base, a, b, seed, layout, scales, probability)[:-1]
     found: tuple[torch.Tensor, ...] = _Group.apply(layout, scales, probability, len(base), seed, x, *base, *a, *b)
     return list(found)
 
 
-def taken_apart(layers: Sequence[Layer]) -> tuple[str, Tensors, Tensors, Tensors, list[float]]:
-    """The layers as operators take them: a string that describes them, tensors and numbers."""
+def flat(
+    layers: Sequence[Layer],
+) -> tuple[str, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[float]]:
+    """Layers as operators take them: a string, frozen tensors, `a`, `b` and scales. `layers_of` is the inverse."""
     layout = "|".join(f"{layer.form};{len(layer.base)};{int(layer.bias is not None)}" for layer in layers)
     base = [t for layer in layers for t in (*layer.base, *([] if layer.bias is None else [layer.bias]))]
-    return layout, base, [one.a for one in layers], [one.b for one in layers], [one.scale for one in layers]
+    return layout, base, [layer.a for layer in layers], [layer.b for layer in layers], [layer.scale for layer in layers]
 
 
 @functools.cache
@@ -46,8 +48,8 @@ def _parsed(layout: str) -> list[tuple[str, int, bool]]:
     return [(form, int(count), biased == "1") for form, count, biased in parts]
 
 
-def put_together(layout: str, base: Tensors, a: Tensors, b: Tensors, scales: Sequence[float]) -> list[Layer]:
-    """The layers again."""
+def layers_of(layout: str, base: Tensors, a: Tensors, b: Tensors, scales: Sequence[float]) -> list[Layer]:
+    """The layers that `flat` took apart."""
     found, left = [], list(base)
     for (form, count, biased), *adapter in zip(_parsed(layout), a, b, scales, strict=True):
         weight, left = left[:count], left[count:]
@@ -56,12 +58,11 @@ def put_together(layout: str, base: Tensors, a: Tensors, b: Tensors, scales: Seq
     return found
 
 
-def dropout_of(seed: torch.Tensor | None, probability: float) -> Dropout | None:
-    """The dropout of a call; None without a seed."""
+def _dropout(seed: torch.Tensor | None, probability: float) -> Dropout | None:
     return None if seed is None else Dropout(seed, probability)
 
 
-def rows_of(t: torch.Tensor) -> torch.Tensor:
+def as_rows(t: torch.Tensor) -> torch.Tensor:
     """[…, size] as [tokens, size]."""
     return t.reshape(-1, t.shape[-1])
 
@@ -70,7 +71,7 @@ def _forward(
     x: torch.Tensor, layers: Sequence[Layer], seed: torch.Tensor | None, probability: float
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     with without_autocast(x.device):
-        ys, h = forward(rows_of(x), layers, dropout_of(seed, probability))
+        ys, h = forward(as_rows(x), layers, _dropout(seed, probability))
     return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys], h
 
 
@@ -78,9 +79,9 @@ def _backward(
     x: torch.Tensor, h: torch.Tensor, dys: Sequence[torch.Tensor | None], layers: Sequence[Layer],
     seed: torch.Tensor | None, probability: float, wants_x: bool, wants_adapters: bool,
 ) -> Gradients:  # fmt: skip
-    rows = [None if dy is None else rows_of(dy) for dy in dys]
+    rows = [None if dy is None else as_rows(dy) for dy in dys]
     with without_autocast(x.device):
-        found = backward(rows_of(x), h, rows, layers, dropout_of(seed, probability), wants_x, wants_adapters)
+        found = backward(as_rows(x), h, rows, layers, _dropout(seed, probability), wants_x, wants_adapters)
     return found._replace(x=None if found.x is None else found.x.view(x.shape))
 
 
@@ -92,8 +93,8 @@ class _Group(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, layout, scales, probability, count, seed, x, *tensors):  # type: ignore[no-untyped-def]
-        base, a, b = split(count, tensors)
-        ys, h = _forward(x, put_together(layout, base, a, b, scales), seed, probability)
+        base, a, b = _Group.split(count, tensors)
+        ys, h = _forward(x, layers_of(layout, base, a, b, scales), seed, probability)
         ctx.save_for_backward(seed, x, h, *tensors)
         ctx.about = layout, scales, probability, count
         ctx.set_materialize_grads(False)
@@ -104,19 +105,18 @@ class _Group(torch.autograd.Function):
     def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[Any, ...]:
         layout, scales, probability, count = ctx.about
         seed, x, h, *tensors = ctx.saved_tensors
-        base, a, b = split(count, tensors)
+        base, a, b = _Group.split(count, tensors)
         wants = ctx.needs_input_grad[5:]
         found = _backward(
-            x, h, dys, put_together(layout, base, a, b, scales), seed, probability, wants[0], any(wants[1:])
+            x, h, dys, layers_of(layout, base, a, b, scales), seed, probability, wants[0], any(wants[1:])
         )  # fmt: skip
         das, dbs = _for_used(found, dys)
         return None, None, None, None, None, found.x, *[None] * count, *das, *dbs
 
-
-def split(count: int, tensors: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-    """The first `count` tensors, and the halves of the others."""
-    half = count + (len(tensors) - count) // 2
-    return tensors[:count], tensors[count:half], tensors[half:]
+    @staticmethod
+    def split(count: int, tensors: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+        half = count + (len(tensors) - count) // 2
+        return tensors[:count], tensors[count:half], tensors[half:]
 
 
 def _for_used(found: Gradients, dys: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
@@ -138,13 +138,13 @@ def lora_group_operator(
     seed: torch.Tensor | None, layout: str, scales: Sequence[float], probability: float,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The outputs of the layers, and `h`."""
-    ys, h = _forward(x, put_together(layout, base, a, b, scales), seed, probability)
+    ys, h = _forward(x, layers_of(layout, base, a, b, scales), seed, probability)
     return [*ys, h]
 
 
 @lora_group_operator.register_fake
 def _(x, base, a, b, seed, layout, scales, probability):  # type: ignore[no-untyped-def]
-    layers = put_together(layout, base, a, b, scales)
+    layers = layers_of(layout, base, a, b, scales)
     outs = [base_product.shape(layer.form, layer.base)[0] for layer in layers]
     width = max(layer.a.shape[0] for layer in layers)
     tokens = x.numel() // x.shape[-1]
@@ -160,20 +160,17 @@ def lora_group_backward(
     """The gradients of `x`, of all `a` and of all `b`, for those of the outputs that were used."""
     given = dict(zip(used, dys, strict=True))
     every = [given.get(i) for i in range(len(a))]
-    layers = put_together(layout, base, a, b, scales)
+    layers = layers_of(layout, base, a, b, scales)
     found = _backward(x, h, every, layers, seed, probability, wants_x, wants_adapters)
-    return [*([] if found.x is None else [found.x]), *without_sharing(found.a), *found.b]
+    # Results of an operator must not share memory.
+    das = [da if da.numel() == h.shape[1] * x.shape[-1] else da.clone() for da in found.a]
+    return [*([] if found.x is None else [found.x]), *das, *found.b]
 
 
 @lora_group_backward.register_fake
 def _(x, h, dys, used, base, a, b, seed, layout, scales, probability, wants_x, wants_adapters):  # type: ignore[no-untyped-def]
     grads = [t.new_empty(t.shape) for t in (*a, *b)] if wants_adapters else []
     return [*([x.new_empty(x.shape)] if wants_x else []), *grads]
-
-
-def without_sharing(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors that are parts of one: results of an operator must not share memory."""
-    return [grad if grad.untyped_storage().nbytes() == grad.nbytes else grad.clone() for grad in grads]
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
@@ -186,7 +183,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 def _operator_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     seed, x, h, *tensors = ctx.saved_tensors
     base_count, count = ctx.counts
-    base, a, b = split(base_count, tensors)
+    base, a, b = _Group.split(base_count, tensors)
     wants, dys = ctx.needs_input_grad, list(grads[:-1])
     used = [i for i, dy in enumerate(dys) if dy is not None]
     adapters = any(wants[2]) or any(wants[3])

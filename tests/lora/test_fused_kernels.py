@@ -4,21 +4,18 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
 
-from fullshard.lora import fused_mlp
 from fullshard.lora.fused_dropout import STEPS, Dropout
-from fullshard.lora.fused_math import Layer
 
 pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is no GPU, and TRITON_INTERPRET is not set", allow_module_level=True)
 
-from fullshard.lora import fused_kernels, fused_mlp_kernels  # noqa: E402 - needs Triton
+from fullshard.lora import fused_kernels  # noqa: E402 - needs Triton
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -72,27 +69,3 @@ def test_products_behind_dropout(tokens: int, size: int, adapters: int, width: i
     dx = randn(tokens, size)
     expected = dropout.add_grad_input(dx.clone(), dh, a, width)
     torch.testing.assert_close(fused_kernels.add_grad_input(dx, dh, a, width, *drawn), expected, **CLOSE)
-
-
-@pytest.mark.parametrize("activation", fused_mlp.ACTIVATIONS)
-@pytest.mark.parametrize("probability", [0.0, 0.25])
-def test_gated_mlp(activation: str, probability: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    def layer(size: int, out: int, rank: int, scale: float) -> Layer:
-        return Layer("dense", [randn(out, size) / 6], None, randn(rank, size) / 6, randn(out, rank) / 2, scale)
-
-    layers = [layer(40, 200, 8, 2.0), layer(40, 200, 5, 1.5), layer(200, 40, 6, 0.7)]
-    x, dy = randn(70, 40), randn(70, 40)
-    dropout = Dropout(seed(), probability) if probability else None
-
-    def both() -> list[Any]:
-        y, saved = fused_mlp.forward(x, layers, activation, dropout)
-        found = fused_mlp.backward(x, saved, dy, layers, activation, dropout, True)
-        return [y, saved.h_down, found.x, *found.a, *found.b]
-
-    expected = both()
-    monkeypatch.setattr(fused_mlp, "_inner", fused_mlp_kernels.inner)
-    monkeypatch.setattr(
-        fused_mlp, "_inner_backward", lambda m, s, d, h: fused_mlp_kernels.inner_backward(m, s.gate, s.up, d, h)
-    )
-    for one, other in zip(both(), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

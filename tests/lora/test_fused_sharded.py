@@ -13,7 +13,7 @@ import torch
 from fullshard import runtime
 from fullshard.fsdp import FSDPv2, checkpoint_module, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from fullshard.lora.fused import fuse_lora
-from fullshard.models.linear_uses import linear_uses
+from fullshard.models.shared_inputs import shared_inputs
 from fullshard.quant.config import Quantization
 from fullshard.quant.quantize import quantize_model
 from fullshard.quant.sharded_groups import Scheme
@@ -55,7 +55,7 @@ def test_two_ranks_train_as_peft_on_one_device(name: str) -> None:
     base = bare("qwen2", hidden_size=64)
     plain = adapted(quantize_model(base, Quantization(Scheme(double=True))) if case.get("four_bits") else base)
     fused = copy.deepcopy(plain)
-    assert fuse_lora(fused, linear_uses(fused)).layers == 14
+    assert fuse_lora(fused, shared_inputs(fused)).layers == 14
     policy = case.get("policy", transformer_auto_wrap_policy)
     made: Any = FSDPv2(fused, mesh_for("FULL_SHARD"), auto_wrap_policy=policy, small_parameter_bytes=0)
     if name == "small units":

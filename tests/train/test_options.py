@@ -54,6 +54,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "adam_beta1": ({}, 0.5), "adam_beta2": ({}, 0.5), "adam_epsilon": ({}, 1e-2), "max_grad_norm": ({"optim": "sgd"}, 0.01),
     "bf16": ({}, True), "fp16": ({}, True), "gradient_checkpointing": ({}, True),
     "use_reentrant": ({"gradient_checkpointing": True}, True), "chunked_loss": ({}, False), "loss_chunk_tokens": ({}, 3),
+    "log_entropy": ({}, True),
     "eval_strategy": ({}, "epoch"), "eval_steps": (EVALUATES, 1), "eval_on_start": (EVALUATES, True),
     "save_strategy": ({}, "no"), "save_steps": ({}, 3), "save_total_limit": ({}, 1), "save_dtype": ({}, "float16"),
     "async_save": ({}, True), "early_stopping_patience": ({**EVALUATES, "eval_steps": 1, "learning_rate": 2.0}, 1),
@@ -80,7 +81,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
 ELSEWHERE = {
     "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_formats", "overwrite": "test_folder",
     "resume": "test_resume", "resume_from_checkpoint": "test_trainer", "use_4bit_quantization": "test_qlora",
-    "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
+    "base_dtype": "test_fp8", "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
     "on_nonfinite_loss": "test_trainer", "use_flash_attn": "needs a GPU and flash-attn", "torch_compile": "needs a compiler",
     "adapter_name_or_path": "test_continue", "dataset_config_name": "test_formats", "dataset_weights": "test_mixture",
     "stopping_strategy": "test_mixture", "val_size": "test_data_options", "on_bad_row": "test_data_options", "streaming": "test_stream",
