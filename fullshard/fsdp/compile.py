@@ -101,8 +101,10 @@ class Compilation:
         """Report the first failure; from now on this rank's units run uncompiled."""
         if not self.failed:
             self.failed = True
-            reason = first_line(getattr(error, "inner_exception", error))
-            logger.warning("the layers could not be compiled (%s); they run uncompiled on this rank.", reason[:300])
+            reason = first_line(getattr(error, "inner_exception", error))[:300]
+            if "recompile_limit" in reason:
+                reason = f"torch has compiled one of them {KINDS} times, and it still differs from call to call"
+            logger.warning("the layers could not be compiled (%s); they run uncompiled on this rank.", reason)
 
 
 class CompiledUnit:
