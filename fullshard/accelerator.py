@@ -46,6 +46,12 @@ def computes_bf16() -> bool:
     return count() > 0 and bool(torch.get_device_module(kind()).is_bf16_supported(including_emulation=False))
 
 
+@functools.cache
+def computes_fp8(device: torch.device) -> bool:
+    """Whether the device is an accelerator that multiplies fp8 matrices in hardware."""
+    return is_accelerator(device) and torch.get_device_module(device).get_device_capability(device) >= (8, 9)
+
+
 def identity(device: torch.device) -> str:
     """An id of this accelerator that is unique across machines."""
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -66,6 +72,13 @@ def use(device: torch.device) -> None:
     """Make this the thread's current accelerator; does nothing for the CPU."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index or 0)
+
+
+def using(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A context in which this is the thread's current accelerator; comparing is cheaper than always switching."""
+    if not is_accelerator(device) or device.index == torch.accelerator.current_device_index():
+        return contextlib.nullcontext()
+    return torch.get_device_module(device).device(device)
 
 
 # --- streams --------------------------------------------------------------------------------------------------------
@@ -89,15 +102,48 @@ def synchronize(device: torch.device) -> None:
 
 # --- memory ---------------------------------------------------------------------------------------------------------
 
+_peaks: dict[torch.device, int] = {}
+"""By device, the peak before the last `mark_peak`."""
+
 
 def total_memory(device: torch.device) -> int:
     """Bytes of memory on the accelerator."""
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
+def spare_memory(device: torch.device) -> int:
+    """Bytes of the accelerator's memory that nothing has used so far, here or in other processes; 0 for the CPU."""
+    if not is_accelerator(device):
+        return 0
+    module = torch.get_device_module(device)
+    return int(module.mem_get_info(device)[0] + module.memory_reserved(device) - module.max_memory_allocated(device))
+
+
 def peak_memory(device: torch.device) -> int:
     """The peak number of allocated bytes since the start."""
+    return max(peak_since_mark(device), _peaks.get(device, 0))
+
+
+def mark_peak(device: torch.device) -> None:
+    """Begin a new peak; `peak_memory` remembers the earlier one."""
+    _peaks[device] = peak_memory(device)
+    torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def peak_since_mark(device: torch.device) -> int:
+    """The peak number of allocated bytes since `mark_peak`."""
     return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def allocated_memory(device: torch.device) -> int:
+    """The bytes of all tensors on the accelerator."""
+    return int(torch.get_device_module(device).memory_allocated(device))
+
+
+def usable_memory(device: torch.device) -> int:
+    """The bytes that this process has on the accelerator or can get: free ones, and those that torch holds ready."""
+    module = torch.get_device_module(device)
+    return int(module.mem_get_info(device)[0] + module.memory_reserved(device))
 
 
 def empty_cache(device: torch.device) -> None:
@@ -114,6 +160,21 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def staging(size: int, device: torch.device) -> torch.Tensor:
     """A host buffer for copies to a device: pinned for an accelerator."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=is_accelerator(device))
+
+
+class HostCopy:
+    """A copy of a tensor in host memory. Making it does not wait for the device; reading it waits for all work up to
+    the copy."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._copy = pinned(value.shape, value.dtype).copy_(value, non_blocking=True)
+        self._made = current_stream(value.device).record_event() if is_accelerator(value.device) else None
+
+    def read(self) -> list[float]:
+        """The values."""
+        if self._made is not None:
+            self._made.synchronize()
+        return self._copy.tolist()
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

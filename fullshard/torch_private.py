@@ -82,6 +82,11 @@ NAMES = {
     "NoTorchFunction": "torch._C:DisableTorchFunctionSubclass",
     # Many copies in one kernel launch. 2.11, 2.13. Gathers of small parameters break.
     "foreach_copy_": "torch:_foreach_copy_",
+    # Products of fp8 matrices with scales; the public one has no `out`. 2.11, 2.13. fp8 weights break.
+    "scaled_mm": "torch:_scaled_mm",
+    # Norms of many tensors, and their product with a number, in few launches. 2.11, 2.13. Gradient clipping breaks.
+    "foreach_norm": "torch:_foreach_norm",
+    "foreach_mul_": "torch:_foreach_mul_",
     # Nested arguments as a flat list; neither version has a public module for it. 2.11, 2.13. Dispatch breaks.
     "tree_flatten": "torch.utils._pytree:tree_flatten",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
@@ -181,6 +186,16 @@ def random_ops() -> Any:
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+# Whether an optimizer of torch skips its update on the device where its attribute `found_inf`, a tensor, is 1; the
+# fused ones do. 2.11, 2.13. The host waits for the values of each step.
+def skips_on_device(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and type(optimizer).__module__ in (
+        "torch.optim.adam",
+        "torch.optim.adamw",
+        "torch.optim.sgd",
+    )
 
 
 # How often a tensor was written in place. 2.11, 2.13. Stale gathered parameters are not noticed.
@@ -334,6 +349,15 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 
 def submodules_of(module: nn.Module) -> dict[str, Any]:
     return module._modules
+
+
+# Runs `around(call, args, kwargs)` in place of a module's calls; returns a function that ends it. A forward hook would
+# be compiled with the module. 2.11, 2.13. What a layer keeps for backward cannot be measured.
+def call_through(module: nn.Module, around: Callable[[Any, Any, Any], Any]) -> Callable[[], None]:
+    before = module._compiled_call_impl
+    call = before if before is not None else module._call_impl
+    module._compiled_call_impl = lambda *args, **kwargs: around(call, args, kwargs)
+    return lambda: setattr(module, "_compiled_call_impl", before)
 
 
 # What `module.compile()` has made of the module's call, and its replacement. 2.11, 2.13. Compiled layers break.

@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ BAD = ("failed", "died", "stuck")
 DEVICE_VARIABLE = "FULLSHARD_TEST_DEVICE"
 """Where the ranks of `gpu_ranks` compute: `cuda` unless this says `cpu`."""
 START_VARIABLE = "FULLSHARD_TEST_START"
-"""`spawn` starts each worker as a process of its own: for a machine where imports alone start CUDA before the fork."""
+"""`spawn` starts each worker as a process of its own: for a machine where imports alone start CUDA before the fork, as
+bitsandbytes' does."""
 GPU_KINDS = ("gpu", "gpu-plain-nccl")
 """The process group of `gpu_ranks` is made by `use_spmd()`, or by the script as a plain NCCL group before that."""
 NOTE = "note: "
@@ -189,7 +191,8 @@ class Pool:
 
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.folder = tempfile.TemporaryDirectory(prefix="fullshard-pool-")
-        spawned = os.environ.get(START_VARIABLE) == "spawn"
+        starts_cuda = self.kind in GPU_KINDS and chosen_device() == "cuda" and find_spec("bitsandbytes") is not None
+        spawned = os.environ.get(START_VARIABLE, "spawn" if starts_cuda else "") == "spawn"
         context = multiprocessing.get_context("spawn") if spawned else fork_server()
         for rank in range(self.size):
             ours, theirs = multiprocessing.Pipe()

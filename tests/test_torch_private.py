@@ -179,6 +179,31 @@ def subclasses() -> None:
         assert t.dim() == 1
 
 
+@check("foreach_norm", "foreach_mul_")
+def many_norms() -> None:
+    tensors = [torch.ones(4, dtype=torch.bfloat16), torch.full((2,), 2.0)]
+    norms = torch_private.foreach_norm(tensors, 2.0, torch.float32)
+    assert torch.equal(torch.stack(norms), torch.tensor([2.0, 8**0.5]))
+    torch_private.foreach_mul_(tensors[1:], torch.tensor(0.5))
+    assert tensors[1].tolist() == [1, 1]
+
+
+@check("skips_on_device")
+def skipped_updates() -> None:
+    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        weight = nn.Parameter(torch.ones(2))
+        weight.grad = torch.full((2,), torch.nan)
+        optimizer: Any = kind([weight], lr=1.0, fused=True)
+        assert torch_private.skips_on_device(optimizer)
+        assert not torch_private.skips_on_device(kind([weight], lr=1.0))
+        optimizer.found_inf = torch.tensor(1.0)
+        optimizer.step()
+        assert weight.tolist() == [1, 1] and float(optimizer.state[weight].get("step", 0)) == 0
+        optimizer.found_inf = torch.tensor(0.0)
+        optimizer.step()
+        assert weight.isnan().all()
+
+
 @check("foreach_copy_")
 def copies() -> None:
     targets = [torch.zeros(2), torch.zeros(3)]
@@ -400,6 +425,17 @@ def loaders() -> None:
 
 
 # --- torch.distributed ------------------------------------------------------------------------------------------------
+
+
+@check("scaled_mm")
+def scaled_mm() -> None:
+    a, b = (torch.eye(16).mul(n).to(torch.float8_e4m3fn) for n in (2, 3))
+    scales = torch.full((16, 1), 0.5), torch.full((1, 16), 0.25)
+    out = torch.empty(16, 16, dtype=torch.bfloat16)
+    torch_private.scaled_mm(
+        a, b.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16, use_fast_accum=True, out=out
+    )
+    assert torch.equal(out, torch.eye(16, dtype=torch.bfloat16) * 0.75)
 
 
 @check("coalescing_manager")

@@ -245,11 +245,10 @@ def _shard_parameters(
             known.show_shard()
             continue
         plan = shard.plan_for([name for name, _ in named_sites], parameter, options.terms)
-        made = shard.make_shard(
-            parameter, plan, options.mesh, sync=sync, offload=options.cpu_offload, meets_plain=meets_plain
-        )
+        offload = options.cpu_offload or plan.on_host
+        made = shard.make_shard(parameter, plan, options.mesh, sync=sync, offload=offload, meets_plain=meets_plain)
         data_axes = ("fsdp", *options.replica_axes)
-        sharded = ShardedParameter(plan, made, sites, options.mesh, data_axes, options.cpu_offload)
+        sharded = ShardedParameter(plan, made, sites, options.mesh, data_axes, offload)
         shard.install(parameter, sharded)
         owned[shard.owner_of(sites, inside)].append(sharded)
     return owned

@@ -15,7 +15,7 @@ from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import local_of
+from fullshard.torch_private import foreach_mul_, foreach_norm, local_of
 from fullshard.watchdog import collectives, watch
 
 PLAIN = (-1,)
@@ -52,10 +52,10 @@ def clip_grad_norm_(
     if error_if_nonfinite and not torch.isfinite(norm):
         raise FSDPError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}, which is not finite")
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for locals_ in by_axes.values():
-        for local in locals_:
-            local.mul_(factor.to(device=local.device, dtype=local.dtype))
-    return norm.to(torch.float32) if not any(g.dtype == torch.float64 for gs in by_axes.values() for g in gs) else norm
+    every = [local for locals_ in by_axes.values() for local in locals_]
+    for (place, dtype), alike in _by_kind(every).items():
+        foreach_mul_(alike, factor.to(device=place, dtype=dtype))
+    return norm if any(g.dtype == torch.float64 for g in every) else norm.to(torch.float32)
 
 
 def _axes_and_local(grad: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
@@ -72,8 +72,17 @@ def _power(locals_: list[torch.Tensor], p: float, device: torch.device) -> torch
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=device)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in filled) else torch.float32
-    norms = torch.stack([torch.linalg.vector_norm(t, p, dtype=dtype).to(device) for t in filled]).double()
+    found = [torch.stack(foreach_norm(alike, p, dtype)).to(device) for alike in _by_kind(filled).values()]
+    norms = torch.cat(found).double()
     return norms.max() if math.isinf(p) else (norms**p).sum()
+
+
+def _by_kind(tensors: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Tensors that one launch can handle, by device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for t in tensors:
+        found.setdefault((t.device, t.dtype), []).append(t)
+    return found
 
 
 def _mean(value: torch.Tensor, mesh: Mesh, p: float) -> torch.Tensor:

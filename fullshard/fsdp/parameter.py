@@ -18,6 +18,7 @@ from torch import nn
 
 from fullshard import accelerator, runtime
 from fullshard.errors import FSDPError
+from fullshard.fsdp.host_table import HostTable
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.fsdp.write_count import writes_of
@@ -71,13 +72,16 @@ class ShardedParameter:
         self.piece = tuple(-(-n // plan.parts) if dim == plan.dim else n for dim, n in enumerate(self.whole))
         """The shape of one rank's piece of it, padded."""
         self.full: nn.Parameter | None = None
+        self._allocated = 0
+        """Bytes of the gathered value's own memory."""
         self.full_global: nn.Parameter | None = None
         self._gathered_at: Any = None
         """The shard and its write counts at the last gather."""
         self.on_gradient: Callable[[], None] = lambda: None
         """Called when backward has accumulated into the gathered value's gradient."""
         self.view: Any = None
-        """What the module's attribute shows instead of the gathered value, if its `see_gathered` returned something."""
+        """What the module's attribute shows instead of the gathered value: what its `see_gathered` returned, or a table
+        that stays in host memory."""
         self.offloaded = offloaded
         """Whether the shard is in host memory."""
         self._refuse_plain_tensors()
@@ -87,13 +91,17 @@ class ShardedParameter:
 
     @property
     def local(self) -> torch.Tensor:
-        assert is_sharded(self.shard)
         return local_of(self.shard)
 
     def follow(self, plan: ParameterPlan) -> None:
         """Apply a new plan. Another compute dtype means a new gathered value, so it must not be gathered now."""
         dtype = dtype_of(plan.compute_dtype)
         assert dtype is not None
+        if plan.on_host and plan.trainable:
+            raise FSDPError(
+                f"parameter {plan.name} is kept in host memory (offload_embedding), where it cannot be trained; freeze "
+                f"it, or set offload_embedding to false"
+            )
         self.plan = plan
         if dtype != self.dtype:
             self.dtype, self.full, self.full_global, self.view = dtype, None, None, None
@@ -157,6 +165,8 @@ class ShardedParameter:
     @property
     def shares(self) -> bool:
         """Whether the shard itself is the gathered value: nothing is split, cast or moved."""
+        if self.plan.on_host:
+            return True
         return self.plan.parts == 1 and self.local.dtype == self.dtype and self.local.device == runtime.device()
 
     @property
@@ -164,8 +174,9 @@ class ShardedParameter:
         return math.prod(self.whole) * self.dtype.itemsize
 
     def allocate(self) -> int:
-        """Allocate the memory of the gathered value; returns the number of bytes allocated."""
-        shares = self.shares
+        """Allocate the memory of the gathered value, unless it was kept; returns by how many bytes it has grown."""
+        shares, before = self.shares, self._allocated
+        self._allocated = 0 if shares else self.nbytes
         if self.full is None:
             with torch.inference_mode(False):  # it outlives the pass that creates it, and trains
                 data = (
@@ -177,9 +188,11 @@ class ShardedParameter:
         elif shares:
             if self.full.data_ptr() != self.local.data_ptr() or self.full.device != self.local.device:
                 self.full.data = self.local.detach()
-        else:
+        elif not before:
             self.full.untyped_storage().resize_(self.nbytes)
-        return 0 if shares else self.nbytes
+        if self.plan.on_host and (self.view is None or self.view.rows is not self.full):
+            self.view = HostTable(self.full, self.dtype, runtime.device())
+        return self._allocated - before
 
     def _leaf(self, data: torch.Tensor) -> nn.Parameter:
         """The leaf tensor that modules compute with."""
@@ -192,10 +205,10 @@ class ShardedParameter:
 
     def free(self) -> int:
         """Release the memory of the gathered value; returns the number of bytes released."""
-        if self.full is None or self.shares:
-            return 0
-        self.full.untyped_storage().resize_(0)
-        return self.nbytes
+        released, self._allocated = self._allocated, 0
+        if released and self.full is not None:
+            self.full.untyped_storage().resize_(0)
+        return released
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 
@@ -208,11 +221,13 @@ class ShardedParameter:
 
         Autograd checks these counts and refuses a backward through a value that has changed since it was saved.
         """
-        if self._gathered_at is not None and not self.is_fresh():
+        now = (id(self.shard), writes_of(self.shard))
+        if self._gathered_at is not None and self._gathered_at != now:
             for leaf in (self.full, self.full_global):
                 if leaf is not None:
                     torch.autograd.graph.increment_version(leaf)
-        self._gathered_at = (id(self.shard), writes_of(self.shard))
+            now = (id(self.shard), writes_of(self.shard))  # the gathered value may be the shard itself
+        self._gathered_at = now
 
     def source(self, from_host: bool) -> torch.Tensor:
         """This rank's piece as it is sent: contiguous, in the dtype of the gathered value.

@@ -48,6 +48,8 @@ class ParameterPlan:
     """The shape of the gathered value on a rank: the global shape, split by the other axes."""
     direct: bool
     """Whether it is gathered directly into its own storage and reduced directly from its gradient, not in a bucket."""
+    on_host: bool = False
+    """Whether every rank holds it whole in host memory, and reads it there (`host_table.py`)."""
 
     @property
     def name(self) -> str:
@@ -114,7 +116,8 @@ class UnitPlan:
     @property
     def gathered_bytes(self) -> int:
         """Bytes allocated when the unit is gathered; parameters that a rank already holds whole do not count."""
-        return sum(p.gathered_bytes for p in self.parameters if p.gathers or p.dtype != p.compute_dtype)
+        made = [p for p in self.parameters if p.gathers or p.dtype != p.compute_dtype]
+        return sum(p.gathered_bytes for p in made if not p.on_host)
 
     @property
     def shard_bytes(self) -> int:
@@ -163,6 +166,11 @@ class ShardingPlan:
     def shard_bytes(self) -> int:
         """Bytes of all shards on the rank that holds the most."""
         return sum(unit.shard_bytes for unit in self.units)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the parameters that are in host memory even without offload."""
+        return sum(p.shard_bytes for unit in self.units for p in unit.parameters if p.on_host)
 
     def gathered_bound(self, in_flight: int = 1) -> int:
         """The most bytes of gathered values allocated at once: the current unit, the units around it (always the root),
@@ -218,7 +226,9 @@ class ShardingPlan:
 def _line(p: ParameterPlan) -> str:
     dtype = p.dtype if p.dtype == p.compute_dtype else f"{p.dtype}→{p.compute_dtype}"
     notes = ["trains" if p.trainable else "frozen"]
-    if not p.direct:
+    if p.on_host:
+        notes.append("on the host")
+    elif not p.direct:
         notes.append("bucket")
     if p.padding:
         notes.append(f"padded by {p.padding}")

@@ -5,6 +5,7 @@ Parameters are sharded one by one, so that besides the module itself only one wh
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,11 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard import runtime
 from fullshard.errors import FSDPError
+from fullshard.fsdp.host_table import stays_on_host
 from fullshard.fsdp.offload import host_copy
 from fullshard.fsdp.parameter import ShardedParameter, Site
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.planner import Terms, plan_parameter
-from fullshard.fsdp.strategy import dtype_of
+from fullshard.fsdp.strategy import ShardingStrategy, dtype_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.redistribute import meta_of, torch_layout
 from fullshard.spmd.sharding import sharding_of
@@ -66,7 +68,11 @@ def plan_for(names: list[str], parameter: nn.Parameter, terms: Terms) -> Paramet
             f"{names[0]} is annotated on {annotation.mesh} and the module is wrapped over {terms.mesh}; use one mesh "
             f"for both"
         )
-    return plan_parameter(names, parameter.shape, parameter.dtype, parameter.requires_grad, annotation, terms)
+    on_host = stays_on_host(parameter) and annotation is None
+    if on_host:
+        terms = dataclasses.replace(terms, strategy=ShardingStrategy.NO_SHARD)
+    plan = plan_parameter(names, parameter.shape, parameter.dtype, parameter.requires_grad, annotation, terms)
+    return dataclasses.replace(plan, on_host=on_host)
 
 
 def make_shard(

@@ -1,4 +1,4 @@
-"""PEFT's methods: which of them train on sharded and on 4-bit models, and why others do not."""
+"""PEFT's methods: which of them train on sharded and on quantized models, and why others do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SERVED = (
     "TRAINABLE_TOKENS",
 )  # fmt: skip
 """Methods whose losses and files are tested against PEFT's on one device."""
-ON_FOUR_BITS = ("LORA", "VERA", "PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
+ON_QUANTIZED = ("LORA", "VERA", "PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
 """Methods that do not need the values of a dense weight."""
 FROM_WEIGHTS = ("DELORA", "TRAINABLE_TOKENS")
 """Methods whose initial values PEFT computes from the weights, which must be in memory then."""
@@ -36,16 +36,17 @@ def method_of(peft_config: Any) -> str:
     return str(getattr(kind, "value", kind))
 
 
-def check_method(peft_config: Any, four_bits: bool, in_memory: bool) -> None:
-    """Refuse a method that cannot train on this model: in 4 bits or dense, with its weights in memory or in files."""
+def check_method(peft_config: Any, quantized: str | None, in_memory: bool) -> None:
+    """Refuse a method that cannot train on this model: quantized ("4-bit", "fp8") or dense, with its
+    weights in memory or in files."""
     method = method_of(peft_config)
     if method not in SERVED:
         why = REFUSED.get(method, "it has not been tried on sharded models")
         raise ConfigError(f"a {method} adapter is not supported: {why}. Supported are {', '.join(SERVED)}.")
-    if four_bits and method not in ON_FOUR_BITS:
+    if quantized and method not in ON_QUANTIZED:
         raise ConfigError(
-            f"a {method} adapter is not supported on 4-bit weights; expected {', '.join(ON_FOUR_BITS)}, or a model "
-            f"without quantization."
+            f"a {method} adapter is not supported on {quantized} weights; expected {', '.join(ON_QUANTIZED)}, or a "
+            f"model without quantization."
         )
     if method in FROM_WEIGHTS and not in_memory:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Model size: how many parameters train, and how many bytes are in 4 bits or dense."""
+"""Model size: how many parameters train, and how many bytes are quantized or dense."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.byte_size import memory_size
 from fullshard.lora.trainable_tokens import plain_layer
-from fullshard.quant.quantize import packed_parameters, packed_weights
+from fullshard.quant.quantize import packed_parameters, packed_weights, quantized_format
 
 LISTED = 4
 """How many kinds of dense weights are listed besides embedding, head, norms and biases."""
@@ -21,7 +21,7 @@ _WRAPPER_OR_INDEX = re.compile(r"\.(base_layer|original_module|token_adapter|\d+
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """The number of trainable and of all parameters, over all ranks.
 
-    Tied parameters count once; 4-bit weights count as the weights they store.
+    Tied parameters count once; quantized weights count as the weights they store.
     """
     trainable = total = 0
     packed = packed_parameters(model)
@@ -40,17 +40,17 @@ def summary(model: nn.Module) -> str:
 
 
 def bytes_by_kind(model: nn.Module) -> tuple[int, Counter[str]]:
-    """Bytes of 4-bit weights, and bytes of dense parameters by kind, over all ranks; without trained adapters."""
-    packed, four_bits, dense = packed_parameters(model), 0, Counter[str]()
+    """Bytes of quantized weights, and bytes of dense parameters by kind, over all ranks; without trained adapters."""
+    packed, quantized, dense = packed_parameters(model), 0, Counter[str]()
     adapted = hasattr(model, "peft_config")
     tables = {id(weight): kind for kind, weight in _tables(model)}
     for name, p in model.named_parameters():
         count = p.numel() * p.element_size()
         if id(p) in packed:
-            four_bits += count
+            quantized += count
         elif not (adapted and p.requires_grad):
             dense[tables.get(id(p)) or _kind(name, p)] += count
-    return four_bits, dense
+    return quantized, dense
 
 
 def _tables(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -70,17 +70,18 @@ def _kind(name: str, p: torch.Tensor) -> str:
 
 
 def dense_line(model: nn.Module) -> str | None:
-    """One line on which weights are in 4 bits and which stay dense; None for a model without 4-bit weights."""
+    """One line on which weights are quantized and which stay dense; None for a model without quantized weights."""
     weights = packed_weights(model)
     if not weights:
         return None
-    four_bits, dense = bytes_by_kind(model)
+    quantized, dense = bytes_by_kind(model)
+    kind = "4 bits" if quantized_format(model) == "4-bit" else quantized_format(model)
     usual = [kind for kind in ("embedding", "head", "norms and biases") if kind in dense]
     others = [kind for kind, _ in dense.most_common() if kind not in usual]
     listed = [f"{kind} {memory_size(dense[kind])}" for kind in (*usual, *others[:LISTED])]
     if rest := others[LISTED:]:
         listed.append(f"{len(rest)} other kinds {memory_size(sum(dense[kind] for kind in rest))}")
     return (
-        f"4 bits: {weights:,} weights in {memory_size(four_bits)}; dense: {memory_size(dense.total())}"
+        f"{kind}: {weights:,} weights in {memory_size(quantized)}; dense: {memory_size(dense.total())}"
         f"{' (' + ', '.join(listed) + ')' if listed else ''}"
     )

@@ -16,7 +16,7 @@ from torch import nn
 from fullshard.errors import ConfigError, QuantizationError
 from fullshard.lora.methods import method_of
 from fullshard.lora.virtual_tokens import is_prompt
-from fullshard.quant.quantize import packed_weights
+from fullshard.quant.quantize import quantized_format
 from fullshard.torch_private import parameters_of
 
 INITIALIZED_BY_NAME = ("VERA", "LN_TUNING", "PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
@@ -79,10 +79,10 @@ def check_trains(model: nn.Module) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     adapted = is_prompt(model) or any(isinstance(m, BaseTunerLayer) for m in model.modules())
-    if packed_weights(model) and not adapted:
+    if (kind := quantized_format(model)) is not None and not adapted:
         raise QuantizationError(
-            "full fine-tuning of a 4-bit model is not possible: its weights are frozen, and only norms and embeddings "
-            "would train. Add adapters (use_peft_lora, or get_peft_model), or load the model without quantization"
+            f"full fine-tuning is not possible: the model's {kind} weights are frozen, and only norms and embeddings "
+            f"would train. Add adapters (use_peft_lora, or get_peft_model), or load the model without quantization"
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("the model has no trainable parameters (requires_grad is False everywhere)")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,23 +21,23 @@ from torch import nn
 from fullshard.data.pretokenized import IGNORED
 from fullshard.errors import ConfigError
 from fullshard.lora import trainable_tokens
-from fullshard.models.deferred_logits import DeferredLogits, Step, apply_steps
+from fullshard.models.deferred_logits import DeferredLogits, SoftCap, Step
 from fullshard.models.inner_model import causal
 from fullshard.models.router_loss import without_padding
+from fullshard.models.token_loss import TokenLoss, by_kernel, fused, known_count, reference
 from fullshard.torch_private import NoTorchFunction
 
-CHUNK_BYTES = 64 * 2**20
-"""The size of a chunk's fp32 logits, unless `chunk_tokens` is set."""
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """The loss of one token: cross-entropy, with label smoothing, or weighted with the token's probability."""
-
-    smoothing: float = 0.0
-    """The fraction of the loss that is the mean cross-entropy with all tokens of the vocabulary."""
-    dft: bool = False
-    """Dynamic Fine-Tuning: the cross-entropy × the probability of the token, which is taken as a constant."""
+FUSED_BYTES = 256 * 2**20
+"""The largest chunk of logits for the fused kernel, unless `chunk_tokens` is set. For each chunk the head's weight is
+read twice; the products of 512 tokens take longer than that, and those of 1,024 are near their best."""
+FUSED_ROWS = 256
+"""The smallest such chunk, in tokens, for passes of few tokens, whose other activations are small too."""
+FUSED_CHUNKS = 8
+"""The number of chunks from which on they are larger than that."""
+REFERENCE_BYTES = 64 * 2**20
+"""The size of a chunk's logits in fp32 elsewhere; there are several tensors of this size."""
+GATHERED = 0.9
+"""Only trained tokens get logits if they are at most this share of all tokens."""
 
 
 @dataclass
@@ -47,11 +47,31 @@ class HeadStatistics:
     scaled: torch.Tensor
     """Summed loss × scale, with a gradient."""
     sums: torch.Tensor
-    """Loss, correct predictions, entropy; detached."""
+    """Loss, correct predictions, and entropy, which is zero unless asked for; detached."""
 
     @property
     def loss(self) -> torch.Tensor:
         return self.sums[0]
+
+
+class _Options(NamedTuple):
+    """What a `_ChunkedLoss` computes, besides its tensors."""
+
+    steps: tuple[Step, ...]
+    chunk_tokens: int
+    scale: float
+    kind: TokenLoss
+    entropy: bool
+
+    def rows(self, tokens: int, trained: int, columns: int, dtype: torch.dtype, cap: SoftCap | None) -> int:
+        """Tokens per chunk. Chunks are as equal as multiples of 64 tokens allow."""
+        if self.chunk_tokens:
+            return self.chunk_tokens
+        if cap is None:
+            return max(1, REFERENCE_BYTES // (4 * columns))
+        most = max(1, FUSED_BYTES // (dtype.itemsize * columns))
+        most = min(most, max(FUSED_ROWS, -(-tokens // FUSED_CHUNKS)))
+        return -(-trained // max(1, -(-trained // most)) // 64) * 64 or 64
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -60,59 +80,42 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, own: torch.Tensor | None,
-        index: torch.Tensor | None, labels: torch.Tensor, steps: tuple[Step, ...], rows: int, scale: float,
-        kind: TokenLoss, *factors: torch.Tensor,
+        index: torch.Tensor | None, labels: torch.Tensor, chosen: torch.Tensor | None, options: _Options,
+        *factors: torch.Tensor,
     ) -> Any:  # fmt: skip
-        # hidden [n, h], weight [v, h], labels [n]; own [k, h] replaces the rows of weight at index [k];
-        # factors are the trainable tensors in steps
+        # hidden [n, h], weight [v, h], labels [n]; own [k, h] replaces the rows of weight at index [k]; chosen are the
+        # tokens that may be trained, if not all; factors are the trainable tensors in the steps
         want_hidden, want_weight, want_bias, want_own = ctx.needs_input_grad[:4]
         want = any(ctx.needs_input_grad)
+        steps, _, scale, kind, entropy = options
         wide = torch.promote_types(torch.float32, weight.dtype)
+        ctx.tokens, ctx.chosen = len(hidden), chosen
+        if chosen is not None:
+            hidden, labels = hidden[chosen], labels[chosen]
+        cap = fused(steps, bool(factors), weight.dtype, weight.device)
         sums = torch.zeros(3, dtype=wide, device=hidden.device)
-        d_hidden = torch.zeros_like(hidden) if want_hidden else None
+        d_hidden = torch.empty_like(hidden) if want_hidden else None
         d_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if want_bias and bias is not None else None
         d_own = torch.zeros_like(own, dtype=wide) if want_own and own is not None else None
         d_factors = [torch.zeros_like(factor, dtype=wide) for factor in factors]
-        for start in range(0, hidden.shape[0], rows):
+        rows = options.rows(ctx.tokens, len(hidden), len(weight), weight.dtype, cap)
+        for start in range(0, len(hidden), rows):
             piece = slice(start, start + rows)
-            mask = labels[piece] != IGNORED
-            targets = labels[piece].masked_fill(~mask, 0).unsqueeze(1)
-            raw = F.linear(hidden[piece], weight, bias)
+            logits = F.linear(hidden[piece], weight, bias)
             if own is not None and index is not None:
-                raw.index_copy_(1, index, F.linear(hidden[piece], own))
-            with torch.enable_grad():
-                raw.requires_grad_(want and bool(steps))
-                logits = apply_steps(steps, raw)
-            values = logits.detach().to(wide)
-            lse = values.logsumexp(1, keepdim=True)
-            target_logits = values.gather(1, targets)
-            correct = values.argmax(1, keepdim=True) == targets
-            probs = (values - lse).exp_()
-            entropy = lse.squeeze(1) - (probs * values).sum(1)
-            loss, weight_of_token = lse - target_logits, 1.0
-            if kind.smoothing:
-                loss = torch.lerp(loss, lse - values.mean(1, keepdim=True), kind.smoothing)
-            if kind.dft:
-                weight_of_token = probs.gather(1, targets)
-                loss = loss * weight_of_token
-            per_token = torch.stack([loss.squeeze(1), correct.squeeze(1).to(wide), entropy])
-            sums += per_token.masked_fill(~mask, 0).sum(1)
-            del values, per_token
-            if not want:
+                logits.index_copy_(1, index, F.linear(hidden[piece], own))
+            if cap is not None:
+                found = by_kernel(logits, labels[piece], cap, kind, scale, entropy, logits if want else None)
+            else:
+                found = reference(logits, labels[piece], steps, factors, kind, scale, entropy, want)
+            del logits  # before the next chunk's
+            sums += found.per_token.sum(0)
+            if found.d_logits is None:
                 continue
-            # d loss / d logits = (softmax - one-hot) × scale, zero outside the loss mask. The scale is applied here, in
-            # the wide dtype, so that narrow gradients are rounded once.
-            probs.scatter_add_(1, targets, torch.full_like(target_logits, kind.smoothing - 1))
-            if kind.smoothing:
-                probs.sub_(kind.smoothing / probs.shape[1])
-            probs.mul_(weight_of_token * scale).masked_fill_(~mask.unsqueeze(1), 0)
-            d_logits = probs.to(logits.dtype)
-            if steps:
-                d_logits, *parts = torch.autograd.grad(logits, (raw, *factors), d_logits)
-                for d_factor, part in zip(d_factors, parts, strict=True):
-                    d_factor += part
-            d_logits = d_logits.to(weight.dtype)
+            for d_factor, part in zip(d_factors, found.d_factors, strict=True):
+                d_factor += part
+            d_logits = found.d_logits.to(weight.dtype)
             if own is not None and index is not None:
                 d_own_logits = d_logits[:, index]
                 d_logits = d_logits.index_fill_(1, index, 0)
@@ -128,7 +131,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 else:
                     d_weight += d_logits.T @ hidden[piece]
             if d_bias is not None:
-                d_bias += d_logits.to(wide).sum(0)
+                d_bias += d_logits.sum(0, dtype=wide)
+            del found, d_logits
         ctx.gradients = (d_hidden, d_weight, d_bias, d_own, *d_factors)
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype, weight.dtype, *(factor.dtype for factor in factors))
         ctx.mark_non_differentiable(sums)
@@ -138,57 +142,93 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: torch.Tensor, _: Any) -> Any:
         # Freed now to save memory; a second backward through the same graph is not possible.
         gradients, ctx.gradients = ctx.gradients, None
-        scaled = [_scaled(g, d_loss, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return (*scaled[:4], *[None] * 6, *scaled[4:])
+        d_hidden, *others = [_scaled(g, d_loss, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        if d_hidden is not None and ctx.chosen is not None:
+            whole = d_hidden.new_zeros(ctx.tokens, d_hidden.shape[1])
+            d_hidden = whole.index_copy_(0, ctx.chosen, d_hidden)
+        return (d_hidden, *others[:3], *[None] * 4, *others[3:])
 
 
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """`gradient * factor`, rounded once: the factor is often too small for a narrow dtype."""
+    """`gradient * factor`, in place where the dtype is right.
+
+    The factor gets the gradient's dims, so that torch does not cast it to a narrow dtype, for which it is often too
+    small; the product is rounded once.
+    """
     if gradient is None:
         return None
-    if gradient.dtype == factor.dtype:
-        return gradient.mul_(factor).to(dtype)
-    return (gradient.to(factor.dtype) * factor).to(dtype)
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor.reshape((1,) * gradient.dim()), out=out)
 
 
 def chunked_cross_entropy(
     logits: DeferredLogits, labels: torch.Tensor, chunk_tokens: int = 0, scale: float = 1.0,
-    kind: TokenLoss = TokenLoss(),  # noqa: B008 - frozen
+    kind: TokenLoss = TokenLoss(), entropy: bool = False,  # noqa: B008 - frozen
 ) -> HeadStatistics:  # fmt: skip
     """Summed next-token cross-entropy over positions whose label is not -100."""
     with NoTorchFunction():
         hidden, head, own, steps = logits.hidden, logits.head, logits.rows, logits.steps
-    hidden, labels = hidden[:, :-1].reshape(-1, hidden.shape[-1]), labels[:, 1:].reshape(-1)
-    rows = chunk_tokens or max(1, CHUNK_BYTES // (4 * head.out_features))
+    shifted = next_labels(labels)
+    count, chosen = known_count(labels), None
+    if count is not None and count <= GATHERED * shifted.numel():
+        chosen = (shifted != IGNORED).byte().sort(descending=True, stable=True).indices[:count]
     index, values = (own.index, own.values) if own is not None else (None, None)
     trained = [v for _, args, kwargs, _ in steps for v in (*args, *kwargs.values()) if _trains(v)]
     factors = {id(factor): factor for factor in trained}.values()
+    hidden, options = hidden.reshape(-1, hidden.shape[-1]), _Options(steps, chunk_tokens, scale, kind, entropy)
     return HeadStatistics(
-        *_ChunkedLoss.apply(hidden, head.weight, head.bias, values, index, labels, steps, rows, scale, kind, *factors)
+        *_ChunkedLoss.apply(hidden, head.weight, head.bias, values, index, shifted, chosen, options, *factors)
     )
+
+
+def next_labels(labels: torch.Tensor) -> torch.Tensor:
+    """The label of the token after each one, in one row; the last token of a row has none."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED).reshape(-1)
 
 
 def _trains(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and type(value) is not DeferredLogits and value.requires_grad
 
 
+class _WholeLoss(torch.autograd.Function):
+    """Summed cross-entropy from full logits [n, v] by the fused kernel, with the gradient in the same pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, scale: float, kind: TokenLoss, entropy: bool
+    ) -> Any:
+        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        found = by_kernel(logits, labels, SoftCap(), kind, scale, entropy, gradient)
+        sums, ctx.gradient = found.per_token.sum(0), gradient
+        ctx.mark_non_differentiable(sums)
+        return sums[0] * scale, sums
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: torch.Tensor, _: Any) -> Any:
+        gradient, ctx.gradient = ctx.gradient, None
+        return _scaled(gradient, d_loss, gradient.dtype), *[None] * 4
+
+
 def whole_cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    scale: float = 1.0,
-    kind: TokenLoss = TokenLoss(),  # noqa: B008
-) -> HeadStatistics:
+    logits: torch.Tensor, labels: torch.Tensor, scale: float = 1.0,
+    kind: TokenLoss = TokenLoss(), entropy: bool = False,  # noqa: B008 - frozen
+) -> HeadStatistics:  # fmt: skip
     """The same statistics from full logits."""
+    if fused((), False, logits.dtype, logits.device) is not None:
+        flat = logits.reshape(-1, logits.shape[-1])
+        return HeadStatistics(*_WholeLoss.apply(flat, next_labels(labels), scale, kind, entropy))
     values, labels = logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
     values = values.to(torch.promote_types(torch.float32, values.dtype))
     losses = F.cross_entropy(values, labels, ignore_index=IGNORED, reduction="none", label_smoothing=kind.smoothing)
     loss = (losses * (-losses.detach()).exp() if kind.dft else losses).sum()
     with torch.no_grad():
         mask = labels != IGNORED
-        log_probs = values.log_softmax(1)
-        correct = ((values.argmax(1) == labels) & mask).sum()
-        entropy = -((log_probs.exp() * log_probs).sum(1) * mask).sum()
-        sums = torch.stack([loss.detach(), correct.to(loss.dtype), entropy])
+        correct = ((values.argmax(1) == labels) & mask).sum().to(loss.dtype)
+        entropies = torch.zeros_like(loss)
+        if entropy:
+            log_probs = values.log_softmax(1)
+            entropies = -((log_probs.exp() * log_probs).sum(1) * mask).sum()
+        sums = torch.stack([loss.detach(), correct, entropies])
     return HeadStatistics(loss * scale, sums)
 
 
@@ -228,9 +268,9 @@ class LeanHead:
 
     def __init__(
         self, model: nn.Module, chunk_tokens: int = 0, chunked: bool = True,
-        kind: TokenLoss = TokenLoss(),  # noqa: B008 - frozen
+        kind: TokenLoss = TokenLoss(), entropy: bool = False,  # noqa: B008 - frozen
     ) -> None:  # fmt: skip
-        self.model, self.chunk_tokens, self.kind = causal(model), chunk_tokens, kind
+        self.model, self.chunk_tokens, self.kind, self.entropy = causal(model), chunk_tokens, kind, entropy
         head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
         plain = trainable_tokens.plain_layer(head)
         self.head = plain if chunked and type(plain) is nn.Linear else None
@@ -321,9 +361,9 @@ class LeanHead:
         # The scale is applied where gradients are computed, so that gradients in a narrow dtype are rounded once.
         scale = now.scale if (now.targets or 0) * now.scale else 1.0
         if type(logits) is DeferredLogits:
-            found = chunked_cross_entropy(logits, labels, self.chunk_tokens, scale, self.kind)
+            found = chunked_cross_entropy(logits, labels, self.chunk_tokens, scale, self.kind, self.entropy)
         else:
-            found = whole_cross_entropy(logits, labels, scale, self.kind)
+            found = whole_cross_entropy(logits, labels, scale, self.kind, self.entropy)
         now.statistics = now.statistics or found  # the first call is for the next token, if there are several
         return found.scaled / (scale * (labels[:, 1:] != IGNORED).sum())
 
@@ -331,8 +371,8 @@ class LeanHead:
     def _observed(self, logits: Any, labels: torch.Tensor) -> HeadStatistics:
         """Accuracy and entropy beside a loss that the model computes by itself."""
         if type(logits) is DeferredLogits:
-            return chunked_cross_entropy(logits, labels, self.chunk_tokens)
-        return whole_cross_entropy(logits, labels)
+            return chunked_cross_entropy(logits, labels, self.chunk_tokens, entropy=self.entropy)
+        return whole_cross_entropy(logits, labels, entropy=self.entropy)
 
 
 def _is_cross_entropy(loss: Any, kwargs: dict[str, Any]) -> bool:

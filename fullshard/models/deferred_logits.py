@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,12 @@ Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
 """An element-wise function, its arguments, and the index of the logits among them."""
 
 T = torch.Tensor
-ELEMENTWISE = {
-    T.mul, T.__mul__, T.__rmul__, T.div, T.__truediv__, T.true_divide, T.tanh, T.float, T.to, T.contiguous, T.type,
-    T.double, T.mul_, T.div_, T.__imul__, T.__itruediv__, T.tanh_, torch.tanh, torch.mul, torch.div,
-    torch.true_divide, T.bfloat16, T.half,
-}  # fmt: skip
+_OUT_OF_PLACE = {T.mul_: T.mul, T.__imul__: T.mul, T.div_: T.div, T.__itruediv__: T.div, T.tanh_: T.tanh}
+_PRODUCTS = {T.mul, T.__mul__, T.__rmul__, torch.mul}
+_QUOTIENTS = {T.div, T.__truediv__, T.true_divide, torch.div, torch.true_divide}
+_TANH = {T.tanh, torch.tanh}
+_CASTS = {T.float, T.to, T.contiguous, T.type, T.double, T.bfloat16, T.half}
+ELEMENTWISE = {*_OUT_OF_PLACE, *_PRODUCTS, *_QUOTIENTS, *_TANH, *_CASTS}
 QUESTIONS = {T.shape.__get__, T.dtype.__get__, T.device.__get__, T.size, T.dim, T.ndim.__get__, T.is_floating_point,
              T.requires_grad.__get__, T.is_cuda.__get__, T.layout.__get__, T.__len__, T.numel}  # fmt: skip
 
@@ -77,9 +78,6 @@ class DeferredLogits(torch.Tensor):
         return apply_steps(steps, logits if rows is None else put_over(logits, hidden, rows))
 
 
-_OUT_OF_PLACE = {T.mul_: T.mul, T.__imul__: T.mul, T.div_: T.div, T.__itruediv__: T.div, T.tanh_: T.tanh}
-
-
 def _take(step: Step, logits: torch.Tensor) -> torch.Tensor:
     func, args, kwargs, place = step
     return func(*args[:place], logits, *args[place + 1 :], **kwargs)
@@ -90,3 +88,38 @@ def apply_steps(steps: tuple[Step, ...], logits: torch.Tensor) -> torch.Tensor:
     for step in steps:
         logits = _take(step, logits)
     return logits
+
+
+class SoftCap(NamedTuple):
+    """`after * tanh(before * logits)`, or `before * logits` without the hyperbolic tangent."""
+
+    before: float = 1.0
+    tanh: bool = False
+    after: float = 1.0
+
+
+def soft_cap(steps: tuple[Step, ...], dtype: torch.dtype, device: torch.device) -> SoftCap | None:
+    """Steps on logits of this dtype as one formula in fp32; None if they are something else."""
+    found, sample = SoftCap(), torch.empty(0, dtype=dtype, device=device)
+    for step in steps:
+        func, args, kwargs, place = step
+        before, sample = sample, _take(step, sample)
+        if func in _CASTS:
+            widens = sample.dtype in (before.dtype, torch.float32)
+            changed = found if widens and sample.device == before.device else None
+        elif func in _TANH:
+            changed = None if found.tanh else found._replace(tanh=True)
+        else:
+            changed = None if kwargs else _times(found, func, [v for i, v in enumerate(args) if i != place], place)
+        if changed is None:
+            return None
+        found = changed
+    return found
+
+
+def _times(cap: SoftCap, func: Any, others: list[Any], place: int) -> SoftCap | None:
+    """The formula × or ÷ a constant."""
+    if len(others) != 1 or not isinstance(others[0], int | float) or (func in _QUOTIENTS and (place or not others[0])):
+        return None
+    factor = 1 / others[0] if func in _QUOTIENTS else float(others[0])
+    return cap._replace(after=cap.after * factor) if cap.tanh else cap._replace(before=cap.before * factor)

@@ -7,9 +7,8 @@ attend to each other.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from fullshard.errors import first_line
 from fullshard.models.attention import is_own, without_flex
 from fullshard.models.inner_model import causal
 from fullshard.models.packed_inputs import Packed, PackingMethod, documents_of
-from fullshard.models.small_copy import SPECIAL, VOCABULARY, forked_random, small_models
+from fullshard.models.small_copy import SPECIAL, VOCABULARY, bare_model, forked_random, quiet_transformers, small_models
 
 FIRST, SECOND = 10, 13
 """Lengths of the documents: longer than the attention window of a small model, and than any convolution."""
@@ -47,9 +46,9 @@ class PackingVerdict:
 def try_packing(model: Any, device: torch.device, flatten: bool) -> PackingVerdict:
     """Try the packing methods, cheapest first, on a small model like `model`. The random state is not changed."""
     failure = ""
-    with forked_random(device), _quiet(), without_flex():
+    with forked_random(device), quiet_transformers(), without_flex():
         try:
-            for small in small_models(_bare(causal(model)), device):
+            for small in small_models(bare_model(causal(model)), device):
                 trial = Trial(small, device, flatten)
                 try:
                     trial.alone = trial.logits_alone()
@@ -60,14 +59,6 @@ def try_packing(model: Any, device: torch.device, flatten: bool) -> PackingVerdi
         except Exception as error:
             failure = failure or first_line(error)
     return PackingVerdict(None, failure or "there is no smaller model of its class", tried=False)
-
-
-def _bare(model: Any) -> Any:
-    """The model without quantization and adapters, on the meta device if it has any."""
-    if not any(type(m).__module__.startswith(("peft.", "fullshard.")) for m in model.modules()):
-        return model
-    with torch.device("meta"):
-        return type(model)(model.config)
 
 
 class _TrialRows:
@@ -221,16 +212,3 @@ def _first_tensor(output: Any) -> torch.Tensor | None:
     if isinstance(output, tuple | list):
         output = output[0] if output else None
     return output if isinstance(output, torch.Tensor) and output.dim() > 1 else None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers: it repeats its warnings about a configuration for the real model."""
-    from transformers import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

@@ -103,6 +103,27 @@ def forked_random(device: torch.device) -> Iterator[None]:
         yield
 
 
+def bare_model(model: Any) -> Any:
+    """The model without quantization and adapters, on the meta device if it has any."""
+    if not any(type(m).__module__.startswith(("peft.", "fullshard.")) for m in model.modules()):
+        return model
+    with torch.device("meta"):
+        return type(model)(model.config)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers: it repeats its warnings about a configuration for the real model."""
+    from transformers import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()

@@ -33,7 +33,8 @@ def shard_model(
     layers = checkpointed_modules(model, settings) if settings.activation_checkpointing else []
     wrapped: Any = FSDPv2(model, mesh, **{**fsdp_options(model, settings), **overrides})  # type: ignore[call-arg]
     for layer in layers:
-        checkpoint_module(layer, offload=settings.activation_checkpointing_offload)
+        # The last layer's inputs are needed again at once.
+        checkpoint_module(layer, offload=settings.activation_checkpointing_offload and layer is not layers[-1])
     config: Any = getattr(model, "config", None)
     if layers and getattr(config, "use_cache", False):
         config.use_cache = False  # a recomputed layer would append to its cache twice

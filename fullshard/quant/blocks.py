@@ -54,14 +54,14 @@ def _scaled(part: torch.Tensor, blocksize: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def dequantize(
-    packed: torch.Tensor, absmax: torch.Tensor, blocksize: int, quant_type: str, n: int, dtype: torch.dtype
+    packed: torch.Tensor, absmax: torch.Tensor, blocksize: int, quant_type: str, out: torch.Tensor
 ) -> torch.Tensor:
-    """Dequantize the first `n` weights from packed codes [bytes] uint8 and scales [blocks] fp32."""
+    """Dequantize the first weights into `out` [n], from packed codes [bytes] uint8 and scales [blocks] fp32."""
     if accelerator.is_accelerator(packed.device):
         from fullshard.quant import triton_kernels
 
-        return triton_kernels.dequantize(packed, absmax, None, blocksize, quant_type, n, dtype)
-    out = torch.empty(n, dtype=dtype, device=packed.device)
+        return triton_kernels.dequantize(packed, absmax, None, blocksize, quant_type, out)
+    n = out.numel()
     pairs = codebooks.value_pairs(quant_type, packed.device)
     for start in range(0, n, SLICE):
         end = min(start + SLICE, n)

@@ -40,8 +40,8 @@ class Quantization:
         method = getattr(method, "value", method)
         if method not in (None, "bitsandbytes") or not fields:
             raise QuantizationError(
-                f"quantization by {method or type(config).__name__} is not supported; pass "
-                f"BitsAndBytesConfig(load_in_4bit=True, …)"
+                f"quantization by {method or type(config).__name__} is not supported; give the model before "
+                f'quantization, and pass BitsAndBytesConfig(load_in_4bit=True, …) or "fp8"'
             )
         if unknown := sorted(set(fields) - _KNOWN):
             raise QuantizationError(

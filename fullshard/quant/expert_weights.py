@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fullshard.quant import sharded_groups
-from fullshard.quant.linear import ReadOnlyWeight, read_only_error
+from fullshard.quant import sharded_groups, workspace
 from fullshard.quant.ops import without_autocast
+from fullshard.quant.quantized_linear import ReadOnlyWeight, read_only_error
 from fullshard.quant.sharded_groups import Parts, Scheme
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import (
@@ -258,6 +258,8 @@ def _multiply(
     out = x.new_zeros(len(x), shape[0] if swapped else shape[1])
     with without_autocast(x.device):
         for i, a, b in segments:
-            matrix = sharded_groups.dense(sharded_groups.matrix_of(parts, i, shape, scheme), shape, scheme, x.dtype)
-            torch.mm(x[a:b], matrix.T if swapped else matrix, out=out[a:b])
+            own = sharded_groups.matrix_of(parts, i, shape, scheme)
+            own_parts = own["packed"], own["absmax"], own.get("nested")
+            with workspace.dequantized(*own_parts, shape, scheme.blocksize, scheme.quant_type, x.dtype) as matrix:
+                torch.mm(x[a:b], matrix.T if swapped else matrix, out=out[a:b])
     return out

@@ -113,8 +113,8 @@ def dequantize_4bit(packed: torch.Tensor, state: QuantState, dtype: torch.dtype 
         raise QuantizationError(
             f"the packed values have {held.numel()} bytes; the shape {tuple(state.shape)} needs {-(-n // 2)}"
         )
-    target = state.dtype if dtype is None else dtype
-    return blocks.dequantize(held, state.scales, state.blocksize, state.quant_type, n, target).view(state.shape)
+    out = torch.empty(n, dtype=state.dtype if dtype is None else dtype, device=packed.device)
+    return blocks.dequantize(held, state.scales, state.blocksize, state.quant_type, out).view(state.shape)
 
 
 def stored_as(packed: torch.Tensor, storage: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fullshard.quant.sharded_groups import weight_of
+from fullshard.quant.workspace import dequantized
 from fullshard.spmd.rule_table import RULES
 from fullshard.spmd.rules_elementwise import Independent
 from fullshard.spmd.tensor import is_sharded
@@ -38,16 +38,16 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 
 def _product(x: torch.Tensor, parts: Packed, out_features: int, blocksize: int, quant_type: str) -> torch.Tensor:
-    weight = weight_of(*parts, (out_features, x.shape[-1]), blocksize, quant_type, x.dtype)
-    with without_autocast(x.device):
+    shape = (out_features, x.shape[-1])
+    with without_autocast(x.device), dequantized(*parts, shape, blocksize, quant_type, x.dtype) as weight:
         return torch.nn.functional.linear(x, weight)
 
 
 def _grad_input(
     grad_out: torch.Tensor, parts: Packed, in_features: int, blocksize: int, quant_type: str
 ) -> torch.Tensor:
-    weight = weight_of(*parts, (grad_out.shape[-1], in_features), blocksize, quant_type, grad_out.dtype)
-    with without_autocast(grad_out.device):
+    shape = (grad_out.shape[-1], in_features)
+    with without_autocast(grad_out.device), dequantized(*parts, shape, blocksize, quant_type, grad_out.dtype) as weight:
         return torch.matmul(grad_out, weight)
 
 

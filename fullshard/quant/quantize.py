@@ -1,4 +1,5 @@
-"""`quantize_model`: replaces a model's linear layers by `NF4Linear` and its fused experts by `NF4Experts`.
+"""`quantize_model`: replaces a model's linear layers by `NF4Linear` and its fused experts by `NF4Experts`, or its
+linear layers by `FP8Linear`.
 
 Models with values are quantized layer by layer. On the meta device only the modules are replaced; loading sets their
 values.
@@ -8,18 +9,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.errors import QuantizationError
-from fullshard.quant import bnb_format
+from fullshard.quant import bnb_format, fp8
 from fullshard.quant.config import Quantization
 from fullshard.quant.experts import NF4Experts
+from fullshard.quant.fp8_linear import FP8Linear
 from fullshard.quant.linear import NF4Linear
 from fullshard.quant.quantizable import LinearForm, form_of, fused_experts
+from fullshard.quant.quantized_linear import QuantizedLinear
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import parameters_of
 
@@ -29,18 +32,20 @@ def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int
 
     The output head and `llm_int8_skip_modules` stay dense. On the meta device the new layers get their values when the
     model is loaded; `stored` then has the names and shapes of the tensors in the files, so that weights stored in 4
-    bits are read as they are.
+    bits are read as they are. With "fp8" as the configuration, linear layers become `FP8Linear`; fused experts and
+    layers whose sizes are not multiples of 16 stay dense.
     """
-    chosen = Quantization.of(config)
     _check(model)
-    made: dict[nn.Module, NF4Linear] = {}
-    for name, linear, form in list(linears(model, chosen.skip)):
-        if linear not in made:
-            made[linear] = NF4Linear.of(linear, chosen.scheme, chosen.compute_dtype, form)
-            made[linear].stored = _stored(f"{name}.weight", stored or {})
-            if made[linear].bias is not None:
-                made[linear].bias.requires_grad_(False)
-        model.set_submodule(name, made[linear])
+    if config == "fp8":
+        return _to_fp8(model)
+    chosen = Quantization.of(config)
+
+    def four_bits(name: str, linear: Any, form: LinearForm) -> NF4Linear:
+        layer = NF4Linear.of(linear, chosen.scheme, chosen.compute_dtype, form)
+        layer.stored = _stored(f"{name}.weight", stored or {})
+        return layer
+
+    made = _replace(model, linears(model, chosen.skip), four_bits)
     experts = list(expert_modules(model, chosen.skip))
     for _, module, names in experts:
         NF4Experts.of(module, names, chosen.scheme, chosen.compute_dtype)
@@ -52,6 +57,32 @@ def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int
     if hasattr(model, "config"):
         model.config.quantization_config = chosen.to_config()
     return model
+
+
+def _to_fp8(model: nn.Module) -> nn.Module:
+    fitting = ((name, linear, form) for name, linear, form in linears(model) if fp8.fits(*form[:2]))
+    if not _replace(model, fitting, lambda name, linear, form: FP8Linear.of(linear, form=form)):
+        raise QuantizationError(
+            f"{type(model).__name__} has no weight to quantize to fp8: no linear layer besides the head whose sizes "
+            f"are multiples of {fp8.MULTIPLE}"
+        )
+    return model
+
+
+def _replace(
+    model: nn.Module,
+    found: Iterable[tuple[str, Any, LinearForm]],
+    make: Callable[[str, Any, LinearForm], QuantizedLinear],
+) -> int:
+    """Put quantized layers in the place of linear ones; returns their number."""
+    made: dict[nn.Module, QuantizedLinear] = {}
+    for name, linear, form in list(found):
+        if linear not in made:
+            made[linear] = make(name, linear, form)
+            if made[linear].bias is not None:
+                made[linear].bias.requires_grad_(False)
+        model.set_submodule(name, made[linear])
+    return len(made)
 
 
 def _stored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]] | None:
@@ -82,9 +113,9 @@ def expert_modules(model: nn.Module, skip: tuple[str, ...] = ()) -> Iterator[tup
             yield name, module, weights
 
 
-def quantized_layers(model: nn.Module) -> dict[str, NF4Linear]:
-    """The model's 4-bit linear layers by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """The model's quantized linear layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 def quantized_experts(model: nn.Module) -> dict[str, NF4Experts]:
@@ -93,19 +124,26 @@ def quantized_experts(model: nn.Module) -> dict[str, NF4Experts]:
 
 
 def packed_parameters(model: nn.Module) -> set[int]:
-    """The ids of the parameters with 4-bit weights."""
+    """The ids of the parameters with quantized weights."""
     modules: list[Any] = [*quantized_layers(model).values(), *quantized_experts(model).values()]
     return {id(parameters_of(module)[name]) for module in modules for name in module.made_parameters()}
 
 
 def packed_weights(model: nn.Module) -> int:
-    """The number of weights in 4 bits."""
+    """The number of quantized weights."""
     linear = sum(math.prod(layer.shape) for layer in quantized_layers(model).values())
     return linear + sum(math.prod(s) for module in quantized_experts(model).values() for s in module.fused.values())
 
 
+def quantized_format(model: nn.Module) -> str | None:
+    """The format of a model's quantized weights, "4-bit" or "fp8"; None if it has none."""
+    if quantized_experts(model):
+        return NF4Linear.FORMAT
+    return next((layer.FORMAT for layer in quantized_layers(model).values()), None)
+
+
 def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Replace 4-bit layers by dense ones with the dequantized weights, in place; adapters stay."""
+    """Replace quantized layers by dense ones with the dequantized weights, in place; adapters stay."""
     for module in quantized_experts(model).values():
         module.restore(dtype)
     for name, layer in quantized_layers(model).items():

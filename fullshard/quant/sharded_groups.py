@@ -152,17 +152,17 @@ def dense(parts: Parts, shape: tuple[int, ...], scheme: Scheme, dtype: torch.dty
 
 def weight_of(
     packed: torch.Tensor, absmax: torch.Tensor, pairs: torch.Tensor | None, shape: tuple[int, ...], blocksize: int,
-    quant_type: str, dtype: torch.dtype,
+    quant_type: str, dtype: torch.dtype, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`dense`, with each part as an argument."""
-    n = math.prod(shape)
+    """`dense`, with each part as an argument; into `out` (contiguous, of that shape and dtype) if it is given."""
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=packed.device)
     if accelerator.is_accelerator(packed.device):
         from fullshard.quant import triton_kernels
 
-        scales = absmax if pairs is not None else absmax.view(torch.float32)
-        floats = None if pairs is None else pairs.view(torch.float32)
-        return triton_kernels.dequantize(packed, scales, floats, blocksize, quant_type, n, dtype).view(shape)
-    return blocks.dequantize(packed.view(-1), _scales(absmax, pairs), blocksize, quant_type, n, dtype).view(shape)
+        return triton_kernels.dequantize(packed, absmax, pairs, blocksize, quant_type, out)
+    blocks.dequantize(packed.view(-1), _scales(absmax, pairs), blocksize, quant_type, out.view(-1))
+    return out
 
 
 def _scales(absmax: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:

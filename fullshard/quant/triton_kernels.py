@@ -34,23 +34,22 @@ def dequantize(
     nested: torch.Tensor | None,
     blocksize: int,
     quant_type: str,
-    n: int,
-    dtype: torch.dtype,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    """Dequantize the first `n` weights.
+    """Dequantize the first weights into `out`, which is contiguous.
 
     `absmax` is fp32 [blocks]. With `nested` it is uint8 [blocks], and `nested` [groups, 2] fp32 has the second-level
-    scale and the offset of every 256 of them.
+    scale and the offset of every 256 of them. All may be given as bytes: the kernel needs addresses only, and views of
+    other dtypes would take longer to make than the launch.
     """
-    held = packed.reshape(-1)
-    if held.numel() % 4 or held.data_ptr() % 4:
-        held = torch.nn.functional.pad(held, (0, -held.numel() % 4)).clone()
-    out = torch.empty(n, dtype=dtype, device=packed.device)
+    if packed.numel() % 4 or packed.data_ptr() % 4:
+        packed = torch.nn.functional.pad(packed.reshape(-1), (0, -packed.numel() % 4)).clone()
+    n, device = out.numel(), out.device
     if n:
-        with _on(packed.device):
+        with _on(device):
             _dequantize[(triton.cdiv(n, 8 * WORDS),)](
-                held.view(torch.int32), absmax.reshape(-1), absmax if nested is None else nested,
-                codebooks.values(quant_type, packed.device), codebooks.nested_values(packed.device), out, n,
+                packed, absmax, absmax if nested is None else nested,
+                codebooks.values(quant_type, device), codebooks.nested_values(device), out, n,
                 WORDS_PER_BLOCK=blocksize // 8, NESTED_BLOCK=codebooks.NESTED_BLOCK, DOUBLE=nested is not None,
                 WORDS=WORDS, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
@@ -64,16 +63,16 @@ def _dequantize(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     inside = word * 8 < n
-    held = tl.load(packed + word, mask=inside, other=0)
+    held = tl.load(packed.to(tl.pointer_type(tl.int32)) + word, mask=inside, other=0)
     block = word // WORDS_PER_BLOCK
     if DOUBLE:
-        group = block // NESTED_BLOCK
+        pair = nested.to(tl.pointer_type(tl.float32)) + 2 * (block // NESTED_BLOCK)
         code = tl.load(absmax + block, mask=inside, other=0).to(tl.int32)
-        largest = tl.load(nested + 2 * group, mask=inside, other=0)
-        offset = tl.load(nested + 2 * group + 1, mask=inside, other=0)
+        largest = tl.load(pair, mask=inside, other=0)
+        offset = tl.load(pair + 1, mask=inside, other=0)
         scale = tl.load(table + code) * largest + offset
     else:
-        scale = tl.load(absmax + block, mask=inside, other=0)
+        scale = tl.load(absmax.to(tl.pointer_type(tl.float32)) + block, mask=inside, other=0)
     lane = tl.arange(0, 8)
     code4 = (held[:, None] >> ((lane ^ 1) * 4)[None, :]) & 15  # the first weight of a byte is in its high four bits
     weights = tl.load(values + code4) * scale[:, None]

@@ -160,6 +160,11 @@ class Reporter:
             if attempt(f"report_to {type(logger).__name__}", functools.partial(succeeds, logger))
         ]
 
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a live display, which `tick` updates."""
+        return self._bar is not None
+
     def tick(self, step: int, values: Mapping[str, Any]) -> None:
         """Update the live display after a step."""
         if self._bar is not None:

@@ -19,6 +19,7 @@ from fullshard.optimizers import lr_schedule
 from fullshard.optimizers import names as optimizer_names
 from fullshard.options import TakesOtherNames, as_list, convert, for_scripts, nearest, option, options_of
 from fullshard.reporting.logger_names import KNOWN
+from fullshard.settings.activation_options import ActivationOptions
 from fullshard.settings.adapter_options import AdapterOptions
 from fullshard.settings.argument_methods import ArgumentMethods
 from fullshard.settings.data_options import DataOptions
@@ -38,7 +39,10 @@ def _named(default: Any, *others: str, **about: Any) -> Any:
 
 @for_scripts(PEER_NAMES)
 @dataclass
-class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, ArgumentMethods, metaclass=TakesOtherNames):
+class SFTConfig(
+    TrainerOptions, ActivationOptions, AdapterOptions, DataOptions, UnusedOptions, ArgumentMethods,
+    metaclass=TakesOtherNames,
+):  # fmt: skip
     """Settings of a fine-tuning run."""
 
     # --- the model ---
@@ -125,17 +129,15 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
     settings name another precision."""
     fp16: bool = False
     """Mixed precision: compute in fp16 with loss scaling, update in fp32."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass instead of keeping them."""
-    use_reentrant: bool = False
-    """Use the reentrant variant of gradient checkpointing."""
     chunked_loss: bool = True
     """Compute output head and loss in chunks, so that the full logits are never in memory. The loss is the same."""
     router_aux_loss_coef: float | None = None
     """The coefficient of the routers' auxiliary loss in a mixture of experts; the model's own if not set, 0 leaves the
     auxiliary loss out."""
     loss_chunk_tokens: int = 0
-    """Tokens per chunk; 0 chooses chunks of about 64 MiB."""
+    """Tokens per chunk; 0 chooses: on GPUs an eighth of the tokens, at least 256, in at most 256 MiB of logits."""
+    log_entropy: bool = False
+    """Log the mean entropy of the predictions too, as TRL does: `entropy` and `eval_entropy`."""
     torch_compile: bool | None = None
     """Compile each layer with torch.compile. If not set: on GPUs, for runs that are long enough to pay for it."""
     on_nonfinite_loss: Literal["stop", "skip"] = "stop"
@@ -215,6 +217,7 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
     def __post_init__(self) -> None:
         self._convert()
         self.take_nested()
+        self.take_checkpointing()
         self.check_unused()
         self._check_numbers()
         self.check_data()
@@ -297,11 +300,6 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
             raise ConfigError(f"report_to names {', '.join(unknown)}{hint}.")
         if self.loss_type == "dft" and self.label_smoothing_factor:
             raise ConfigError("label_smoothing_factor is for loss_type nll, and loss_type is dft; choose one.")
-        if self.activation_offloading and not self.gradient_checkpointing:
-            raise ConfigError(
-                "activation_offloading keeps the inputs of recomputed layers on the host; it needs "
-                "gradient_checkpointing."
-            )
 
     def _check_evaluation(self) -> None:
         if self.streaming and self.max_steps < 0:
@@ -344,6 +342,11 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
         """The metric that decides the best evaluation, with its prefix."""
         name = self.metric_for_best_model or "loss"
         return name if name.startswith("eval_") else f"eval_{name}"
+
+    @property
+    def measures_entropy(self) -> bool:
+        """Whether the entropy is computed: for the log, or because it decides the best evaluation."""
+        return self.log_entropy or self.best_metric.endswith("entropy")
 
     @property
     def higher_is_better(self) -> bool:

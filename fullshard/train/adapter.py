@@ -18,17 +18,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard import accelerator
 from fullshard.errors import ConfigError
 from fullshard.fsdp import MixedPrecision
 from fullshard.lora.adapter_config import taken_from_weights
-from fullshard.lora.methods import check_method
+from fullshard.lora.fused import fuse_lora
+from fullshard.lora.gated_mlp import fuse_mlps
+from fullshard.lora.methods import check_method, method_of
 from fullshard.lora.peft_model import check_trains, get_peft_model_on_meta
 from fullshard.lora.targets import ALL_LINEAR
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
+from fullshard.models.gated_mlps import gated_mlps
+from fullshard.models.shared_inputs import shared_inputs
 from fullshard.options import as_list, nearest
 from fullshard.quant.config import Quantization, quantization_from_options, storage_note
-from fullshard.quant.quantize import packed_weights
+from fullshard.quant.quantize import quantized_format
 from fullshard.ranks import agree
 from fullshard.settings.adapter_options import check_prompt
 from fullshard.settings.sft_config import SFTConfig
@@ -237,6 +242,15 @@ def set_projection_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
                 held[adapter] = held[adapter].to(dtype)
 
 
+def fuse_adapter(config: SFTConfig, model: nn.Module, device: torch.device, say: Say) -> None:
+    """Let the LoRA layers that share an input run as one, if the settings or the device say so."""
+    wanted = accelerator.is_accelerator(device) if config.fused_lora is None else config.fused_lora
+    if wanted and any(method_of(one) == "LORA" for one in getattr(model, "peft_config", {}).values()):
+        if note := fuse_lora(model, shared_inputs(model)).note():
+            say(note)
+        fuse_mlps(model, gated_mlps(model))
+
+
 # --- the trainable parameters of a model ----------------------------------------------------------------------------
 
 
@@ -250,7 +264,7 @@ def make_trainable(
     """
     in_memory = not any(p.is_meta for p in model.parameters())
     for one in getattr(model, "peft_config", {"new": peft_config} if peft_config is not None else {}).values():
-        check_method(one, bool(packed_weights(model)), in_memory)
+        check_method(one, quantized_format(model), in_memory)
     if peft_config is not None:
         model = add_adapter(model, peft_config, config.seed, earlier)
         if config.prompt_tuning_init_text:

@@ -13,24 +13,27 @@ from typing import Any
 
 import torch
 
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
-from fullshard.fsdp import checkpoint_module
 from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.models.chunked_loss import LeanHead, TokenLoss
+from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.neftune import add_noise
+from fullshard.models.offloaded_embedding import offload_embedding
 from fullshard.models.packed_inputs import PackingMethod
 from fullshard.models.router_loss import has_router_loss, set_router_loss
+from fullshard.models.token_loss import TokenLoss
 from fullshard.parallelize.model import checkpointed_modules, shard_model
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
+from fullshard.quant import fp8
 from fullshard.quant.quantize import quantize_model
 from fullshard.ranks import agree, agree_locally
 from fullshard.reporting.reporter import Reporter
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import adapter, memory_check
-from fullshard.train.adapter import Say, quantization, set_adapter_dtype, set_projection_dtype
+from fullshard.train.activation_budget import ActivationBudget, largest_batch
+from fullshard.train.adapter import Say, fuse_adapter, quantization, set_adapter_dtype, set_projection_dtype
 from fullshard.train.batches import Steps, load_data
 from fullshard.train.checked_run import CheckedRun
 from fullshard.train.compilation import choose_compilation
@@ -112,8 +115,10 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     packing = choose_packing(config, model, say) if config.keeps_apart else None
     if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
         say(note)
-    if base is None and (four_bits := quantization(config)) is not None:
-        model = quantize_model(model, four_bits)
+    if base is None and (chosen := config.base_dtype or quantization(config)) is not None:
+        model = quantize_model(model, chosen)
+    if config.base_dtype and (slower := fp8.hardware_note(runtime.device())):
+        say(f"base_dtype {config.base_dtype}: {slower}")
     model = adapter.make_trainable(
         config, engine.activation_checkpointing, model, tokenizer, peft_config, earlier, run.train is not None, say
     )
@@ -135,15 +140,16 @@ def build_loop(
     model = parts.model
     engine = choose_compilation(config, parts.engine, model, reporter.total if steps is not None else 0)
     keep_tables_whole(model)
+    fuse_adapter(config, model, runtime.device(), reporter.say)
     if config.neftune_noise_alpha:
         add_noise(model, config.neftune_noise_alpha)
     packed = packed_inputs(model, parts.packing, engine.mixed_precision)
     loss = TokenLoss(config.label_smoothing_factor, config.loss_type == "dft")
-    head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss, loss)
+    head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss, loss, config.measures_entropy)
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
-    recomputes = config.gradient_checkpointing and not engine.activation_checkpointing
-    layers = checkpointed_modules(model, engine) if recomputes else []
+    _place_embedding(config, model, reporter.say)
+    layers = checkpointed_modules(model, engine) if config.gradient_checkpointing else []
     dtypes = set_adapter_dtype(config, model, engine.mixed_precision, reporter.say)
     collectives.meet("start of sharding")  # creating process groups waits for all ranks unwatched
     sharded = shard_model(model, engine, say=reporter.say, timeout=config.ddp_timeout, mixed_precision=dtypes)
@@ -153,8 +159,10 @@ def build_loop(
     reentrant = config.use_reentrant and not has_router_loss(model)
     if reentrant != config.use_reentrant:
         reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
-    for layer in layers:
-        checkpoint_module(layer, reentrant=reentrant)
+    activations = ActivationBudget(
+        layers, config.activation_budget, largest_batch(config, steps, model), sharded, reporter.say,
+        offload=config.activation_offloading, reentrant=reentrant,
+    )  # fmt: skip
     optim = config.optim if trainer.makes_optimizer else None
     memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
     if parts.base is not None:
@@ -165,6 +173,16 @@ def build_loop(
     set_projection_dtype(sharded, dtypes.param_dtype)
     trainer.create_optimizer_and_scheduler(reporter.total)
     optimizer, schedule = check_given(rebind(trainer.optimizer)), schedule_of(trainer.lr_scheduler)
+    activations.watch(optimizer)
     return Loop(
-        config, sharded, head, optimizer, schedule, steps, reporter, engine.mixed_precision, packed, trainer
+        config, sharded, head, optimizer, schedule, steps, reporter, engine.mixed_precision, packed, trainer,
+        activations,
     )  # fmt: skip
+
+
+def _place_embedding(config: SFTConfig, model: Any, say: Say) -> None:
+    """Keep the input embedding on the host, if the settings or the size of the other weights say so."""
+    asked = config.offload_embedding
+    by_default = config.use_4bit_quantization and accelerator.is_accelerator(runtime.device())
+    if (by_default if asked is None else asked) and (why_not := offload_embedding(model)) and asked:
+        say(f"offload_embedding: {why_not}, so it stays on the device.")

@@ -24,7 +24,7 @@ class CommandConfig(SFTConfig):
     """The settings of `fullshard sft`. They are those of scripts, with these defaults of PEFT's training script."""
 
     learning_rate: float = 5e-5
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     bf16: bool | None = False
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = "auto"
     add_special_tokens: bool | None = False

@@ -274,7 +274,8 @@ class Evaluation(TrainingStep):
         if weight:
             metrics["loss"] = loss / weight
         if tokens:
-            metrics |= {"mean_token_accuracy": correct / tokens, "entropy": entropy / tokens}
+            metrics["mean_token_accuracy"] = correct / tokens
+            metrics |= {"entropy": entropy / tokens} if self.loop.head.entropy else {}
             metrics |= {"aux_loss": router_loss / tokens} if self.loop.has_router_loss else {}
         return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
 

@@ -5,6 +5,9 @@ number of these tokens before the step. The engine averages gradients over the r
 tokens is scaled by ranks / tokens of the step. What a model adds (a router's auxiliary loss) is weighted the same way.
 Decisions depend only on values that are equal on all ranks, so all ranks decide alike.
 
+The host issues a step while the device computes the one before, and reads the values of each step one step later
+(`launched_step.py`), or earlier where they are needed: to log, evaluate or save.
+
 The order of a run and its events are transformers'. What a subclass of the trainer may override is called on the
 trainer (`training_step.py`, `evaluation.py`), whose own methods do what this engine does.
 """
@@ -12,10 +15,12 @@ trainer (`training_step.py`, `evaluation.py`), whose own methods do what this en
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from collections import deque
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -31,60 +36,15 @@ from fullshard.models.router_loss import has_router_loss
 from fullshard.ranks import exchange
 from fullshard.reporting.reporter import Reporter, Window, memory_gib
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.activation_budget import ActivationBudget
 from fullshard.train.batches import Steps, describe_data
+from fullshard.train.launched_step import LaunchedStep, UpdateGuard
 from fullshard.train.optimizer import Schedule
+from fullshard.train.run_progress import Progress, StepResult
 from fullshard.watchdog import collectives, watch
 
-ROWS_NAMED = 16
-
-
-@dataclass
-class Progress:
-    """The progress of a run; saved with every checkpoint."""
-
-    step: int = 0
-    """Steps done, skipped ones included: their rows are used up. The learning rate follows `step - skipped`."""
-    batch: int = 0
-    """Rows in a global batch."""
-    tokens: int = 0
-    skipped: int = 0
-    """Steps without an update: gradients that overflowed in fp16, and non-finite losses or gradients with
-    `on_nonfinite_loss skip`."""
-    loss_sum: float = 0.0
-    """The sum of the finite losses of all steps."""
-    loss_steps: int = 0
-    """The number of these losses."""
-    best_step: int | None = None
-    best_value: float | None = None
-    without_improvement: int = 0
-    """Evaluations in a row without improvement."""
-    epoch: float = 0.0
-    """Epochs completed. In the first pass over a stream, fractions of an epoch are unknown."""
-    position: dict[str, Any] | None = None
-    """The position in a stream of data; None for a table, whose rows follow from the step."""
-    passed_over: int = 0
-    """Steps of the data that were left out because a callback ended an epoch early."""
-    total_flos: float = 0.0
-    """Floating-point operations of all ranks so far, by transformers' estimate."""
-    callbacks: dict[str, Any] = field(default_factory=dict)
-    """The state of callbacks that have one, by class name."""
-
-    @property
-    def mean_loss(self) -> float:
-        """The mean of the steps' losses since the run began, each step counted once: Trainer's `train_loss`."""
-        return self.loss_sum / self.loss_steps if self.loss_steps else math.nan
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The metrics of one step, equal on every rank."""
-
-    loss: float
-    accuracy: float
-    entropy: float
-    router_loss: float
-    grad_norm: float
-    updated: bool
+AHEAD = 1
+"""Steps whose values the host has not read while it issues the next one."""
 
 
 class Loop:
@@ -93,15 +53,19 @@ class Loop:
     def __init__(
         self, config: SFTConfig, model: Any, head: LeanHead, optimizer: torch.optim.Optimizer, schedule: Schedule,
         loader: Steps | None, reporter: Reporter, precision: str, packed: Packed | None, trainer: Any,
+        activations: ActivationBudget,
     ) -> None:  # fmt: skip
         self.config, self.model, self.head, self.optimizer, self.schedule = config, model, head, optimizer, schedule
-        self.loader, self.reporter, self.packed = loader, reporter, packed
+        self.loader, self.reporter, self.packed, self.activations = loader, reporter, packed, activations
         self.trainer = trainer
         """The trainer, whose methods may be overridden."""
         self.notify = trainer.callback_handler
         self.total = reporter.total
         self.progress = Progress(batch=loader.batch if loader is not None else 0)
         self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
+        self._unread: deque[LaunchedStep] = deque()
+        """Steps that were issued, and are counted, but whose values have not been read."""
+        self._last: StepResult | None = None
         self.rate = 0.0
         self.logged_steps = 0
         """The number of steps that the last logged loss is the mean of."""
@@ -135,6 +99,7 @@ class Loop:
         self.model.train()
         self.window.began = time.monotonic()
         self._run_epochs(checkpoints)
+        self.read_values()
         if self.config.save_strategy not in ("no", "best") and self._saved != progress.step:
             self.save()
         checkpoints.join()
@@ -148,15 +113,16 @@ class Loop:
                 if begins:
                     self.notify("on_epoch_begin")
                 step = self.trainer.counted(step)
-                result, facts = self.train_step(step), step.pick.facts
-                if result is not None:
-                    self._record(step, result)
-                    self._log_evaluate_save(result)
+                taken, facts = self.activations.run(self.train_step, step), step.pick.facts
+                if taken:
+                    self._end_step(step)
+                    self._log_evaluate_save(taken)
                 control = self.notify.control
                 begins = step.pick.ends_epoch or control.should_epoch_stop or control.should_training_stop
                 if begins:
+                    self.read_values()
                     self.notify("on_epoch_end")
-                    self._log_evaluate_save(result)
+                    self._log_evaluate_save(taken)
                 if checkpoints.reached_preemption(progress.step):
                     self.reporter.close()
                     checkpoints.exit_if_preempted(progress.step, self.state())
@@ -165,7 +131,7 @@ class Loop:
                 if begins and not step.pick.ends_epoch:
                     steps.close()
                     progress.position, left = loader.next_epoch(step.pick)
-                    progress.passed_over += left + (result is None)
+                    progress.passed_over += left + (not taken)
                     steps = loader.steps(progress.step + progress.passed_over, self._end, progress.position)
         finally:
             steps.close()
@@ -179,33 +145,55 @@ class Loop:
         end, length = self.total + self.progress.passed_over, self.loader.steps_per_epoch
         return end if length is None else min(end, math.ceil(self.total / length) * length)
 
-    def _record(self, step: Step, result: StepResult) -> None:
-        """Count a step, and call the callbacks of its end."""
-        progress, pick = self.progress, step.pick
+    def _count(self, launched: LaunchedStep, updated: bool) -> None:
+        """Count a step whose update was issued, or skipped."""
+        progress, pick = self.progress, launched.step.pick
         progress.step, progress.tokens = progress.step + 1, progress.tokens + pick.tokens
         progress.epoch, progress.position = pick.epoch, pick.position
-        progress.skipped += not result.updated
-        if math.isfinite(result.loss):
-            progress.loss_sum, progress.loss_steps = progress.loss_sum + result.loss, progress.loss_steps + 1
-        self.window.add(result.loss, result.accuracy, result.entropy, pick.tokens, result.router_loss)
-        state = self.notify.state
+        progress.skipped += not updated
+        self._unread.append(launched)
+        self.read_values(but=AHEAD)
+
+    def read_values(self, but: int = 0) -> None:
+        """Read and add up the values of the steps issued so far, but the last ones. Stops the run at a step that has
+        changed nothing because its loss or gradient is not finite."""
+        while len(self._unread) > but:
+            launched = self._unread[0]
+            result = launched.result()
+            if self.guard is not None and not math.isfinite(result.loss + result.grad_norm):
+                self._handle_nonfinite(launched)
+            self._unread.popleft()
+            self.trainer.current_flos += result.flos
+            if math.isfinite(result.loss):
+                self.progress.loss_sum += result.loss
+                self.progress.loss_steps += 1
+            tokens = launched.step.pick.tokens
+            self.window.add(result.loss, result.accuracy, result.entropy, tokens, result.router_loss)
+            self._last = result
+
+    def _end_step(self, step: Step) -> None:
+        """Show a step, and call the callbacks of its end."""
+        progress, pick, state = self.progress, step.pick, self.notify.state
         state.global_step, state.epoch = progress.step, progress.epoch
         state.num_input_tokens_seen = progress.tokens if self._counts_tokens else 0
         every = self.config.torch_empty_cache_steps
         if every is not None and progress.step % every == 0:
             accelerator.empty_cache(runtime.device())
-        values = {"loss": result.loss, "learning_rate": self.rate, "grad_norm": result.grad_norm}
-        values |= {"tokens_per_second": self.window.tokens_per_second, "memory_gib": memory_gib()}
-        self.reporter.tick(progress.step, values)
+        if self.reporter.is_live and self._last is not None:
+            values = {"loss": self._last.loss, "learning_rate": self.rate, "grad_norm": self._last.grad_norm}
+            values |= {"tokens_per_second": self.window.tokens_per_second, "memory_gib": memory_gib()}
+            self.reporter.tick(progress.step, values)
         if pick.facts is not None and pick.ends_epoch and pick.epoch == 1:
             self.reporter.say(describe_data("streamed", pick.facts, self.config))
         self.notify("on_step_end")
 
-    def _log_evaluate_save(self, result: StepResult | None) -> None:
-        """Do what the settings or a callback ask for."""
-        trainer = self.trainer
-        if self.notify.control.should_log and result is not None and self.progress.step > self._logged:
-            self._log(result.grad_norm)
+    def _log_evaluate_save(self, taken: bool) -> None:
+        """Do what the settings or a callback ask for; `taken` is whether the last step was."""
+        trainer, control = self.trainer, self.notify.control
+        if control.should_log or control.should_evaluate or control.should_save:
+            self.read_values()
+        if control.should_log and taken and self.progress.step > self._logged:
+            self._log()
         if self.notify.control.should_evaluate:
             best = trainer._determine_best_metric(trainer._evaluate(None, trainer.ignored_keys), None)
             if best and (self.config.load_best_model_at_end or self.config.save_strategy == "best"):
@@ -215,17 +203,18 @@ class Loop:
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
-    def train_step(self, step: Step) -> StepResult | None:
-        """Forward and backward over this rank's part of the global batch, then one update. None if a callback ends the
-        epoch or the run between micro-batches: the step is then not taken."""
+    def train_step(self, step: Step) -> bool:
+        """Forward and backward over this rank's part of the global batch, then one update. Returns whether the step was
+        taken: not if a callback ends the epoch or the run between micro-batches."""
         trainer, number = self.trainer, self.progress.step
         watch.begin_step(number + 1)
-        rate = self.schedule.set(number - self.progress.skipped)  # a skipped step is no update
+        self.rate = self.schedule.set(number - self.progress.skipped)  # a skipped step is no update
         self._seed(number)
         batches, items = step.batches, trainer.items(step)
         self.take_measured()
-        self.scaler.scale(torch.zeros(1, device=runtime.device()))  # so that it has a scale before the first step too
-        self.scale = self.scaler.get_scale()
+        if self.scaler.is_enabled():
+            self.scaler.scale(torch.zeros(1, device=runtime.device()))  # it has a scale before the first step too
+            self.scale = self.scaler.get_scale()
         self.notify("on_step_begin")
         losses, flos = [], 0.0
         for index, batch in enumerate(batches):
@@ -236,20 +225,17 @@ class Loop:
                 control = self.notify("on_substep_end")
                 if control.should_epoch_stop or control.should_training_stop:
                     self.optimizer.zero_grad(set_to_none=True)
-                    return None
-        loss_mean, correct, entropy, router_loss, tokens, flos = self._sums(losses, flos)
-        trainer.current_flos += flos
-        watch.check()  # the host has just waited for the device: what it read is valid only if no rank is lost
+                    return False
+        sums = self._sums(losses, flos)
         self.scaler.unscale_(self.optimizer)
-        norm = float(trainer._clip_grad_norm(self.model))
-        watch.check()
-        updated = self._update(step, loss_mean, norm, losses)
+        norm = trainer._clip_grad_norm(self.model)
+        launched = LaunchedStep(step, self.progress.place(), losses, sums, norm)
+        updated = self._update(launched)
         self.optimizer.zero_grad(set_to_none=True)
-        self.rate = rate
         if updated:
             self.schedule.advance(number + 1 - self.progress.skipped)
-        tokens = tokens or math.nan
-        return StepResult(loss_mean, correct / tokens, entropy / tokens, router_loss / tokens, norm, updated)
+        self._count(launched, updated)
+        return True
 
     def _micro_batch(self, batch: Batch, items: Any, stands_in: bool, more: bool) -> torch.Tensor:
         """Forward and backward over one micro-batch; its loss, detached."""
@@ -260,25 +246,37 @@ class Loop:
         loss = torch.as_tensor(loss, device=runtime.device()).detach().double()
         return torch.zeros_like(loss) if stands_in else loss
 
-    def _sums(self, losses: list[torch.Tensor], flos: float) -> list[float]:
+    def _sums(self, losses: list[torch.Tensor], flos: float) -> torch.Tensor:
         """Over all ranks: the loss of the step, what was measured, and floating-point operations."""
-        flops = torch.tensor([flos], dtype=torch.float64, device=runtime.device())
+        flops = torch.full((1,), flos, dtype=torch.float64, device=runtime.device())
         sums = torch.cat([torch.stack(losses).sum(0, keepdim=True), self.take_measured(), flops])
         if runtime.world_size() > 1:
             collectives.finish("sum of the metrics", lambda: dist.all_reduce(sums, async_op=True))
-        loss, *others = sums.tolist()
-        return [loss / runtime.world_size(), *others]
+        return sums
 
     def take_measured(self) -> torch.Tensor:
         """What was measured on this rank since the last call."""
         found, self.measured = self.measured, torch.zeros_like(self.measured)
         return found
 
-    def _update(self, step: Step, loss: float, norm: float, losses: list[torch.Tensor]) -> bool:
-        """Take the optimizer's step. Returns whether weights were changed."""
-        usable = math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled())
+    @functools.cached_property
+    def guard(self) -> UpdateGuard | None:
+        """What lets the device skip the update of a step whose values the host has not read. None where the host must
+        read them first: to skip steps without counting them as updates, or for an optimizer that cannot."""
+        waits = self.config.on_nonfinite_loss == "skip" or self.scaler.is_enabled()
+        return None if waits or not UpdateGuard.serves(self.optimizer) else UpdateGuard(self.optimizer)
+
+    def _update(self, launched: LaunchedStep) -> bool:
+        """Take the optimizer's step. Returns whether weights were changed, as far as the host decides it."""
+        if self.guard is not None:
+            self.notify("on_pre_optimizer_step")
+            self.guard.step(launched.values)
+            self.notify("on_optimizer_step")
+            return True
+        result = launched.result()
+        usable = math.isfinite(result.loss) and (math.isfinite(result.grad_norm) or self.scaler.is_enabled())
         if not usable:
-            self._handle_nonfinite(step, loss, norm, losses)
+            self._handle_nonfinite(launched)
         else:
             self.notify("on_pre_optimizer_step")
             self.scaler.step(self.optimizer)
@@ -296,32 +294,36 @@ class Loop:
         key = f"{self.config.seed}/{step}/{runtime.rank()}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
 
-    def _handle_nonfinite(self, step: Step, loss: float, norm: float, losses: list[torch.Tensor]) -> None:
-        """Name the rows of a non-finite loss, on every rank; stop the run unless `on_nonfinite_loss` is skip."""
-        mine = [
-            r for rows, value in zip(step.mine, losses, strict=True) if not math.isfinite(float(value)) for r in rows
-        ]
-        rows = sorted(row for rank in exchange(mine, "rows without a finite loss") for row in rank)
-        shown = ", ".join(map(str, rows[:ROWS_NAMED])) + (", …" if len(rows) > ROWS_NAMED else "")
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
-        where = f"; it came from rows {shown} of the training data" if rows else ""
+    def _handle_nonfinite(self, launched: LaunchedStep) -> None:
+        """Stop the run at a step whose loss or gradient is not finite, unless `on_nonfinite_loss` is skip."""
+        number, what = launched.place["step"] + 1, launched.why_unusable()
         if self.config.on_nonfinite_loss == "stop":
+            self._forget_unread(launched.place)
             self.reporter.close()
             raise TrainingError(
-                f"step {self.progress.step + 1}: {what}{where}. The weights were not changed. Look at those rows, "
-                f"lower learning_rate, or skip such steps with on_nonfinite_loss skip."
+                f"step {number}: {what}. The weights were not changed. Look at those rows, lower learning_rate, or "
+                f"skip such steps with on_nonfinite_loss skip."
             )
         if runtime.is_main():
-            runtime.get_logger().warning("step %d skipped: %s%s", self.progress.step + 1, what, where)
+            runtime.get_logger().warning("step %d skipped: %s", number, what)
 
-    def _log(self, grad_norm: float) -> None:
+    def _forget_unread(self, place: dict[str, Any]) -> None:
+        """Return to the place of a step that changed nothing, and neither did those issued since."""
+        self._unread.clear()
+        self.progress.go_back(place)
+        self.notify.state.global_step, self.notify.state.epoch = self.progress.step, self.progress.epoch
+        if self.guard is not None:
+            self.guard.reset()
+
+    def _log(self) -> None:
+        assert self._last is not None
         means, skipped, self.logged_steps = self.window.means(), self.progress.skipped, self.window.steps
-        names = ("mean_token_accuracy", "entropy", *(["aux_loss"] if self.has_router_loss else []))
-        measured = {name: means[name] for name in names if not math.isnan(means[name])}
+        names = {"mean_token_accuracy": True, "entropy": self.head.entropy, "aux_loss": self.has_router_loss}
+        measured = {name: means[name] for name, shown in names.items() if shown and not math.isnan(means[name])}
         values = {
             "loss": means["loss"],
             "learning_rate": self.rate,
-            "grad_norm": grad_norm,
+            "grad_norm": self._last.grad_norm,
             **measured,
             "num_tokens": self.progress.tokens,
             **({"num_input_tokens_seen": self.progress.tokens} if self._counts_tokens else {}),
@@ -338,11 +340,13 @@ class Loop:
 
     def state(self) -> dict[str, Any]:
         """The objects and values that a checkpoint holds. All ranks must call it."""
+        self.read_values()
         scaler = {"scaler": self.scaler} if self.scaler.is_enabled() else {}
         self.trainer.store_flos()
         self.progress.total_flos = self.notify.state.total_flos
         self.progress.callbacks = exchange(self.notify.exported(), "state of the callbacks")[0]
         self.notify.state.stateful_callbacks = self.progress.callbacks
+        self.progress.activations = self.activations.record()
         elapsed = exchange(self.window.elapsed, "time spent")[0]
         progress = {**asdict(self.progress), "window": self.window.state(elapsed)}
         optimizer = {} if self.config.save_only_model else {"optimizer": self.optimizer}
@@ -387,6 +391,7 @@ class Loop:
         if self.config.save_only_model and runtime.is_main():
             runtime.get_logger().warning("save_only_model is on: the optimizer is a new one, without its state")
         self.progress.batch = batch
+        self.activations.adopt(self.progress.activations)
         self._saved = self.progress.step
         self._set_state()
 

@@ -44,17 +44,23 @@ class MemoryNeed:
 
 
 def need_of(
-    plan: ShardingPlan, optim: str | None, apart: AbstractSet[str] = frozenset(), **arguments: Any
+    plan: ShardingPlan,
+    optim: str | None,
+    apart: AbstractSet[str] = frozenset(),
+    on_host: bool = False,
+    **arguments: Any,
 ) -> MemoryNeed:
     """The memory that a plan needs with an optimizer and its `optim_args`; None stands for one of the user's, whose
     state is unknown.
 
-    `apart` are the names of parameters that have other state than the rest: see `names_apart`.
+    `apart` are the names of parameters that have other state than the rest: see `names_apart`. `on_host` is whether all
+    of it is in host memory, which has the embedding in any case if that is offloaded.
     """
     trained = [p for unit in plan.units for p in unit.parameters if p.trainable]
     gradients = sum(p.shard_bytes for p in trained)
     state = sum(_state_bytes(p, optim, not apart.isdisjoint(p.names), arguments) for p in trained) if optim else 0
-    return MemoryNeed(plan.shard_bytes, gradients, state, plan.gathered_bound())
+    shards = plan.shard_bytes - (0 if on_host else plan.host_bytes)
+    return MemoryNeed(shards, gradients, state, plan.gathered_bound())
 
 
 def names_apart(model: Any, optim: str | None) -> set[str]:
@@ -102,7 +108,7 @@ def check_and_report(
     it."""
 
     def check() -> MemoryNeed:
-        return check_fit(need_of(model.plan, optim, names_apart(model, optim), **arguments), on_host)
+        return check_fit(need_of(model.plan, optim, names_apart(model, optim), on_host, **arguments), on_host)
 
     need = agree(check, "memory check")[0]
     for line in (*describe(model.plan, need), dense_line(model), summary(model)):
@@ -130,8 +136,9 @@ def describe(plan: ShardingPlan, need: MemoryNeed) -> list[str]:
     for unit in plan.units[1:]:
         layers[unit.module] = layers.get(unit.module, 0) + 1
     units = ", ".join(f"{count} {name}" for name, count in layers.items()) or "none but the whole model"
+    host = f"; embedding on the host {memory_size(plan.host_bytes)}" if plan.host_bytes else ""
     return [
         f"plan: {plan.strategy} on {axes}; units: {units}",
         f"      memory on each rank: shards {memory_size(need.shards)}, gradients {memory_size(need.gradients)},",
-        f"      optimizer {memory_size(need.optimizer)}; at most {memory_size(need.gathered)} gathered at once",
+        f"      optimizer {memory_size(need.optimizer)}; at most {memory_size(need.gathered)} gathered at once{host}",
     ]

@@ -114,6 +114,11 @@ def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
         say(f"{folder} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")
+    if packed is not None and config.base_dtype is not None:
+        raise ConfigError(
+            f"base_dtype is {config.base_dtype}, but {folder} is quantized already (quantization_config in its "
+            f"config.json); give the folder of the model before quantization, or leave base_dtype out."
+        )
     four_bits = Quantization.of(packed) if packed is not None else adapter.quantization(config)
     shape._attn_implementation = attention(config, say)
     try:
@@ -123,8 +128,8 @@ def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
                 dtype = dense_dtype(four_bits.scheme.storage) or dtype
             model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, config.trust_remote_code)
             loading.untie_what_differs(model, source, None)
-            if four_bits is not None:
-                quantize_model(model, four_bits, {name: entry.shape for name, entry in source.entries.items()})
+            if (chosen := config.base_dtype or four_bits) is not None:
+                quantize_model(model, chosen, {name: entry.shape for name, entry in source.entries.items()})
             return model
     except ValueError as error:
         if "Unrecognized configuration class" in str(error):

@@ -24,9 +24,9 @@ from fullshard.reporting.html_report import write_report
 from fullshard.reporting.model_card import write_card
 from fullshard.reporting.records import METRICS_FILE
 from fullshard.settings.sft_config import SFTConfig
-from fullshard.train.loop import Progress
 from fullshard.train.model import local_folder
 from fullshard.train.run_dir import CHECKPOINTS, place_of
+from fullshard.train.run_progress import Progress
 from fullshard.version import library_versions
 from fullshard.weights.adapter_base import lasting_name, write_record
 from fullshard.weights.adapter_files import names_in_files

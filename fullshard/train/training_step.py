@@ -25,6 +25,7 @@ from fullshard.models.attention_masks import BLOCK
 from fullshard.models.chunked_loss import whole_cross_entropy
 from fullshard.models.inner_model import causal
 from fullshard.models.router_loss import has_router_loss
+from fullshard.models.token_loss import known_count
 from fullshard.parallelize.prepare import rebind
 from fullshard.ranks import exchange
 from fullshard.settings.sft_config import SFTConfig
@@ -131,7 +132,7 @@ class TrainingStep:
             return count
         if self.compute_loss_func is None and not self.model_accepts_loss_kwargs and overridden(self, "compute_loss"):
             return None
-        self._items = (torch.tensor(count, device=runtime.device()), count)
+        self._items = (torch.full((), count, device=runtime.device()), count)
         return self._items[0]
 
     @property
@@ -223,9 +224,9 @@ class TrainingStep:
 
     @torch.no_grad()
     def _measure(self, outputs: Any, labels: torch.Tensor) -> None:
-        """Accuracy, entropy and the routers' loss of a model's outputs."""
+        """Accuracy, entropy if asked for, and the routers' loss of a model's outputs."""
         found, tokens, measured = outputs["logits"][:, -labels.shape[1] :], trained_tokens(labels), self.loop.measured
-        measured[:2] += whole_cross_entropy(found, labels).sums[1:]
+        measured[:2] += whole_cross_entropy(found, labels, entropy=self.loop.head.entropy).sums[1:]
         if (router_loss := outputs.get("aux_loss")) is not None:
             measured[2] += router_loss.double() * tokens
         measured[3] += tokens
@@ -320,8 +321,8 @@ def trained_tokens(labels: Any) -> int:
     """The number of labels that contribute to the loss."""
     if labels is None:
         return 0
-    count, version = getattr(labels, "trained_tokens", (0, -1))
-    return count if version == version_of(labels) else int((labels[..., 1:] != IGNORED).sum())
+    known = known_count(labels)
+    return known if known is not None else int((labels[..., 1:] != IGNORED).sum())
 
 
 def _tokens_in(batch: Batch) -> int:

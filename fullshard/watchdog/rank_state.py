@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fullshard import runtime
+import torch
+
+from fullshard import accelerator, runtime
 from fullshard.errors import FSDPError, RankLostError, RanksDivergedError, first_line
 from fullshard.groups import short_name
 from fullshard.watchdog import abort, device_work
@@ -121,6 +123,8 @@ class RankState:
 
 
 current = RankState()
+failed_flag: torch.Tensor | None = None
+"""1 once there is a failure; see `failure_flag`."""
 changed = threading.Condition()
 """Notified when there is a failure."""
 
@@ -180,6 +184,8 @@ def set_failure(failure: Failure) -> None:
     with changed:
         if current.failure is None:
             abort.take_over()
+            if failed_flag is not None:
+                failed_flag.fill_(1)
             current.failure = failure
             current.failures += 1
         current.broken = None
@@ -196,6 +202,18 @@ def check() -> None:
     """Raise if the run cannot continue. What was computed since may be wrong and must not be used."""
     if current.failure is not None:
         raise error_of(current.failure)
+
+
+def failure_flag() -> torch.Tensor:
+    """A number in pinned host memory: 1 once the run cannot continue, else 0.
+
+    It is set before communicators are aborted, so a copy that the device makes after a collective tells whether the
+    collective was aborted: then what was computed from its results must not be used.
+    """
+    global failed_flag
+    if failed_flag is None:
+        failed_flag = accelerator.pinned((), torch.float32).fill_(current.failure is not None)
+    return failed_flag
 
 
 _issuing = threading.Lock()

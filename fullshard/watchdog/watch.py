@@ -33,6 +33,7 @@ from fullshard.watchdog.rank_state import (
     begin_step,
     check,
     doing,
+    failure_flag,
     is_known,
     issuing,
     position,
@@ -49,6 +50,7 @@ __all__ = [
     "check",
     "doing",
     "failed",
+    "failure_flag",
     "failures",
     "forget",
     "is_known",
@@ -136,5 +138,6 @@ def forget() -> None:
         running.forget()
     state = rank_state.current
     state.failure, state.broken, state.raised = None, None, False
+    failure_flag().zero_()
     for log in state.logs.values():
         log.followed.clear()

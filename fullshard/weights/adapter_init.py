@@ -23,7 +23,6 @@ from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora.adapter_config import taken_from_weights
 from fullshard.progress import Bar
-from fullshard.quant import sharded_groups
 from fullshard.quant.linear import NF4Linear
 from fullshard.ranks import agree, host_group
 from fullshard.weights import init
@@ -218,11 +217,7 @@ def _weight(one: DerivedAdapter) -> tuple[torch.Tensor, torch.Tensor]:
     if one.weight is not None:
         value = one.readers["weight"][()].to(device, dtype_of(one.weight.plan.dtype))
         return value, value
-    loader = base.group_loader()
-    parts = loader.finish(loader.read(one.readers, slice(0, base.packed.shape[0])), None)
-    weight = sharded_groups.dense(
-        {name: part.to(device) for name, part in parts.items()}, base.shape, base.scheme, base.dtype
-    )
+    weight = base.from_files(one.readers, device)
     if one.method != "loftq":
         return weight, weight
     original = one.readers["weight"][()].to(device)

@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(name: str, chunk: int) -> 
     (expected / 3).backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    head = LeanHead(model, chunk)
+    head = LeanHead(model, chunk, entropy=True)
     assert head.head is not None, head.why_not
     with head.loss_pass() as measured:
         output = model(input_ids=ids, labels=labels, use_cache=False)
@@ -93,7 +93,9 @@ def test_loss_and_gradients_are_those_of_whole_logits(name: str, chunk: int) -> 
     torch.testing.assert_close(measured.sums[2], (entropy * learnt).sum().detach())
 
 
-def test_logits_never_exist_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("counted", [False, True])
+def test_logits_never_exist_as_a_whole(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host knows the number of trained tokens, the others have no logits at all."""
     largest = []
     linear = F.linear
 
@@ -104,12 +106,29 @@ def test_logits_never_exist_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     model = build("llama")
+    ids, labels = batch()
+    plain_loss(model(input_ids=ids).logits, labels).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
     head = LeanHead(model, 5)
     monkeypatch.setattr(F, "linear", spy)
-    ids, labels = batch()
+    if counted:
+        labels.trained_tokens = (24, labels._version)  # type: ignore[attr-defined]
     with head.loss_pass():
         model(input_ids=ids, labels=labels).loss.backward()
-    assert largest == [5] * 6 + [3]
+    assert largest == ([5] * 4 + [4] if counted else [5] * 7 + [1])
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_count_from_before_the_labels_were_changed_is_not_used() -> None:
+    head, hidden = torch.nn.Linear(8, 11), torch.randn(2, 3, 8)
+    labels = torch.randint(0, 11, (2, 3))
+    labels[:, 2] = IGNORED
+    labels.trained_tokens = (2, labels._version)  # type: ignore[attr-defined]
+    labels[:, 2] = 5
+    found = chunked_cross_entropy(DeferredLogits.of(hidden, head), labels)
+    torch.testing.assert_close(found.loss, plain_loss(head(hidden), labels).detach())
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:

@@ -9,7 +9,8 @@ from transformers import LlamaForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
 from fullshard.errors import ConfigError
-from fullshard.models.chunked_loss import LeanHead, TokenLoss
+from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.token_loss import TokenLoss
 from tests.train.tiny import make_model
 
 

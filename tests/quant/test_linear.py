@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.errors import QuantizationError
-from fullshard.quant.linear import NF4Linear, QuantizedWeight
+from fullshard.quant.linear import NF4Linear
 from fullshard.quant.quantize import dequantize_model, quantize_model
+from fullshard.quant.quantized_linear import QuantizedWeight
 from fullshard.quant.sharded_groups import Scheme
 from tests.quant.programs import llama, rounded, with_lora
 

@@ -92,7 +92,7 @@ def test_a_line_of_the_log_that_a_stop_cuts_in_two_is_about_all_its_steps(tmp_pa
 
     def options(name: str, **changes: Any) -> dict[str, Any]:
         config = settings(
-            tmp_path / name, max_steps=8, save_strategy="steps", save_steps=5, logging_steps=4,
+            tmp_path / name, max_steps=8, save_strategy="steps", save_steps=5, logging_steps=4, log_entropy=True,
             per_device_train_batch_size=2, **changes,
         )  # fmt: skip
         return {"model": make_model(), "args": config, "train_dataset": text_rows(60), "tokenizer": make_tokenizer()}

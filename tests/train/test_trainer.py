@@ -38,7 +38,7 @@ def test_a_run_from_files_leaves_what_transformers_reads(tmp_path: Path) -> None
     runtime.barrier()
     config = settings(
         tmp_path, max_steps=4, save_strategy="steps", save_steps=2, save_total_limit=1, per_device_train_batch_size=2,
-        eval_strategy="epoch", max_seq_len=64, report_to="auto",
+        eval_strategy="epoch", max_seq_len=64, report_to="auto", log_entropy=True,
     )  # fmt: skip
     trainer = SFTTrainer(
         model=str(tmp_path / "model"), args=config, train_dataset=str(tmp_path / "data" / "train.jsonl"),
@@ -75,7 +75,11 @@ def test_an_adapter_is_peft_s(tmp_path: Path) -> None:
     trainer = SFTTrainer(model=str(tmp_path / "model"), args=config, train_dataset=text_rows(20))
     trainer.train()
     trainer.save_model()
-    evaluated = trainer.evaluate(text_rows(6, seed=3))["eval_loss"]
+    metrics = trainer.evaluate(text_rows(6, seed=3))
+    assert "entropy" not in trainer.state.log_history[0] and "eval_entropy" not in metrics, (
+        "no entropy unless asked for"
+    )
+    evaluated = metrics["eval_loss"]
     read = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer, total, count = make_tokenizer(), 0.0, 0
     for row in text_rows(6, seed=3):

@@ -1,0 +1,238 @@
+"""LoRA layers of a PEFT model that run as groups: layers of one module that get the same input share one operator.
+
+`fuse_lora` replaces the forward of single PEFT layers. Modules, names, parameters and files stay PEFT's. The first
+layer of a group that is called computes the outputs of all of them; the others return theirs if they get the same
+tensor, and compute their own if they do not. A layer that does anything else than plain LoRA on a frozen weight runs
+PEFT's forward: `why_not` says why, and `LoraGroup.part` looks again in each call, because adapters can be disabled,
+merged or changed and modules can get hooks at any time.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.lora.fused_dropout import draw_seed
+from fullshard.lora.fused_math import Layer
+from fullshard.lora.fused_ops import lora_group
+from fullshard.quant.base_product import base_form
+from fullshard.spmd.tensor import is_sharded
+
+SharedInputs = Mapping[type, Sequence[Sequence[str]]]
+"""By class of module, the names of its linear layers that get the same input; see `models/shared_inputs.py`."""
+
+
+@dataclass
+class FusedReport:
+    """What `fuse_lora` did."""
+
+    groups: list[list[str]] = field(default_factory=list)
+    """The names of the layers of each group."""
+    aside: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """The names of the LoRA layers that run PEFT's forward, by reason."""
+
+    @property
+    def layers(self) -> int:
+        """The number of layers in groups."""
+        return sum(map(len, self.groups))
+
+    def note(self) -> str:
+        """A sentence about the layers that run PEFT's forward; empty if there are none."""
+        kinds = [
+            f"{len(names)} LoRA layers ({', '.join(sorted({n.rpartition('.')[2] for n in names})[:4])}): {reason}"
+            for reason, names in self.aside.items()
+        ]
+        return f"fused_lora: PEFT's own forward runs for {'; '.join(kinds)}." if kinds else ""
+
+
+class LoraGroup:
+    """LoRA layers that get the same input."""
+
+    def __init__(self, layers: list[Any], adapter: str) -> None:
+        self.layers, self.adapter = layers, adapter
+        self.types = [(type(layer), type(layer.base_layer)) for layer in layers]
+        """The classes of the layers; a layer that became a unit of its own has another one."""
+        self.computed: tuple[torch.Tensor, list[torch.Tensor | None]] | None = None
+        """The last input, and the outputs that are still to be returned."""
+
+    def output(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
+        """The output of a layer; None if it must run PEFT's forward."""
+        if self.computed is not None and self.computed[0] is x:
+            found = self.computed[1][index]
+            if found is not None:
+                self._take(index)
+                return found
+        self.computed = None
+        own = self.part(index, x)
+        if own is None:
+            return None
+        rate = self.rate(index)
+        chosen, parts = [], []
+        for i in range(len(self.layers)):
+            part = own if i == index else self.part(i, x) if self.rate(i) == rate else None
+            if part is not None:
+                chosen.append(i)
+                parts.append(part)
+        dtype = compute_dtype(x)
+        seed = draw_seed(x.device) if rate else None
+        found = lora_group(x.to(dtype), [in_dtype(part, dtype) for part in parts], seed, rate)
+        outputs: list[torch.Tensor | None] = [None] * len(self.layers)
+        for i, y in zip(chosen, found, strict=True):
+            outputs[i] = y
+        self.computed = x, outputs
+        self._take(index)
+        return found[chosen.index(index)]
+
+    def _take(self, index: int) -> None:
+        """Forget an output that is returned, and the input with the last one."""
+        assert self.computed is not None
+        outputs = self.computed[1]
+        outputs[index] = None
+        if all(y is None for y in outputs):
+            self.computed = None
+
+    def rate(self, index: int) -> float:
+        """The probability of dropout."""
+        dropout = self.layers[index].lora_dropout[self.adapter]
+        return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+
+    def part(self, index: int, x: torch.Tensor) -> Layer | None:
+        """A layer of the group as it is now; None if it must run PEFT's forward on `x`."""
+        layer, name = self.layers[index], self.adapter
+        if layer.disable_adapters or layer.merged or layer.active_adapters != [name]:
+            return None
+        base, a, b = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
+        if (type(layer), type(base)) != self.types[index] or type(a) is not nn.Linear or type(b) is not nn.Linear:
+            return None
+        if has_hooks(base) or has_hooks(a) or has_hooks(b) or has_hooks(layer.lora_dropout[name]):
+            return None
+        found, dtype, bias = base_form(base), compute_dtype(x), base.bias
+        if found is None or any(t.requires_grad for t in found.tensors) or (bias is not None and bias.requires_grad):
+            return None
+        if any(t.is_floating_point() and t.dtype != dtype for t in found.tensors):
+            return None
+        if getattr(base, "compute_dtype", None) not in (None, dtype):
+            return None
+        if not autocasts(x) and (a.weight.dtype != dtype or b.weight.dtype != dtype):
+            return None
+        return Layer(found.form, found.tensors, bias, a.weight, b.weight, layer.scaling[name])
+
+
+def autocasts(x: torch.Tensor) -> bool:
+    """Whether products of `x` run in the dtype of autocast."""
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of a linear layer's product."""
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something else than the module's forward runs when it is called."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def in_dtype(layer: Layer, dtype: torch.dtype) -> Layer:
+    """The layer with bias and adapter in the dtype of the product."""
+    bias = layer.bias if layer.bias is None else layer.bias.to(dtype)
+    return layer._replace(bias=bias, a=layer.a.to(dtype), b=layer.b.to(dtype))
+
+
+def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The forward of a LoRA layer in a group."""
+    if not args and not kwargs and not is_sharded(x):
+        group, index = layer._fullshard_lora
+        found = group.output(index, x)
+        if found is not None:
+            return found
+    plain: torch.Tensor = type(layer).forward(layer, x, *args, **kwargs)
+    return plain
+
+
+# --- forming groups -------------------------------------------------------------------------------------------------
+
+
+def fuse_lora(model: nn.Module, shared: SharedInputs) -> FusedReport:
+    """Let the LoRA layers of a PEFT model run as groups; `shared` tells which of them get the same input."""
+    report = FusedReport()
+    for path, parent in list(model.named_modules()):
+        prefix = f"{path}." if path else ""
+        fitting: dict[str, Any] = {}
+        for name, layer in parent.named_children():
+            if _is_lora(layer) and "_fullshard_lora" not in layer.__dict__:
+                if reason := why_not(layer):
+                    report.aside[reason].append(prefix + name)
+                else:
+                    fitting[name] = layer
+        for names in _grouped(fitting, shared.get(type(parent), ())):
+            _join([fitting[name] for name in names])
+            report.groups.append([prefix + name for name in names])
+    return report
+
+
+def undo_fuse_lora(model: nn.Module) -> None:
+    """Let all layers run PEFT's forward again."""
+    for module in model.modules():
+        if module.__dict__.pop("_fullshard_lora", None) is not None:
+            del module.forward
+
+
+def why_not(layer: Any) -> str:
+    """Why a LoRA layer cannot run in a group; empty if it can."""
+    from peft.tuners.lora import Linear
+
+    if type(layer) is not Linear:
+        return f"they are of type {type(layer).__name__}"
+    names = layer.active_adapters
+    if len(names) != 1 or names[0] not in layer.lora_A:
+        return f"{len(names)} adapters are active"
+    (name,) = names
+    base, dropout = layer.base_layer, layer.lora_dropout[name]
+    if base_form(base) is None or layer.fan_in_fan_out:
+        return f"their weights are those of a {type(base).__name__}"
+    if name in layer.lora_variant or layer.use_dora.get(name):
+        return "they are a variant of LoRA"
+    if layer.lora_B[name].bias is not None:
+        return "the adapter has a bias"
+    if any(p.requires_grad for p in base.parameters()):
+        return "their own weights or biases train too"
+    if type(dropout) not in (nn.Identity, nn.Dropout) or getattr(dropout, "p", 0.0) >= 1:
+        return f"of their dropout, {dropout}"
+    if any(has_hooks(part) for part in (base, dropout, layer.lora_A[name], layer.lora_B[name])):
+        return "modules inside them have hooks"
+    return ""
+
+
+def _is_lora(module: nn.Module) -> bool:
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(module, LoraLayer)
+
+
+def _grouped(fitting: Mapping[str, Any], shared: Sequence[Sequence[str]]) -> Iterator[list[str]]:
+    """The names of layers, in groups: those of the same adapter that get the same input, and the others alone."""
+    left = dict(fitting)
+    for together in shared:
+        by_adapter: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+        for name in together:
+            if name in left:
+                layer = left.pop(name)
+                by_adapter[(layer.active_adapters[0], layer.in_features)].append(name)
+        yield from by_adapter.values()
+    yield from ([name] for name in left)
+
+
+def _join(layers: list[Any]) -> None:
+    group = LoraGroup(layers, layers[0].active_adapters[0])
+    for index, layer in enumerate(layers):
+        layer._fullshard_lora = group, index
+        layer.forward = types.MethodType(_forward, layer)

@@ -1,0 +1,76 @@
+"""Dropout in front of adapters, drawn inside the products that need it: no mask and no masked copy is kept.
+
+A mask is a function of (seed, adapter, row, column), so that backward and recomputation draw the same one. The seed is
+a tensor, drawn from torch's generator where the layers are called: it depends on the run's seed, step and rank, and on
+the layer; checkpointing restores the generator before it recomputes. Each adapter of a group has a mask of its own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fullshard import accelerator
+
+STEPS = 2**16
+"""Probabilities are multiples of 1/STEPS."""
+
+
+def draw_seed(device: torch.device, count: int = 1) -> torch.Tensor:
+    """New seeds. The compiler knows this operator as a random one and does not repeat it in backward."""
+    return torch.randint(2**62, (count,), device=device)
+
+
+class Dropout(NamedTuple):
+    """The dropout of a group's adapters."""
+
+    seed: torch.Tensor
+    """int64 [1]"""
+    probability: float
+
+    @property
+    def threshold(self) -> int:
+        """Elements whose 16 random bits are below are dropped."""
+        return round(self.probability * STEPS)
+
+    @property
+    def scale(self) -> float:
+        """What the kept elements are multiplied by."""
+        return STEPS / (STEPS - self.threshold)
+
+    def product(self, x: torch.Tensor, a: torch.Tensor, width: int) -> torch.Tensor:
+        """`dropout_i(x) @ A_iᵀ` for all adapters i; `a` has `width` rows for each."""
+        if accelerator.is_accelerator(x.device):
+            from fullshard.lora import fused_kernels
+
+            return fused_kernels.product(x, a, width, self.seed, self.threshold, self.scale)
+        return torch.cat([self._dropped(x, i) @ rows.t() for i, rows in enumerate(a.split(width))], dim=1)
+
+    def grad_weight(self, dh: torch.Tensor, x: torch.Tensor, width: int) -> torch.Tensor:
+        """`dh_iᵀ @ dropout_i(x)` for all adapters."""
+        if accelerator.is_accelerator(x.device):
+            from fullshard.lora import fused_kernels
+
+            return fused_kernels.grad_weight(dh, x, width, self.seed, self.threshold, self.scale)
+        return torch.cat([part.t() @ self._dropped(x, i) for i, part in enumerate(dh.split(width, dim=1))])
+
+    def add_grad_input(self, dx: torch.Tensor, dh: torch.Tensor, a: torch.Tensor, width: int) -> torch.Tensor:
+        """Add the sum of `dropout_i(dh_i @ A_i)` over all adapters to `dx`, in place."""
+        if accelerator.is_accelerator(dx.device):
+            from fullshard.lora import fused_kernels
+
+            return fused_kernels.add_grad_input(dx, dh, a, width, self.seed, self.threshold, self.scale)
+        for i, (part, rows) in enumerate(zip(dh.split(width, dim=1), a.split(width), strict=True)):
+            dx += self._dropped(part @ rows, i)
+        return dx
+
+    def _dropped(self, x: torch.Tensor, adapter: int) -> torch.Tensor:
+        return x * (self.kept(x.shape, adapter) * self.scale).to(x.dtype)
+
+    def kept(self, shape: torch.Size, adapter: int) -> torch.Tensor:
+        """The mask of an adapter on CPUs."""
+        key = (int(self.seed) + adapter * 0x9E3779B97F4A7C15) % 2**63
+        generator = torch.Generator().manual_seed(key)
+        bits = torch.empty(shape, dtype=torch.int32).random_(STEPS, generator=generator)
+        return bits >= self.threshold

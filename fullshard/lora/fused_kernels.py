@@ -1,0 +1,220 @@
+"""Triton kernels for the products of adapters behind dropout: masks are drawn from a counter where they are needed.
+
+Eight neighboring elements of a row share one call of Philox, whose counter is (column / 8, row, adapter): 16 random
+bits for each. So a mask does not depend on how a kernel divides its work, and each thread draws the bits of one
+16-byte load. `x` and its gradient are read once for all adapters of a group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fullshard import accelerator
+
+ROWS, COLUMNS, WARPS = 64, 128, 4
+"""The tile of `x` that a program works on at a time."""
+RANKS = 64
+"""The largest number of columns of `h` that a program computes."""
+PROGRAMS = 528
+"""How many programs `grad_weight` is divided into, so that all processors have work."""
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context on the tensors' device; checking the current device is cheaper than always switching."""
+    if not accelerator.is_accelerator(device) or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+class Tiles(NamedTuple):
+    """How the columns of `h` are divided: tiles with several adapters, or adapters in several tiles."""
+
+    count: int
+    width: int
+    """Columns of a tile, a power of two: at least 16, as matrix units need."""
+    adapters: int
+    """Adapters in a tile."""
+    parts: int
+    """Tiles of an adapter."""
+
+    @classmethod
+    def of(cls, columns: int, width: int) -> Tiles:
+        adapters, parts = min(columns // width, max(1, RANKS // width)), triton.cdiv(width, RANKS)
+        tile = RANKS if parts > 1 else max(16, triton.next_power_of_2(adapters * width))
+        return cls(triton.cdiv(columns // width, adapters) * parts, tile, adapters, parts)
+
+    def options(self) -> dict[str, int]:
+        return {"TILE": self.width, "ADAPTERS": self.adapters, "PARTS": self.parts}
+
+
+def product(
+    x: torch.Tensor, a: torch.Tensor, width: int, seed: torch.Tensor, threshold: int, scale: float
+) -> torch.Tensor:
+    """`dropout_i(x) @ A_iᵀ` for all adapters i: [tokens, in] and [adapters·width, in] to [tokens, adapters·width]."""
+    x, a = x.contiguous(), a.contiguous()
+    (tokens, size), columns = x.shape, len(a)
+    h = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
+    tiles = Tiles.of(columns, width)
+    with _on(x.device):
+        _product[(triton.cdiv(tokens, ROWS), tiles.count)](
+            x, a, h, seed, tokens, threshold, scale, size, columns, width,
+            ROWS=ROWS, COLUMNS=COLUMNS, **tiles.options(), num_warps=WARPS,
+        )  # fmt: skip
+    return h
+
+
+def grad_weight(
+    dh: torch.Tensor, x: torch.Tensor, width: int, seed: torch.Tensor, threshold: int, scale: float
+) -> torch.Tensor:
+    """`dh_iᵀ @ dropout_i(x)` for all adapters: [adapters·width, in]."""
+    x, dh = x.contiguous(), dh.contiguous()
+    (tokens, size), columns = x.shape, dh.shape[1]
+    tiles = Tiles.of(columns, width)
+    programs, blocks = triton.cdiv(size, COLUMNS) * tiles.count, triton.cdiv(tokens, ROWS)
+    length = triton.next_power_of_2(triton.cdiv(blocks * programs, PROGRAMS))  # few values, so few compilations
+    parts = triton.cdiv(blocks, length)
+    sums = torch.empty(parts, columns, size, dtype=torch.float32, device=x.device)
+    with _on(x.device):
+        _grad_weight[(triton.cdiv(size, COLUMNS), tiles.count, parts)](
+            dh, x, sums, seed, tokens, threshold, size, columns, width,
+            ROWS=ROWS, COLUMNS=COLUMNS, LENGTH=length, **tiles.options(), num_warps=WARPS,
+        )  # fmt: skip
+    return sums.sum(0).mul_(scale).to(x.dtype)
+
+
+def add_grad_input(
+    dx: torch.Tensor, dh: torch.Tensor, a: torch.Tensor, width: int, seed: torch.Tensor, threshold: int, scale: float
+) -> torch.Tensor:
+    """Add the sum of `dropout_i(dh_i @ A_i)` over all adapters to `dx` [tokens, in], in place."""
+    assert dx.is_contiguous()
+    dh, a = dh.contiguous(), a.contiguous()
+    tokens, size = dx.shape
+    grid = (triton.cdiv(size, COLUMNS), triton.cdiv(tokens, ROWS))
+    with _on(dx.device):
+        _add_grad_input[grid](
+            dx, dh, a, seed, tokens, threshold, scale, size, len(a), width,
+            ROWS=ROWS, COLUMNS=COLUMNS, TILE=Tiles.of(width, width).width, num_warps=WARPS,
+        )  # fmt: skip
+    return dx
+
+
+def kept(shape: tuple[int, int], adapter: int, seed: torch.Tensor, threshold: int) -> torch.Tensor:
+    """The mask of an adapter."""
+    found = torch.empty(shape, dtype=torch.int8, device=seed.device)
+    grid = (triton.cdiv(shape[0], ROWS), triton.cdiv(shape[1], COLUMNS))
+    with _on(seed.device):
+        _mask[grid](found, seed, *shape, adapter, threshold, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    return found.bool()
+
+
+@triton.jit
+def _kept(key, adapter, first_row, first_column, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The mask of a tile."""
+    row = (first_row + tl.arange(0, ROWS)).to(tl.uint32)[:, None]
+    column = (first_column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.uint32)[None, :]
+    zero = row * 0 + column * 0
+    which = (zero + adapter).to(tl.uint32)
+    r0, r1, r2, r3 = tl.philox(key, zero + column, zero + row, which, zero, n_rounds=7)
+    words = tl.join(tl.join(r0, r1), tl.join(r2, r3))
+    bits = tl.join(words & 0xFFFF, words >> 16)
+    return tl.reshape(bits, (ROWS, COLUMNS)).to(tl.int32) >= threshold
+
+
+@triton.jit
+def _first(columns_of_tile, width: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first adapter of a tile, and its columns of `h`; those of other tiles are negative."""
+    adapter = columns_of_tile // PARTS * ADAPTERS
+    inner = columns_of_tile % PARTS * TILE + tl.arange(0, TILE)
+    return adapter, tl.where(inner < ADAPTERS * width, adapter * width + inner, -1)
+
+
+@triton.jit
+def _product(  # type: ignore[no-untyped-def]
+    x, a, h, seed, tokens, threshold, scale, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    first_row = tl.program_id(0) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    first, c = _first(tl.program_id(1), width, ADAPTERS, PARTS, TILE)
+    mine = (c >= 0) & (c < columns)
+    key = tl.load(seed)
+    sums = tl.zeros((ROWS, TILE), dtype=tl.float32)
+    for start in range(0, size, COLUMNS):
+        k = start + tl.arange(0, COLUMNS)
+        inside = (row < tokens)[:, None] & (k < size)[None, :]
+        values = tl.load(x + row.to(tl.int64)[:, None] * size + k[None, :], mask=inside, other=0.0)
+        rows = tl.load(a + c[:, None] * size + k[None, :], mask=mine[:, None] & (k < size)[None, :], other=0.0)
+        for i in tl.static_range(ADAPTERS):
+            keep = _kept(key, first + i, first_row, start, threshold, ROWS, COLUMNS)
+            own = tl.where((c // width == first + i)[:, None], rows, 0.0).to(rows.dtype)
+            sums += tl.dot(tl.where(keep, values, 0.0).to(values.dtype), tl.trans(own), input_precision="ieee")
+    inside = (row < tokens)[:, None] & mine[None, :]
+    tl.store(h + row.to(tl.int64)[:, None] * columns + c[None, :], (sums * scale).to(h.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _grad_weight(  # type: ignore[no-untyped-def]
+    dh, x, out, seed, tokens, threshold, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr, ADAPTERS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    first_column = tl.program_id(0) * COLUMNS
+    k = first_column + tl.arange(0, COLUMNS)
+    first, c = _first(tl.program_id(1), width, ADAPTERS, PARTS, TILE)
+    mine = (c >= 0) & (c < columns)
+    key = tl.load(seed)
+    sums = tl.zeros((TILE, COLUMNS), dtype=tl.float32)
+    for block in range(LENGTH):
+        start = (tl.program_id(2) * LENGTH + block) * ROWS
+        row = start + tl.arange(0, ROWS)
+        inside = (row < tokens)[:, None] & (k < size)[None, :]
+        values = tl.load(x + row.to(tl.int64)[:, None] * size + k[None, :], mask=inside, other=0.0)
+        inside = (row < tokens)[:, None] & mine[None, :]
+        grads = tl.load(dh + row.to(tl.int64)[:, None] * columns + c[None, :], mask=inside, other=0.0)
+        for i in tl.static_range(ADAPTERS):
+            keep = _kept(key, first + i, start, first_column, threshold, ROWS, COLUMNS)
+            own = tl.where((c // width == first + i)[None, :], grads, 0.0).to(grads.dtype)
+            sums += tl.dot(tl.trans(own), tl.where(keep, values, 0.0).to(values.dtype), input_precision="ieee")
+    place = out + tl.program_id(2).to(tl.int64) * columns * size + c[:, None] * size + k[None, :]
+    tl.store(place, sums, mask=mine[:, None] & (k < size)[None, :])
+
+
+@triton.jit
+def _add_grad_input(  # type: ignore[no-untyped-def]
+    dx, dh, a, seed, tokens, threshold, scale, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    first_column, first_row = tl.program_id(0) * COLUMNS, tl.program_id(1) * ROWS
+    row, k = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+    inside = (row < tokens)[:, None] & (k < size)[None, :]
+    place = dx + row.to(tl.int64)[:, None] * size + k[None, :]
+    key = tl.load(seed)
+    sums = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    for adapter in range(columns // width):
+        part = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, width, TILE):
+            r = start + tl.arange(0, TILE)
+            c = adapter * width + r
+            own = (row < tokens)[:, None] & (r < width)[None, :]
+            grads = tl.load(dh + row.to(tl.int64)[:, None] * columns + c[None, :], mask=own, other=0.0)
+            rows = tl.load(
+                a + c[:, None] * size + k[None, :], mask=(r < width)[:, None] & (k < size)[None, :], other=0.0
+            )
+            part += tl.dot(grads, rows, input_precision="ieee")
+        keep = _kept(key, adapter, first_row, first_column, threshold, ROWS, COLUMNS)
+        sums += tl.where(keep, part * scale, 0.0)
+    tl.store(place, sums.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _mask(out, seed, tokens, size, adapter, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    first_row, first_column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
+    row, k = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+    keep = _kept(tl.load(seed), adapter, first_row, first_column, threshold, ROWS, COLUMNS)
+    inside = (row < tokens)[:, None] & (k < size)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * size + k[None, :], keep.to(tl.int8), mask=inside)

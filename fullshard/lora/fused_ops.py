@@ -1,0 +1,198 @@
+"""A LoRA group as one operator with its own backward, which keeps the input and the adapters' rank-sized activations.
+
+`torch.compile` uses a custom operator, which is opaque to it: frozen weights get no gradient, and no copy of the input
+is kept for dropout. Plain tensors use an autograd function, because custom operators defined in Python are slow to
+call. The arithmetic is in `fused_math.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fullshard.lora.fused_dropout import Dropout
+from fullshard.lora.fused_math import Gradients, Layer, backward, forward
+from fullshard.quant import base_product
+from fullshard.quant.ops import without_autocast
+
+Tensors = Sequence[torch.Tensor]
+
+
+def lora_group(
+    x: torch.Tensor, layers: Sequence[Layer], seed: torch.Tensor | None, probability: float
+) -> list[torch.Tensor]:
+    """The outputs of the layers. Without a seed there is no dropout."""
+    layout, base, a, b, scales = flat(layers)
+    if torch.compiler.is_compiling():
+        return lora_group_operator(x, base, a, b, seed, layout, scales, probability)[:-1]
+    found: tuple[torch.Tensor, ...] = _Group.apply(layout, scales, probability, len(base), seed, x, *base, *a, *b)
+    return list(found)
+
+
+def flat(
+    layers: Sequence[Layer],
+) -> tuple[str, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[float]]:
+    """Layers as operators take them: a string, frozen tensors, `a`, `b` and scales. `layers_of` is the inverse."""
+    layout = "|".join(f"{layer.form};{len(layer.base)};{int(layer.bias is not None)}" for layer in layers)
+    base = [t for layer in layers for t in (*layer.base, *([] if layer.bias is None else [layer.bias]))]
+    return layout, base, [layer.a for layer in layers], [layer.b for layer in layers], [layer.scale for layer in layers]
+
+
+@functools.cache
+def _parsed(layout: str) -> list[tuple[str, int, bool]]:
+    """The form, the number of tensors and whether there is a bias, of each layer."""
+    parts = (one.split(";") for one in layout.split("|"))
+    return [(form, int(count), biased == "1") for form, count, biased in parts]
+
+
+def layers_of(layout: str, base: Tensors, a: Tensors, b: Tensors, scales: Sequence[float]) -> list[Layer]:
+    """The layers that `flat` took apart."""
+    found, left = [], list(base)
+    for (form, count, biased), *adapter in zip(_parsed(layout), a, b, scales, strict=True):
+        weight, left = left[:count], left[count:]
+        bias, left = (left[0], left[1:]) if biased else (None, left)
+        found.append(Layer(form, weight, bias, *adapter))
+    return found
+
+
+def _dropout(seed: torch.Tensor | None, probability: float) -> Dropout | None:
+    return None if seed is None else Dropout(seed, probability)
+
+
+def as_rows(t: torch.Tensor) -> torch.Tensor:
+    """[…, size] as [tokens, size]."""
+    return t.reshape(-1, t.shape[-1])
+
+
+def _forward(
+    x: torch.Tensor, layers: Sequence[Layer], seed: torch.Tensor | None, probability: float
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    with without_autocast(x.device):
+        ys, h = forward(as_rows(x), layers, _dropout(seed, probability))
+    return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys], h
+
+
+def _backward(
+    x: torch.Tensor, h: torch.Tensor, dys: Sequence[torch.Tensor | None], layers: Sequence[Layer],
+    seed: torch.Tensor | None, probability: float, wants_x: bool, wants_adapters: bool,
+) -> Gradients:  # fmt: skip
+    rows = [None if dy is None else as_rows(dy) for dy in dys]
+    with without_autocast(x.device):
+        found = backward(as_rows(x), h, rows, layers, _dropout(seed, probability), wants_x, wants_adapters)
+    return found._replace(x=None if found.x is None else found.x.view(x.shape))
+
+
+# --- plain tensors --------------------------------------------------------------------------------------------------
+
+
+class _Group(torch.autograd.Function):
+    """`lora_group` for plain tensors."""
+
+    @staticmethod
+    def forward(ctx, layout, scales, probability, count, seed, x, *tensors):  # type: ignore[no-untyped-def]
+        base, a, b = _Group.split(count, tensors)
+        ys, h = _forward(x, layers_of(layout, base, a, b, scales), seed, probability)
+        ctx.save_for_backward(seed, x, h, *tensors)
+        ctx.about = layout, scales, probability, count
+        ctx.set_materialize_grads(False)
+        return tuple(ys)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[Any, ...]:
+        layout, scales, probability, count = ctx.about
+        seed, x, h, *tensors = ctx.saved_tensors
+        base, a, b = _Group.split(count, tensors)
+        wants = ctx.needs_input_grad[5:]
+        found = _backward(
+            x, h, dys, layers_of(layout, base, a, b, scales), seed, probability, wants[0], any(wants[1:])
+        )  # fmt: skip
+        das, dbs = _for_used(found, dys)
+        return None, None, None, None, None, found.x, *[None] * count, *das, *dbs
+
+    @staticmethod
+    def split(count: int, tensors: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+        half = count + (len(tensors) - count) // 2
+        return tensors[:count], tensors[count:half], tensors[half:]
+
+
+def _for_used(found: Gradients, dys: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
+    """The adapters' gradients, None where the output was not used."""
+    if not found.a:
+        return [None] * len(dys), [None] * len(dys)
+    das, dbs = (
+        [None if dy is None else one for one, dy in zip(grads, dys, strict=True)] for grads in (found.a, found.b)
+    )
+    return das, dbs
+
+
+# --- the operator ---------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fullshard::lora_group", mutates_args=())
+def lora_group_operator(
+    x: torch.Tensor, base: Sequence[torch.Tensor], a: Sequence[torch.Tensor], b: Sequence[torch.Tensor],
+    seed: torch.Tensor | None, layout: str, scales: Sequence[float], probability: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The outputs of the layers, and `h`."""
+    ys, h = _forward(x, layers_of(layout, base, a, b, scales), seed, probability)
+    return [*ys, h]
+
+
+@lora_group_operator.register_fake
+def _(x, base, a, b, seed, layout, scales, probability):  # type: ignore[no-untyped-def]
+    layers = layers_of(layout, base, a, b, scales)
+    outs = [base_product.shape(layer.form, layer.base)[0] for layer in layers]
+    width = max(layer.a.shape[0] for layer in layers)
+    tokens = x.numel() // x.shape[-1]
+    return [*(x.new_empty(*x.shape[:-1], out) for out in outs), x.new_empty(tokens, len(layers) * width)]
+
+
+@torch.library.custom_op("fullshard::lora_group_backward", mutates_args=())
+def lora_group_backward(
+    x: torch.Tensor, h: torch.Tensor, dys: Sequence[torch.Tensor], used: Sequence[int], base: Sequence[torch.Tensor],
+    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], seed: torch.Tensor | None, layout: str,
+    scales: Sequence[float], probability: float, wants_x: bool, wants_adapters: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The gradients of `x`, of all `a` and of all `b`, for those of the outputs that were used."""
+    given = dict(zip(used, dys, strict=True))
+    every = [given.get(i) for i in range(len(a))]
+    layers = layers_of(layout, base, a, b, scales)
+    found = _backward(x, h, every, layers, seed, probability, wants_x, wants_adapters)
+    # Results of an operator must not share memory.
+    das = [da if da.numel() == h.shape[1] * x.shape[-1] else da.clone() for da in found.a]
+    return [*([] if found.x is None else [found.x]), *das, *found.b]
+
+
+@lora_group_backward.register_fake
+def _(x, h, dys, used, base, a, b, seed, layout, scales, probability, wants_x, wants_adapters):  # type: ignore[no-untyped-def]
+    grads = [t.new_empty(t.shape) for t in (*a, *b)] if wants_adapters else []
+    return [*([x.new_empty(x.shape)] if wants_x else []), *grads]
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    x, base, a, b, seed, *ctx.about = inputs
+    ctx.counts = len(base), len(a)
+    ctx.save_for_backward(seed, x, output[-1], *base, *a, *b)
+    ctx.set_materialize_grads(False)
+
+
+def _operator_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    seed, x, h, *tensors = ctx.saved_tensors
+    base_count, count = ctx.counts
+    base, a, b = _Group.split(base_count, tensors)
+    wants, dys = ctx.needs_input_grad, list(grads[:-1])
+    used = [i for i, dy in enumerate(dys) if dy is not None]
+    adapters = any(wants[2]) or any(wants[3])
+    found = lora_group_backward(
+        x, h, [dy for dy in dys if dy is not None], used, base, a, b, seed, *ctx.about, wants[0], adapters
+    )
+    dx, found = (found[0], found[1:]) if wants[0] else (None, found)
+    das, dbs = _for_used(Gradients(dx, found[:count], found[count:]), dys)
+    return dx, [None] * base_count, das, dbs, None, None, None, None
+
+
+lora_group_operator.register_autograd(_operator_backward, setup_context=_keep)

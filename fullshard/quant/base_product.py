@@ -1,0 +1,196 @@
+"""The products of a frozen linear weight, whatever its storage: `x @ Wᵀ` and `dy @ W`.
+
+A weight is a form and a list of tensors. The form is a short string, because operators take strings and tensors but no
+Python objects: a kind, and the numbers that the tensors do not tell, separated by colons.
+
+| form | tensors |
+|---|---|
+| `dense` | weight [out, in] |
+| `nf4:64:4096x14336`, `fp4:…` | packed, absmax and, with double quantization, nested (blocks of 64, [out, in]) |
+| `fp8` | packed [out, in], scales [out, 4], both as bytes |
+
+A new kind of storage adds an entry to `KINDS`, and its layer a method `base_form`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from fullshard.quant import fp8, workspace
+
+Tensors = Sequence[torch.Tensor]
+Prepared: TypeAlias = torch.Tensor | fp8.Input
+"""An input from `prepare`."""
+
+
+class BaseForm(NamedTuple):
+    """A frozen weight: its form and its tensors."""
+
+    form: str
+    tensors: list[torch.Tensor]
+
+
+class Kind(Protocol):
+    """How weights of one kind of storage are multiplied. `arguments` are the parts of the form behind the kind.
+
+    `x` is [tokens, in] and `dy` [tokens, out]; the result has their dtype, as has `bias`. `out` is where the result is
+    written, if given; with `accumulate` it is added there (and there is no bias).
+    """
+
+    def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
+        """(out features, in features)."""
+
+    def product(
+        self, arguments: Sequence[str], tensors: Tensors, x: Any, out: torch.Tensor | None, bias: torch.Tensor | None,
+        accumulate: bool,
+    ) -> Any: ...  # fmt: skip
+
+    def grad_input(
+        self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
+    ) -> Any: ...
+
+
+class Dense:
+    """A weight stored as it is, in the dtype of the product."""
+
+    def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
+        rows, columns = tensors[0].shape
+        return rows, columns
+
+    def weight(
+        self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype
+    ) -> contextlib.AbstractContextManager[torch.Tensor]:
+        """The weight [out, in] for one product, which is inside."""
+        return contextlib.nullcontext(tensors[0])
+
+    def product(
+        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None,
+        bias: torch.Tensor | None, accumulate: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        with self.weight(arguments, tensors, x.dtype) as weight:
+            if out is not None and accumulate:
+                return out.addmm_(x, weight.t())
+            return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    def grad_input(
+        self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
+    ) -> torch.Tensor:
+        with self.weight(arguments, tensors, dy.dtype) as weight:
+            if out is not None and accumulate:
+                return out.addmm_(dy, weight)
+            return torch.mm(dy, weight, out=out)
+
+
+class FourBit(Dense):
+    """A 4-bit weight, which is dequantized for each product."""
+
+    def __init__(self, quant_type: str) -> None:
+        self.quant_type = quant_type
+
+    def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
+        rows, _, columns = arguments[1].partition("x")
+        return int(rows), int(columns)
+
+    def weight(
+        self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype
+    ) -> contextlib.AbstractContextManager[torch.Tensor]:
+        packed, absmax, nested = (*tensors, None)[:3]
+        assert packed is not None and absmax is not None
+        shape = self.shape(arguments, tensors)
+        return workspace.dequantized(packed, absmax, nested, shape, int(arguments[0]), self.quant_type, dtype)
+
+
+class FP8:
+    """An fp8 weight, multiplied in fp8. The input may be prepared (`fp8.prepare`)."""
+
+    def shape(self, arguments: Sequence[str], tensors: Tensors) -> tuple[int, int]:
+        rows, columns = tensors[0].shape
+        return rows, columns
+
+    def product(
+        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor | fp8.Input, out: torch.Tensor | None,
+        bias: torch.Tensor | None, accumulate: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        ready = fp8.prepare(x) if isinstance(x, torch.Tensor) else x
+        found = fp8.product(fp8.Weight(*tensors), ready, None if accumulate else out)
+        if out is not None and accumulate:
+            return out.add_(found)
+        return found if bias is None else found.add_(bias)
+
+    def grad_input(
+        self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
+    ) -> torch.Tensor:
+        return fp8.grad_input([fp8.Weight(*tensors)], [dy], out, accumulate)
+
+
+KINDS: dict[str, Kind] = {"dense": Dense(), "nf4": FourBit("nf4"), "fp4": FourBit("fp4"), "fp8": FP8()}
+
+
+def base_form(layer: nn.Module) -> BaseForm | None:
+    """The form of a linear layer's weight; None for layers that compute something else."""
+    if (own := getattr(layer, "base_form", None)) is not None:
+        form, tensors = own()
+        return BaseForm(form, tensors)
+    if type(layer) is nn.Linear:
+        return BaseForm("dense", [layer.weight])
+    return None
+
+
+def shape(form: str, tensors: Tensors) -> tuple[int, int]:
+    """(out features, in features) of a weight."""
+    kind, *arguments = form.split(":")
+    return KINDS[kind].shape(arguments, tensors)
+
+
+def product(
+    form: str, tensors: Tensors, x: Prepared, out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, accumulate: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`x @ Wᵀ`, plus the bias. `x` may come from `prepare`."""
+    kind, *arguments = form.split(":")
+    if isinstance(x, fp8.Input) and kind != "fp8":
+        x = x.x
+    found: torch.Tensor = KINDS[kind].product(arguments, tensors, x, out, bias, accumulate)
+    return found
+
+
+def grad_input(
+    form: str, tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None = None, accumulate: bool = False
+) -> torch.Tensor:
+    """`dy @ W`, the gradient with respect to `x`."""
+    kind, *arguments = form.split(":")
+    found: torch.Tensor = KINDS[kind].grad_input(arguments, tensors, dy, out, accumulate)
+    return found
+
+
+# --- weights that share an input --------------------------------------------------------------------------------------
+
+
+def prepare(forms: Sequence[str], x: torch.Tensor) -> Prepared:
+    """The input of several products: what some of their weights need of it is computed once."""
+    return fp8.prepare(x) if "fp8" in forms else x
+
+
+class Gradient(NamedTuple):
+    """A weight, and the gradient of its product."""
+
+    form: str
+    tensors: Tensors
+    dy: torch.Tensor
+
+
+def grad_input_sum(products: Sequence[Gradient]) -> torch.Tensor:
+    """The sum of `dy @ W` over weights that share an input. fp8 weights give one product together."""
+    found = None
+    if joint := [one for one in products if one.form == "fp8"]:
+        found = fp8.grad_input([fp8.Weight(*one.tensors) for one in joint], [one.dy for one in joint])
+    for one in products:
+        if one.form != "fp8":
+            found = grad_input(*one, out=found, accumulate=found is not None)
+    assert found is not None
+    return found

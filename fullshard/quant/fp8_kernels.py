@@ -1,0 +1,130 @@
+"""Triton kernels for fp8 products: rows are quantized in one pass over memory, and weights are transposed as bytes.
+
+The same bits as the plain torch code in `fp8.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from fullshard import accelerator
+
+LARGEST: tl.constexpr = tl.constexpr(448.0)
+"""The largest value of float8_e4m3fn."""
+SMALLEST: tl.constexpr = tl.constexpr(1e-30)
+"""Lower bound for the largest value of a row: a row of zeros must not divide by zero."""
+WIDEST = 16384
+"""Elements of a row that one program holds in registers; longer rows are read twice, the second time from cache."""
+CHUNK = 4096
+TILE = 128
+"""Rows and columns of the tile that one program of `transpose` moves."""
+
+
+def quantize_rows(
+    inputs: Sequence[torch.Tensor], factors: Sequence[torch.Tensor] | None, values: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Quantize one to three matrices [rows, …] into `values` [rows, sum of columns], with one scale per row."""
+    rows, device = values.shape[0], values.device
+    if not rows:
+        return
+    a, b, c = (*inputs, inputs[0], inputs[0])[:3]
+    fa, fb, fc = (scales, scales, scales) if factors is None else (*factors, factors[0], factors[0])[:3]
+    one = len(inputs) == 1 and a.shape[1] <= WIDEST
+    with accelerator.using(device):
+        if one:
+            block = triton.next_power_of_2(a.shape[1])
+            _quantize_row[(rows,)](
+                a, fa, values, scales, a.shape[1], a.stride(0), values.stride(0), FOLD=factors is not None,
+                BLOCK=block, num_warps=min(max(block // 1024, 1), 16), enable_fp_fusion=False,
+            )  # fmt: skip
+        else:
+            _quantize_long_row[(rows,)](
+                a, b, c, fa, fb, fc, values, scales, a.stride(0), b.stride(0), c.stride(0), values.stride(0),
+                WIDE_A=a.shape[1], WIDE_B=b.shape[1], WIDE_C=c.shape[1], COUNT=len(inputs), FOLD=factors is not None,
+                BLOCK=CHUNK, num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
+
+
+@triton.jit
+def _quantize_row(  # type: ignore[no-untyped-def]
+    x, factors, values, scales, columns, stride, values_stride, FOLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    v = tl.load(x + row * stride + at, mask=inside, other=0).to(tl.float32)
+    if FOLD:
+        v *= tl.load(factors + at, mask=inside, other=0)
+    largest = tl.maximum(tl.max(tl.abs(v), axis=0), SMALLEST)
+    tl.store(scales + row, tl.div_rn(largest, LARGEST))
+    v *= tl.div_rn(LARGEST, largest)
+    tl.store(values + row * values_stride + at, v.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _quantize_long_row(  # type: ignore[no-untyped-def]
+    a, b, c, fa, fb, fc, values, scales, stride_a, stride_b, stride_c, values_stride,
+    WIDE_A: tl.constexpr, WIDE_B: tl.constexpr, WIDE_C: tl.constexpr, COUNT: tl.constexpr, FOLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    found = _largest(tl.zeros([BLOCK], tl.float32), a + row * stride_a, fa, WIDE_A, FOLD, BLOCK)
+    if COUNT > 1:
+        found = _largest(found, b + row * stride_b, fb, WIDE_B, FOLD, BLOCK)
+    if COUNT > 2:
+        found = _largest(found, c + row * stride_c, fc, WIDE_C, FOLD, BLOCK)
+    largest = tl.maximum(tl.max(found, axis=0), SMALLEST)
+    tl.store(scales + row, tl.div_rn(largest, LARGEST))
+    inverse = tl.div_rn(LARGEST, largest)
+    target = values + row * values_stride
+    _write(target, inverse, a + row * stride_a, fa, WIDE_A, FOLD, BLOCK)
+    if COUNT > 1:
+        _write(target + WIDE_A, inverse, b + row * stride_b, fb, WIDE_B, FOLD, BLOCK)
+    if COUNT > 2:
+        _write(target + WIDE_A + WIDE_B, inverse, c + row * stride_c, fc, WIDE_C, FOLD, BLOCK)
+
+
+@triton.jit
+def _chunk(x, factors, start, COLUMNS: tl.constexpr, FOLD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = start + tl.arange(0, BLOCK)
+    v = tl.load(x + at, mask=at < COLUMNS, other=0).to(tl.float32)
+    if FOLD:
+        v *= tl.load(factors + at, mask=at < COLUMNS, other=0)
+    return v
+
+
+@triton.jit
+def _largest(found, x, factors, COLUMNS: tl.constexpr, FOLD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    for start in range(0, COLUMNS, BLOCK):
+        found = tl.maximum(found, tl.abs(_chunk(x, factors, start, COLUMNS, FOLD, BLOCK)))
+    return found
+
+
+@triton.jit
+def _write(values, inverse, x, factors, COLUMNS: tl.constexpr, FOLD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    for start in range(0, COLUMNS, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        v = _chunk(x, factors, start, COLUMNS, FOLD, BLOCK) * inverse
+        tl.store(values + at, v.to(values.dtype.element_ty), mask=at < COLUMNS)
+
+
+def transpose(matrix: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the transpose of a matrix of bytes [rows, columns] into `out` [columns, rows], which may be a slice."""
+    rows, columns = matrix.shape
+    with accelerator.using(matrix.device):
+        _transpose[(triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))](
+            matrix, out, rows, columns, matrix.stride(0), out.stride(0), TILE=TILE, num_warps=8
+        )
+
+
+@triton.jit
+def _transpose(matrix, out, rows, columns, stride, out_stride, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tile = tl.load(matrix + row[:, None] * stride + column[None, :], mask=inside, other=0)
+    tl.store(out + column[:, None] * out_stride + row[None, :], tl.trans(tile), mask=tl.trans(inside))

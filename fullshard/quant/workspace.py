@@ -1,0 +1,62 @@
+"""The buffer that 4-bit weights are dequantized into for a product: one per stream, for all layers.
+
+A product reads its weight right after it was dequantized, on the same stream, and a stream runs in order. So the next
+weight may overwrite the buffer at once. The buffer grows to the largest weight and is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from fullshard import accelerator
+from fullshard.quant.sharded_groups import weight_of
+
+
+class _Buffer:
+    """One stream's buffer."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.held: torch.Tensor | None = None
+
+    def bytes(self, size: int, device: torch.device) -> torch.Tensor:
+        if self.held is None or self.held.numel() < size:
+            self.held = None  # freed first: the larger one may take its place
+            with torch.inference_mode(False):  # it outlives the pass that allocates it
+                self.held = torch.empty(size, dtype=torch.uint8, device=device)
+        return self.held[:size]
+
+
+@functools.cache
+def _buffer(device: torch.device, stream: int) -> _Buffer:
+    return _Buffer()
+
+
+@contextlib.contextmanager
+def dequantized(
+    packed: torch.Tensor, absmax: torch.Tensor, nested: torch.Tensor | None, shape: tuple[int, ...], blocksize: int,
+    quant_type: str, dtype: torch.dtype,
+) -> Iterator[torch.Tensor]:  # fmt: skip
+    """A weight, dequantized into the buffer of the current stream. Whatever is queued inside may read it; afterwards
+    the buffer belongs to the next caller.
+
+    A second thread that needs it meanwhile gets memory of its own, and so does a pass that autograd records, which may
+    keep the weight.
+    """
+    device = packed.device
+    stream = accelerator.current_stream(device).stream_id if accelerator.is_accelerator(device) else 0
+    buffer = _buffer(device, stream)
+    if torch.is_grad_enabled() or not buffer.lock.acquire(blocking=False):
+        yield weight_of(packed, absmax, nested, shape, blocksize, quant_type, dtype)
+        return
+    try:
+        out = buffer.bytes(math.prod(shape) * dtype.itemsize, device).view(dtype).view(shape)
+        yield weight_of(packed, absmax, nested, shape, blocksize, quant_type, dtype, out)
+    finally:
+        buffer.lock.release()

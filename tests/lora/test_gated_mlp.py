@@ -1,0 +1,129 @@
+"""Gated MLPs with adapters as one operator; the oracle is PEFT's own forward and autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard.lora.fused import fuse_lora
+from fullshard.lora.gated_mlp import fuse_mlps, undo_fuse_mlps
+from fullshard.models.gated_mlps import gated_mlps
+from fullshard.models.shared_inputs import shared_inputs
+from tests.lora.fused_models import adapted, assert_same, bare, step
+
+GATED = {
+    "llama": "silu", "qwen2": "silu", "qwen3": "silu", "mistral": "silu", "gemma2": "gelu_tanh", "gemma3": "gelu_tanh",
+    "cohere": "silu",
+}  # fmt: skip
+EPSILON = 3e-3
+"""Norms compute in float32, whose rounding a smaller step would show."""
+OTHERS = ("phi3", "phi", "starcoder2", "neox", "mixtral", "qwen3_moe", "gpt_oss")
+
+
+def fused(name: str, **options: Any) -> tuple[Any, int]:
+    base = bare(name)
+    known = shared_inputs(base), gated_mlps(base)
+    model = adapted(base, **options).double()
+    fuse_lora(model, known[0])
+    return model, fuse_mlps(model, known[1])
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_outputs_and_gradients_are_pefts(name: str) -> None:
+    model, count = fused(name)
+    assert count > 0
+    parts = next(m._fullshard_mlp for m in model.modules() if "_fullshard_mlp" in m.__dict__)
+    assert parts.activation == GATED[name]
+    found = step(model)
+    assert_same(found, step(adapted(bare(name)).double()))
+    undo_fuse_mlps(model)
+    assert_same(step(model), found)
+
+
+def test_modules_of_other_forms_are_left_alone() -> None:
+    for name in OTHERS:
+        assert gated_mlps(bare(name)) == {}, name
+
+
+@pytest.mark.parametrize(
+    "options", [{"rank_pattern": {"up_proj": 2, "down_proj": 7}}, {"r": 3, "use_rslora": True}], ids=["ranks", "rslora"]
+)
+def test_ranks_and_scales(options: dict[str, Any]) -> None:
+    model, count = fused("llama", **options)
+    assert count == 2
+    assert_same(step(model), step(adapted(bare("llama"), **options).double()))
+
+
+def test_the_modules_own_forward_runs_where_a_layer_is_not_plain_lora() -> None:
+    model, _ = fused("llama")
+    mlp = model.base_model.model.model.layers[0].mlp
+    plain = adapted(bare("llama")).double()
+    with model.disable_adapter(), plain.disable_adapter():
+        assert torch.equal(step_logits(model), step_logits(plain))
+    seen: list[Any] = []
+    hook = mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
+    found = step(model)
+    hook.remove()
+    assert seen
+    assert_same(found, step(plain))
+
+
+def step_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(3, 20)[None]).logits
+
+
+def test_dropout_is_the_same_when_recomputed_and_differs_by_step() -> None:
+    model, _ = fused("llama", lora_dropout=0.3)
+    model.train()
+    first = step(model, seed=5)
+    assert_same(step(model, seed=5), first, 0.0)
+    assert not torch.equal(step(model, seed=6)[0], first[0])
+    layers = model.base_model.model.model.layers
+    for layer in layers:
+        own = layer.forward
+        layer.forward = lambda *args, own=own, **kwargs: torch.utils.checkpoint.checkpoint(
+            own, *args, use_reentrant=False, **kwargs
+        )
+    assert_same(step(model, seed=5), first, 0.0)
+
+
+def test_dropout_in_front_of_down_has_the_gradient_of_its_mask() -> None:
+    """By finite differences."""
+    model, _ = fused("llama", lora_dropout=0.4)
+    model.train()
+    _, grads = step(model)
+    for layer in ("gate_proj", "up_proj", "down_proj"):
+        for part in ("A", "B"):
+            name = f"base_model.model.model.layers.0.mlp.{layer}.lora_{part}.default.weight"
+            parameter = model.get_parameter(name)
+            direction = torch.randn_like(parameter)
+            ends = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    parameter.add_(direction, alpha=sign * EPSILON)
+                    ends.append(loss_of(model))
+                    parameter.add_(direction, alpha=-sign * EPSILON)
+            slope = (ends[0] - ends[1]) / (2 * EPSILON)
+            assert slope == pytest.approx(float((grads[name] * direction).sum()), rel=5e-3, abs=1e-5), name
+
+
+def loss_of(model: Any) -> float:
+    from tests.lora.fused_models import IDS
+
+    torch.manual_seed(3)
+    with torch.no_grad():
+        logits = model(input_ids=IDS, use_cache=False).logits
+    return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()))
+
+
+def test_compiled() -> None:
+    model, _ = fused("llama")
+    expected = step(model)
+    for layer in model.base_model.model.model.layers:
+        layer.mlp.compile(backend="aot_eager", fullgraph=True)
+    torch._dynamo.reset()
+    assert_same(step(model), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

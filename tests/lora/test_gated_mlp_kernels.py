@@ -1,0 +1,51 @@
+"""The kernels between the products of a gated MLP, in Triton's interpreter; the oracle is autograd."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from fullshard.lora import fused_kernels, gated_mlp_kernels
+from fullshard.lora.fused_dropout import Dropout
+from fullshard.lora.gated_mlp_math import ACTIVATIONS
+
+TOKENS, INNER, RANKS, DOWN_RANK, SCALES = 37, 200, (4, 3), 5, (1.5, 0.7)
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_forward_and_backward(activation: str, drops: bool) -> None:
+    torch.manual_seed(0)
+    width, draw = max(RANKS), lambda *shape: torch.randn(*shape, device=DEVICE)
+    gate, up, h = draw(TOKENS, INNER), draw(TOKENS, INNER), draw(TOKENS, 2 * width)
+    h[:, width + RANKS[1] :] = 0
+    b_gate, b_up, a_down = draw(INNER, RANKS[0]) / 3, draw(INNER, RANKS[1]) / 3, draw(DOWN_RANK, INNER)
+    seed = torch.tensor([2**40 + 7], device=DEVICE)
+    dropout = Dropout(seed, 0.3)
+    drawn = (seed, dropout.threshold, dropout.scale) if drops else (None, 0, 1.0)
+    mask = torch.ones(TOKENS, INNER, device=DEVICE)
+    if drops:
+        mask = fused_kernels.kept((TOKENS, INNER), 0, seed, dropout.threshold) * dropout.scale
+
+    inputs = [t.clone().requires_grad_() for t in (gate, up, h)]
+    g = inputs[0] + SCALES[0] * inputs[2][:, : RANKS[0]] @ b_gate.t()
+    u = inputs[1] + SCALES[1] * inputs[2][:, width : width + RANKS[1]] @ b_up.t()
+    middle = ACTIVATIONS[activation](g)[0] * u
+    h_down = (middle * mask) @ a_down.t()
+    found = gated_mlp_kernels.forward(gate, up, h, b_gate, b_up, SCALES, a_down, activation, *drawn)
+    assert torch.allclose(found[0], middle, atol=1e-4) and torch.allclose(found[1], h_down, atol=1e-3)
+
+    d_middle, dh_down = draw(TOKENS, INNER), draw(TOKENS, DOWN_RANK)
+    ((middle * d_middle).sum() + (h_down * dh_down).sum()).backward()
+    got = gated_mlp_kernels.backward(
+        d_middle.clone(), gate, up, h, b_gate, b_up, SCALES, dh_down, a_down, activation, *drawn
+    )
+    for one, other in zip(got, (*(t.grad for t in inputs), middle), strict=True):
+        assert torch.allclose(one, other, atol=1e-3)

@@ -1,0 +1,123 @@
+"""An embedding in host memory computes what it computes on the device; the oracle is the same model without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+import fullshard.runtime as xr
+import fullshard.spmd as xs
+from fullshard.errors import FSDPError
+from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
+from fullshard.fsdp.host_table import HostTable, lookup
+from fullshard.models.offloaded_embedding import offload_embedding
+from tests.pool import ranks
+from tests.train.runs import global_batch, losses, settings, train
+from tests.train.tiny import make_model
+
+LORA = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_on_the_host_is_the_table(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows, ids = torch.randn(50, 12), torch.randint(0, 50, (3, 7))
+    table, plain = HostTable(rows, dtype, torch.device("cpu")), rows.to(dtype)
+    assert table.dtype == dtype and table.shape == plain.shape
+    assert torch.equal(nn.functional.embedding(ids, table, padding_idx=3), nn.functional.embedding(ids, plain))
+    assert torch.equal(nn.functional.embedding(ids, table.detach()), plain[ids])
+    assert torch.equal(table.sum(0), plain.sum(0)) and torch.equal(plain[:4] @ table.T, plain[:4] @ plain.T)
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    n = xr.world_size()
+    mesh = xs.Mesh(np.arange(n), (n,), ("fsdp",))
+    return FSDPv2(model, mesh, auto_wrap_policy=transformer_auto_wrap_policy, **options)
+
+
+@ranks(2)
+def test_a_run_has_the_same_losses_and_gathers_no_embedding(tmp_path: Path) -> None:
+    options = {"max_steps": 4, "gradient_checkpointing": True, **global_batch(2)}
+    runs = {
+        on: train(make_model(), settings(tmp_path / str(on), offload_embedding=on, **options), peft_config=LORA)
+        for on in (False, True)
+    }
+    assert losses(runs[True]) == losses(runs[False])
+    table, plan = make_model().get_input_embeddings().weight, runs[True].model.plan
+    assert plan.host_bytes == table.numel() * 4
+    assert [p.name.rsplit(".", 2)[1:] for p in plan.parameters.values() if p.on_host] == [["embed_tokens", "weight"]]
+    whole = runs[False].model.plan.units[0].gathered_bytes
+    assert plan.units[0].gathered_bytes == whole - table.numel() * 4
+    saved = [run.model.full_state_dict() for run in runs.values()]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+@ranks(1)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_an_embedding_that_scales_its_rows(precision: str | None) -> None:
+    """Gemma's embedding is a class of its own, with a forward of its own."""
+    config = Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    ids, found = torch.randint(0, 64, (2, 9)), []
+    for on in (False, True):
+        torch.manual_seed(0)
+        model = get_peft_model(Gemma3ForCausalLM(config), LORA)
+        assert not on or offload_embedding(model) == ""
+        model = sharded(model, mixed_precision=precision)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append([loss, *(p.grad.full_tensor() for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) > 1 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@ranks(1)
+def test_values_are_loaded_and_training_it_is_refused() -> None:
+    model = get_peft_model(make_model(), LORA)
+    assert offload_embedding(model) == ""
+    model = sharded(model)
+    ids, table = torch.arange(12).view(2, 6), model.get_input_embeddings()
+    before = table.weight.full_tensor().clone()
+    values = {name: value + 1 if "embed_tokens" in name else value for name, value in model.full_state_dict().items()}
+    model.load_state_dict(values)
+    seen = []
+    table.register_forward_hook(lambda module, args, output: seen.append(output))
+    model(input_ids=ids)
+    assert torch.equal(seen[0], before[ids] + 1)
+    table.weight.requires_grad_()
+    with pytest.raises(FSDPError, match=r"kept in host memory .* cannot be trained"):
+        model(input_ids=ids)
+
+
+def test_an_embedding_that_must_stay_on_the_device() -> None:
+    tied = get_peft_model(make_model(tie_word_embeddings=True), LORA)
+    assert "tied" in offload_embedding(tied)
+    assert "trained" in offload_embedding(make_model())
+    limited = get_peft_model(make_model(), LORA)
+    limited.get_input_embeddings().max_norm = 1.0
+    assert "max_norm" in offload_embedding(limited)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_the_kernel_reads_rows_in_host_memory(stored: torch.dtype) -> None:
+    from fullshard import accelerator
+
+    torch.manual_seed(0)
+    rows = accelerator.host_memory((5000, 300), stored)
+    assert rows.is_pinned()
+    rows.copy_(torch.randn(5000, 300))
+    ids = torch.randint(0, 5000, (4, 130))
+    found = lookup(rows, ids.cuda(), torch.bfloat16)
+    assert torch.equal(found.cpu(), rows[ids].to(torch.bfloat16))
+    outside = lookup(rows, torch.tensor([3, 5000, -1]).cuda(), torch.bfloat16).cpu()
+    assert torch.equal(outside[0], rows[3].to(torch.bfloat16)) and outside[1:].isnan().all()
