@@ -123,6 +123,10 @@ class CompiledUnit:
         if self.shared.failed or _has_cache(kwargs):
             return plain_call(self.module)(*args, **kwargs)
         states = _hidden_states(args, kwargs)
+        if states is not None and torch.is_grad_enabled() and not states.requires_grad and self._trains():
+            # The first layer above a frozen embedding: with an input like the others', it runs their graph.
+            states = states.detach().requires_grad_()
+            args, kwargs = ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
         size = tuple(states.shape[:2]) if states is not None else ()
         kind = (*size, torch.is_grad_enabled(), self.module.training)
         is_new = kind not in self.known
@@ -130,12 +134,8 @@ class CompiledUnit:
             self.known[kind] = self._prepare(size, [*tensors_in((args, kwargs))])
         if not self.known[kind]:
             return plain_call(self.module)(*args, **kwargs)
-        if states is not None and torch.is_grad_enabled() and not states.requires_grad and self._trains():
-            # The first layer above a frozen embedding: with an input like the others', it runs their graph.
-            states = states.detach().requires_grad_()
-            args, kwargs = ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
         try:
-            with _announced_limit() if is_new else contextlib.nullcontext():
+            with _compiling() if is_new else contextlib.nullcontext():
                 return self.compiled(*args, **kwargs)
         except compiler_errors() as error:
             if self.shared.strict:
@@ -164,10 +164,15 @@ class CompiledUnit:
         return True
 
 
-def _announced_limit() -> contextlib.AbstractContextManager[Any]:
-    """Inside, a call that was compiled too often is an error; torch itself would go on uncompiled, without a word."""
+def _compiling() -> contextlib.AbstractContextManager[Any]:
+    """The compiler's settings for a kind of call that may be new to it.
+
+    A call that was compiled too often is an error: torch itself would go on uncompiled, without a word. Modules may
+    change their attributes while activations are checkpointed, as fused LoRA layers do, which hand outputs on to each
+    other: what they keep is the same after the recomputation.
+    """
     settings: contextlib.AbstractContextManager[Any] = compiler_settings.patch(
-        recompile_limit=KINDS, fail_on_recompile_limit_hit=True
+        recompile_limit=KINDS, fail_on_recompile_limit_hit=True, skip_fwd_side_effects_in_bwd_under_checkpoint=True
     )
     return settings
 

@@ -10,13 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from fullshard.fsdp import checkpoint_module
 from fullshard.fsdp.compile import compile_modules
+from fullshard.lora.fused import fuse_lora
+from fullshard.lora.gated_mlp import fuse_mlps
 from fullshard.models.attention import use_own_attention
+from fullshard.models.gated_mlps import gated_mlps
 from fullshard.models.packed_inputs import Packed, PackingMethod
+from fullshard.models.shared_inputs import shared_inputs
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -89,6 +95,30 @@ def test_layers_of_a_kind_share_a_graph(name: str) -> None:
             torch.testing.assert_close(q.grad, p.grad)
     step(model)
     assert graphs.count == FAMILIES[name][0] and said == ["compiling the layers (first step)."]
+
+
+@pytest.mark.parametrize("kept", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_fused_adapters_in_recomputed_layers_share_a_graph_and_have_the_gradients_of_plain_ones(kept: int) -> None:
+    model, graphs = family("llama", 3), Graphs()
+    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    plain = copy.deepcopy(adapted)
+    fuse_lora(adapted, shared_inputs(adapted))
+    fuse_mlps(adapted, gated_mlps(adapted))
+    for layer in model.model.layers[kept:]:
+        checkpoint_module(layer)
+    compiled(model, graphs)
+    for length in (16, 24, 40):
+        torch.manual_seed(length)
+        found = step(adapted, 2, length)
+        torch.manual_seed(length)
+        torch.testing.assert_close(found, step(plain, 2, length), rtol=1e-4, atol=1e-5)
+    for p, q in zip(plain.parameters(), adapted.parameters(), strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
+    assert graphs.count == (4 if kept else 2), "for each size, of layers that are recomputed and of others"
 
 
 def test_other_sizes_compile_once_more_and_a_single_row_not_at_all() -> None:
