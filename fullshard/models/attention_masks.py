@@ -78,10 +78,12 @@ def block_mask(starts: torch.Tensor) -> BlockMask:
     touched = (keys <= queries) & (keys + (BLOCK - 1) >= first)
     # A block that ends behind the row is not computed without the mask.
     full = (keys < queries) & (keys >= last) & (queries + BLOCK <= length)
-    return BlockMask.from_kv_blocks(
+    mask = BlockMask.from_kv_blocks(
         *_listed(touched & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=interval(starts),
         seq_lengths=(length, length),
     )  # fmt: skip
+    vars(mask)["starts"] = starts  # for those who look for the tensors of a batch, such as the compiler
+    return mask
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
