@@ -7,9 +7,6 @@ torch.
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -37,7 +34,7 @@ def token_losses(
     found = torch.zeros(n, 3, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(columns))
     if n:
-        with _on(logits.device):
+        with accelerator.using(logits.device):
             _token_losses[(n,)](
                 logits, logits if gradient is None else gradient, labels.contiguous(), found, logits.stride(0),
                 soft_cap.before, soft_cap.after, smoothing, scale,
@@ -46,14 +43,6 @@ def token_losses(
                 num_warps=WARPS,
             )  # fmt: skip
     return found
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context on the tensors' device; checking the current device is cheaper than always switching."""
-    if not accelerator.is_accelerator(device) or device == accelerator.current():
-        return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[Any] = torch.get_device_module(device).device(device)
-    return context
 
 
 @triton.jit
