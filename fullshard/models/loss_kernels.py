@@ -47,17 +47,13 @@ def token_losses(
 
 @triton.jit
 def _capped(raw, before, after, TANH: tl.constexpr, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The logits after the soft-cap, and its derivative."""
-    x = raw
-    slope = tl.full([], 1.0, tl.float32)
+    """The logits after the soft-cap, in fp32."""
+    x = raw.to(tl.float32)
     if TANH:
-        bent = 1.0 - 2.0 / (tl.exp(2.0 * before * raw) + 1.0)
-        x = after * bent
-        slope = before * after * (1.0 - bent * bent)
+        x = after * (1.0 - 2.0 / (tl.exp(2.0 * before * x) + 1.0))
     elif SCALED:
-        x = before * raw
-        slope = before
-    return x, slope
+        x = before * x
+    return x
 
 
 @triton.jit
@@ -80,8 +76,7 @@ def _token_losses(  # type: ignore[no-untyped-def]
         return
     lowest = float("-inf")
     known = (label >= 0) & (label < COLUMNS)  # the loss of another label is NaN
-    target, _ = _capped(tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32), before, after, TANH,
-                        SCALED)  # fmt: skip
+    target = _capped(tl.load(logits + label, mask=known, other=float("nan")), before, after, TANH, SCALED)
 
     # The log of the sum of exponentials, relative to the largest logit so far.
     largest = tl.full([], lowest, tl.float32)
@@ -92,7 +87,7 @@ def _token_losses(  # type: ignore[no-untyped-def]
     for start in range(0, COLUMNS, BLOCK):
         at = start + lanes
         inside = at < COLUMNS
-        x, _ = _capped(tl.load(logits + at, mask=inside, other=0).to(tl.float32), before, after, TANH, SCALED)
+        x = _capped(tl.load(logits + at, mask=inside, other=0), before, after, TANH, SCALED)
         x = tl.where(inside, x, lowest)
         top = tl.max(x, 0)
         new = tl.maximum(largest, top)
@@ -109,10 +104,10 @@ def _token_losses(  # type: ignore[no-untyped-def]
     lse = largest + tl.log(total)
 
     # Correct if the label's logit is the largest, and the first of those that are.
-    at = label // BLOCK * BLOCK + lanes
-    ahead = at < label
-    x, _ = _capped(tl.load(logits + at, mask=ahead & known, other=0).to(tl.float32), before, after, TANH, SCALED)
-    earlier = tl.maximum(earlier, tl.max(tl.where(ahead, x, lowest), 0))
+    near = label // BLOCK * BLOCK + lanes
+    ahead = near < label
+    others = _capped(tl.load(logits + near, mask=ahead & known, other=0), before, after, TANH, SCALED)
+    earlier = tl.maximum(earlier, tl.max(tl.where(ahead, others, lowest), 0))
     correct = (target >= largest) & (earlier < target)
 
     loss = lse - target
@@ -132,8 +127,13 @@ def _token_losses(  # type: ignore[no-untyped-def]
         for start in range(0, COLUMNS, BLOCK):
             at = start + lanes
             inside = at < COLUMNS
-            x, slope = _capped(tl.load(logits + at, mask=inside, other=0).to(tl.float32), before, after, TANH, SCALED)
+            x = _capped(tl.load(logits + at, mask=inside, other=0), before, after, TANH, SCALED)
             g = tl.exp(x - lse) - tl.where(at == label, 1.0 - smoothing, 0.0)
             if SMOOTHING:
                 g -= smoothing / COLUMNS
-            tl.store(gradient + at, (g * weight * slope).to(gradient.dtype.element_ty), mask=inside)
+            if TANH:
+                bent = x / after
+                g *= before * after * (1.0 - bent * bent)
+            elif SCALED:
+                g *= before
+            tl.store(gradient + at, (g * weight).to(gradient.dtype.element_ty), mask=inside)
