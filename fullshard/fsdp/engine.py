@@ -102,9 +102,7 @@ class Engine:
         if recorded:
             backward_entry.begin(call, self._on_entry)
         try:
-            self._make_ready(unit, "forward")
-            if not recompute:
-                self._prefetcher.forward_begins(unit)
+            self._make_ready(unit, "forward", None if recompute else self._prefetcher.forward_begins)
             args, kwargs = _prepare_inputs(call, args, kwargs, recorded)
             # Listed before the call, which may put tensors of its own into its inputs, such as a cache.
             inputs = list(tensors_in((args, kwargs), objects=False)) if torch.is_grad_enabled() else []
@@ -155,12 +153,18 @@ class Engine:
             if unit.state is not UnitState.SHARDED and not (self._live_calls(unit) and unit.is_fresh()):
                 unit.free()
 
-    def _make_ready(self, unit: Unit, operation: str) -> None:
-        """Gather a unit and let its modules hold the gathered values; `operation` comes next."""
+    def _make_ready(self, unit: Unit, operation: str, prefetch: Callable[[Unit], None] | None = None) -> None:
+        """Gather a unit and let its modules hold the gathered values; `operation` comes next.
+
+        `prefetch` starts the gathers of the units that follow. It is called before this unit is waited for: otherwise
+        what it queues, such as copies from the host, would wait for this unit's communication.
+        """
         if unit.state is not UnitState.SHARDED and not unit.shown and not unit.is_fresh():
             unit.free()  # gathered before a write to its shards
         if unit.state is UnitState.SHARDED:
             self._start_gather(unit)
+        if prefetch is not None:
+            prefetch(unit)
         if unit.state is UnitState.GATHERING:
             watch.at(self.step, unit.name, "gather")
             unit.finish_gather()
@@ -258,8 +262,7 @@ class Engine:
                 f"the dtype of unit {call.unit.name or '(root)'} was changed between this forward and its backward, "
                 f"and the model has run in the new dtype since; finish the backward before casting the model"
             )
-        self._make_ready(call.unit, "backward")
-        self._prefetcher.backward_begins(call.unit)
+        self._make_ready(call.unit, "backward", self._prefetcher.backward_begins)
 
     def _current_backward(self) -> _Backward:
         run = current_graph_task_id()
