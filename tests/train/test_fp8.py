@@ -23,7 +23,13 @@ from tests.pool import ROOT, ranks
 from tests.train.runs import global_batch, losses, settings, train
 from tests.train.tiny import make_folder, make_model
 
-FP8 = {"base_dtype": "fp8", "use_peft_lora": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
+FP8 = {
+    "base_dtype": "fp8",
+    "use_peft_lora": True,
+    "lora_r": 4,
+    "lora_dropout": 0.0,
+    "lora_target_modules": "all-linear",
+}
 
 
 @ranks(2)
