@@ -111,6 +111,14 @@ def total_memory(device: torch.device) -> int:
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
+def spare_memory(device: torch.device) -> int:
+    """Bytes of the accelerator's memory that nothing has used so far, here or in other processes; 0 for the CPU."""
+    if not is_accelerator(device):
+        return 0
+    module = torch.get_device_module(device)
+    return int(module.mem_get_info(device)[0] + module.memory_reserved(device) - module.max_memory_allocated(device))
+
+
 def peak_memory(device: torch.device) -> int:
     """The peak number of allocated bytes since the start."""
     return max(peak_since_mark(device), _peaks.get(device, 0))

@@ -423,6 +423,17 @@ def loaders() -> None:
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 
 
+@check("scaled_mm")
+def scaled_mm() -> None:
+    a, b = (torch.eye(16).mul(n).to(torch.float8_e4m3fn) for n in (2, 3))
+    scales = torch.full((16, 1), 0.5), torch.full((1, 16), 0.25)
+    out = torch.empty(16, 16, dtype=torch.bfloat16)
+    torch_private.scaled_mm(
+        a, b.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16, use_fast_accum=True, out=out
+    )
+    assert torch.equal(out, torch.eye(16, dtype=torch.bfloat16) * 0.75)
+
+
 @check("coalescing_manager")
 def coalescing() -> None:
     accepts(torch_private.coalescing_manager, "group", "device", "async_ops")

@@ -19,7 +19,7 @@ from torch import nn
 from fullshard import accelerator
 from fullshard.fsdp.tensor_tree import tensors_in
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import call_through
+from fullshard.torch_private import compiled_call, plain_call, replace_compiled_call
 
 
 class LayerMeter:
@@ -31,9 +31,15 @@ class LayerMeter:
         """Bytes allocated in a call that are still in use after it, its output included."""
         self.input = 0
         """Bytes of the input that a recomputed layer keeps."""
-        self.stop = call_through(layer, self._measure)
+        self._compiled = compiled_call(layer)
+        replace_compiled_call(layer, self._measure)  # a forward hook would be compiled with the layer
 
-    def _measure(self, call: Any, args: Any, kwargs: Any) -> Any:
+    def stop(self) -> None:
+        """Let calls run unmeasured again."""
+        replace_compiled_call(self.layer, self._compiled)
+
+    def _measure(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._compiled or plain_call(self.layer)
         tensors = [t for t in tensors_in(args) if t.is_floating_point()]
         if not torch.is_grad_enabled() or not tensors:
             return call(*args, **kwargs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from torch import nn
 from fullshard.quant import fp8, workspace
 
 Tensors = Sequence[torch.Tensor]
+Prepared: TypeAlias = torch.Tensor | fp8.Input
+"""An input from `prepare`."""
 
 
 class BaseForm(NamedTuple):
@@ -167,9 +169,6 @@ def grad_input(
 
 
 # --- weights that share an input --------------------------------------------------------------------------------------
-
-Prepared = torch.Tensor | fp8.Input
-"""An input from `prepare`."""
 
 
 def prepare(forms: Sequence[str], x: torch.Tensor) -> Prepared:

@@ -77,7 +77,8 @@ def quantize_rows(inputs: Sequence[torch.Tensor], factors: Sequence[torch.Tensor
         wide = [x.float() if factors is None else x.float() * factors[i].view(1, -1) for i, x in enumerate(inputs)]
         joined = wide[0] if len(wide) == 1 else torch.cat(wide, dim=1)
         largest = joined.abs().amax(dim=1, keepdim=True).clamp(min=SMALLEST)
-        return Rows((joined * (LARGEST / largest)).to(DTYPE), largest / LARGEST)
+        inverse = torch.full_like(largest, LARGEST) / largest  # a number divided by a tensor would round twice
+        return Rows((joined * inverse).to(DTYPE), largest / LARGEST)
     from fullshard.quant import fp8_kernels
 
     values = torch.empty((rows, sum(x.shape[1] for x in inputs)), dtype=DTYPE, device=device)

@@ -176,11 +176,11 @@ class AdapterOptions:
                 f"difference of two adapters, which rounding would lose. Leave save_dtype out."
             )
         if taken_from_weights(start) and (self.use_4bit_quantization or self.base_dtype):
-            setting = "base_dtype" if self.base_dtype else "use_4bit_quantization"
+            instead = "Leave base_dtype" if self.base_dtype else "Use loftq, or leave use_4bit_quantization"
             raise ConfigError(
                 f"init_lora_weights is {start}, and the model is quantized to {self.base_dtype or '4 bits'}: the "
                 f"changed base weights would be rounded, so that the saved adapter could not reproduce the trained "
-                f"model. Use another start, or leave {setting} out."
+                f"model. {instead} out."
             )
 
     def _check_kind(self) -> None:

@@ -59,8 +59,9 @@ class SFTConfig(
     """A custom chat template; overrides `chat_template_format`."""
     use_flash_attn: bool = False
     """Use FlashAttention 2. If it is not installed, or without a GPU, PyTorch's attention is used, with a note."""
-    attn_implementation: str | None = option(None, given_as="sdpa, eager, flash_attention_2, …")
-    """The attention implementation, by transformers' name; overrides `use_flash_attn`."""
+    attn_implementation: str | None = option(None, given_as="fullshard, sdpa, eager, flash_attention_2, …")
+    """The attention implementation, by transformers' name; overrides `use_flash_attn`. If not set: on GPUs fullshard,
+    the fastest kernel that is right for each batch (docs/speed.md); else transformers' choice."""
     rope_scaling: Literal["linear", "dynamic", "yarn"] | None = None
     """Scale rotary position embeddings so that documents of `max_length` tokens fit, if that is longer than the
     model's context."""
@@ -137,8 +138,8 @@ class SFTConfig(
     """Tokens per chunk; 0 chooses: on GPUs an eighth of the tokens, at least 256, in at most 256 MiB of logits."""
     log_entropy: bool = False
     """Log the mean entropy of the predictions too, as TRL does: `entropy` and `eval_entropy`."""
-    torch_compile: bool = False
-    """Compile each layer with torch.compile."""
+    torch_compile: bool | None = None
+    """Compile each layer with torch.compile. If not set: on GPUs, for runs that are long enough to pay for it."""
     on_nonfinite_loss: Literal["stop", "skip"] = "stop"
     """What to do on a NaN or infinite loss: stop before the update and name the rows, or skip the step."""
     fsdp: str | None = option(None, given_as="full_shard auto_wrap offload, …")

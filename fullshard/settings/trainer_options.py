@@ -105,7 +105,8 @@ class TrainerOptions:
         run: Any = self
         self._take_model_arguments()
         self._take_accelerator()
-        run.torch_compile = bool(run.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
+        if self.torch_compile_backend or self.torch_compile_mode:
+            run.torch_compile = True
         if self.loss_type == "chunked_nll":
             self.loss_type = "nll"
         seen = str(self.include_num_input_tokens_seen).lower()

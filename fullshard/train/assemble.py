@@ -36,9 +36,11 @@ from fullshard.train.activation_budget import ActivationBudget, largest_batch
 from fullshard.train.adapter import Say, fuse_adapter, quantization, set_adapter_dtype, set_projection_dtype
 from fullshard.train.batches import Steps, load_data
 from fullshard.train.checked_run import CheckedRun
+from fullshard.train.compilation import choose_compilation
 from fullshard.train.given_model import take_model
 from fullshard.train.loop import Loop
 from fullshard.train.model import (
+    choose_attention,
     choose_packing,
     find_folders,
     has_own_tables,
@@ -105,6 +107,7 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
         model = agree_locally(lambda: read_model(config, base, say), "model without weights")
     else:
         agree(lambda: take_model(model), "model in memory")
+    choose_attention(config, model, given=base is None)
     own_tables = any(agree(lambda: has_own_tables(model, folders), "embeddings of the adapter"))
     requested = adapter.requested_config(config, run.peft_config)
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
@@ -134,7 +137,8 @@ def build_loop(
     `first` is the folder of initial adapter values to read instead of computing them again; `steps` are the training
     data. The trainer makes optimizer and schedule.
     """
-    engine, model = parts.engine, parts.model
+    model = parts.model
+    engine = choose_compilation(config, parts.engine, model, reporter.total if steps is not None else 0)
     keep_tables_whole(model)
     fuse_adapter(config, model, runtime.device(), reporter.say)
     if config.neftune_noise_alpha:
@@ -148,7 +152,7 @@ def build_loop(
     layers = checkpointed_modules(model, engine) if config.gradient_checkpointing else []
     dtypes = set_adapter_dtype(config, model, engine.mixed_precision, reporter.say)
     collectives.meet("start of sharding")  # creating process groups waits for all ranks unwatched
-    sharded = shard_model(model, engine, timeout=config.ddp_timeout, mixed_precision=dtypes)
+    sharded = shard_model(model, engine, say=reporter.say, timeout=config.ddp_timeout, mixed_precision=dtypes)
     mesh = sharded._fullshard_mesh
     along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
     collectives.set_timeout(along_axes, config.ddp_timeout)

@@ -118,6 +118,8 @@ def sharding_settings(config: SFTConfig, launched: EngineSettings | None, notes:
         changes["use_cpu"] = True
     if config.torch_compile_backend or (config.torch_compile and engine.backend.lower() == "no"):
         changes["backend"] = config.torch_compile_backend or "inductor"
+    elif config.torch_compile is False:
+        changes["backend"] = "no"
     if config.torch_compile_mode:
         changes["mode"] = config.torch_compile_mode
     if config.gradient_checkpointing and engine.activation_checkpointing:

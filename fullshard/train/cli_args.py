@@ -98,6 +98,8 @@ def _from_training_arguments(args: Any) -> dict[str, Any]:
             taken[field.name] = getattr(args, field.name)
         elif field.init and _owner(type(args), field.name) in LIBRARIES:
             unknown.append(field.name)
+    if taken.get("torch_compile") is False:
+        del taken["torch_compile"]  # their default, which leaves it open here
     if unknown:
         plain = type(args)(output_dir=args.output_dir)  # what the class fills in by itself is no wish of the user's
         for name in unknown:

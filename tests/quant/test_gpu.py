@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from fullshard.quant import nf4
+from fullshard.quant import fp8, nf4
 from fullshard.quant.linear import NF4Linear
 from fullshard.quant.sharded_groups import Scheme, dense, quantize_shard
 
@@ -45,3 +45,49 @@ def test_a_layer_on_the_gpu_equals_one_on_the_cpu():
     out.backward(g.cuda())
     torch.testing.assert_close(out.cpu(), y, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(there.grad.cpu(), x.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_streams_do_not_share_a_buffer():
+    """Products on two streams at once: each stream has a buffer of its own for the dequantized weight."""
+    torch.manual_seed(0)
+    layers = [NF4Linear.of(torch.nn.Linear(2048, 2048, bias=False), Scheme(double=True)).cuda() for _ in range(2)]
+    x = torch.randn(4096, 2048, device="cuda")
+    with torch.no_grad():
+        expected = [layer(x) for layer in layers]
+        streams = [torch.cuda.Stream() for _ in layers]
+        found = [[], []]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            for layer, stream, outputs in zip(layers, streams, found, strict=True):
+                with torch.cuda.stream(stream):
+                    outputs.append((layer(x) - expected[layers.index(layer)]).abs().max())
+        torch.cuda.synchronize()
+    assert all(float(difference) == 0 for outputs in found for difference in outputs)
+
+
+@pytest.mark.parametrize("widths", [(48,), (4096,), (20000,), (64, 48), (4096, 1024, 1024)])
+@pytest.mark.parametrize("fold", [False, True])
+def test_fp8_kernels_give_the_bits_of_the_cpu(widths, fold):
+    torch.manual_seed(0)
+    xs = [torch.randn(33, n).bfloat16() * torch.logspace(-3, 3, 33)[:, None].bfloat16() for n in widths]
+    for x in xs:
+        x[5] = 0
+    factors = [torch.rand(n) for n in widths] if fold else None
+    expected = fp8.quantize_rows(xs, factors)
+    found = fp8.quantize_rows([x.cuda() for x in xs], [f.cuda() for f in factors] if fold else None)
+    assert torch.equal(bits(found.values), bits(expected.values)) and torch.equal(found.scales.cpu(), expected.scales)
+
+
+@pytest.mark.parametrize("sizes", [(1024, (512,)), (256, (512, 128, 128)), (48, (16,))])
+def test_fp8_products_on_the_gpu_equal_those_on_the_cpu(sizes):
+    torch.manual_seed(0)
+    columns, outs = sizes
+    weights = [fp8.pack(torch.randn(n, columns) * 0.02) for n in outs]
+    there = [fp8.Weight(*(t.cuda() for t in w)) for w in weights]
+    x, grads = torch.randn(77, columns).bfloat16(), [torch.randn(77, n).bfloat16() for n in outs]
+    ready, gpu_ready = fp8.prepare(x), fp8.prepare(x.cuda())
+    for weight, on_gpu in zip(weights, there, strict=True):
+        expected = fp8.product(weight, ready)
+        torch.testing.assert_close(fp8.product(on_gpu, gpu_ready).cpu(), expected, rtol=2e-2, atol=2e-2)
+    found = fp8.grad_input(there, [g.cuda() for g in grads])
+    torch.testing.assert_close(found.cpu(), fp8.grad_input(weights, grads), rtol=2e-2, atol=2e-2)

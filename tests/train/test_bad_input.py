@@ -78,6 +78,10 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "rate that is no number": (lambda p: words(p, learning_rate="nan"), "learning_rate is nan"),
     "both precisions": (lambda p: words(p, bf16=True, fp16=True), "bf16 and fp16 are both on"),
     "8 bits": (lambda p: words(p, use_8bit_quantization=True), "8-bit weights are not supported"),
+    "fp8 and 4 bits": (lambda p: words(p, base_dtype="fp8", use_4bit_quantization=True), "choose one"),
+    "pissa in fp8": (
+        lambda p: words(p, base_dtype="fp8", use_peft_lora=True, init_lora_weights="pissa"), "quantized to fp8",
+    ),
     "nested alone": (lambda p: words(p, use_nested_quant=True), "it needs use_4bit_quantization"),
     "both quantisations": (lambda p: words(p, use_4bit_quantization=True, use_8bit_quantization=True), "are both on; choose one"),
     "unsloth": (lambda p: words(p, use_unsloth=True), "Unsloth's models cannot be sharded"),

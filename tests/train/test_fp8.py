@@ -1,4 +1,4 @@
-"""fp8 weights through the trainer: from files bit for bit, to an adapter that PEFT loads; losses close to dense ones."""
+"""fp8 weights through the trainer: from files bit for bit, to an adapter that PEFT loads; losses near dense ones."""
 
 from __future__ import annotations
 
@@ -23,13 +23,8 @@ from tests.pool import ROOT, ranks
 from tests.train.runs import global_batch, losses, settings, train
 from tests.train.tiny import make_folder, make_model
 
-FP8 = {
-    "base_dtype": "fp8",
-    "use_peft_lora": True,
-    "lora_r": 4,
-    "lora_dropout": 0.0,
-    "lora_target_modules": "all-linear",
-}
+LORA = {"use_peft_lora": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
+FP8 = {"base_dtype": "fp8", **LORA}
 
 
 @ranks(2)

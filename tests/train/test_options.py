@@ -81,7 +81,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
 ELSEWHERE = {
     "model_name_or_path": "test_bad_input", "dataset_name": "test_bad_input", "splits": "test_formats", "overwrite": "test_folder",
     "resume": "test_resume", "resume_from_checkpoint": "test_trainer", "use_4bit_quantization": "test_qlora",
-    "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
+    "base_dtype": "test_fp8", "use_8bit_quantization": "test_bad_input", "use_nested_quant": "test_bad_input", "use_unsloth": "test_bad_input",
     "on_nonfinite_loss": "test_trainer", "use_flash_attn": "needs a GPU and flash-attn", "torch_compile": "needs a compiler",
     "adapter_name_or_path": "test_continue", "dataset_config_name": "test_formats", "dataset_weights": "test_mixture",
     "stopping_strategy": "test_mixture", "val_size": "test_data_options", "on_bad_row": "test_data_options", "streaming": "test_stream",
@@ -89,7 +89,7 @@ ELSEWHERE = {
     "prompt_format": "test_data_options", "dataset_settings": "test_data_options", "sample_by": "test_data_options",
     "dataloader_pin_memory": "needs a GPU", "report_to": "test_boards", "hub_model_id": "test_hub", "hub_private_repo": "test_hub",
     "trust_packing": "test_packing_trial", "router_aux_loss_coef": "test_own_loss", "rope_scaling": "test_rope",
-    "optim_target_modules": "test_optimizers", "fused_lora": "test_fused_run",
+    "optim_target_modules": "test_optimizers", "fused_lora": "test_fused_sharded",
     "torch_compile_backend": "needs a compiler", "torch_compile_mode": "needs a compiler",
     "trust_remote_code": "test_peers", "use_cpu": "test_peers", "accelerator_config": "test_peers", "activation_offloading": "test_peers",
     "disable_tqdm": "test_peers", "tf32": "needs a GPU", "full_determinism": "test_peers", "torch_empty_cache_steps": "needs a GPU",

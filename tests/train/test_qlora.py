@@ -140,7 +140,7 @@ def test_bf16_storage_trains_in_bf16_throughout(tmp_path: Path) -> None:
 
 @ranks(1)
 def test_a_4_bit_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(QuantizationError, match="full fine-tuning of a 4-bit model"):
+    with pytest.raises(QuantizationError, match="full fine-tuning is not possible: the model's 4-bit weights"):
         train(make_model(), settings(tmp_path, **FOUR_BITS))
 
 
