@@ -1,4 +1,4 @@
-"""`gradient_checkpointing` by budget: how it is given, what is chosen, and that the numbers of a run do not depend on it.
+"""`gradient_checkpointing` by budget: how it is given, what is chosen, and that losses do not depend on it.
 
 A CPU does not count the memory of tensors, so these runs pretend: a step takes what layers keep at their levels.
 """
@@ -21,6 +21,7 @@ from fullshard.errors import ConfigError
 from fullshard.fsdp.activation_memory import Level, full_checkpointing
 from fullshard.fsdp.layer_memory import DeviceMemory
 from fullshard.parallelize.settings import EngineSettings
+from fullshard.ranks import exchange
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import activation_budget
 from fullshard.train.activation_budget import LargestBatch
@@ -80,13 +81,13 @@ def test_sizes() -> None:
 
 
 def test_the_launcher_s_activation_checkpointing_excludes_it() -> None:
-    launched = EngineSettings(activation_checkpointing=True)
+    launched, fsdp = EngineSettings(activation_checkpointing=True), {"activation_checkpointing": True}
     for value in (True, "auto", "4GiB"):
         with pytest.raises(ConfigError, match=f"gradient_checkpointing is {value}, and activation_checkpointing is on"):
             sharding_settings(SFTConfig(gradient_checkpointing=value), launched, [])
+        config = SFTConfig(gradient_checkpointing=value, fsdp="full_shard", fsdp_config=fsdp)
         with pytest.raises(ConfigError, match="Keep one of them"):
-            fsdp = {"activation_checkpointing": True}
-            sharding_settings(SFTConfig(gradient_checkpointing=value, fsdp="full_shard", fsdp_config=fsdp), None, [])
+            sharding_settings(config, None, [])
     assert sharding_settings(SFTConfig(gradient_checkpointing=False), launched, []).activation_checkpointing
 
 
@@ -202,9 +203,7 @@ def test_ranks_choose_alike_by_the_one_with_the_least_memory(tmp_path: Path) -> 
         patch.setattr(Pretended, "total_bytes", 330_000 if runtime.rank() else 10**9)
         patch.setattr(activation_budget, "MARGIN", 0.0)
         levels = run(tmp_path, "auto", max_steps=4).loop.activations.levels
-    assert Level.KEEP_ALL in levels and Level.KEEP_ALL != levels[0]
-    from fullshard.ranks import exchange
-
+    assert Level.KEEP_ALL in levels and levels[0] != Level.KEEP_ALL
     assert exchange(levels, "levels")[0] == levels
 
 
