@@ -29,6 +29,8 @@ from fullshard.torch_private import (
     set_eval_frame,
 )
 
+VARIANT = "_fullshard_variant"
+"""The attribute of a module that runs in one of several ways, each compiled separately: which one."""
 KINDS = 64
 """How often torch may compile a call: for each kind of unit, training and evaluation, fixed and varying sizes."""
 
@@ -113,7 +115,7 @@ class CompiledUnit:
     def __init__(self, module: nn.Module, compiled: Callable[..., Any], shared: Compilation) -> None:
         self.module, self.compiled, self.shared = module, compiled, shared
         self.known: dict[tuple[Any, ...], bool] = {}
-        """Kinds of calls so far: rows, length, with gradients, in training; and whether each is compiled."""
+        """Kinds of calls so far: rows, length, with gradients, in training, variant; and whether each is compiled."""
         self.sizes: set[tuple[int, ...]] = set()
         """Rows and lengths that were compiled."""
         self.ones: list[set[tuple[int, int]]] = []
@@ -128,7 +130,7 @@ class CompiledUnit:
             states = states.detach().requires_grad_()
             args, kwargs = ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
         size = tuple(states.shape[:2]) if states is not None else ()
-        kind = (*size, torch.is_grad_enabled(), self.module.training)
+        kind = (*size, torch.is_grad_enabled(), self.module.training, vars(self.module).get(VARIANT))
         is_new = kind not in self.known
         if is_new:
             self.known[kind] = self._prepare(size, [*tensors_in((args, kwargs))])
