@@ -9,16 +9,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Conv1D
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from fullshard.errors import QuantizationError
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
+from fullshard.lora.fused import fuse_lora
 from fullshard.lora.model_size import count_parameters, dense_line
 from fullshard.quant import base_product, fp8
 from fullshard.quant.fp8_linear import FP8Linear
 from fullshard.quant.quantize import dequantize_model, quantize_model, quantized_layers
 from tests.fsdp.programs import mesh_for
 from tests.pool import ranks
-from tests.quant.programs import llama, train, with_lora
+from tests.quant.programs import batches, llama, train, with_lora
 
 STEP = 2.0**-4
 """Half of the distance between neighbors in e4m3, relative to the smaller one."""
@@ -189,6 +191,30 @@ def test_conv1d_is_quantized_by_output_column() -> None:
     assert made.transposed and torch.equal(made.packed, fp8.pack(layer.weight.detach().T).packed)
     parts = {name: part.data for name, part in made.parts.items()}
     assert made.as_files(parts)["weight"].shape == (32, 48)
+
+
+# --- LoRA groups ------------------------------------------------------------------------------------------------------
+
+
+def test_fused_adapters_quantize_an_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that share an input: the same outputs as PEFT's layers give one by one, and close gradients."""
+    made, counted = [], []
+    quantize = fp8.quantize_rows
+    monkeypatch.setattr(fp8, "quantize_rows", lambda *args: (counted.append(len(args[0])), quantize(*args))[1])
+    for fused in (False, True):
+        model = with_lora(quantize_model(llama(), "fp8"))
+        if fused:
+            fuse_lora(model, {LlamaAttention: [("q_proj", "k_proj", "v_proj")], LlamaMLP: [("gate_proj", "up_proj")]})
+        counted.clear()
+        logits = model(input_ids=batches(1)[0]).logits
+        forward = len(counted)
+        logits.pow(2).mean().backward()
+        assert (forward, len(counted) - forward) == ((8, 7) if fused else (14, 11))
+        made.append((logits, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}))
+    (expected, grads), (found, fused_grads) = made
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for name, grad in grads.items():
+        assert apart(fused_grads[name], grad) < 0.05, name
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------
