@@ -45,7 +45,7 @@ bench:
 	export OMP_NUM_THREADS=1; \
 	for name in engine load_save save_stall stream; do $$py benchmarks/$$name.py; done; \
 	if $$py -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-	for name in engine_gpu overlap_gpu qlora_gpu qlora_70b; do $$py benchmarks/$$name.py; done; \
+	for name in engine_gpu overlap_gpu qlora_gpu qlora_70b sft_gpu; do $$py benchmarks/$$name.py; done; \
 	$$py -m torch.distributed.run --nproc_per_node 1 benchmarks/weights_gpu.py; fi
 
 clean:

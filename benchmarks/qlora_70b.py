@@ -1,10 +1,15 @@
 """QLoRA of a 70B model on two ranks that share one GPU, each limited to 24 GB, with parameters offloaded to the host.
 
     python benchmarks/qlora_70b.py             # `--layers 4` for a quick run, `--tiny` for a machine without a GPU
+    python benchmarks/qlora_70b.py --nccl --layers 12 --steps 3
 
 The model has the shape of Llama-2-70B and random weights. Each rank generates and quantizes its own slices (with double
 quantization), one weight at a time. Training: LoRA with rank 8 on every layer except the head, 2 × 2048 tokens per
 rank, activation checkpointing, offload. One JSON line: seconds, and peak GPU and host memory.
+
+With `--nccl` the two ranks are nodes of their own to NCCL, which then accepts them on one GPU and talks over sockets.
+The line has a floor: for each pass over the layers the slowest of what link, bus and products take alone, measured in
+the same run on both ranks at once, and the ratio of the last step to it.
 """
 
 from __future__ import annotations
@@ -70,6 +75,7 @@ def build(shape: dict[str, int]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from fullshard.fsdp import checkpoint_module
+    from fullshard.models.offloaded_embedding import offload_embedding
     from fullshard.quant import quantize_model
 
     config = LlamaConfig(
@@ -82,6 +88,7 @@ def build(shape: dict[str, int]) -> Any:
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
         model = get_peft_model(quantize_model(model, {**four_bits, "bnb_4bit_compute_dtype": "bfloat16"}), lora)
+    assert not offload_embedding(model)
     for layer in model.base_model.model.model.layers:
         checkpoint_module(layer)
     return model
@@ -114,7 +121,62 @@ def fill(model: Any) -> None:
         layer.finish_reading(layer.read_files({"weight": Random(name, xr.device())}, pieces), pieces)
 
 
-def rank_program(shape: dict[str, int], rows: int, length: int, steps: int, limit_gb: float) -> None:
+def seconds_of(run: Any, count: int) -> float:
+    """Seconds of one run on the device, of `count` in a row that all ranks start together."""
+    import torch
+
+    import fullshard.runtime as xr
+
+    for repeats in (1, count):
+        xr.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / count
+
+
+def floor(model: Any, shape: dict[str, int], tokens: int) -> dict[str, float]:
+    """What a step takes at least if all that link, bus and products do runs side by side, in seconds."""
+    import torch
+    import torch.distributed as dist
+
+    import fullshard.runtime as xr
+
+    root, *layers = model._fullshard_engine.units
+    link, device = model._fullshard_engine.means.gather_link, xr.device()
+    moved = [p for p in layers[0].parameters if p.plan.gathers]
+    whole = torch.empty(sum(p.plan.gathered_bytes for p in moved) // 2 * 2, dtype=torch.uint8, device=device)
+    piece = torch.empty(whole.numel() // 2, dtype=torch.uint8, device=device)
+    there = [torch.empty_like(p.local, device=device) for p in moved]
+    h, f, kv = shape["hidden"], shape["intermediate"], shape["hidden"] // shape["heads"] * shape["kv"]
+    sizes = [(h, h), (kv, h), (kv, h), (h, h), (f, h), (f, h), (h, f)]
+    weights = [torch.randn(size, dtype=torch.bfloat16, device=device) for size in dict.fromkeys(sizes)]
+    inputs = {n: torch.randn(tokens, n, dtype=torch.bfloat16, device=device) for n in (h, f, kv)}
+    by_size = {tuple(w.shape): w for w in weights}
+
+    def products(backward: bool) -> None:
+        for size in sizes:
+            inputs[size[1]] @ by_size[size].T
+            if backward:
+                inputs[size[0]] @ by_size[size]
+
+    link_s = seconds_of(lambda: dist.all_gather_into_tensor(whole, piece, group=link.group), 4)
+    bus_s = seconds_of(lambda: [t.copy_(p.local, non_blocking=True) for t, p in zip(there, moved, strict=True)], 4)
+    forward_s, backward_s = (seconds_of(lambda back=back: products(back), 4) for back in (False, True))
+    rest_s = link_s * sum(p.plan.gathered_bytes for p in root.parameters if p.plan.gathers) / whole.numel()
+    passes = max(link_s, bus_s, forward_s) + max(link_s, bus_s, backward_s)
+    return {
+        "layer_gb": whole.numel() / 1e9, "link_s": link_s, "link_gb_s": piece.numel() / link_s / 1e9, "bus_s": bus_s,
+        "bus_gb_s": sum(p.local.numel() * p.local.itemsize for p in moved) / bus_s / 1e9, "forward_s": forward_s,
+        "backward_s": backward_s, "root_s": rest_s, "step_s": len(layers) * passes + rest_s,
+    }  # fmt: skip
+
+
+def rank_program(
+    shape: dict[str, int], rows: int, length: int, steps: int, limit_gb: float, nccl: bool, in_flight: int
+) -> None:
     import numpy as np
     import torch
 
@@ -135,13 +197,16 @@ def rank_program(shape: dict[str, int], rows: int, length: int, steps: int, limi
     mesh = xs.Mesh(np.arange(xr.world_size()), (xr.world_size(),), ("fsdp",))
     model = build(shape)
     head = LeanHead(model)
-    model = FSDPv2(model, mesh, auto_wrap_policy=transformer_auto_wrap_policy, mixed_precision="bf16", cpu_offload=True)
+    model = FSDPv2(
+        model, mesh, auto_wrap_policy=transformer_auto_wrap_policy, mixed_precision="bf16", cpu_offload=True,
+        gathers_in_flight=in_flight,
+    )  # fmt: skip
     start = time.perf_counter()
     fill(model)
     seconds: dict[str, Any] = {"fill": round(time.perf_counter() - start, 1), "steps": []}
     xr.print0(summary(model), f"filled in {seconds['fill']} s")
     held = sum(p.local.numel() * p.local.itemsize for u in model._fullshard_engine.units for p in u.parameters)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, foreach=True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     losses = []
@@ -152,12 +217,14 @@ def rank_program(shape: dict[str, int], rows: int, length: int, steps: int, limi
             loss = model(input_ids=ids, labels=ids).loss
         forward = time.perf_counter() - start
         loss.backward()
+        backward = time.perf_counter() - start - forward
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        seconds["steps"].append(round(time.perf_counter() - start, 1))
-        xr.print0(f"step {step}: loss {losses[-1]:.4f}, forward {forward:.1f} s, all {seconds['steps'][-1]} s")
+        seconds["steps"].append(round(time.perf_counter() - start, 3))
+        parts = f"forward {forward:.2f} s, backward {backward:.2f} s, all {seconds['steps'][-1]} s"
+        xr.print0(f"step {step}: loss {losses[-1]:.4f}, {parts}")
     host.look()
     mine = {
         "gpu_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
@@ -165,6 +232,9 @@ def rank_program(shape: dict[str, int], rows: int, length: int, steps: int, limi
         "host_anonymous_gb": host.anonymous, "host_all_gb": host.total, "host_before_gb": before["RssAnon"],
         "shards_gb": held / 1e9,
     }  # fmt: skip
+    allowed = {key: round(value, 4) for key, value in floor(model, shape, rows * length).items()} if nccl else {}
+    if allowed:
+        seconds |= {"floor": allowed, "of_floor": round(seconds["steps"][-1] / allowed["step_s"], 3)}
     everyone: list[Any] = [None] * xr.world_size()
     torch.distributed.all_gather_object(everyone, mine)
     if xr.rank() == 0:
@@ -183,13 +253,18 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--limit-gb", type=float, default=24.0)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--nccl", action="store_true", help="two ranks as two nodes, and the floor of a step")
+    parser.add_argument("--in-flight", type=int, default=1, help="layers gathered ahead")
     parser.add_argument("--rank", action="store_true", help="run as one of the ranks")
     options = parser.parse_args()
     shape = dict(TINY if options.tiny else SHAPE)
     shape["layers"] = options.layers or shape["layers"]
     length = min(options.length, 64) if options.tiny else options.length
     if options.rank:
-        rank_program(shape, options.rows, length, options.steps, options.limit_gb)
+        rank_program(
+            shape, options.rows, length, options.steps, options.limit_gb, options.nccl and not options.tiny,
+            options.in_flight,
+        )  # fmt: skip
         return 0
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -200,6 +275,11 @@ def main() -> int:
             **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
+        if options.nccl:
+            environment |= {
+                "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": f"node{rank}", "NCCL_SOCKET_IFNAME": "lo",
+                "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo",
+            }  # fmt: skip
         jobs.append(subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--rank"], env=environment))
     return max(job.wait() for job in jobs)
 

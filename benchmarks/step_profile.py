@@ -19,7 +19,7 @@ CLASSES = {
     "optimizer": r"adam|multi_tensor|lion|foreach|lpnorm|clip",
     "unpacking": r"dequant|unpack|nf4|fp4",
     "quantizing": r"fp8|quantize|rowwise|scales",
-    "adapters": r"lora|adapter|dropout",
+    "adapters": r"lora|adapter|dropout|^_product|^_grad_weight|^_add_grad_input",
     "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|triton_tem|splitk|gemv|dot_kernel",
 }
 """Patterns of kernel names, the first that matches counts; every other kernel is "norms and elementwise"."""
@@ -27,6 +27,7 @@ ELEMENTWISE, THIN = "norms and elementwise", 64
 """A matrix product with a dimension of at most THIN is an adapter's."""
 PRODUCTS = re.compile(r"aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear|_scaled_mm)$")
 BY_OPERATOR = {
+    "gated MLP": r"gated_mlp",
     "adapters": r"lora",
     "unpacking": r"dequant|nf4",
     "loss": r"loss|cross_entropy",

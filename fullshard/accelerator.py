@@ -102,15 +102,48 @@ def synchronize(device: torch.device) -> None:
 
 # --- memory ---------------------------------------------------------------------------------------------------------
 
+_peaks: dict[torch.device, int] = {}
+"""By device, the peak before the last `mark_peak`."""
+
 
 def total_memory(device: torch.device) -> int:
     """Bytes of memory on the accelerator."""
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
+def spare_memory(device: torch.device) -> int:
+    """Bytes of the accelerator's memory that nothing has used so far, here or in other processes; 0 for the CPU."""
+    if not is_accelerator(device):
+        return 0
+    module = torch.get_device_module(device)
+    return int(module.mem_get_info(device)[0] + module.memory_reserved(device) - module.max_memory_allocated(device))
+
+
 def peak_memory(device: torch.device) -> int:
     """The peak number of allocated bytes since the start."""
+    return max(peak_since_mark(device), _peaks.get(device, 0))
+
+
+def mark_peak(device: torch.device) -> None:
+    """Begin a new peak; `peak_memory` remembers the earlier one."""
+    _peaks[device] = peak_memory(device)
+    torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def peak_since_mark(device: torch.device) -> int:
+    """The peak number of allocated bytes since `mark_peak`."""
     return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def allocated_memory(device: torch.device) -> int:
+    """The bytes of all tensors on the accelerator."""
+    return int(torch.get_device_module(device).memory_allocated(device))
+
+
+def usable_memory(device: torch.device) -> int:
+    """The bytes that this process has on the accelerator or can get: free ones, and those that torch holds ready."""
+    module = torch.get_device_module(device)
+    return int(module.mem_get_info(device)[0] + module.memory_reserved(device))
 
 
 def empty_cache(device: torch.device) -> None:

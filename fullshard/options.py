@@ -65,6 +65,8 @@ class Option:
     in_file: bool = True
     given_as: str = ""
     """The placeholder for the value in help and documentation, such as `PATH`."""
+    besides: Callable[[str], str] | None = None
+    """For a true-or-false option that takes other values too: reads one of them, or raises `ValueError`."""
 
     @property
     def key(self) -> str:
@@ -254,6 +256,8 @@ def convert(option: Option, value: Any, given: str) -> Any:
     try:
         if option.choices:
             return _choice(option, value)
+        if option.besides is not None and str(value).strip().lower() not in (*TRUE, *FALSE):
+            return option.besides(_as_text(value))
         return _KINDS[option.kind](value)
     except (ValueError, TypeError):
         raise ConfigError(f"{given}: expected {option.values}, got {value!r}") from None
@@ -392,7 +396,8 @@ def parse_flags(words: Sequence[str], options: Iterable[Option], command: str) -
             values[found.name], given[found.name] = False, flag
             continue
         if not equals:
-            alone = found.kind is bool and not (left and left[0].lower() in (*TRUE, *FALSE))
+            follows = left and (found.besides is not None or left[0].lower() in (*TRUE, *FALSE))
+            alone = found.kind is bool and not (follows and not left[0].startswith("-"))
             if alone:
                 value = "true"
             elif not left:

@@ -104,6 +104,10 @@ NAMES = {
     "coalescing_manager": "torch.distributed:_coalescing_manager",
     # Takes the compiler out of force for this thread and puts it back. 2.11, 2.13. A compiled model traces the engine.
     "set_eval_frame": "torch._C._dynamo.eval_frame:set_eval_frame",
+    # Asks the compiler to compile for any size of a dimension. 2.11, 2.13. Each new size compiles again.
+    "maybe_mark_dynamic": "torch._dynamo:maybe_mark_dynamic",
+    # The compiler's settings, to change them for a block. 2.11, 2.13. Layers fall back to eager without a word.
+    "compiler_settings": "torch._dynamo:config",
 }
 """Names that are used as they are: where each comes from, as module:attribute."""
 
@@ -347,12 +351,44 @@ def submodules_of(module: nn.Module) -> dict[str, Any]:
     return module._modules
 
 
-# Buffers that a state dict leaves out. 2.11, 2.13. They are looked for in the model's files.
+# Runs `around(call, args, kwargs)` in place of a module's calls; returns a function that ends it. A forward hook would
+# be compiled with the module. 2.11, 2.13. What a layer keeps for backward cannot be measured.
+def call_through(module: nn.Module, around: Callable[[Any, Any, Any], Any]) -> Callable[[], None]:
+    before = module._compiled_call_impl
+    call = before if before is not None else module._call_impl
+    module._compiled_call_impl = lambda *args, **kwargs: around(call, args, kwargs)
+    return lambda: setattr(module, "_compiled_call_impl", before)
+
+
+# What `module.compile()` has made of the module's call, and its replacement. 2.11, 2.13. Compiled layers break.
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile wraps a module, or has compiled it in place."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    return call
+
+
+def replace_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    module._compiled_call_impl = call
+
+
+# The module's call without compilation. 2.11, 2.13. A layer that cannot be compiled does not run.
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    return module._call_impl
+
+
+# What the compiler raises instead of running a function: errors of its own, and a function that was compiled too often.
+# 2.11, 2.13. A layer that cannot be compiled ends the run.
+def compiler_errors() -> tuple[type[Exception], ...]:
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+# Buffers that a state dict leaves out. 2.11, 2.13. They are looked for in the model's files.
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 

@@ -181,15 +181,18 @@ class Collator:
     """The name under which to add which tokens are no padding: `attention_mask` for code that expects it, `real_tokens`
     for routers of experts. None adds nothing: the model itself does not need it."""
 
+    def padded(self, length: int) -> int:
+        """The length of rows of which the longest has this length."""
+        multiple = self.multiple or (1 if self.flatten else 8)
+        return -(-length // multiple) * multiple
+
     def __call__(self, table: TokenRows, rows: Sequence[int]) -> Batch:
         """`input_ids`, `labels` and, if packed, `position_ids`. An empty batch becomes one row without loss."""
         packed = [row_arrays(table, row) for row in rows]
         if self.flatten and packed:
             ids, targets, position_ids = (np.concatenate(parts) for parts in zip(*packed, strict=True))
             packed = [(ids, targets, position_ids)]
-        length = max((len(ids) for ids, _, _ in packed), default=1)
-        multiple = self.multiple or (1 if self.flatten else 8)
-        length = -(-length // multiple) * multiple
+        length = self.padded(max((len(ids) for ids, _, _ in packed), default=1))
         shape = (max(1, len(packed)), length)
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)

@@ -1,128 +1,86 @@
 """Activation checkpointing: a module's activations are recomputed in backward instead of being kept.
 
-With `offload`, the module's inputs are kept in host memory until backward; copies both ways run beside compute.
+A recomputed module's `forward` is a bound function of this file, the same one for all modules, so that modules of one
+class share their compiled code: `torch.compile` makes one variant for each way of recomputing. How the inputs of a
+recomputed module wait in host memory is in `activation_offload.py`.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
+import types
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import accelerator
-from fullshard.fsdp.streams import SideStream, StreamWork
+from fullshard.fsdp.activation_offload import inputs_on_host
+from fullshard.fsdp.compile import never_compile
 from fullshard.fsdp.tensor_tree import tensors_in
-from fullshard.spmd.tensor import is_sharded
 
-
-class _Checkpointed:
-    """A module's forward whose activations are recomputed in backward."""
-
-    def __init__(self, forward: Any, reentrant: bool, offload: bool):
-        functools.update_wrapper(self, forward)
-        self.forward, self.reentrant, self.offload = forward, reentrant, offload
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        if self.offload:
-            # Re-entrant checkpointing saves its inputs and nothing else.
-            with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
-                return self._reentrant(args, kwargs)
-        if not self.reentrant:
-            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-        return self._reentrant(args, kwargs)
-
-    def _reentrant(self, args: Any, kwargs: Any) -> Any:
-        # Re-entrant checkpointing passes gradients through positional tensor arguments only.
-        if not any(t.requires_grad for t in tensors_in(args)):
-            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-        return checkpoint(functools.partial(self.forward, **kwargs), *args, use_reentrant=True)
+OWN = "_fullshard_own_forward"
+"""The attribute for a `forward` that the module itself had, not its class: a function of the module and its inputs."""
 
 
 def checkpoint_module(module: nn.Module, *, reentrant: bool = False, offload: bool = False) -> nn.Module:
     """Recompute the module's activations in backward. Call it before or after wrapping; a second call has no effect.
 
-    `offload` keeps the module's inputs in host memory until then, and implies re-entrant checkpointing.
+    `offload` keeps the module's inputs in host memory until then. It is not meant for the last module of a model, whose
+    inputs are needed again at once.
 
     Inside a sharded model the recomputation uses the values gathered for the unit's backward: nothing is gathered
     twice.
     """
-    if isinstance(module.__dict__.get("forward"), _Checkpointed):
+    if is_checkpointed(module):
         return module
-    module.forward = _Checkpointed(module.forward, reentrant, offload)
+    if "forward" in vars(module):
+        module.__dict__[OWN] = _unbound(module, module.forward)
+    way = _recomputed_from_host if offload else _recomputed_reentrant if reentrant else _recomputed
+    if offload:
+        never_compile(_recomputed_from_host)  # what it calls is compiled: the same code as without offload
+    module.forward = types.MethodType(way, module)
     return module
 
 
-# --- inputs in host memory ------------------------------------------------------------------------------------------
+def keep_activations(module: nn.Module) -> nn.Module:
+    """Undo `checkpoint_module`."""
+    if is_checkpointed(module):
+        del module.forward
+        if OWN in vars(module):
+            module.forward = types.MethodType(module.__dict__.pop(OWN), module)
+    return module
 
 
-class _HostInput:
-    """One input in host memory."""
-
-    def __init__(self, host: torch.Tensor, device: torch.device, before: _HostInput | None):
-        self.host, self.device = host, device
-        self._before = weakref.ref(before) if before is not None else None
-        self._back: tuple[torch.Tensor, StreamWork] | None = None
-
-    @property
-    def before(self) -> _HostInput | None:
-        """The input that was copied out before this one: backward needs it next."""
-        return self._before() if self._before is not None else None
-
-    def fetch(self) -> None:
-        """Start to copy it back."""
-        if self._back is None:
-            with _stream(self.device).run() as copy:
-                self._back = self.host.to(self.device, non_blocking=True), copy
-
-    def take(self) -> torch.Tensor:
-        """The input on its device again."""
-        self.fetch()
-        assert self._back is not None
-        (value, copy), self._back = self._back, None
-        copy.join()
-        return value
+def _unbound(module: nn.Module, forward: Any) -> Any:
+    if getattr(forward, "__self__", None) is module:
+        return forward.__func__  # shared by modules, and so is their compiled code
+    return functools.wraps(forward)(lambda _, *args, **kwargs: forward(*args, **kwargs))
 
 
-_leaving: dict[torch.device, tuple[_HostInput, StreamWork]] = {}
-"""By device, the input that was copied out last; compute has not waited for its copy yet."""
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether the module's activations are recomputed."""
+    return getattr(vars(module).get("forward"), "__func__", None) in WAYS
 
 
-@functools.cache
-def _stream(device: torch.device) -> SideStream:
-    return SideStream(device)
+def _recomputed(module: Any, *args: Any, **kwargs: Any) -> Any:
+    forward = module.__dict__.get(OWN) or type(module).forward
+    if not torch.is_grad_enabled():
+        return forward(module, *args, **kwargs)
+    return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
 
 
-def _join_last(device: torch.device) -> _HostInput | None:
-    """Make compute wait for the last copy to the host, so that its source can be freed; returns that input."""
-    last = _leaving.pop(device, None)
-    if last is None:
-        return None
-    last[1].join()
-    return last[0]
+def _recomputed_reentrant(module: Any, *args: Any, **kwargs: Any) -> Any:
+    # Re-entrant checkpointing passes gradients through positional tensor arguments only.
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors_in(args)):
+        return _recomputed(module, *args, **kwargs)
+    forward = module.__dict__.get(OWN) or type(module).forward
+    return checkpoint(functools.partial(forward, module, **kwargs), *args, use_reentrant=True)
 
 
-def _to_host(t: torch.Tensor) -> Any:
-    if is_sharded(t) or not accelerator.is_accelerator(t.device):
-        return t
-    before = _join_last(t.device)
-    with _stream(t.device).run() as copy:
-        kept = _HostInput(accelerator.pinned(t.shape, t.dtype).copy_(t, non_blocking=True), t.device, before)
-        copy.keep(t)
-    _leaving[t.device] = kept, copy
-    return kept
+def _recomputed_from_host(module: Any, *args: Any, **kwargs: Any) -> Any:
+    with inputs_on_host(args if torch.is_grad_enabled() else ()):
+        return _recomputed(module, *args, **kwargs)
 
 
-def _from_host(kept: Any) -> Any:
-    if not isinstance(kept, _HostInput):
-        return kept
-    _join_last(kept.device)
-    kept.fetch()
-    if kept.before is not None:
-        kept.before.fetch()
-    return kept.take()
+WAYS = (_recomputed, _recomputed_reentrant, _recomputed_from_host)

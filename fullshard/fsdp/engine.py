@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,10 +29,13 @@ from fullshard.fsdp.output import without_gathered_memory
 from fullshard.fsdp.prefetch import Prefetcher, PrefetchSettings
 from fullshard.fsdp.reduction import Reduction
 from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
-from fullshard.fsdp.unit import Means, Unit, UnitState
+from fullshard.fsdp.unit import Means, Unit, UnitState, keep_copies
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import at_end_of_backward, current_graph_task_id, sequence_nr
 from fullshard.watchdog import watch
+
+KEEP_AFTER = 2
+"""Optimizer steps after which memory has been at its peak, so that what is left may be used."""
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Engine:
         self.sync = True
         """Whether gradients are reduced at the end of a backward pass."""
         self.step = 0
+        self._first_step = sys.maxsize
         self.summoned = False
         """Whether modules hold whole parameters because of `summon_full_params`."""
         self.compiler = Compiler()
@@ -97,9 +102,7 @@ class Engine:
         if recorded:
             backward_entry.begin(call, self._on_entry)
         try:
-            self._make_ready(unit, "forward")
-            if not recompute:
-                self._prefetcher.forward_begins(unit)
+            self._make_ready(unit, "forward", None if recompute else self._prefetcher.forward_begins)
             args, kwargs = _prepare_inputs(call, args, kwargs, recorded)
             # Listed before the call, which may put tensors of its own into its inputs, such as a cache.
             inputs = list(tensors_in((args, kwargs), objects=False)) if torch.is_grad_enabled() else []
@@ -142,17 +145,26 @@ class Engine:
         self._prefetcher.begin_pass()
         if self._grad_pass:
             self.step = watch.begin_pass()
+            self._first_step = min(self._first_step, self.step)
+            if self.step == self._first_step + KEEP_AFTER:
+                keep_copies(self.units)
         for unit in self.units:
             # Gathered values of an earlier pass whose graph was dropped, or whose shards have changed since.
             if unit.state is not UnitState.SHARDED and not (self._live_calls(unit) and unit.is_fresh()):
                 unit.free()
 
-    def _make_ready(self, unit: Unit, operation: str) -> None:
-        """Gather a unit and let its modules hold the gathered values; `operation` comes next."""
+    def _make_ready(self, unit: Unit, operation: str, prefetch: Callable[[Unit], None] | None = None) -> None:
+        """Gather a unit and let its modules hold the gathered values; `operation` comes next.
+
+        `prefetch` starts the gathers of the units that follow. It is called before this unit is waited for: otherwise
+        what it queues, such as copies from the host, would wait for this unit's communication.
+        """
         if unit.state is not UnitState.SHARDED and not unit.shown and not unit.is_fresh():
             unit.free()  # gathered before a write to its shards
         if unit.state is UnitState.SHARDED:
             self._start_gather(unit)
+        if prefetch is not None:
+            prefetch(unit)
         if unit.state is UnitState.GATHERING:
             watch.at(self.step, unit.name, "gather")
             unit.finish_gather()
@@ -250,8 +262,7 @@ class Engine:
                 f"the dtype of unit {call.unit.name or '(root)'} was changed between this forward and its backward, "
                 f"and the model has run in the new dtype since; finish the backward before casting the model"
             )
-        self._make_ready(call.unit, "backward")
-        self._prefetcher.backward_begins(call.unit)
+        self._make_ready(call.unit, "backward", self._prefetcher.backward_begins)
 
     def _current_backward(self) -> _Backward:
         run = current_graph_task_id()
@@ -362,4 +373,6 @@ def _prepare_inputs(call: UnitCall, args: Any, kwargs: Any, recorded: bool) -> t
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    return values if dtype is None else map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+    if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors_in(values)):
+        return values
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)

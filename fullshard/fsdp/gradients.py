@@ -104,6 +104,8 @@ def pack(p: ShardedParameter, grad: torch.Tensor, rows: torch.Tensor) -> list[Co
 
 def trim(p: ShardedParameter, piece: torch.Tensor) -> torch.Tensor:
     """A reduced piece in the shape of the shard."""
+    if piece.shape == p.local.shape:
+        return piece
     piece = piece.reshape(-1)[: math.prod(p.piece)].view(p.piece)
     if p.plan.dim is not None:
         piece = piece.narrow(p.plan.dim, 0, p.local.shape[p.plan.dim])
@@ -114,7 +116,7 @@ def accumulate(p: ShardedParameter, grad: torch.Tensor, host: HostTraffic) -> No
     """Add a reduced piece to the shard's gradient; not if it was frozen since its forward, as on one device."""
     if not p.shard.requires_grad:
         return
-    grad = grad.detach().to(p.local.dtype)
+    grad = grad.to(p.local.dtype)
     if grad.device != p.local.device:
         grad = host.to_host(grad)
     grad = _run_hooks(p, grad, host)

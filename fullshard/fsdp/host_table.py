@@ -28,7 +28,7 @@ def stays_on_host(parameter: nn.Parameter) -> bool:
 
 
 class HostTable(torch.Tensor):
-    """A table [rows, width] in host memory as modules see it: on the device, in the compute dtype, without memory there.
+    """A table [rows, width] in host memory as modules see it: on the device, in the compute dtype, without memory.
 
     `embedding` reads rows in place. Any other operation copies the whole table to the device first.
     """

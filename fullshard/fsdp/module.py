@@ -99,12 +99,14 @@ class FSDPv2(metaclass=_Factory):
         parameters = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
         return grad_clip.clip_grad_norm_(parameters, self._fullshard_mesh, max_norm, norm_type, error_if_nonfinite)
 
-    def compile_units(self, **options: Any) -> FSDPv2:
-        """`torch.compile` each unit below the root, or the root if there are none; gathers stay outside the graph."""
+    def compile_units(self, say: Callable[[str], None] | None = None, **options: Any) -> FSDPv2:
+        """`torch.compile` each unit below the root, or the root if there are none; gathers stay outside the graph.
+
+        `say` gets the line that announces compilation, at the first call.
+        """
         inside = set(self.modules()) - {self}  # type: ignore[attr-defined]
         below = [u.module for u in self._fullshard_engine.units if u.module in inside and not u.holds_units]
-        for module in below or [self]:
-            module.compile(**options)
+        compile.compile_modules(below or [self], say, **options)  # type: ignore[list-item]
         return self
 
     # --- values -----------------------------------------------------------------------------------------------------

@@ -72,6 +72,8 @@ class ShardedParameter:
         self.piece = tuple(-(-n // plan.parts) if dim == plan.dim else n for dim, n in enumerate(self.whole))
         """The shape of one rank's piece of it, padded."""
         self.full: nn.Parameter | None = None
+        self._allocated = 0
+        """Bytes of the gathered value's own memory."""
         self.full_global: nn.Parameter | None = None
         self._gathered_at: Any = None
         """The shard and its write counts at the last gather."""
@@ -89,7 +91,6 @@ class ShardedParameter:
 
     @property
     def local(self) -> torch.Tensor:
-        assert is_sharded(self.shard)
         return local_of(self.shard)
 
     def follow(self, plan: ParameterPlan) -> None:
@@ -173,8 +174,9 @@ class ShardedParameter:
         return math.prod(self.whole) * self.dtype.itemsize
 
     def allocate(self) -> int:
-        """Allocate the memory of the gathered value; returns the number of bytes allocated."""
-        shares = self.shares
+        """Allocate the memory of the gathered value, unless it was kept; returns by how many bytes it has grown."""
+        shares, before = self.shares, self._allocated
+        self._allocated = 0 if shares else self.nbytes
         if self.full is None:
             with torch.inference_mode(False):  # it outlives the pass that creates it, and trains
                 data = (
@@ -186,11 +188,11 @@ class ShardedParameter:
         elif shares:
             if self.full.data_ptr() != self.local.data_ptr() or self.full.device != self.local.device:
                 self.full.data = self.local.detach()
-        else:
+        elif not before:
             self.full.untyped_storage().resize_(self.nbytes)
         if self.plan.on_host and (self.view is None or self.view.rows is not self.full):
             self.view = HostTable(self.full, self.dtype, runtime.device())
-        return 0 if shares else self.nbytes
+        return self._allocated - before
 
     def _leaf(self, data: torch.Tensor) -> nn.Parameter:
         """The leaf tensor that modules compute with."""
@@ -203,10 +205,10 @@ class ShardedParameter:
 
     def free(self) -> int:
         """Release the memory of the gathered value; returns the number of bytes released."""
-        if self.full is None or self.shares:
-            return 0
-        self.full.untyped_storage().resize_(0)
-        return self.nbytes
+        released, self._allocated = self._allocated, 0
+        if released and self.full is not None:
+            self.full.untyped_storage().resize_(0)
+        return released
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 
@@ -219,11 +221,13 @@ class ShardedParameter:
 
         Autograd checks these counts and refuses a backward through a value that has changed since it was saved.
         """
-        if self._gathered_at is not None and not self.is_fresh():
+        now = (id(self.shard), writes_of(self.shard))
+        if self._gathered_at is not None and self._gathered_at != now:
             for leaf in (self.full, self.full_global):
                 if leaf is not None:
                     torch.autograd.graph.increment_version(leaf)
-        self._gathered_at = (id(self.shard), writes_of(self.shard))
+            now = (id(self.shard), writes_of(self.shard))  # the gathered value may be the shard itself
+        self._gathered_at = now
 
     def source(self, from_host: bool) -> torch.Tensor:
         """This rank's piece as it is sent: contiguous, in the dtype of the gathered value.

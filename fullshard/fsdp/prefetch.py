@@ -45,7 +45,7 @@ class Prefetcher:
         index = len(self._called)
         self._called.append(unit)
         if self._settings.forward_prefetch and self._last_pass[index : index + 1] == [unit]:
-            self._gather(self._last_pass[index + 1 :])
+            self._gather(unit, self._last_pass[index + 1 :])
 
     def forward_ends(self, unit: Unit, has_backward: bool) -> None:
         self._ended.append(unit)
@@ -56,11 +56,11 @@ class Prefetcher:
 
     def backward_begins(self, unit: Unit) -> None:
         if self._settings.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._gather(self._next_in_backward(unit))
+            self._gather(unit, self._next_in_backward(unit))
 
     def backward_ends(self, unit: Unit) -> None:
         if self._settings.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            self._gather(self._next_in_backward(unit))
+            self._gather(unit, self._next_in_backward(unit))
 
     def reset(self) -> None:
         self._last_pass, self._ended = [], []
@@ -73,9 +73,9 @@ class Prefetcher:
         index = len(self._ended) - 1 - self._ended[::-1].index(unit)
         return [u for u in reversed(self._ended[:index]) if u is not unit and self._has_backward.get(u)]
 
-    def _gather(self, following: list[Unit]) -> None:
-        """Start to gather the next units, up to the number that may be in flight."""
-        in_flight = sum(u.state is UnitState.GATHERING for u in self._units)
+    def _gather(self, current: Unit, following: list[Unit]) -> None:
+        """Start to gather the units after the current one, up to the number that may be in flight."""
+        in_flight = sum(u.state is UnitState.GATHERING for u in self._units if u is not current)
         for unit in following[: self._settings.in_flight]:
             if unit.state is UnitState.SHARDED and in_flight < self._settings.in_flight:
                 self._start(unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,7 @@ class BackwardPrefetch(enum.Enum):
         return cls[name]
 
 
+@functools.cache
 def dtype_of(value: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype, given as itself or by name ("bfloat16", "torch.bfloat16", "bf16", "fp16", "fp32")."""
     if value is None or isinstance(value, torch.dtype):

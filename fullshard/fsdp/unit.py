@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp.comm import Link, Pending
 from fullshard.fsdp.counters import Meter
@@ -21,6 +21,9 @@ from fullshard.fsdp.parameter import ShardedParameter, copy_together
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.fsdp.streams import SideStream, StreamWork
+
+SPARE = 2
+"""How many times the memory of the copies must be free to keep them."""
 
 
 @dataclass
@@ -40,6 +43,19 @@ class UnitState(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
+
+
+def keep_copies(units: Sequence[Unit]) -> None:
+    """Where there is memory to spare, keep the copies that forward casts until backward, and their memory for the next
+    pass, as autocast does. Only of units that this rank holds whole; others are gathered again to save memory.
+
+    Called once memory has been at its peak: gradients, optimizer state and activations have been there.
+    """
+    chosen = [unit for unit in units if unit.only_casts]
+    size = sum(p.nbytes for unit in chosen for p in unit.parameters if not p.shares)
+    if 0 < SPARE * size <= accelerator.spare_memory(runtime.device()):
+        for unit in chosen:
+            unit.keeps_after_forward = unit.keeps_memory = True
 
 
 class Unit:
@@ -68,6 +84,8 @@ class Unit:
         self.state = UnitState.SHARDED
         self.shown = False
         """Whether modules hold the gathered values."""
+        self.keeps_memory = False
+        """Whether the memory of gathered values is kept after backward; see `keep_copies`."""
         self._pending: Pending | None = None
         self._work: StreamWork | None = None
         self._bucket: torch.Tensor | None = None
@@ -105,17 +123,19 @@ class Unit:
             p.note_writes()
         means.meter.allocated(sum(p.allocate() for p in self.parameters))
         self.state = UnitState.GATHERING
-        if not any(p.plan.gathers or not p.shares for p in self.parameters):
+        copies = [p for p in self.parameters if not p.plan.gathers and not p.shares]
+        if not copies and not any(p.plan.gathers for p in self.parameters):
+            return
+        if self.only_casts:  # nothing to overlap with compute, so compute does it
+            self._copy(copies)
             return
         bucket = self.plan.gather_bucket
         device = runtime.device()
         with means.gather_stream.run() as work, torch.no_grad():
             self._work = work
             work.keep([p.local for p in self.parameters])
-            for p in self.parameters:
-                if not p.plan.gathers and not p.shares:
-                    assert p.full is not None
-                    p.full.data.copy_(p.on_device())
+            for p in copies:  # one at a time: a shard in host memory is not cast before it is on the device
+                self._copy([p])
             pairs = [
                 (p.full.data, p.source(means.gather_link.from_host))
                 for p in self.parameters
@@ -132,6 +152,16 @@ class Unit:
                 self._pending = means.gather_link.gather(pairs, self.index)
         if any(p.offloaded for p in self.parameters):
             means.host.reads(work)
+
+    @property
+    def only_casts(self) -> bool:
+        """Whether gathered values are at most copies, in another dtype, of shards on the same device."""
+        return not any(p.plan.gathers or p.offloaded for p in self.parameters)
+
+    @torch.no_grad()
+    def _copy(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Fill the gathered values of parameters that this rank holds whole."""
+        copy_together([(p.full.data, p.on_device()) for p in parameters if p.full is not None])
 
     def finish_gather(self) -> None:
         """Wait for the gathered values."""
@@ -170,13 +200,17 @@ class Unit:
         return all(p.is_fresh() for p in self.parameters)
 
     def free(self) -> None:
-        """Release the memory of the gathered values."""
+        """Release the memory of the gathered values, unless it is kept for the next gather."""
         if self.state is UnitState.SHARDED:
             return
         self.finish_gather()
         self.show_shards()
-        self.means.meter.freed(sum(p.free() for p in self.parameters))
         self.state = UnitState.SHARDED
+        if not self.keeps_memory:
+            self._release()
+
+    def _release(self) -> None:
+        self.means.meter.freed(sum(p.free() for p in self.parameters))
 
     def follow(self, plan: UnitPlan) -> None:
         """Apply a new plan for the same parameters: some were frozen, unfrozen or cast."""
@@ -184,6 +218,8 @@ class Unit:
             p.plan.compute_dtype != new.compute_dtype for p, new in zip(self.parameters, plan.parameters, strict=True)
         ):
             self.free()
+            self.keeps_memory = False
+            self._release()
             self.casts += 1
         self.plan, self._views_made = plan, False
         for p, new in zip(self.parameters, plan.parameters, strict=True):

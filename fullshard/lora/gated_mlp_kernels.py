@@ -14,7 +14,7 @@ import triton.language as tl
 
 from fullshard.lora.fused_kernels import _kept, _on
 
-ROWS, COLUMNS = 32, 128
+ROWS, COLUMNS = 64, 64
 FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 LARGEST_RANK = 64
 """Of the adapters: a program keeps the sums of all columns."""

@@ -152,13 +152,13 @@ class _ChunkedLoss(torch.autograd.Function):
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """`gradient * factor`, in place where the dtype is right.
 
-    The factor has one dim, so that it is not cast to a narrow dtype, for which it is often too small; the product is
-    rounded once.
+    The factor gets the gradient's dims, so that torch does not cast it to a narrow dtype, for which it is often too
+    small; the product is rounded once.
     """
     if gradient is None:
         return None
     out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
-    return torch.mul(gradient, factor.reshape(1), out=out)
+    return torch.mul(gradient, factor.reshape((1,) * gradient.dim()), out=out)
 
 
 def chunked_cross_entropy(

@@ -81,7 +81,7 @@ def _token_losses(  # type: ignore[no-untyped-def]
     logits += row.to(tl.int64) * stride
     gradient += row.to(tl.int64) * stride
     found += row * 3
-    label = tl.load(labels + row)
+    label = tl.load(labels + row).to(tl.int32)  # as the other column numbers are
     lanes = tl.arange(0, BLOCK)
     if label == IGNORED:
         if GRADIENT:

@@ -1,8 +1,9 @@
 """Passes packed rows, which hold several documents, to a model so that documents do not attend to each other.
 
 For most models it is enough that positions restart with each document: transformers derives block-diagonal attention
-from them. Some models need the attention mask itself. Layers that carry a state along the row (Mamba, linear attention,
-convolutions) are run one document at a time. `packing_check.py` finds out which of these a model needs.
+from them. Some models need the attention mask itself, and our own attention (`attention.py`) takes one that is made
+here once per batch. Layers that carry a state along the row (Mamba, linear attention, convolutions) are run one
+document at a time. `packing_check.py` finds out which of these a model needs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 
+from fullshard.models.attention import is_own
+from fullshard.models.attention_masks import block_mask, dense_mask, masks_by_layer, whole_rows
 from fullshard.models.inner_model import causal
 
 Documents = list[list[int]]
@@ -42,6 +45,8 @@ class Packed:
     def __init__(self, model: Any, way: PackingMethod, dtype: torch.dtype = torch.float32) -> None:
         self.model, self.way, self.dtype = causal(model), way, dtype
         self.documents: Documents | None = None
+        self.is_packed = False
+        """Whether rows of the batch hold several documents."""
         self.changed: list[Any] = []
         if way.masks:
             self._change(self.model, self._with_masks)
@@ -63,23 +68,37 @@ class Packed:
     def rows(self, batch: dict[str, torch.Tensor]) -> Iterator[None]:
         """Inside, forward and backward passes are over this batch, which must be on the host."""
         positions = batch.get("position_ids")
-        self.documents = None if positions is None else documents_of(positions)
+        self.is_packed = positions is not None
+        self.documents = documents_of(positions) if self.way.alone and positions is not None else None
         try:
-            yield
+            with contextlib.nullcontext() if self.is_packed else whole_rows():
+                yield
         finally:
-            self.documents = None
+            self.documents, self.is_packed = None, False
 
     def _with_masks(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         takes = takes_positions(self.model)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.documents is None:
+            if not self.is_packed:
                 return plain(*args, **kwargs)
             positions = kwargs["position_ids"] if takes else kwargs.pop("position_ids")
-            kwargs["attention_mask"] = block_masks(self.model.config, positions, self.dtype)
+            kwargs["attention_mask"] = masks_by_layer(self.model.config, positions, self._in_layout)
             return plain(*args, **kwargs)
 
         return forward
+
+    def _in_layout(self, starts: torch.Tensor) -> Any:
+        """A mask as the model's attention takes it: True where a token may attend; for eager attention, 0 there and the
+        lowest value elsewhere."""
+        config = self.model.config.get_text_config()
+        if is_own(config):
+            return block_mask(starts)
+        mask = dense_mask(starts)
+        if config._attn_implementation != "eager":
+            return mask
+        zeros = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
+        return zeros.masked_fill_(~mask, torch.finfo(self.dtype).min)
 
     def _each_document(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -111,33 +130,6 @@ def documents_of(positions: torch.Tensor) -> Documents:
     for row, at in (positions == 0).nonzero().tolist():
         documents[row].append(at)
     return [[*bounds, positions.shape[1]] for bounds in documents]
-
-
-def block_masks(config: Any, positions: torch.Tensor, dtype: torch.dtype) -> Any:
-    """The attention mask that separates documents; a dict by layer type if the model has several types.
-
-    In transformers' layout: True where a token may attend; for eager attention, 0 there and the lowest value elsewhere.
-    """
-    text = config.get_text_config()
-    document = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
-    index = torch.arange(positions.shape[1], device=positions.device)
-    distance = index[:, None] - index[None, :]  # [query, key]
-    causal_mask = (document[:, :, None] == document[:, None, :]) & (distance >= 0)
-    by_type = {"full_attention": causal_mask}
-    if isinstance(window := getattr(text, "sliding_window", None), int):
-        by_type["sliding_attention"] = causal_mask & (distance < window)
-    if isinstance(chunk := getattr(text, "attention_chunk_size", None), int):
-        chunk_index = positions // chunk
-        by_type["chunked_attention"] = causal_mask & (chunk_index[:, :, None] == chunk_index[:, None, :])
-    masks = {name: _in_layout(mask[:, None], text, dtype) for name, mask in by_type.items()}
-    types = set(getattr(text, "layer_types", None) or ())
-    return {name: masks.get(name) for name in types} if types else masks["full_attention"]
-
-
-def _in_layout(mask: torch.Tensor, config: Any, dtype: torch.dtype) -> torch.Tensor:
-    if config._attn_implementation != "eager":
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _cut(value: Any, row: int, start: int, end: int, size: int) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 
 from fullshard.data.loader import Collator
 from fullshard.errors import first_line
+from fullshard.models.attention import is_own, without_flex
 from fullshard.models.inner_model import causal
 from fullshard.models.packed_inputs import Packed, PackingMethod, documents_of
 from fullshard.models.small_copy import SPECIAL, VOCABULARY, bare_model, forked_random, quiet_transformers, small_models
@@ -45,7 +46,7 @@ class PackingVerdict:
 def try_packing(model: Any, device: torch.device, flatten: bool) -> PackingVerdict:
     """Try the packing methods, cheapest first, on a small model like `model`. The random state is not changed."""
     failure = ""
-    with forked_random(device), quiet_transformers():
+    with forked_random(device), quiet_transformers(), without_flex():
         try:
             for small in small_models(bare_model(causal(model)), device):
                 trial = Trial(small, device, flatten)
@@ -83,12 +84,14 @@ class Trial:
 
     def verdict(self) -> PackingVerdict:
         found = []
-        for masks in (False, True):
+        # Our own attention is fastest with masks that are made once per batch.
+        order = (True, False) if is_own(self.small.config) else (False, True)
+        for masks in order:
             reason = self.reason_against(PackingMethod(masks))
             if not reason:
                 return PackingVerdict(PackingMethod(masks))
             found.append(reason)
-        for masks in (False, True):
+        for masks in order:
             if (way := self._one_document_at_a_time(masks)) is not None:
                 return PackingVerdict(way)
         return PackingVerdict(None, next((r for r in found if r in (LEAKS, LOST)), found[0]))

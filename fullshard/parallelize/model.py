@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,19 +23,24 @@ from fullshard.parallelize.settings import EngineSettings
 from fullshard.spmd import Mesh
 
 
-def shard_model(model: nn.Module, settings: EngineSettings, mesh: Mesh | None = None, **overrides: Any) -> Any:
-    """Shard a model in place and return it. `overrides` are options of `FSDPv2` that replace those of the settings."""
+def shard_model(
+    model: nn.Module, settings: EngineSettings, mesh: Mesh | None = None, *, say: Callable[[str], None] | None = None,
+    **overrides: Any,
+) -> Any:  # fmt: skip
+    """Shard a model in place and return it. `overrides` are options of `FSDPv2` that replace those of the settings;
+    `say` is called when compilation begins."""
     mesh = mesh if mesh is not None else build_mesh(settings)
     layers = checkpointed_modules(model, settings) if settings.activation_checkpointing else []
     wrapped: Any = FSDPv2(model, mesh, **{**fsdp_options(model, settings), **overrides})  # type: ignore[call-arg]
     for layer in layers:
-        checkpoint_module(layer, offload=settings.activation_checkpointing_offload)
+        # The last layer's inputs are needed again at once.
+        checkpoint_module(layer, offload=settings.activation_checkpointing_offload and layer is not layers[-1])
     config: Any = getattr(model, "config", None)
     if layers and getattr(config, "use_cache", False):
         config.use_cache = False  # a recomputed layer would append to its cache twice
     if settings.backend.lower() != "no":
         wrapped.compile_units(
-            backend=settings.backend.lower(), fullgraph=settings.use_fullgraph,
+            say, backend=settings.backend.lower(), fullgraph=settings.use_fullgraph,
             dynamic=True if settings.use_dynamic else None,
             **({} if settings.mode == "default" else {"mode": settings.mode}),
         )  # fmt: skip

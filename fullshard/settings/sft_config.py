@@ -19,6 +19,7 @@ from fullshard.optimizers import lr_schedule
 from fullshard.optimizers import names as optimizer_names
 from fullshard.options import TakesOtherNames, as_list, convert, for_scripts, nearest, option, options_of
 from fullshard.reporting.logger_names import KNOWN
+from fullshard.settings.activation_options import ActivationOptions
 from fullshard.settings.adapter_options import AdapterOptions
 from fullshard.settings.argument_methods import ArgumentMethods
 from fullshard.settings.data_options import DataOptions
@@ -38,7 +39,10 @@ def _named(default: Any, *others: str, **about: Any) -> Any:
 
 @for_scripts(PEER_NAMES)
 @dataclass
-class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, ArgumentMethods, metaclass=TakesOtherNames):
+class SFTConfig(
+    TrainerOptions, ActivationOptions, AdapterOptions, DataOptions, UnusedOptions, ArgumentMethods,
+    metaclass=TakesOtherNames,
+):  # fmt: skip
     """Settings of a fine-tuning run."""
 
     # --- the model ---
@@ -55,8 +59,9 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
     """A custom chat template; overrides `chat_template_format`."""
     use_flash_attn: bool = False
     """Use FlashAttention 2. If it is not installed, or without a GPU, PyTorch's attention is used, with a note."""
-    attn_implementation: str | None = option(None, given_as="sdpa, eager, flash_attention_2, …")
-    """The attention implementation, by transformers' name; overrides `use_flash_attn`."""
+    attn_implementation: str | None = option(None, given_as="fullshard, sdpa, eager, flash_attention_2, …")
+    """The attention implementation, by transformers' name; overrides `use_flash_attn`. If not set: on GPUs fullshard,
+    the fastest kernel that is right for each batch (docs/speed.md); else transformers' choice."""
     rope_scaling: Literal["linear", "dynamic", "yarn"] | None = None
     """Scale rotary position embeddings so that documents of `max_length` tokens fit, if that is longer than the
     model's context."""
@@ -124,10 +129,6 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
     settings name another precision."""
     fp16: bool = False
     """Mixed precision: compute in fp16 with loss scaling, update in fp32."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass instead of keeping them."""
-    use_reentrant: bool = False
-    """Use the reentrant variant of gradient checkpointing."""
     chunked_loss: bool = True
     """Compute output head and loss in chunks, so that the full logits are never in memory. The loss is the same."""
     router_aux_loss_coef: float | None = None
@@ -137,8 +138,8 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
     """Tokens per chunk; 0 chooses: on GPUs an eighth of the tokens, at least 256, in at most 256 MiB of logits."""
     log_entropy: bool = False
     """Log the mean entropy of the predictions too, as TRL does: `entropy` and `eval_entropy`."""
-    torch_compile: bool = False
-    """Compile each layer with torch.compile."""
+    torch_compile: bool | None = None
+    """Compile each layer with torch.compile. If not set: on GPUs, for runs that are long enough to pay for it."""
     on_nonfinite_loss: Literal["stop", "skip"] = "stop"
     """What to do on a NaN or infinite loss: stop before the update and name the rows, or skip the step."""
     fsdp: str | None = option(None, given_as="full_shard auto_wrap offload, …")
@@ -216,6 +217,7 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
     def __post_init__(self) -> None:
         self._convert()
         self.take_nested()
+        self.take_checkpointing()
         self.check_unused()
         self._check_numbers()
         self.check_data()
@@ -298,11 +300,6 @@ class SFTConfig(TrainerOptions, AdapterOptions, DataOptions, UnusedOptions, Argu
             raise ConfigError(f"report_to names {', '.join(unknown)}{hint}.")
         if self.loss_type == "dft" and self.label_smoothing_factor:
             raise ConfigError("label_smoothing_factor is for loss_type nll, and loss_type is dft; choose one.")
-        if self.activation_offloading and not self.gradient_checkpointing:
-            raise ConfigError(
-                "activation_offloading keeps the inputs of recomputed layers on the host; it needs "
-                "gradient_checkpointing."
-            )
 
     def _check_evaluation(self) -> None:
         if self.streaming and self.max_steps < 0:

@@ -1,8 +1,7 @@
 """Settings that scripts written for transformers' and TRL's trainers use beside the main ones.
 
 Part of `SFTConfig`. Names and values are those of `TrainingArguments` and TRL's `SFTConfig`. Nested settings
-(`model_init_kwargs`, `gradient_checkpointing_kwargs`, `accelerator_config`) become settings of the run's own. Nothing
-here imports torch.
+(`model_init_kwargs`, `accelerator_config`) become settings of the run's own. Nothing here imports torch.
 """
 
 # ruff: noqa: RUF009 - options are fields
@@ -33,8 +32,8 @@ ACCELERATOR = {
 """Fields of `AcceleratorConfig`, and why a true value is refused; empty where any value trains on the same rows."""
 
 
-def _mapping(given_as: str = "name=value,…, or JSON") -> Any:
-    return option(None, kind=dict, given_as=given_as)
+def _mapping() -> Any:
+    return option(None, kind=dict, given_as="name=value,…, or JSON")
 
 
 @dataclass
@@ -55,10 +54,6 @@ class TrainerOptions:
     average_tokens_across_devices: bool = True
     """Weight all trained tokens of a step equally. If false, each rank's mean loss counts the same, whatever the number
     of its tokens."""
-    gradient_checkpointing_kwargs: dict[str, Any] | str | None = _mapping("use_reentrant=true or false, or JSON")
-    """Options of gradient checkpointing, as transformers takes them: `use_reentrant`."""
-    activation_offloading: bool = False
-    """Keep the inputs of recomputed layers on the host until the backward pass. Needs `gradient_checkpointing`."""
     torch_compile_backend: str | None = option(None, given_as="a backend of torch.compile")
     """The backend of torch.compile; turns `torch_compile` on."""
     torch_compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = (
@@ -109,9 +104,9 @@ class TrainerOptions:
         """Make nested settings the run's own. Refuses what has no meaning here."""
         run: Any = self
         self._take_model_arguments()
-        self._take_checkpointing()
         self._take_accelerator()
-        run.torch_compile = bool(run.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
+        if self.torch_compile_backend or self.torch_compile_mode:
+            run.torch_compile = True
         if self.loss_type == "chunked_nll":
             self.loss_type = "nll"
         seen = str(self.include_num_input_tokens_seen).lower()
@@ -147,14 +142,6 @@ class TrainerOptions:
     def revision(self) -> str | None:
         """The revision of the model on the hub; None is its main branch."""
         return dict(self.model_init_kwargs or {}).get("revision")  # type: ignore[arg-type]
-
-    def _take_checkpointing(self) -> None:
-        run, given = cast(Any, self), dict(self.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
-        if "use_reentrant" in given:
-            run.use_reentrant = as_bool(given.pop("use_reentrant"))
-        unknown = [name for name, value in given.items() if name != "selective" or value]
-        if unknown:
-            raise ConfigError(f"gradient_checkpointing_kwargs has {', '.join(unknown)}; expected use_reentrant alone.")
 
     def _take_accelerator(self) -> None:
         run, given = cast(Any, self), self.accelerator_config

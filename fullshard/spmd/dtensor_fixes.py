@@ -1,6 +1,6 @@
 """Corrections to torch's own `DTensor`, which parameters of FSDPv2 are: its optimizer steps are the fastest.
 
-`import fullshard.spmd` applies the first two. `torch_private.py` lists them among the patches.
+`import fullshard.spmd` applies all but the last. `torch_private.py` lists them among the patches.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch.distributed.tensor import DTensor
 
 from fullshard import accelerator, runtime
-from fullshard.spmd.foreach_ops import unscale
+from fullshard.spmd.foreach_ops import fused_update, unscale
 from fullshard.spmd.rule_table import RULES, aten
 from fullshard.spmd.rules import draw_global
 from fullshard.spmd.tensor import DATA
@@ -20,6 +20,10 @@ DTensor.data = DATA
 # torch's handler for `GradScaler` uses the layout of the first gradient for all of them and fails on lists that also
 # hold plain tensors (the gradients of FSDPv2 with ignored modules).
 custom_op_handlers()[aten._amp_foreach_non_finite_check_and_unscale_.default] = unscale
+
+# torch finds the layout of every tensor of a fused optimizer's lists, and looks each up again for the result.
+for _update in (aten._fused_adamw_.default, aten._fused_adam_.default):
+    custom_op_handlers()[_update] = fused_update
 
 
 def draw_global_on_cpu() -> None:

@@ -62,6 +62,24 @@ def unscale(op: Any, args: Any, kwargs: Any) -> None:
     found.copy_(torch.maximum(_full(found), not_finite))
 
 
+def fused_update(op: Any, args: Any, kwargs: Any) -> None:
+    """A fused optimizer's update. Parameters, gradients and state nearly always have the same layout, position by
+    position: then it is an update of the shards, without torch's work for each tensor."""
+    lists = [given for given in args if given and given[0].ndim]  # but for the steps, and state that there is none of
+    if all(_is_aligned(position) for position in zip(*lists, strict=True)):
+        op(*([local_of(t) if is_sharded(t) else t for t in given] for given in args), **kwargs)
+    else:
+        _on_shards(op, args, kwargs, [t for given in lists for t in given])
+
+
+def _is_aligned(position: tuple[torch.Tensor, ...]) -> bool:
+    first = position[0]
+    if not is_sharded(first):
+        return not any(is_sharded(t) for t in position)
+    mesh, placements = first.device_mesh, first.placements
+    return all(is_sharded(t) and t.device_mesh is mesh and t.placements == placements for t in position)
+
+
 def _on_shards(op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
     lists, writes = _lists((args, kwargs)), {id(t) for t in written}
     targets = [_target(position, writes) for position in _positions((args, kwargs))]

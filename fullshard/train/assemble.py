@@ -16,7 +16,6 @@ import torch
 from fullshard import accelerator, runtime
 from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
-from fullshard.fsdp import checkpoint_module
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.neftune import add_noise
@@ -33,12 +32,15 @@ from fullshard.ranks import agree, agree_locally
 from fullshard.reporting.reporter import Reporter
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import adapter, memory_check
+from fullshard.train.activation_budget import ActivationBudget, largest_batch
 from fullshard.train.adapter import Say, fuse_adapter, quantization, set_adapter_dtype, set_projection_dtype
 from fullshard.train.batches import Steps, load_data
 from fullshard.train.checked_run import CheckedRun
+from fullshard.train.compilation import choose_compilation
 from fullshard.train.given_model import take_model
 from fullshard.train.loop import Loop
 from fullshard.train.model import (
+    choose_attention,
     choose_packing,
     find_folders,
     has_own_tables,
@@ -105,6 +107,7 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
         model = agree_locally(lambda: read_model(config, base, say), "model without weights")
     else:
         agree(lambda: take_model(model), "model in memory")
+    choose_attention(config, model, given=base is None)
     own_tables = any(agree(lambda: has_own_tables(model, folders), "embeddings of the adapter"))
     requested = adapter.requested_config(config, run.peft_config)
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
@@ -134,7 +137,8 @@ def build_loop(
     `first` is the folder of initial adapter values to read instead of computing them again; `steps` are the training
     data. The trainer makes optimizer and schedule.
     """
-    engine, model = parts.engine, parts.model
+    model = parts.model
+    engine = choose_compilation(config, parts.engine, model, reporter.total if steps is not None else 0)
     keep_tables_whole(model)
     fuse_adapter(config, model, runtime.device(), reporter.say)
     if config.neftune_noise_alpha:
@@ -145,19 +149,20 @@ def build_loop(
     if head.why_not:
         reporter.say(f"chunked_loss: {head.why_not}.")
     _place_embedding(config, model, reporter.say)
-    recomputes = config.gradient_checkpointing and not engine.activation_checkpointing
-    layers = checkpointed_modules(model, engine) if recomputes else []
+    layers = checkpointed_modules(model, engine) if config.gradient_checkpointing else []
     dtypes = set_adapter_dtype(config, model, engine.mixed_precision, reporter.say)
     collectives.meet("start of sharding")  # creating process groups waits for all ranks unwatched
-    sharded = shard_model(model, engine, timeout=config.ddp_timeout, mixed_precision=dtypes)
+    sharded = shard_model(model, engine, say=reporter.say, timeout=config.ddp_timeout, mixed_precision=dtypes)
     mesh = sharded._fullshard_mesh
     along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
     collectives.set_timeout(along_axes, config.ddp_timeout)
     reentrant = config.use_reentrant and not has_router_loss(model)
     if reentrant != config.use_reentrant:
         reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
-    for layer in layers:
-        checkpoint_module(layer, reentrant=reentrant)
+    activations = ActivationBudget(
+        layers, config.activation_budget, largest_batch(config, steps, model), sharded, reporter.say,
+        offload=config.activation_offloading, reentrant=reentrant,
+    )  # fmt: skip
     optim = config.optim if trainer.makes_optimizer else None
     memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
     if parts.base is not None:
@@ -168,8 +173,10 @@ def build_loop(
     set_projection_dtype(sharded, dtypes.param_dtype)
     trainer.create_optimizer_and_scheduler(reporter.total)
     optimizer, schedule = check_given(rebind(trainer.optimizer)), schedule_of(trainer.lr_scheduler)
+    activations.watch(optimizer)
     return Loop(
-        config, sharded, head, optimizer, schedule, steps, reporter, engine.mixed_precision, packed, trainer
+        config, sharded, head, optimizer, schedule, steps, reporter, engine.mixed_precision, packed, trainer,
+        activations,
     )  # fmt: skip
 
 

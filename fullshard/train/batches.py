@@ -126,10 +126,12 @@ def evaluation_loader(config: SFTConfig, data: TokenTable, collator: Any, seen: 
 
 
 def make_collator(
-    config: SFTConfig, pad_token_id: int, flash: bool, marks_padding: bool, seen: bool = False, collate: Any = None
-) -> Any:
+    config: SFTConfig, pad_token_id: int, flash: bool, marks_padding: bool, seen: bool = False, collate: Any = None,
+    block: int | None = None,
+) -> Any:  # fmt: skip
     """What makes tensors of rows. FlashAttention takes packed rows as one, without padding. `marks_padding` is for
-    routers of experts, which see padding too.
+    routers of experts, which see padding too. Packed rows are padded to whole blocks of the attention, `block` tokens:
+    their length then hardly ever changes.
 
     With `seen`, a script's own code gets the batches: they are as transformers' are. `collate` is a script's collator.
     """
@@ -137,7 +139,7 @@ def make_collator(
         return RowCollator(collate)
     apart = config.keeps_apart
     flatten = config.padding_free or (apart and flash)
-    multiple: Any = config.pad_to_multiple_of or (1 if seen else None)
+    multiple: Any = config.pad_to_multiple_of or (1 if seen else block if apart and not flatten else None)
     mask = "attention_mask" if seen and not apart else "real_tokens" if marks_padding else None
     return Collator(pad_token_id, apart, flatten, multiple, mask)
 

@@ -118,10 +118,15 @@ def sharding_settings(config: SFTConfig, launched: EngineSettings | None, notes:
         changes["use_cpu"] = True
     if config.torch_compile_backend or (config.torch_compile and engine.backend.lower() == "no"):
         changes["backend"] = config.torch_compile_backend or "inductor"
+    elif config.torch_compile is False:
+        changes["backend"] = "no"
     if config.torch_compile_mode:
         changes["mode"] = config.torch_compile_mode
-    if config.activation_offloading:
-        changes |= {"activation_checkpointing": True, "activation_checkpointing_offload": True}
+    if config.gradient_checkpointing and engine.activation_checkpointing:
+        raise ConfigError(
+            f"gradient_checkpointing is {config.gradient_checkpointing}, and activation_checkpointing is on in the "
+            f"launcher's settings or in fsdp_config: both recompute activations. Keep one of them."
+        )
     return dataclasses.replace(engine, **changes)
 
 

@@ -24,7 +24,7 @@ class CommandConfig(SFTConfig):
     """The settings of `fullshard sft`. They are those of scripts, with these defaults of PEFT's training script."""
 
     learning_rate: float = 5e-5
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     bf16: bool | None = False
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = "auto"
     add_special_tokens: bool | None = False
@@ -98,6 +98,8 @@ def _from_training_arguments(args: Any) -> dict[str, Any]:
             taken[field.name] = getattr(args, field.name)
         elif field.init and _owner(type(args), field.name) in LIBRARIES:
             unknown.append(field.name)
+    if taken.get("torch_compile") is False:
+        del taken["torch_compile"]  # their default, which leaves it open here
     if unknown:
         plain = type(args)(output_dir=args.output_dir)  # what the class fills in by itself is no wish of the user's
         for name in unknown:

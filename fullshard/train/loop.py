@@ -36,6 +36,7 @@ from fullshard.models.router_loss import has_router_loss
 from fullshard.ranks import exchange
 from fullshard.reporting.reporter import Reporter, Window, memory_gib
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.activation_budget import ActivationBudget
 from fullshard.train.batches import Steps, describe_data
 from fullshard.train.launched_step import LaunchedStep, UpdateGuard
 from fullshard.train.optimizer import Schedule
@@ -52,9 +53,10 @@ class Loop:
     def __init__(
         self, config: SFTConfig, model: Any, head: LeanHead, optimizer: torch.optim.Optimizer, schedule: Schedule,
         loader: Steps | None, reporter: Reporter, precision: str, packed: Packed | None, trainer: Any,
+        activations: ActivationBudget,
     ) -> None:  # fmt: skip
         self.config, self.model, self.head, self.optimizer, self.schedule = config, model, head, optimizer, schedule
-        self.loader, self.reporter, self.packed = loader, reporter, packed
+        self.loader, self.reporter, self.packed, self.activations = loader, reporter, packed, activations
         self.trainer = trainer
         """The trainer, whose methods may be overridden."""
         self.notify = trainer.callback_handler
@@ -111,7 +113,7 @@ class Loop:
                 if begins:
                     self.notify("on_epoch_begin")
                 step = self.trainer.counted(step)
-                taken, facts = self.train_step(step), step.pick.facts
+                taken, facts = self.activations.run(self.train_step, step), step.pick.facts
                 if taken:
                     self._end_step(step)
                     self._log_evaluate_save(taken)
@@ -344,6 +346,7 @@ class Loop:
         self.progress.total_flos = self.notify.state.total_flos
         self.progress.callbacks = exchange(self.notify.exported(), "state of the callbacks")[0]
         self.notify.state.stateful_callbacks = self.progress.callbacks
+        self.progress.activations = self.activations.record()
         elapsed = exchange(self.window.elapsed, "time spent")[0]
         progress = {**asdict(self.progress), "window": self.window.state(elapsed)}
         optimizer = {} if self.config.save_only_model else {"optimizer": self.optimizer}
@@ -388,6 +391,7 @@ class Loop:
         if self.config.save_only_model and runtime.is_main():
             runtime.get_logger().warning("save_only_model is on: the optimizer is a new one, without its state")
         self.progress.batch = batch
+        self.activations.adopt(self.progress.activations)
         self._saved = self.progress.step
         self._set_state()
 

@@ -21,6 +21,7 @@ from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError, first_line
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora import virtual_tokens
+from fullshard.models.attention import is_own, register, use_own_attention
 from fullshard.models.inner_model import causal, embedding_rows
 from fullshard.models.packed_inputs import Packed, PackingMethod, takes_positions
 from fullshard.models.packing_check import PackingVerdict, try_packing
@@ -137,8 +138,9 @@ def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
 
 
 def attention(config: SFTConfig, say: Say) -> str | None:
-    """The attention implementation that the settings ask for; None leaves the choice to transformers."""
+    """The attention implementation that the settings ask for; None leaves the choice open."""
     if config.attn_implementation:
+        register()
         return config.attn_implementation
     if not config.use_flash_attn:
         return None
@@ -149,6 +151,16 @@ def attention(config: SFTConfig, say: Say) -> str | None:
     else:
         return "flash_attention_2"
     return None
+
+
+def choose_attention(config: SFTConfig, model: Any, given: bool) -> None:
+    """On GPUs, let a model whose attention is left open run our own. One that was `given` in memory may have been made
+    with an implementation of the script's choice: only transformers' default is replaced."""
+    open_to_choice = not config.attn_implementation and not uses_flash(causal(model))
+    if given and getattr(causal(model).config, "_attn_implementation", None) != "sdpa":
+        open_to_choice = False
+    if open_to_choice and accelerator.is_accelerator(runtime.device()):
+        use_own_attention(model)
 
 
 def prepared_tokenizer(config: SFTConfig, tokenizer: Any) -> Prepared:
@@ -298,7 +310,7 @@ def choose_packing(config: SFTConfig, model: Any, say: Say) -> PackingMethod:
     verdict: PackingVerdict = on_rank_0(work, "packing check")
     name = type(causal(model)).__name__
     if verdict.way is not None:
-        if verdict.way != PackingMethod():
+        if verdict.way.alone or (verdict.way.masks and not is_own(causal(model).config)):
             say(f"packing: documents are kept apart in {name} by {verdict.way}.")
         return verdict.way
     if verdict.tried:
@@ -315,7 +327,9 @@ def choose_packing(config: SFTConfig, model: Any, say: Say) -> PackingMethod:
 
 
 def packed_inputs(model: Any, method: PackingMethod | None, precision: str) -> Packed | None:
-    """What isolates packed documents in a model that needs more than position ids; None for the others."""
-    if method is None or method == PackingMethod():
+    """What isolates packed documents in a model that needs more than position ids, and lets our own attention know
+    which rows are packed; None for other models."""
+    method = method or PackingMethod()
+    if method == PackingMethod() and not is_own(causal(model).config):
         return None
     return Packed(model, method, dtype_of(precision) if precision != "no" else causal(model).dtype)

@@ -37,6 +37,8 @@ class Progress:
     """Floating-point operations of all ranks so far, by transformers' estimate."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     """The state of callbacks that have one, by class name."""
+    activations: dict[str, Any] | None = None
+    """What layers keep for backward, if it was chosen (`activation_budget.py`)."""
 
     @property
     def mean_loss(self) -> float:

@@ -20,6 +20,8 @@ from fullshard import accelerator, runtime
 from fullshard.data.loader import Batch, Step
 from fullshard.data.pretokenized import IGNORED
 from fullshard.errors import ConfigError
+from fullshard.models.attention import is_own
+from fullshard.models.attention_masks import BLOCK
 from fullshard.models.chunked_loss import whole_cross_entropy
 from fullshard.models.inner_model import causal
 from fullshard.models.router_loss import has_router_loss
@@ -72,7 +74,8 @@ class TrainingStep:
 
     def _collator(self, seen: bool) -> Any:
         model, pad = self.parts.model, self.parts.tokenizer.pad_token_id
-        return make_collator(self.args, pad, uses_flash(model), has_router_loss(model), seen, self.data_collator)
+        block = BLOCK if is_own(causal(model).config) else None
+        return make_collator(self.args, pad, uses_flash(model), has_router_loss(model), seen, self.data_collator, block)
 
     def train_steps(self) -> Steps:
         """The steps of what `get_train_dataloader` returns."""

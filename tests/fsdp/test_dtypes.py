@@ -1,10 +1,12 @@
 """Several dtypes in one model: mixed precision, loss scaling, packed parameters."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.fsdp import (
     FSDPv2,
     MixedPrecision,
@@ -155,3 +157,71 @@ def test_packed_parameters_travel_as_bytes_and_are_seen_as_their_module_says(sma
     assert torch.equal(model.packed.full_tensor(), plain.packed)
     assert model.packed.grad is None
     assert model.plan.parameters["packed"].compute_dtype == "uint8"
+
+
+# --- copies that are kept ---------------------------------------------------------------------------------------------
+
+
+def _train(steps, *, accumulate=2, checkpoint=False, between=lambda model, step: None):
+    """bf16 compute with fp32 masters on one rank; how many units were cast in each step, and what came of it."""
+    model = build("llama", torch.float32)
+    if checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = FSDPv2(
+        model, mesh_for("FULL_SHARD"), auto_wrap_policy=transformer_auto_wrap_policy, mixed_precision="bf16"
+    ).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    casts, live, losses = [], [], []
+    for unit in model._fullshard_engine.units:
+        unit._copy = lambda parameters, plain=unit._copy: (casts.append(step), plain(parameters))
+    for step, batch in enumerate(batches(steps, torch.float32)):
+        between(model, step)
+        for _ in range(accumulate):
+            loss = loss_of(model, batch) / accumulate
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        live.append(model.meter.live)
+    units = len(model._fullshard_engine.units)
+    return losses, [casts.count(step) / units for step in range(steps)], live, model
+
+
+@ranks(1)
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_copies_are_kept_until_backward_where_there_is_memory(checkpoint):
+    """From the third step on, when memory has been at its peak, each forward casts once, and backward not again."""
+    expected, twice, _, freed = _train(5, checkpoint=checkpoint)
+    with mock.patch.object(accelerator, "spare_memory", return_value=2**40):
+        losses, casts, live, model = _train(5, checkpoint=checkpoint)
+    assert losses == expected, "bit for bit"
+    assert min(twice) > 2 and casts[:2] == twice[:2] and casts[2:] == [2, 2, 2], "one per micro-batch"
+    size = sum(p.numel() for p in model.parameters()) * 2
+    assert live == [0, 0, size, size, size]
+    for p, q in zip(model.parameters(), freed.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q.full_tensor())
+    with torch.no_grad():
+        batch = batches(1, torch.float32)[0]
+        assert torch.equal(loss_of(model, batch), loss_of(freed, batch))
+    model.to(torch.bfloat16)  # the shards are then what modules compute with
+    loss_of(model, batch).backward()
+    assert model.meter.live == 0
+
+
+@ranks(1)
+def test_kept_copies_follow_writes_that_torch_does_not_count():
+    def shrink(model, step):
+        if step == 3:
+            for p in model.parameters():
+                p.data.mul_(0.5)
+
+    expected = _train(5, between=shrink)[0]
+    with mock.patch.object(accelerator, "spare_memory", return_value=2**40):
+        assert _train(5, between=shrink)[0] == expected != _train(5)[0]
+
+
+@ranks(1)
+def test_copies_are_not_kept_where_memory_is_short():
+    size = sum(p.numel() for p in build("llama", torch.float32).parameters()) * 2
+    with mock.patch.object(accelerator, "spare_memory", return_value=2 * size - 1):
+        assert set(_train(4)[2]) == {0}

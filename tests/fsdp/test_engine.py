@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fullshard.fsdp import FSDPv2, checkpoint_module, transformer_auto_wrap_policy
+from fullshard.fsdp.unit import Unit, UnitState
 from tests.fsdp.programs import (
     assert_same_training,
     build,
@@ -164,6 +165,29 @@ def test_freezing_after_wrapping_is_noticed():
     step(model)
     assert model.meter.reduced_parameters and all("norm" in name for name in model.meter.reduced_parameters)
     assert all((p.grad is not None) == ("norm" in n) for n, p in model.named_parameters())
+
+
+@ranks(2)
+def test_the_next_unit_is_prefetched_before_the_current_one_is_waited_for():
+    """Otherwise copies from the host for the next unit would wait for the communication of the current one."""
+    model = FSDPv2(llama(layers=3), mesh_for("FULL_SHARD"), auto_wrap_policy=transformer_auto_wrap_policy)
+    step(model)
+    events = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("start_gather", "finish_gather"):
+            plain = getattr(Unit, name)
+            gathering = UnitState.SHARDED if name == "start_gather" else UnitState.GATHERING
+
+            def noted(unit, plain=plain, name=name, gathering=gathering):
+                if unit.state is gathering:
+                    events.append((name.split("_")[0], unit.index))
+                plain(unit)
+
+            patch.setattr(Unit, name, noted)
+        step(model, batch=1)
+    forward = [("start", 0), ("start", 1), ("finish", 0), ("start", 2), ("finish", 1), ("start", 3), ("finish", 2)]
+    assert events[:8] == [*forward, ("finish", 3)]
+    assert events[8:] == [("start", 3), ("start", 2), ("finish", 3), ("start", 1), ("finish", 2), ("finish", 1)]
 
 
 @ranks(2)

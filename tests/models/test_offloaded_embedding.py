@@ -94,7 +94,7 @@ def test_values_are_loaded_and_training_it_is_refused() -> None:
     model(input_ids=ids)
     assert torch.equal(seen[0], before[ids] + 1)
     table.weight.requires_grad_()
-    with pytest.raises(FSDPError, match="kept in host memory .* cannot be trained"):
+    with pytest.raises(FSDPError, match=r"kept in host memory .* cannot be trained"):
         model(input_ids=ids)
 
 

@@ -47,6 +47,24 @@ def test_a_layer_on_the_gpu_equals_one_on_the_cpu():
     torch.testing.assert_close(there.grad.cpu(), x.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_streams_do_not_share_a_buffer():
+    """Products on two streams at once: each stream has a buffer of its own for the dequantized weight."""
+    torch.manual_seed(0)
+    layers = [NF4Linear.of(torch.nn.Linear(2048, 2048, bias=False), Scheme(double=True)).cuda() for _ in range(2)]
+    x = torch.randn(4096, 2048, device="cuda")
+    with torch.no_grad():
+        expected = [layer(x) for layer in layers]
+        streams = [torch.cuda.Stream() for _ in layers]
+        found = [[], []]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            for layer, stream, outputs in zip(layers, streams, found, strict=True):
+                with torch.cuda.stream(stream):
+                    outputs.append((layer(x) - expected[layers.index(layer)]).abs().max())
+        torch.cuda.synchronize()
+    assert all(float(difference) == 0 for outputs in found for difference in outputs)
+
+
 @pytest.mark.parametrize("widths", [(48,), (4096,), (20000,), (64, 48), (4096, 1024, 1024)])
 @pytest.mark.parametrize("fold", [False, True])
 def test_fp8_kernels_give_the_bits_of_the_cpu(widths, fold):

@@ -60,19 +60,22 @@ class Reads(TorchFunctionMode):
 
 
 class Events(TrainerCallback):
-    """The order in which updates are issued and values are read."""
+    """The order in which updates are issued and values are read, inside `with`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.seen: list[str] = []
-        self.read = 0
-        plain = accelerator.HostCopy.read
+        self._plain = accelerator.HostCopy.read
 
+    def __enter__(self) -> Events:
         def read(copied: Any) -> Any:
-            self.read += 1
-            self.seen.append(f"read {self.read}")
-            return plain(copied)
+            self.seen.append(f"read {1 + sum(event.startswith('read') for event in self.seen)}")
+            return self._plain(copied)
 
-        monkeypatch.setattr(accelerator.HostCopy, "read", read)
+        accelerator.HostCopy.read = read  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        accelerator.HostCopy.read = self._plain  # type: ignore[method-assign]
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.seen.append(f"update {state.global_step + 1}")
@@ -80,14 +83,14 @@ class Events(TrainerCallback):
 
 @ranks(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_between_log_lines_reads_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_between_log_lines_reads_nothing(kind: str, tmp_path: Path) -> None:
     config = settings(tmp_path, max_steps=5, logging_steps=4, per_device_train_batch_size=2, **KINDS[kind])
-    events, reads = Events(monkeypatch), Reads()
+    events, reads = Events(), Reads()
     trainer = SFTTrainer(
         model=make_model(), args=config, train_dataset=text_rows(60), tokenizer=make_tokenizer(), callbacks=[events]
     )
     trainer.prepare()
-    with reads:
+    with events, reads:
         trainer.train()
     assert reads.found == []
     updates = ["update 1", "update 2", "read 1", "update 3", "read 2", "update 4", "read 3"]
@@ -112,11 +115,10 @@ def test_values_do_not_depend_on_when_they_are_read(tmp_path: Path) -> None:
 
 @ranks(1)
 @pytest.mark.parametrize("changes", [{"optim": "lion_32bit"}, {"optim": "adamw_torch"}, {"on_nonfinite_loss": "skip"}])
-def test_what_cannot_skip_on_the_device_reads_first(
-    changes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, events = settings(tmp_path, max_steps=2, logging_steps=10, **changes), Events(monkeypatch)
-    train(make_model(), config, callbacks=[events])
+def test_what_cannot_skip_on_the_device_reads_first(changes: dict[str, str], tmp_path: Path) -> None:
+    config = settings(tmp_path, max_steps=2, logging_steps=10, **changes)
+    with Events() as events:
+        train(make_model(), config, callbacks=[events])
     assert events.seen == ["read 1", "update 1", "read 2", "update 2"]
 
 

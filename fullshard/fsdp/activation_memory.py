@@ -1,0 +1,154 @@
+"""How much activation memory each layer may keep: levels, and the choice among them under a budget.
+
+Choosing is a pure function of bytes and costs. Measuring them is in `layer_memory.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fullshard.fsdp.activation_checkpointing import checkpoint_module, keep_activations
+
+Kind = TypeVar("Kind")
+MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
+"""The names of the feed-forward part in the layers of language models."""
+
+
+class Level(enum.IntEnum):
+    """What a layer keeps for backward; a higher level keeps less."""
+
+    KEEP_ALL = 0
+    RECOMPUTE_MLP = 1
+    """Recompute the inside of the feed-forward part, which has the largest activations."""
+    RECOMPUTE = 2
+    """Recompute the layer from its input."""
+    OFFLOAD = 3
+    """The same, with the input in host memory."""
+
+
+def set_level(layer: nn.Module, level: Level, *, reentrant: bool = False) -> None:
+    """Let a layer keep what a level says, from its next forward on."""
+    mlp = mlp_of(layer)
+    keep_activations(layer)
+    if mlp is not None:
+        keep_activations(mlp)
+    if level is Level.RECOMPUTE_MLP and mlp is not None:
+        checkpoint_module(mlp)
+    elif level is not Level.KEEP_ALL:
+        checkpoint_module(layer, reentrant=reentrant, offload=level is Level.OFFLOAD)
+
+
+def mlp_of(layer: nn.Module) -> nn.Module | None:
+    """The feed-forward part of a layer; None where it has none of a known name."""
+    return next((child for name, child in layer.named_children() if name in MLPS), None)
+
+
+def full_checkpointing(layers: int, offload: bool) -> list[Level]:
+    """The levels that need the least memory. The last layer's input is needed again at once: it is never moved."""
+    return [Level.OFFLOAD if offload else Level.RECOMPUTE] * (layers - 1) + [Level.RECOMPUTE] * min(1, layers)
+
+
+def kinds_of(layers: Sequence[nn.Module]) -> list[int]:
+    """The kind of each layer: layers of one class with parameters of the same shapes keep the same."""
+    known: dict[Any, int] = {}
+    shapes = [(type(layer), *((name, p.shape) for name, p in layer.named_parameters())) for layer in layers]
+    return [known.setdefault(shape, len(known)) for shape in shapes]
+
+
+def recompute_costs(layer: nn.Module) -> dict[Level, float]:
+    """What recomputing a layer costs at each level, in products per token. The last product of a part is not needed
+    again; moving an input costs next to nothing beside them."""
+    mlp = mlp_of(layer)
+    part, whole = _products(mlp) if mlp is not None else [], _products(layer)
+    last = part[-1] if part else 0.0
+    costs = {Level.KEEP_ALL: 0.0, Level.RECOMPUTE_MLP: sum(part) - last, Level.RECOMPUTE: sum(whole) - last}
+    return {**costs, Level.OFFLOAD: 1.02 * costs[Level.RECOMPUTE]}
+
+
+def _products(module: nn.Module) -> list[float]:
+    """The sizes of a module's matrices, in order."""
+    found = []
+    for each in module.modules():
+        if hasattr(each, "in_features") and hasattr(each, "out_features"):
+            if not any(hasattr(inner, "in_features") for inner in each.modules() if inner is not each):
+                found.append(float(each.in_features * each.out_features))
+        else:
+            found += [float(p.numel()) for p in each.parameters(recurse=False) if p.dim() > 1]
+    return found
+
+
+def peak_of(sizes: Mapping[Kind, Mapping[Level, float]], kinds: Sequence[Kind], levels: Sequence[Level]) -> float:
+    """The most bytes of activations at a time: when the backward of a layer begins, the layers before it hold what they
+    keep, and the layer itself has everything."""
+    peak = before = 0.0
+    for kind, level in zip(kinds, levels, strict=True):
+        peak = max(peak, before + max(sizes[kind].values()))
+        before += sizes[kind][level]
+    return peak
+
+
+def describe_levels(levels: Sequence[Level]) -> str:
+    """Levels in words, such as `20 of 32 layers keep all, 12 recompute the MLP`."""
+    words = {
+        Level.KEEP_ALL: "keep all", Level.RECOMPUTE_MLP: "recompute the MLP", Level.RECOMPUTE: "are recomputed",
+        Level.OFFLOAD: "are recomputed from inputs on the host",
+    }  # fmt: skip
+    parts = [f"{levels.count(level)} {word}" for level, word in words.items() if level in levels]
+    first, *rest = parts or ["no layers"]
+    count, _, what = first.partition(" ")
+    if not rest:
+        return f"all {count} layers {what}" if levels else "no layers"
+    return ", ".join([f"{count} of {len(levels)} layers {what}", *rest])
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
+
+
+def choose_levels(
+    bytes_by_level: Mapping[Kind, Mapping[Level, float]],
+    costs: Mapping[Kind, Mapping[Level, float]],
+    layers: Sequence[Kind],
+    budget: float,
+) -> list[Level]:
+    """The level of each layer: little recomputation, within a memory budget.
+
+    For each kind of layer, the bytes that a layer keeps and the cost of recomputing it, by level; the levels of a kind
+    are those in `bytes_by_level`. `layers` are the kinds of all layers in order. From the levels with the fewest bytes,
+    layers are raised while anything fits, what saves the most recomputation per byte first. The result costs at most
+    one layer's recomputation more than the best one. If nothing fits, it is the levels with the fewest bytes.
+
+    Layers that keep more come last: they are released first in backward, before earlier layers are recomputed.
+    """
+    chosen = {kind: [min(sizes, key=lambda level: (sizes[level], level))] for kind, sizes in bytes_by_level.items()}
+    chosen = {kind: chosen[kind] * layers.count(kind) for kind in dict.fromkeys(layers)}
+    free = budget - sum(bytes_by_level[kind][level] for kind, levels in chosen.items() for level in levels)
+    while (best := _best_raise(bytes_by_level, costs, chosen, free)) is not None:
+        kind, before, after = best
+        chosen[kind].remove(before)
+        chosen[kind].append(after)
+        free -= bytes_by_level[kind][after] - bytes_by_level[kind][before]
+    for levels in chosen.values():
+        levels.sort(reverse=True)
+    return [chosen[kind].pop(0) for kind in layers]
+
+
+def _best_raise(
+    bytes_by_level: Mapping[Kind, Mapping[Level, float]],
+    costs: Mapping[Kind, Mapping[Level, float]],
+    chosen: Mapping[Kind, list[Level]],
+    free: float,
+) -> tuple[Kind, Level, Level] | None:
+    """The kind of a layer to raise, and its level before and after; None if nothing fits, or nothing is recomputed."""
+    found = []
+    for kind, levels in chosen.items():
+        sizes, cost = bytes_by_level[kind], costs[kind]
+        for before in sorted(set(levels)):
+            for after in sizes:
+                saves, needs = cost[before] - cost[after], sizes[after] - sizes[before]
+                if saves > 0 and needs <= free:
+                    found.append((saves / max(needs, 1.0), saves, kind, before, after))
+    return max(found, key=lambda one: one[:2])[2:] if found else None

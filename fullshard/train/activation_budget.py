@@ -1,0 +1,298 @@
+"""Activation memory by budget (`gradient_checkpointing` auto or a size): layers keep what fits, the rest is recomputed.
+
+The choice is measured. The first step recomputes every layer. In the next one the last layer keeps everything, which
+takes no more memory: a recomputed layer has all of its activations too when its backward begins. Then it is known what
+a layer keeps, and if not all layers can, one step measures a layer that recomputes its feed-forward part alone. All
+ranks choose alike, from the largest numbers and the smallest memory among them, for the largest batch of the run.
+
+If memory runs out all the same, a single rank returns to full checkpointing and repeats the step. Several ranks cannot,
+because the others wait in a collective by then: they leave more memory free instead.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from fullshard import accelerator, runtime
+from fullshard.byte_size import memory_size
+from fullshard.data.loader import Collator, Step
+from fullshard.data.token_table import TokenTable
+from fullshard.fsdp.activation_memory import (
+    Level,
+    choose_levels,
+    describe_levels,
+    full_checkpointing,
+    kinds_of,
+    mlp_of,
+    peak_of,
+    recompute_costs,
+    set_level,
+)
+from fullshard.fsdp.layer_memory import DeviceMemory, LayerMeter
+from fullshard.models.inner_model import causal
+from fullshard.ranks import exchange
+from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.batches import StepLoader, Steps
+
+MARGIN = 0.04
+"""The part of the device's memory that is left free, because torch cannot use all free blocks again; twice this with
+several ranks."""
+SLACK = 0.01
+"""The part of a given size that is left free, for what differs from step to step."""
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest micro-batch of a run, padding included."""
+
+    tokens: int
+    length: int
+    quadratic: bool = False
+    """Whether attention keeps a value for each pair of tokens."""
+
+    def scale(self, step: Step) -> float:
+        """How much more activation memory it needs than this step does."""
+        shapes = [batch["input_ids"].shape for batch in step.batches]
+        tokens, length = max(rows * length for rows, length in shapes), max(length for _, length in shapes)
+        return max(1.0, self.tokens / tokens * (max(1.0, self.length / length) if self.quadratic else 1.0))
+
+
+@dataclass
+class Measured:
+    """What is known of one rank, in bytes for the largest batch."""
+
+    limit: float = 0.0
+    """What may be allocated."""
+    rest: float = 0.0
+    """In use between steps."""
+    full: float = 0.0
+    """What a step adds at its peak if all layers are recomputed."""
+    lean: float = 0.0
+    """The same without the activations of the layer that is recomputed at the peak."""
+    update: float = 0.0
+    """The same at the update of the weights, where that is more."""
+    inputs: dict[int, float] = field(default_factory=dict)
+    """By kind of layer, the size of a layer's input."""
+    kept: dict[tuple[int, Level], float] = field(default_factory=dict)
+    """By kind and level, what a call of a layer leaves behind."""
+
+    @staticmethod
+    def of_ranks(found: Sequence[Measured]) -> Measured:
+        def most(name: str) -> Any:
+            return {key: max(getattr(one, name)[key] for one in found) for key in getattr(found[0], name)}
+
+        limit, rest = min(one.limit for one in found), max(one.rest for one in found)
+        full, lean = max(one.full for one in found), max(one.lean for one in found)
+        update = max(one.update for one in found)
+        return Measured(limit, rest, full, lean, update, most("inputs"), most("kept"))
+
+    def sizes(self, kind: int) -> dict[Level, float]:
+        """What a layer of this kind keeps, by level, as far as it is known."""
+        base = self.kept[kind, Level.RECOMPUTE]
+        return {
+            Level.OFFLOAD: 0.0,
+            **{level: self.inputs[kind] + max(0.0, b - base) for (k, level), b in self.kept.items() if k == kind},
+        }
+
+
+def largest_batch(config: SFTConfig, steps: Steps | None, model: Any) -> LargestBatch | None:
+    """The largest micro-batch of the training data; None if it cannot be known."""
+    collator, rows = getattr(steps, "collate_fn", None), config.per_device_train_batch_size
+    if not isinstance(steps, StepLoader) or not isinstance(collator, Collator):
+        return None
+    if isinstance(steps.dataset, TokenTable):
+        lengths = np.sort(steps.dataset.row_sizes)[-rows:]
+    elif config.max_length is not None and not config.skip_prepare_dataset:
+        lengths = np.full(rows, config.max_length)
+    else:
+        return None
+    length = collator.padded(int(lengths.sum() if collator.flatten else lengths.max()))
+    eager = causal(model).config.get_text_config()._attn_implementation == "eager"
+    return LargestBatch(length if collator.flatten else rows * length, length, eager)
+
+
+class ActivationBudget:
+    """Sets what a model's layers keep, from step to step until it is chosen. Without a budget, all are recomputed."""
+
+    def __init__(
+        self, layers: Sequence[nn.Module], budget: int | Literal["auto"] | None, largest: LargestBatch | None,
+        model: Any, say: Callable[[str], None], *, offload: bool = False, reentrant: bool = False,
+    ) -> None:  # fmt: skip
+        self.layers, self.budget, self.largest, self.model, self.say = list(layers), budget, largest, model, say
+        self.reentrant = reentrant
+        self.memory = DeviceMemory(runtime.device(), runtime.local_world_size())
+        self.offload = offload or (isinstance(budget, int) and self.memory.has_streams)
+        """Whether inputs of recomputed layers may wait on the host: a size holds from the first step on."""
+        self.kinds = kinds_of(self.layers)
+        self.base = full_checkpointing(len(self.layers), self.offload)
+        self.measured = Measured()
+        self.levels = self._set(self.base)
+        self.probe: tuple[int, Level] | None = None
+        """The kind and level of the layer that the next step measures."""
+        self.predicted = 0.0
+        self.chosen = budget is None or largest is None or not self.layers
+        self._before_update: int | None = None
+        """The peak of this step up to the update of the weights; None before it."""
+        if self.chosen and budget is not None:
+            say("activations: the length of batches is not known in advance, so all layers are recomputed.")
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def run(self, train_step: Callable[[Step], Any], step: Step) -> Any:
+        """Take a step. It is measured until everything is chosen, and repeated if it runs out of memory."""
+        self._before_update = None
+        try:
+            return train_step(step) if self.chosen else self._measured_step(train_step, step)
+        except torch.OutOfMemoryError:
+            if runtime.world_size() > 1 or self.levels == self.base or self._before_update is not None:
+                raise
+        # Not in the except block: the exception holds the frames of the step, and these its tensors.
+        self.model.zero_grad(set_to_none=True)
+        self.model._fullshard_engine.reset()
+        gc.collect()
+        accelerator.empty_cache(runtime.device())
+        self.levels, self.probe, self.chosen = self._set(self.base), None, True
+        self.say("activations: memory ran out; the step is repeated, and from here on all layers are recomputed.")
+        return train_step(step)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note when weights are updated: such a step cannot be repeated, and the memory of updates is another one."""
+        optimizer.register_step_pre_hook(lambda *_: self._at_update())
+
+    def _at_update(self) -> None:
+        self._before_update = 0 if self.chosen else self.memory.peak()
+
+    def _measured_step(self, train_step: Callable[[Step], Any], step: Step) -> Any:
+        last = {kind: index for index, kind in enumerate(self.kinds)}
+        probed = [kind for kind in last if self.probe is None or kind == self.probe[0]]
+        meters = {kind: LayerMeter(self.layers[last[kind]]) for kind in probed}
+        rest = self.memory.in_use()
+        self.memory.mark()
+        try:
+            result = train_step(step)
+        finally:
+            for meter in meters.values():
+                meter.stop()
+        assert self.largest is not None
+        self._note(meters, rest, self.largest.scale(step))
+        self._decide()
+        return result
+
+    def _note(self, meters: dict[int, LayerMeter], rest: int, scale: float) -> None:
+        """Add what a step has shown."""
+        known, probe, whole = self.measured, self.probe, self.memory.peak() - rest
+        peak = scale * (self._before_update - rest if self._before_update is not None else whole)
+        for kind, meter in meters.items():
+            known.kept[kind, probe[1] if probe is not None else Level.RECOMPUTE] = meter.kept * scale
+            if probe is None:
+                known.inputs[kind] = meter.input * scale
+        if probe is None:
+            known.full = known.lean = peak
+        elif probe == (self.kinds[-1], Level.KEEP_ALL):
+            sizes = known.sizes(probe[0])
+            known.lean = min(known.full, peak - (sizes[Level.KEEP_ALL] - sizes[Level.RECOMPUTE]))
+            known.update = whole if whole > peak else 0.0
+        known.rest = self.memory.in_use()
+        margin = MARGIN * (2 if runtime.world_size() > 1 else 1)
+        known.limit = self.memory.limit() - margin * self.memory.total()
+        if isinstance(self.budget, int):
+            known.limit = min(known.limit, self.budget * (1 - SLACK))
+
+    # --- the choice -------------------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        """Choose what to measure in the next step, or the levels of the run. All ranks must call it."""
+        known = Measured.of_ranks(exchange(self.measured, "activation memory"))
+        self.probe = self._next_probe(known)
+        if self.probe is not None:
+            kind, level = self.probe
+            index = len(self.kinds) - 1 - self.kinds[::-1].index(kind)
+            self.levels = self._set([*self.base[:index], level, *self.base[index + 1 :]])
+            return
+        levels, self.predicted = self._fitting(known)
+        self.levels, self.chosen = self._set(levels), True
+        self.say(f"activations: {self.describe()}.")
+
+    def _next_probe(self, known: Measured) -> tuple[int, Level] | None:
+        """The kind and level to measure next; None if enough is known."""
+        free = known.limit - known.rest - known.full
+        recomputed = known.full - sum(known.inputs[kind] for kind in self.kinds)
+        for kind in dict.fromkeys(reversed(self.kinds)):
+            # Only the last layer's memory is released before the peak.
+            fits = free >= 0 if kind == self.kinds[-1] else free >= recomputed
+            if fits and (kind, Level.KEEP_ALL) not in known.kept:
+                return kind, Level.KEEP_ALL
+        if all(level is Level.KEEP_ALL for level in self._fitting(known)[0]):
+            return None
+        for kind in dict.fromkeys(reversed(self.kinds)):
+            measured = (kind, Level.KEEP_ALL) in known.kept and (kind, Level.RECOMPUTE_MLP) not in known.kept
+            if measured and mlp_of(self.layers[self.kinds.index(kind)]) is not None:
+                return kind, Level.RECOMPUTE_MLP
+        return None
+
+    def _fitting(self, known: Measured) -> tuple[list[Level], float]:
+        """The levels with the least recomputation that fit, and the peak that they lead to."""
+        sizes = {kind: known.sizes(kind) for kind in set(self.kinds)}
+        costs = {kind: recompute_costs(self.layers[self.kinds.index(kind)]) for kind in set(self.kinds)}
+        # What a step needs besides what layers keep for backward.
+        besides = known.lean - sum(sizes[kind][level] for kind, level in zip(self.kinds, self.base, strict=True))
+        if not self.offload:
+            sizes = {kind: {k: b for k, b in each.items() if k < Level.OFFLOAD} for kind, each in sizes.items()}
+        room = known.limit - known.rest - besides
+        for _ in self.layers:
+            levels = choose_levels(sizes, costs, self.kinds, room)
+            levels[-1] = min(levels[-1], Level.RECOMPUTE)
+            peak = known.rest + max(besides + peak_of(sizes, self.kinds, levels), known.update)
+            if peak <= known.limit or known.rest + known.update > known.limit:
+                return levels, peak
+            room -= peak - known.limit
+        return self.base, known.rest + known.full
+
+    def _set(self, levels: Sequence[Level]) -> list[Level]:
+        for layer, level in zip(self.layers, levels, strict=True):
+            set_level(layer, level, reentrant=self.reentrant)
+        return list(levels)
+
+    def describe(self) -> str:
+        """What was chosen, in words."""
+        of = memory_size(self.budget if isinstance(self.budget, int) else self.memory.total())
+        more = " (more than asked for, and the least possible)" if self._exceeds() else ""
+        return f"{describe_levels(self.levels)}; predicted peak {memory_size(self.predicted)} of {of}{more}"
+
+    def _exceeds(self) -> bool:
+        return isinstance(self.budget, int) and self.predicted > self.budget
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def shape(self) -> dict[str, Any]:
+        """What a choice depends on."""
+        return {
+            "budget": self.budget, "offload": self.offload, "ranks": runtime.world_size(), "kinds": self.kinds,
+            "memory": min(exchange(self.memory.total(), "memory of the ranks")),
+            "largest": asdict(self.largest) if self.largest is not None else None,
+        }  # fmt: skip
+
+    def record(self) -> dict[str, Any] | None:
+        """The choice, for a checkpoint; None if there is none. All ranks must call it."""
+        if not self.chosen or self.budget is None:
+            return None
+        return {"shape": self.shape(), "levels": [int(level) for level in self.levels], "predicted": self.predicted}
+
+    def adopt(self, record: dict[str, Any] | None) -> None:
+        """Make the choice of a checkpoint this run's, if nothing has changed that it depends on. All ranks must call
+        it."""
+        if record is None or self.chosen:
+            return
+        if record["shape"] != self.shape():
+            self.say("activations: chosen anew, because the checkpoint is from a run of another shape.")
+            return
+        self.levels, self.predicted = self._set([Level(level) for level in record["levels"]]), record["predicted"]
+        self.chosen = True
+        self.say(f"activations: as before: {self.describe()}.")
