@@ -55,6 +55,8 @@ def updated(x: base_product.Prepared, layer: Layer, h: torch.Tensor) -> torch.Te
     """The output of a layer. The adapter's update comes first and the product of the frozen weight is added in place:
     the large product then reads the output while it computes, which is faster than a pass of its own for the update."""
     b = layer.b.t()
+    if not base_product.adds_in_place(layer.form):
+        return base_product.product(layer.form, layer.base, x, bias=layer.bias).addmm_(h, b, alpha=layer.scale)
     if layer.bias is None:
         y = scaled_product(h, b, layer.scale)
     else:
