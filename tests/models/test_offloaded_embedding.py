@@ -45,8 +45,13 @@ def sharded(model: Any, **options: Any) -> Any:
 @ranks(2)
 def test_a_run_has_the_same_losses_and_gathers_no_embedding(tmp_path: Path) -> None:
     options = {"max_steps": 4, "gradient_checkpointing": True, **global_batch(2)}
+    if xr.is_main():
+        make_model().save_pretrained(tmp_path / "model")
+    xr.barrier()
     runs = {
-        on: train(make_model(), settings(tmp_path / str(on), offload_embedding=on, **options), peft_config=LORA)
+        on: train(
+            str(tmp_path / "model"), settings(tmp_path / str(on), offload_embedding=on, **options), peft_config=LORA
+        )
         for on in (False, True)
     }
     assert losses(runs[True]) == losses(runs[False])
