@@ -112,8 +112,9 @@ SHOWN = {"ours": "fullshard", "dropout": "fullshard, dropout 0.1", "trl": "TRL +
 
 def job_of(case: Case, contestant: str, options: argparse.Namespace) -> dict[str, Any]:
     shape = "tiny" if options.quick else case.shape
-    ours = WHO[contestant] == "ours"
-    settings = {**case.contestants[contestant], **(dict(options.set) if ours else {})}
+    settings = case.contestants[contestant]
+    if WHO[contestant] == "ours":  # a run of so few steps would not be compiled by default
+        settings = {"torch_compile": not options.quick, **settings, **dict(options.set)}
     return {
         "who": WHO[contestant], "model": str(model_folder(shape, options)), "shape": shape,
         "vocabulary": SHAPES[shape]["vocab_size"], "rows": min(case.rows, 4) if options.quick else case.rows,
