@@ -87,20 +87,22 @@ def grad_weight(
     return sums.sum(0).mul_(scale).to(x.dtype)
 
 
-def add_grad_input(
-    dx: torch.Tensor, dh: torch.Tensor, a: torch.Tensor, width: int, seed: torch.Tensor, threshold: int, scale: float
-) -> torch.Tensor:
-    """Add the sum of `dropout_i(dh_i @ A_i)` over all adapters to `dx` [tokens, in], in place."""
-    assert dx.is_contiguous()
+def grad_input(
+    dx: torch.Tensor | None, dh: torch.Tensor, a: torch.Tensor, width: int, seed: torch.Tensor, threshold: int,
+    scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """The sum of `dropout_i(dh_i @ A_i)` over all adapters: [tokens, in]. If `dx` is given, it is added there."""
     dh, a = dh.contiguous(), a.contiguous()
-    tokens, size = dx.shape
+    tokens, size = len(dh), a.shape[1]
+    out = dh.new_empty(tokens, size) if dx is None else dx
+    assert out.is_contiguous()
     grid = (triton.cdiv(size, COLUMNS), triton.cdiv(tokens, ROWS))
-    with _on(dx.device):
-        _add_grad_input[grid](
-            dx, dh, a, seed, tokens, threshold, scale, size, len(a), width,
+    with _on(out.device):
+        _grad_input[grid](
+            out, dh, a, seed, tokens, threshold, scale, size, len(a), width, ADDS=dx is not None,
             ROWS=ROWS, COLUMNS=COLUMNS, TILE=Tiles.of(width, width).width, num_warps=WARPS,
         )  # fmt: skip
-    return dx
+    return out
 
 
 def kept(shape: tuple[int, int], adapter: int, seed: torch.Tensor, threshold: int) -> torch.Tensor:
@@ -185,16 +187,18 @@ def _grad_weight(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_grad_input(  # type: ignore[no-untyped-def]
+def _grad_input(  # type: ignore[no-untyped-def]
     dx, dh, a, seed, tokens, threshold, scale, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     first_column, first_row = tl.program_id(0) * COLUMNS, tl.program_id(1) * ROWS
     row, k = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     inside = (row < tokens)[:, None] & (k < size)[None, :]
     place = dx + row.to(tl.int64)[:, None] * size + k[None, :]
     key = tl.load(seed)
-    sums = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    if ADDS:
+        sums += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     for adapter in range(columns // width):
         part = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for start in range(0, width, TILE):
