@@ -56,8 +56,7 @@ def updated(x: base_product.Prepared, layer: Layer, h: torch.Tensor) -> torch.Te
     the large product then reads the output while it computes, which is faster than a pass of its own for the update."""
     b = layer.b.t()
     if not base_product.adds_in_place(layer.form):
-        y = base_product.product(layer.form, layer.base, x, bias=layer.bias)
-        return y.addmm_(h, b, alpha=layer.scale)
+        return base_product.product(layer.form, layer.base, x, bias=layer.bias).addmm_(h, b, alpha=layer.scale)
     if layer.bias is None:
         y = scaled_product(h, b, layer.scale)
     else:

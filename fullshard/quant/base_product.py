@@ -159,6 +159,11 @@ def product(
     return found
 
 
+def adds_in_place(form: str) -> bool:
+    """Whether a product with `accumulate` adds to the output while it computes, not in a pass of its own."""
+    return form != "fp8"
+
+
 def grad_input(
     form: str, tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None = None, accumulate: bool = False
 ) -> torch.Tensor:
@@ -182,11 +187,6 @@ class Gradient(NamedTuple):
     form: str
     tensors: Tensors
     dy: torch.Tensor
-
-
-def adds_in_place(form: str) -> bool:
-    """Whether products of this weight are added to a tensor while they are computed, without a pass of its own."""
-    return form != "fp8"
 
 
 def grad_input_sum(products: Sequence[Gradient], out: torch.Tensor | None = None) -> torch.Tensor:
