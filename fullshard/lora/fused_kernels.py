@@ -34,7 +34,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 class Tiles(NamedTuple):
     """How the columns of `h` are divided: tiles with several adapters, or adapters in several tiles."""
 
-    count: int
+    number: int
     width: int
     """Columns of a tile, a power of two: at least 16, as matrix units need."""
     adapters: int
@@ -61,7 +61,7 @@ def product(
     h = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
     tiles = Tiles.of(columns, width)
     with _on(x.device):
-        _product[(triton.cdiv(tokens, ROWS), tiles.count)](
+        _product[(triton.cdiv(tokens, ROWS), tiles.number)](
             x, a, h, seed, tokens, threshold, scale, size, columns, width,
             ROWS=ROWS, COLUMNS=COLUMNS, **tiles.options(), num_warps=WARPS,
         )  # fmt: skip
@@ -75,12 +75,12 @@ def grad_weight(
     x, dh = x.contiguous(), dh.contiguous()
     (tokens, size), columns = x.shape, dh.shape[1]
     tiles = Tiles.of(columns, width)
-    programs, blocks = triton.cdiv(size, COLUMNS) * tiles.count, triton.cdiv(tokens, ROWS)
+    programs, blocks = triton.cdiv(size, COLUMNS) * tiles.number, triton.cdiv(tokens, ROWS)
     length = triton.next_power_of_2(triton.cdiv(blocks * programs, PROGRAMS))  # few values, so few compilations
     parts = triton.cdiv(blocks, length)
     sums = torch.empty(parts, columns, size, dtype=torch.float32, device=x.device)
     with _on(x.device):
-        _grad_weight[(triton.cdiv(size, COLUMNS), tiles.count, parts)](
+        _grad_weight[(triton.cdiv(size, COLUMNS), tiles.number, parts)](
             dh, x, sums, seed, tokens, threshold, size, columns, width,
             ROWS=ROWS, COLUMNS=COLUMNS, LENGTH=length, **tiles.options(), num_warps=WARPS,
         )  # fmt: skip
