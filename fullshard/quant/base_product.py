@@ -189,10 +189,10 @@ class Gradient(NamedTuple):
     dy: torch.Tensor
 
 
-def grad_input_sum(products: Sequence[Gradient], onto: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of `dy @ W` over weights that share an input, added to `onto` in place if given. fp8 weights give one
-    product together."""
-    found = onto
+def grad_input_sum(products: Sequence[Gradient], out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of `dy @ W` over weights that share an input. fp8 weights give one product together. If `out` is given,
+    it is added there."""
+    found = out
     if joint := [one for one in products if one.form == "fp8"]:
         weights, grads = [fp8.Weight(*one.tensors) for one in joint], [one.dy for one in joint]
         found = fp8.grad_input(weights, grads, found, accumulate=found is not None)
