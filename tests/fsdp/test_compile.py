@@ -31,6 +31,8 @@ SMALL: dict[str, Any] = {
 FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "llama": (1, {}), "qwen3": (1, {}), "phi3": (1, {}), "gpt_neox": (1, {}), "qwen2": (1, {}), "gemma2": (1, {}),
     "gemma3_text": (2, {"sliding_window": 8}), "starcoder2": (1, {}), "cohere": (1, {}),
+    "mixtral": (1, {"num_local_experts": 2, "num_experts_per_tok": 1}),
+    "qwen3_moe": (1, {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}),
 }  # fmt: skip
 """The number of graphs, one per kind of layer, and changes of the configuration."""
 
@@ -123,15 +125,19 @@ def test_fused_adapters_in_recomputed_layers_share_a_graph_and_have_the_gradient
 
 def test_other_sizes_compile_once_more_and_a_single_row_not_at_all() -> None:
     model, graphs, counts = family("llama", 1), Graphs(), []
+    use_own_attention(model)
     compiled(model, graphs)
+    batches = Packed(model, PackingMethod())
     for rows, length in ((3, 16), (3, 24), (3, 40), (2, 8), (1, 16), (3, 16)):
-        step(model, rows, length)
+        with batches.rows({"input_ids": torch.empty(rows, length)}):
+            step(model, rows, length)
         counts.append(graphs.count)
     assert counts == [1, 2, 2, 2, 2, 2]
     model.eval()
     with torch.no_grad():
         for rows, length in ((2, 16), (3, 48)):
-            step(model, rows, length)
+            with batches.rows({"input_ids": torch.empty(rows, length)}):
+                step(model, rows, length)
     assert graphs.count == 3, "one for evaluation"
 
 

@@ -36,7 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families and what their attention needs beside documents: nothing, windows everywhere or in some layers, soft-caps,
 sinks."""
-GUARDED = ("llama", "gpt_oss")
+GUARDED = ("llama",)
 
 
 @pytest.fixture(autouse=True)
