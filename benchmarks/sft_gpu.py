@@ -33,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # in place of this folder, whose names are no modules' names
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", os.path.join(tempfile.gettempdir(), "unsloth_compiled"))
 
 from benchmarks.sft_process import Run, finish_together  # noqa: E402
 from benchmarks.sft_rank import GPU, SHAPES  # noqa: E402
@@ -112,8 +113,9 @@ SHOWN = {"ours": "fullshard", "dropout": "fullshard, dropout 0.1", "trl": "TRL +
 
 def job_of(case: Case, contestant: str, options: argparse.Namespace) -> dict[str, Any]:
     shape = "tiny" if options.quick else case.shape
-    ours = WHO[contestant] == "ours"
-    settings = {**case.contestants[contestant], **(dict(options.set) if ours else {})}
+    settings = case.contestants[contestant]
+    if WHO[contestant] == "ours":  # a run of so few steps would not be compiled by default
+        settings = {"torch_compile": not options.quick, **settings, **dict(options.set)}
     return {
         "who": WHO[contestant], "model": str(model_folder(shape, options)), "shape": shape,
         "vocabulary": SHAPES[shape]["vocab_size"], "rows": min(case.rows, 4) if options.quick else case.rows,
@@ -147,7 +149,7 @@ def run_all(runs: list[Run], options: argparse.Namespace) -> list[dict[str, Any]
     try:
         for i, run in enumerate(runs):
             for one in runs[i : i + 2]:
-                if one.process is None and (one is run or one.job["who"] != "unsloth"):
+                if one.process is None:
                     one.start()
             found.append(record(run, run.finish(options.timeout), options))
     finally:
@@ -218,18 +220,22 @@ def show_profile(line: dict[str, Any]) -> None:
 def contest(options: argparse.Namespace) -> list[dict[str, Any]]:
     runs = []
     for name in options.case:
-        for contestant in CASES[name].contestants:
-            missing = [need for need in NEEDS.get(contestant, ()) if importlib.util.find_spec(need) is None]
-            if contestant in options.contestants and missing:
+        for contestant in [one for one in CASES[name].contestants if one in options.contestants]:
+            libraries = options.unsloth_libraries if contestant == "unsloth" else None
+            if missing := [need for need in NEEDS.get(contestant, ()) if not installed(need, libraries)]:
                 print(f"{name}: {contestant} is left out, {', '.join(missing)} is not installed", flush=True)
-            elif contestant in options.contestants:
-                runs.append(Run(name, contestant, job_of(CASES[name], contestant, options)))
+            else:
+                runs.append(Run(name, contestant, job_of(CASES[name], contestant, options), libraries))
     lines = run_all(runs, options)
     compare(lines, {name: case.same_losses for name, case in CASES.items()})
     table(lines)
     for line in lines:
         show_profile(line)
     return lines
+
+
+def installed(library: str, folder: str | None) -> bool:
+    return importlib.util.find_spec(library) is not None or (folder is not None and Path(folder, library).is_dir())
 
 
 def ladder(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -292,6 +298,7 @@ def main() -> int:
     parser.add_argument("--folder", default=default_folder(), help="where the models are written, and kept")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one contestant in one case")
     parser.add_argument("--out", help="a file to append JSON lines to")
+    parser.add_argument("--unsloth-libraries", help="a folder with Unsloth and the versions of libraries it needs")
     parser.add_argument("--profile", action="store_true", help="trace one step of ours")
     parser.add_argument("--ladder", action="store_true")
     parser.add_argument("--two-ranks", action="store_true")

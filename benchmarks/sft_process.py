@@ -27,6 +27,8 @@ class Run:
     name: str
     contestant: str
     job: dict[str, Any]
+    libraries: str | None = None
+    """A folder with libraries of its own."""
     process: subprocess.Popen[str] | None = None
     lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
     log: Any = None
@@ -35,7 +37,7 @@ class Run:
         """Start the process, which imports its libraries and waits."""
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         command = [sys.executable, "-m", "benchmarks.sft_rank", json.dumps(self.job)]
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(ROOT), *filter(None, [self.libraries, os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **(environment or {})}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,

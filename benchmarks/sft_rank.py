@@ -268,7 +268,7 @@ def unsloth(job: dict[str, Any], clock: Clock) -> None:
     from safetensors.torch import load_file
     from trl import SFTConfig, SFTTrainer
 
-    model, _ = FastLanguageModel.from_pretrained(
+    model, words = FastLanguageModel.from_pretrained(
         job["model"], max_seq_length=job["length"], dtype=torch.bfloat16, load_in_4bit=job["four_bit"],
         use_gradient_checkpointing="unsloth", local_files_only=True,
     )  # fmt: skip
@@ -280,10 +280,11 @@ def unsloth(job: dict[str, Any], clock: Clock) -> None:
     set_peft_model_state_dict(model, load_file(f"{job['model']}/adapter-{job['dropout']}/adapter_model.safetensors"))
     with tempfile.TemporaryDirectory() as folder:
         common = {name: value for name, value in _common(job).items() if name != "gradient_checkpointing"}
+        common["per_device_train_batch_size"] = job["rows"]
         args = SFTConfig(output_dir=folder, report_to="none", disable_tqdm=True, packing=job["packed"], **common)
         data = Dataset.from_list([{"input_ids": one} for one in documents(job)])
         made = SFTTrainer(
-            model=model, args=args, train_dataset=data, processing_class=tokenizer(), callbacks=[clock.callback()]
+            model=model, args=args, train_dataset=data, processing_class=words, callbacks=[clock.callback()]
         )
         made.train()
 
@@ -302,7 +303,7 @@ CONTESTANTS = {"ours": ours, "trl": trl, "unsloth": unsloth}
 IMPORTS = {
     "ours": ("fullshard.train.trainer", "transformers.models.llama.modeling_llama", "peft"),
     "trl": ("datasets", "trl.trainer.sft_trainer", "peft", "transformers.models.llama.modeling_llama"),
-    "unsloth": (),  # it patches what it imports, and asks for the GPU at once
+    "unsloth": ("unsloth",),
 }
 
 
