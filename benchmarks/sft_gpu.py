@@ -35,8 +35,9 @@ sys.path[0] = str(ROOT)  # in place of this folder, whose names are no modules' 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", os.path.join(tempfile.gettempdir(), "unsloth_compiled"))
 
+from benchmarks.sft_files import SHAPES  # noqa: E402
 from benchmarks.sft_process import Run, finish_together  # noqa: E402
-from benchmarks.sft_rank import GPU, SHAPES  # noqa: E402
+from benchmarks.sft_rank import GPU  # noqa: E402
 
 WARM_UP = 4
 FREE, ON = {"gradient_checkpointing": False}, {"gradient_checkpointing": True}
@@ -130,23 +131,26 @@ def model_folder(shape: str, options: argparse.Namespace) -> Path:
 
 
 def write_models(runs: list[Run], options: argparse.Namespace) -> None:
-    """Write the models that are not there yet; a process of its own, so that this one never has a GPU context."""
+    """Write the models that are not there yet, in a process, so that this one never has a GPU context."""
     for shape in dict.fromkeys(run.job["shape"] for run in runs):
         folder = model_folder(shape, options)
-        if (folder / "adapter-0.1").exists():
+        if (folder / "whole").exists():
             continue
         shutil.rmtree(folder, ignore_errors=True)
         began = time.monotonic()
-        job = {"who": "files", "model": str(folder), "shape": shape, "layers": options.layers}
-        subprocess.run([sys.executable, "-m", "benchmarks.sft_rank", json.dumps(job)], cwd=ROOT, check=True)
+        words = [str(folder), shape, *([str(options.layers)] if options.layers else [])]
+        subprocess.run([sys.executable, "-m", "benchmarks.sft_files", *words], cwd=ROOT, check=True)
+        (folder / "whole").touch()
         print(f"{folder} written in {time.monotonic() - began:.1f} s", flush=True)
 
 
 def run_all(runs: list[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train one after the other; each process is started while the one before it trains."""
-    write_models(runs, options)
     found: list[dict[str, Any]] = []
     try:
+        for run in runs[:1]:
+            run.start()
+        write_models(runs, options)
         for i, run in enumerate(runs):
             for one in runs[i : i + 2]:
                 if one.process is None:
@@ -247,9 +251,7 @@ def ladder(options: argparse.Namespace) -> list[dict[str, Any]]:
         runs.append(Run("ladder", label, job))
     lines = run_all(runs, options)
     compare(lines, {"ladder": "lora"})
-    print(
-        "\n| | tok/s | peak GiB | time per step, ms | of the line above | loss difference |\n|---|---|---|---|---|---|"
-    )
+    print("\n| | tok/s | peak GiB | ms per step | of the line above | loss difference |\n|---|---|---|---|---|---|")
     before = None
     for line in lines:
         if "step_ms" not in line:
