@@ -351,15 +351,6 @@ def submodules_of(module: nn.Module) -> dict[str, Any]:
     return module._modules
 
 
-# Runs `around(call, args, kwargs)` in place of a module's calls; returns a function that ends it. A forward hook would
-# be compiled with the module. 2.11, 2.13. What a layer keeps for backward cannot be measured.
-def call_through(module: nn.Module, around: Callable[[Any, Any, Any], Any]) -> Callable[[], None]:
-    before = module._compiled_call_impl
-    call = before if before is not None else module._call_impl
-    module._compiled_call_impl = lambda *args, **kwargs: around(call, args, kwargs)
-    return lambda: setattr(module, "_compiled_call_impl", before)
-
-
 # What `module.compile()` has made of the module's call, and its replacement. 2.11, 2.13. Compiled layers break.
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile wraps a module, or has compiled it in place."""
@@ -371,7 +362,7 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     return call
 
 
-def replace_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+def replace_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     module._compiled_call_impl = call
 
 

@@ -388,12 +388,16 @@ def transforms() -> None:
 # --- modules and data loaders -----------------------------------------------------------------------------------------
 
 
-@check("is_compiled")
+@check("is_compiled", "compiled_call", "replace_compiled_call", "plain_call")
 def compiled_modules() -> None:
-    module = nn.Linear(1, 1)
+    module, calls = nn.Linear(1, 1), []
     assert not torch_private.is_compiled(module) and torch_private.is_compiled(torch.compile(module))
+    assert torch_private.compiled_call(module) is None
     module.compile()
-    assert torch_private.is_compiled(module)
+    assert torch_private.is_compiled(module) and callable(torch_private.compiled_call(module))
+    torch_private.replace_compiled_call(module, lambda x: calls.append(x))
+    module(1)
+    assert calls == [1] and torch_private.plain_call(module)(torch.ones(1)).shape == (1,)
 
 
 @check("parameters_of", "replace_parameters", "buffers_of", "submodules_of", "non_persistent_buffers")
@@ -482,6 +486,30 @@ def compiler() -> None:
     assert before is None and torch_private.set_eval_frame(before) is None
 
 
+@check("maybe_mark_dynamic", "compiler_settings", "compiler_errors")
+def sizes_and_errors_of_the_compiler() -> None:
+    sizes: list[Any] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        sizes.append([type(one) for one in inputs])
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    first, second = torch.ones(3, 4), torch.ones(5, 4)
+    torch_private.maybe_mark_dynamic(first, [0])
+    double(first), double(second)
+    assert len(sizes) == 1, "compiled for any size"
+    limit = torch_private.compiler_settings.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
+    with limit, pytest.raises(torch_private.compiler_errors()):
+        double(torch.ones(5, 4, dtype=torch.int8))
+
+    def broken(graph: Any, inputs: list[Any]) -> Any:
+        raise ValueError("no compiler")
+
+    with pytest.raises(torch_private.compiler_errors()):
+        torch.compile(lambda x: x + 1, backend=broken)(first)
+
+
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
@@ -528,6 +556,7 @@ PRIVATE = {
     "_version", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks", "_schema", "_overloadname",
     "_sequence_nr", "_execution_engine", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
     "_iterator", "_device_types", "_get_backend", "_timeout", "_world", "_orig_mod", "_compiled_call_impl",
+    "_call_impl",
 }  # fmt: skip
 """Private attributes of torch's objects."""
 

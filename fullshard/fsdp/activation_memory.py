@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fullshard.fsdp.activation_checkpointing import checkpoint_module, keep_activations
+from fullshard.fsdp.compile import VARIANT
 
 Kind = TypeVar("Kind")
 MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
@@ -33,6 +34,7 @@ class Level(enum.IntEnum):
 def set_level(layer: nn.Module, level: Level, *, reentrant: bool = False) -> None:
     """Let a layer keep what a level says, from its next forward on."""
     mlp = mlp_of(layer)
+    layer.__dict__[VARIANT] = level
     keep_activations(layer)
     if mlp is not None:
         keep_activations(mlp)

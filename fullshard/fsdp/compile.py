@@ -29,6 +29,8 @@ from fullshard.torch_private import (
     set_eval_frame,
 )
 
+VARIANT = "_fullshard_variant"
+"""The attribute of a module that runs in one of several ways, each compiled separately: which one."""
 KINDS = 64
 """How often torch may compile a call: for each kind of unit, training and evaluation, fixed and varying sizes."""
 
@@ -101,8 +103,10 @@ class Compilation:
         """Report the first failure; from now on this rank's units run uncompiled."""
         if not self.failed:
             self.failed = True
-            reason = first_line(getattr(error, "inner_exception", error))
-            logger.warning("the layers could not be compiled (%s); they run uncompiled on this rank.", reason[:300])
+            reason = first_line(getattr(error, "inner_exception", error))[:300]
+            if "recompile_limit" in reason:
+                reason = f"torch has compiled one of them {KINDS} times, and it still differs from call to call"
+            logger.warning("the layers could not be compiled (%s); they run uncompiled on this rank.", reason)
 
 
 class CompiledUnit:
@@ -110,21 +114,30 @@ class CompiledUnit:
 
     def __init__(self, module: nn.Module, compiled: Callable[..., Any], shared: Compilation) -> None:
         self.module, self.compiled, self.shared = module, compiled, shared
+        self.known: dict[tuple[Any, ...], bool] = {}
+        """Kinds of calls so far: rows, length, with gradients, in training, variant; and whether each is compiled."""
         self.sizes: set[tuple[int, ...]] = set()
-        """Rows and length of the batches so far."""
-        self.seen: set[tuple[Any, ...]] = set()
-        """These with what else a graph is specific to."""
+        """Rows and lengths that were compiled."""
+        self.ones: list[set[tuple[int, int]]] = []
+        """The inputs and dims that had the size 1 then."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        states = _hidden_states(args, kwargs)
-        if self.shared.failed or states is None or _has_cache(kwargs) or self._is_odd(states):
+        if self.shared.failed or _has_cache(kwargs):
             return plain_call(self.module)(*args, **kwargs)
-        if torch.is_grad_enabled() and not states.requires_grad and self._trains():
+        states = _hidden_states(args, kwargs)
+        if states is not None and torch.is_grad_enabled() and not states.requires_grad and self._trains():
             # The first layer above a frozen embedding: with an input like the others', it runs their graph.
             states = states.detach().requires_grad_()
             args, kwargs = ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
+        size = tuple(states.shape[:2]) if states is not None else ()
+        kind = (*size, torch.is_grad_enabled(), self.module.training, vars(self.module).get(VARIANT))
+        is_new = kind not in self.known
+        if is_new:
+            self.known[kind] = self._prepare(size, [*tensors_in((args, kwargs))])
+        if not self.known[kind]:
+            return plain_call(self.module)(*args, **kwargs)
         try:
-            with self._sizes_of(states, args, kwargs):
+            with _compiling() if is_new else contextlib.nullcontext():
                 return self.compiled(*args, **kwargs)
         except compiler_errors() as error:
             if self.shared.strict:
@@ -132,27 +145,38 @@ class CompiledUnit:
             self.shared.fail(error)
             return plain_call(self.module)(*args, **kwargs)
 
-    def _is_odd(self, states: torch.Tensor) -> bool:
-        """Whether a batch is one row where others have more: torch would compile for this number again."""
-        return states.shape[0] == 1 and bool(self.sizes) and all(rows > 1 for rows, _ in self.sizes)
-
     def _trains(self) -> bool:
         return any(p.requires_grad for p in self.module.parameters())
 
-    def _sizes_of(self, states: torch.Tensor, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[Any]:
-        """Prepares the compiler for a batch. The first one is compiled for its size, the next size for any."""
-        size = (states.shape[0], states.shape[1])
-        graph = (*size, torch.is_grad_enabled(), self.module.training)
-        if graph in self.seen:
-            return contextlib.nullcontext()
-        self.shared.start()
+    def _prepare(self, size: tuple[int, ...], inputs: list[torch.Tensor]) -> bool:
+        """Prepares the compiler for a kind of call; returns whether it is compiled.
+
+        The first size is compiled as it is, the next one for any size. torch compiles a size of 1 separately: a batch
+        that has one where others had more (a last batch of one row) is not compiled.
+        """
+        ones = {(i, dim) for i, t in enumerate(inputs) for dim, n in enumerate(t.shape) if n == 1}
+        if self.ones and not any(ones <= before for before in self.ones):
+            return False
         if self.sizes - {size}:
-            for t in tensors_in((args, kwargs)):
+            for t in inputs:
                 maybe_mark_dynamic(t, _batch_dims(t, size))
+        self.shared.start()
         self.sizes.add(size)
-        self.seen.add(graph)
-        # torch would stop to compile, without an error, once a call has been compiled too often.
-        return compiler_settings.patch(recompile_limit=KINDS, fail_on_recompile_limit_hit=True)
+        self.ones.append(ones)
+        return True
+
+
+def _compiling() -> contextlib.AbstractContextManager[Any]:
+    """The compiler's settings for a kind of call that may be new to it.
+
+    A call that was compiled too often is an error: torch itself would go on uncompiled, without a word. Modules may
+    change their attributes while activations are checkpointed, as fused LoRA layers do, which hand outputs on to each
+    other: what they keep is the same after the recomputation.
+    """
+    settings: contextlib.AbstractContextManager[Any] = compiler_settings.patch(
+        recompile_limit=KINDS, fail_on_recompile_limit_hit=True, skip_fwd_side_effects_in_bwd_under_checkpoint=True
+    )
+    return settings
 
 
 def compile_modules(modules: Iterable[nn.Module], say: Callable[[str], None] | None, **options: Any) -> None:
@@ -171,7 +195,7 @@ def _hidden_states(args: Any, kwargs: Any) -> torch.Tensor | None:
     return states if is_states else None
 
 
-def _batch_dims(t: torch.Tensor, size: tuple[int, int]) -> list[int]:
+def _batch_dims(t: torch.Tensor, size: tuple[int, ...]) -> list[int]:
     """The dims of an input that change with the batch: all of a mask's or of positions, the first two of states."""
     dims = [(dim, n) for dim, n in enumerate(t.shape) if n > 1]
     return [dim for dim, n in dims if not t.is_floating_point() or (dim, n) in enumerate(size)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,32 @@ from torch import nn
 
 from fullshard import accelerator
 from fullshard.fsdp.tensor_tree import tensors_in
-from fullshard.torch_private import call_through
+from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import compiled_call, plain_call, replace_compiled_call
 
 
 class LayerMeter:
     """The most bytes that a call of a layer has kept; its calls run unchanged, compiled ones too."""
 
     def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
         self.kept = 0
         """Bytes allocated in a call that are still in use after it, its output included."""
         self.input = 0
         """Bytes of the input that a recomputed layer keeps."""
-        self.stop = call_through(layer, self._measure)
+        self._compiled = compiled_call(layer)
+        replace_compiled_call(layer, self._measure)  # a forward hook would be compiled with the layer
 
-    def _measure(self, call: Any, args: Any, kwargs: Any) -> Any:
+    def stop(self) -> None:
+        """Let calls run unmeasured again."""
+        replace_compiled_call(self.layer, self._compiled)
+
+    def _measure(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._compiled or plain_call(self.layer)
         tensors = [t for t in tensors_in(args) if t.is_floating_point()]
         if not torch.is_grad_enabled() or not tensors:
             return call(*args, **kwargs)
-        with kept_bytes(tensors[0].device) as kept:
+        with kept_bytes(tensors[0].device, [p for p in self.layer.parameters() if not is_sharded(p)]) as kept:
             output = call(*args, **kwargs)
         self.kept = max(self.kept, sum(kept))
         self.input = max(self.input, tensors[0].numel() * tensors[0].element_size())
@@ -43,19 +51,19 @@ class LayerMeter:
 
 
 @contextlib.contextmanager
-def kept_bytes(device: torch.device) -> Iterator[list[int]]:
-    """Inside, what is kept for backward is added up in a list."""
+def kept_bytes(device: torch.device, parameters: Iterable[torch.Tensor] = ()) -> Iterator[list[int]]:
+    """Inside, what is kept for backward besides these parameters is added up in a list."""
     found: list[int] = []
     if accelerator.is_accelerator(device):
         before = accelerator.allocated_memory(device)
         yield found
         found.append(accelerator.allocated_memory(device) - before)
         return
-    seen: set[int] = set()
+    seen = {p.untyped_storage().data_ptr() for p in parameters}
 
     def count(t: torch.Tensor) -> torch.Tensor:
         storage = t.untyped_storage()
-        if not isinstance(t, nn.Parameter) and storage.data_ptr() not in seen:
+        if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             found.append(storage.nbytes())
         return t

@@ -106,7 +106,7 @@ class FSDPv2(metaclass=_Factory):
         """
         inside = set(self.modules()) - {self}  # type: ignore[attr-defined]
         below = [u.module for u in self._fullshard_engine.units if u.module in inside and not u.holds_units]
-        compile.compile_modules(below or [self], say, **options)  # type: ignore[list-item]
+        compile.compile_modules(below or [self], say, **options)
         return self
 
     # --- values -----------------------------------------------------------------------------------------------------

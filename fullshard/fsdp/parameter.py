@@ -170,6 +170,11 @@ class ShardedParameter:
         return self.plan.parts == 1 and self.local.dtype == self.dtype and self.local.device == runtime.device()
 
     @property
+    def copied_from_host(self) -> bool:
+        """Whether gathering it copies its shard from host memory."""
+        return self.offloaded and not self.plan.on_host
+
+    @property
     def nbytes(self) -> int:
         return math.prod(self.whole) * self.dtype.itemsize
 

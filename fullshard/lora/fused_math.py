@@ -55,6 +55,8 @@ def updated(x: base_product.Prepared, layer: Layer, h: torch.Tensor) -> torch.Te
     """The output of a layer. The adapter's update comes first and the product of the frozen weight is added in place:
     the large product then reads the output while it computes, which is faster than a pass of its own for the update."""
     b = layer.b.t()
+    if not base_product.adds_in_place(layer.form):
+        return base_product.product(layer.form, layer.base, x, bias=layer.bias).addmm_(h, b, alpha=layer.scale)
     if layer.bias is None:
         y = scaled_product(h, b, layer.scale)
     else:
@@ -82,8 +84,7 @@ def backward(
     dx = None
     if wants_x:
         products = [base_product.Gradient(layer.form, layer.base, dy) for _, layer, dy in used]
-        dx = base_product.grad_input_sum(products) if products else torch.zeros_like(x)
-        dx = dx.addmm_(dh, a) if dropout is None else dropout.add_grad_input(dx, dh, a, width)
+        dx = grad_input(products, dh, a, width, dropout)
     if not wants_adapters:
         return Gradients(dx, [], [])
     da = dh.t() @ x if dropout is None else dropout.grad_weight(dh, x, width)
@@ -93,6 +94,16 @@ def backward(
         for i, (layer, dy) in enumerate(zip(layers, dys, strict=True))
     ]
     return Gradients(dx, das, dbs)
+
+
+def grad_input(
+    products: Sequence[base_product.Gradient], dh: torch.Tensor, a: torch.Tensor, width: int, dropout: Dropout | None
+) -> torch.Tensor:
+    """The gradient of the input, by way of the frozen weights and of the adapters."""
+    if dropout is None:
+        return base_product.grad_input_sum(products, onto=dh @ a)
+    dx = base_product.grad_input_sum(products) if products else dh.new_zeros(len(dh), a.shape[1])
+    return dropout.add_grad_input(dx, dh, a, width)
 
 
 def scaled_product(one: torch.Tensor, other: torch.Tensor, scale: float) -> torch.Tensor:

@@ -78,8 +78,7 @@ def backward(dy: torch.Tensor, saved: Saved, mlp: GatedMlp, dropouts: Dropouts |
     dx = None
     if wants_x:
         branches = (mlp.gate.form, mlp.gate.base, d_gate), (mlp.up.form, mlp.up.base, d_up)
-        dx = base_product.grad_input_sum([base_product.Gradient(*one) for one in branches])
-        dx = dx.addmm_(dh, a) if inputs is None else inputs.add_grad_input(dx, dh, a, width)
+        dx = fused_math.grad_input([base_product.Gradient(*one) for one in branches], dh, a, width, inputs)
     da = dh.t() @ x if inputs is None else inputs.grad_weight(dh, x, width)
     ranks = len(mlp.gate.a), len(mlp.up.a)
     dbs = [

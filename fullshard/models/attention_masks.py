@@ -78,10 +78,12 @@ def block_mask(starts: torch.Tensor) -> BlockMask:
     touched = (keys <= queries) & (keys + (BLOCK - 1) >= first)
     # A block that ends behind the row is not computed without the mask.
     full = (keys < queries) & (keys >= last) & (queries + BLOCK <= length)
-    return BlockMask.from_kv_blocks(
+    mask = BlockMask.from_kv_blocks(
         *_listed(touched & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=interval(starts),
         seq_lengths=(length, length),
     )  # fmt: skip
+    vars(mask)["starts"] = starts  # for those who look for the tensors of a batch, such as the compiler
+    return mask
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,11 +158,21 @@ def ends_with_padding(mask: torch.Tensor | None) -> bool:
     return mask is None or (mask.dim() == 2 and not bool((mask[:, 1:] & ~mask[:, :-1]).any()))
 
 
+def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
+    """The number of each token's document in its row: a document begins where positions do not go on."""
+    return (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+
 @contextlib.contextmanager
-def whole_rows() -> Iterator[None]:
-    """Inside, each row is one document: models do not ask the device whether positions restart."""
+def known_rows(positions: torch.Tensor | None) -> Iterator[None]:
+    """Inside, models do not ask the device whether the positions of a batch restart, which are given here in host
+    memory; None if they are those of whole rows."""
+    if positions is not None and positions.dim() != 2:
+        yield
+        return
+    are_packed = positions is not None and bool(document_numbers(positions)[:, -1].any())
     before = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = document_numbers if are_packed else lambda position_ids: None
     try:
         yield
     finally:

@@ -69,9 +69,10 @@ class _Options(NamedTuple):
             return self.chunk_tokens
         if cap is None:
             return max(1, REFERENCE_BYTES // (4 * columns))
-        most = max(1, FUSED_BYTES // (dtype.itemsize * columns))
-        most = min(most, max(FUSED_ROWS, -(-tokens // FUSED_CHUNKS)))
-        return -(-trained // max(1, -(-trained // most)) // 64) * 64 or 64
+        most = min(FUSED_BYTES // (dtype.itemsize * columns), max(FUSED_ROWS, tokens // FUSED_CHUNKS))
+        most = max(64, most // 64 * 64)
+        chunks = max(1, -(-trained // most))
+        return max(64, -(-trained // chunks // 64) * 64)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -7,9 +7,6 @@ torch.
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,9 +15,10 @@ from fullshard import accelerator
 from fullshard.data.pretokenized import IGNORED
 from fullshard.models.deferred_logits import SoftCap
 
-BLOCK = 8192
+BLOCK = 4096
 """Logits that a program holds at a time."""
-WARPS = 8
+WARPS = 4
+"""With 32 logits per thread, six programs fit on a multiprocessor of an H200, which hides their reductions."""
 
 
 def token_losses(
@@ -37,7 +35,7 @@ def token_losses(
     found = torch.zeros(n, 3, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(columns))
     if n:
-        with _on(logits.device):
+        with accelerator.using(logits.device):
             _token_losses[(n,)](
                 logits, logits if gradient is None else gradient, labels.contiguous(), found, logits.stride(0),
                 soft_cap.before, soft_cap.after, smoothing, scale,
@@ -48,27 +46,15 @@ def token_losses(
     return found
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context on the tensors' device; checking the current device is cheaper than always switching."""
-    if not accelerator.is_accelerator(device) or device == accelerator.current():
-        return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[Any] = torch.get_device_module(device).device(device)
-    return context
-
-
 @triton.jit
 def _capped(raw, before, after, TANH: tl.constexpr, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The logits after the soft-cap, and its derivative."""
-    x = raw
-    slope = tl.full([], 1.0, tl.float32)
+    """The logits after the soft-cap, in fp32."""
+    x = raw.to(tl.float32)
     if TANH:
-        bent = 1.0 - 2.0 / (tl.exp(2.0 * before * raw) + 1.0)
-        x = after * bent
-        slope = before * after * (1.0 - bent * bent)
+        x = after * (1.0 - 2.0 / (tl.exp(2.0 * before * x) + 1.0))
     elif SCALED:
-        x = before * raw
-        slope = before
-    return x, slope
+        x = before * x
+    return x
 
 
 @triton.jit
@@ -91,8 +77,7 @@ def _token_losses(  # type: ignore[no-untyped-def]
         return
     lowest = float("-inf")
     known = (label >= 0) & (label < COLUMNS)  # the loss of another label is NaN
-    target, _ = _capped(tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32), before, after, TANH,
-                        SCALED)  # fmt: skip
+    target = _capped(tl.load(logits + label, mask=known, other=float("nan")), before, after, TANH, SCALED)
 
     # The log of the sum of exponentials, relative to the largest logit so far.
     largest = tl.full([], lowest, tl.float32)
@@ -103,7 +88,7 @@ def _token_losses(  # type: ignore[no-untyped-def]
     for start in range(0, COLUMNS, BLOCK):
         at = start + lanes
         inside = at < COLUMNS
-        x, _ = _capped(tl.load(logits + at, mask=inside, other=0).to(tl.float32), before, after, TANH, SCALED)
+        x = _capped(tl.load(logits + at, mask=inside, other=0), before, after, TANH, SCALED)
         x = tl.where(inside, x, lowest)
         top = tl.max(x, 0)
         new = tl.maximum(largest, top)
@@ -120,10 +105,10 @@ def _token_losses(  # type: ignore[no-untyped-def]
     lse = largest + tl.log(total)
 
     # Correct if the label's logit is the largest, and the first of those that are.
-    at = label // BLOCK * BLOCK + lanes
-    ahead = at < label
-    x, _ = _capped(tl.load(logits + at, mask=ahead & known, other=0).to(tl.float32), before, after, TANH, SCALED)
-    earlier = tl.maximum(earlier, tl.max(tl.where(ahead, x, lowest), 0))
+    near = label // BLOCK * BLOCK + lanes
+    ahead = near < label
+    others = _capped(tl.load(logits + near, mask=ahead & known, other=0), before, after, TANH, SCALED)
+    earlier = tl.maximum(earlier, tl.max(tl.where(ahead, others, lowest), 0))
     correct = (target >= largest) & (earlier < target)
 
     loss = lse - target
@@ -143,8 +128,13 @@ def _token_losses(  # type: ignore[no-untyped-def]
         for start in range(0, COLUMNS, BLOCK):
             at = start + lanes
             inside = at < COLUMNS
-            x, slope = _capped(tl.load(logits + at, mask=inside, other=0).to(tl.float32), before, after, TANH, SCALED)
+            x = _capped(tl.load(logits + at, mask=inside, other=0), before, after, TANH, SCALED)
             g = tl.exp(x - lse) - tl.where(at == label, 1.0 - smoothing, 0.0)
             if SMOOTHING:
                 g -= smoothing / COLUMNS
-            tl.store(gradient + at, (g * weight * slope).to(gradient.dtype.element_ty), mask=inside)
+            if TANH:
+                bent = x / after
+                g *= before * after * (1.0 - bent * bent)
+            elif SCALED:
+                g *= before
+            tl.store(gradient + at, (g * weight).to(gradient.dtype.element_ty), mask=inside)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fullshard.models.attention import is_own
-from fullshard.models.attention_masks import block_mask, dense_mask, masks_by_layer, whole_rows
+from fullshard.models.attention_masks import block_mask, dense_mask, known_rows, masks_by_layer
 from fullshard.models.inner_model import causal
 
 Documents = list[list[int]]
@@ -71,7 +71,7 @@ class Packed:
         self.is_packed = positions is not None
         self.documents = documents_of(positions) if self.way.alone and positions is not None else None
         try:
-            with contextlib.nullcontext() if self.is_packed else whole_rows():
+            with known_rows(positions):
                 yield
         finally:
             self.documents, self.is_packed = None, False

@@ -159,6 +159,11 @@ def product(
     return found
 
 
+def adds_in_place(form: str) -> bool:
+    """Whether a product with `accumulate` adds to the output while it computes, not in a pass of its own."""
+    return form != "fp8"
+
+
 def grad_input(
     form: str, tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None = None, accumulate: bool = False
 ) -> torch.Tensor:
@@ -184,11 +189,13 @@ class Gradient(NamedTuple):
     dy: torch.Tensor
 
 
-def grad_input_sum(products: Sequence[Gradient]) -> torch.Tensor:
-    """The sum of `dy @ W` over weights that share an input. fp8 weights give one product together."""
-    found = None
+def grad_input_sum(products: Sequence[Gradient], onto: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of `dy @ W` over weights that share an input, added to `onto` in place if given. fp8 weights give one
+    product together."""
+    found = onto
     if joint := [one for one in products if one.form == "fp8"]:
-        found = fp8.grad_input([fp8.Weight(*one.tensors) for one in joint], [one.dy for one in joint])
+        weights, grads = [fp8.Weight(*one.tensors) for one in joint], [one.dy for one in joint]
+        found = fp8.grad_input(weights, grads, found, accumulate=found is not None)
     for one in products:
         if one.form != "fp8":
             found = grad_input(*one, out=found, accumulate=found is not None)

@@ -11,6 +11,7 @@ This is the reference implementation and the one used on CPUs. GPUs with fp8 pro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -133,9 +134,17 @@ def grad_input(
         assert isinstance(found, torch.Tensor)
         return _into(out, found, accumulate)
     rows = quantize_rows(grads, [w.scales.view(-1) for w in weights])
-    ones = torch.ones((1, weights[0].packed.shape[1]), dtype=torch.float32, device=device)
-    found = _multiply(rows, _transposed(weights).t(), ones, dtype, None if accumulate else out)
+    found = _multiply(
+        rows, _transposed(weights).t(), _ones(weights[0].packed.shape[1], device), dtype, None if accumulate else out
+    )
     return _into(out, found, accumulate) if accumulate else found
+
+
+@functools.cache
+def _ones(count: int, device: torch.device) -> torch.Tensor:
+    """The scales of a matrix whose values are used as they are, [1, count] fp32."""
+    with torch.inference_mode(False):
+        return torch.ones((1, count), dtype=torch.float32, device=device)
 
 
 def _dequantizes(device: torch.device) -> bool:

@@ -19,7 +19,8 @@ SMALLEST: tl.constexpr = tl.constexpr(1e-30)
 """Lower bound for the largest value of a row: a row of zeros must not divide by zero."""
 WIDEST = 16384
 """Elements of a row that one program holds in registers; longer rows are read twice, the second time from cache."""
-CHUNK = 4096
+CHUNK = 2048
+"""Elements of a longer row that a program reads at a time."""
 TILE = 128
 """Rows and columns of the tile that one program of `transpose` moves."""
 
@@ -39,13 +40,13 @@ def quantize_rows(
             block = triton.next_power_of_2(a.shape[1])
             _quantize_row[(rows,)](
                 a, fa, values, scales, a.shape[1], a.stride(0), values.stride(0), FOLD=factors is not None,
-                BLOCK=block, num_warps=min(max(block // 1024, 1), 16), enable_fp_fusion=False,
+                BLOCK=block, num_warps=min(max(block // 1024, 1), 8), enable_fp_fusion=False,
             )  # fmt: skip
         else:
             _quantize_long_row[(rows,)](
                 a, b, c, fa, fb, fc, values, scales, a.stride(0), b.stride(0), c.stride(0), values.stride(0),
                 WIDE_A=a.shape[1], WIDE_B=b.shape[1], WIDE_C=c.shape[1], COUNT=len(inputs), FOLD=factors is not None,
-                BLOCK=CHUNK, num_warps=8, enable_fp_fusion=False,
+                BLOCK=CHUNK, num_warps=16 if values.shape[1] > WIDEST else 8, enable_fp_fusion=False,
             )  # fmt: skip
 
 

@@ -154,8 +154,8 @@ class ActivationBudget:
             if runtime.world_size() > 1 or self.levels == self.base or self._before_update is not None:
                 raise
         # Not in the except block: the exception holds the frames of the step, and these its tensors.
+        self.model._fullshard_engine.reset()  # first: until then modules may hold gathered parameters
         self.model.zero_grad(set_to_none=True)
-        self.model._fullshard_engine.reset()
         gc.collect()
         accelerator.empty_cache(runtime.device())
         self.levels, self.probe, self.chosen = self._set(self.base), None, True
@@ -249,13 +249,14 @@ class ActivationBudget:
         for _ in self.layers:
             levels = choose_levels(sizes, costs, self.kinds, room)
             levels[-1] = min(levels[-1], Level.RECOMPUTE)
-            peak = known.rest + max(besides + peak_of(sizes, self.kinds, levels), known.update)
-            if peak <= known.limit or known.rest + known.update > known.limit:
-                return levels, peak
-            room -= peak - known.limit
-        return self.base, known.rest + known.full
+            grown = known.rest + besides + peak_of(sizes, self.kinds, levels)
+            if grown <= known.limit:
+                return levels, max(grown, known.rest + known.full, known.rest + known.update)
+            room -= grown - known.limit
+        return self.base, known.rest + max(known.full, known.update)
 
     def _set(self, levels: Sequence[Level]) -> list[Level]:
+        accelerator.empty_cache(runtime.device())  # blocks of other sizes are needed now
         for layer, level in zip(self.layers, levels, strict=True):
             set_level(layer, level, reentrant=self.reentrant)
         return list(levels)

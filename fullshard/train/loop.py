@@ -30,6 +30,7 @@ from fullshard import accelerator, runtime
 from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.data.loader import Batch, Step
 from fullshard.errors import TrainingError
+from fullshard.models.attention_masks import known_rows
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.packed_inputs import Packed
 from fullshard.models.router_loss import has_router_loss
@@ -164,9 +165,7 @@ class Loop:
                 self._handle_nonfinite(launched)
             self._unread.popleft()
             self.trainer.current_flos += result.flos
-            if math.isfinite(result.loss):
-                self.progress.loss_sum += result.loss
-                self.progress.loss_steps += 1
+            self.progress.add_loss(result.loss)
             tokens = launched.step.pick.tokens
             self.window.add(result.loss, result.accuracy, result.entropy, tokens, result.router_loss)
             self._last = result
@@ -261,8 +260,8 @@ class Loop:
 
     @functools.cached_property
     def guard(self) -> UpdateGuard | None:
-        """What lets the device skip the update of a step whose values the host has not read. None where the host must
-        read them first: to skip steps without counting them as updates, or for an optimizer that cannot."""
+        """What skips updates on the device. None where the host reads the values first: to skip steps that then do not
+        count as updates, or because the optimizer cannot."""
         waits = self.config.on_nonfinite_loss == "skip" or self.scaler.is_enabled()
         return None if waits or not UpdateGuard.serves(self.optimizer) else UpdateGuard(self.optimizer)
 
@@ -287,7 +286,7 @@ class Loop:
 
     def rows(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
         """Inside, packed documents are isolated in passes over this batch, recomputed ones included."""
-        return self.packed.rows(batch) if self.packed is not None else contextlib.nullcontext()
+        return self.packed.rows(batch) if self.packed is not None else known_rows(batch.get("position_ids"))
 
     def _seed(self, step: int) -> None:
         """Seed the random numbers (dropout) of a step from seed, step and rank: a resumed run draws the same."""
@@ -298,7 +297,12 @@ class Loop:
         """Stop the run at a step whose loss or gradient is not finite, unless `on_nonfinite_loss` is skip."""
         number, what = launched.place["step"] + 1, launched.why_unusable()
         if self.config.on_nonfinite_loss == "stop":
-            self._forget_unread(launched.place)
+            # Back to its place: the steps issued since have changed nothing either.
+            self._unread.clear()
+            self.progress.go_back(launched.place)
+            self.notify.state.global_step, self.notify.state.epoch = self.progress.step, self.progress.epoch
+            if self.guard is not None:
+                self.guard.reset()
             self.reporter.close()
             raise TrainingError(
                 f"step {number}: {what}. The weights were not changed. Look at those rows, lower learning_rate, or "
@@ -306,14 +310,6 @@ class Loop:
             )
         if runtime.is_main():
             runtime.get_logger().warning("step %d skipped: %s", number, what)
-
-    def _forget_unread(self, place: dict[str, Any]) -> None:
-        """Return to the place of a step that changed nothing, and neither did those issued since."""
-        self._unread.clear()
-        self.progress.go_back(place)
-        self.notify.state.global_step, self.notify.state.epoch = self.progress.step, self.progress.epoch
-        if self.guard is not None:
-            self.guard.reset()
 
     def _log(self) -> None:
         assert self._last is not None

@@ -45,6 +45,11 @@ class Progress:
         """The mean of the steps' losses since the run began, each step counted once: Trainer's `train_loss`."""
         return self.loss_sum / self.loss_steps if self.loss_steps else math.nan
 
+    def add_loss(self, loss: float) -> None:
+        """Count the loss of a step, if it is finite."""
+        if math.isfinite(loss):
+            self.loss_sum, self.loss_steps = self.loss_sum + loss, self.loss_steps + 1
+
     def place(self) -> dict[str, Any]:
         """What counts the steps, to return to with `go_back`."""
         return {"step": self.step, "tokens": self.tokens, "epoch": self.epoch, "position": self.position}

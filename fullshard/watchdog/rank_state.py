@@ -211,9 +211,10 @@ def failure_flag() -> torch.Tensor:
     collective was aborted: then what was computed from its results must not be used.
     """
     global failed_flag
-    if failed_flag is None:
-        failed_flag = accelerator.pinned((), torch.float32).fill_(current.failure is not None)
-    return failed_flag
+    with changed:
+        if failed_flag is None:
+            failed_flag = accelerator.pinned((), torch.float32).fill_(current.failure is not None)
+        return failed_flag
 
 
 _issuing = threading.Lock()

@@ -26,7 +26,7 @@ class Case:
     batches: str = "one"
     """Micro-batches a step: `one`, two that are reduced `each`, or two with `no_sync` around the first."""
     words: str = "untied"
-    """Whether the output head is `tied` to the embedding."""
+    """Whether the output head is `tied` to the embedding; `hosted`: untied, and a frozen embedding is on the host."""
     clip: str = "free"
     """`clipped`: the norm of the gradients is limited."""
     prefetch: str = "pre"
@@ -44,7 +44,7 @@ FACTORS: list[list[Any]] = [
     ["kept", "recomputed", "hosted"],
     ["device", "offload"],
     ["one", "each", "no_sync"],
-    ["untied", "tied"],
+    ["untied", "tied", "hosted"],
     ["free", "clipped"],
     ["pre", "post", "none"],
 ]

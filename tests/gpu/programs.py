@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fullshard.spmd as xs
 from fullshard import runtime
 from fullshard.fsdp import FSDPv2, checkpoint_module, transformer_auto_wrap_policy
+from fullshard.models.offloaded_embedding import offload_embedding
 from fullshard.quant.quantize import quantize_model, quantized_layers
 from fullshard.quant.sharded_groups import Scheme
 from tests.fsdp.programs import mean_over_ranks, mine
@@ -233,6 +234,8 @@ def mesh_of(case: Case) -> xs.Mesh:
 def sharded(case: Case) -> Any:
     """The case's model, wrapped."""
     model = build(case.trains, case.words == "tied")
+    if case.words == "hosted":
+        offload_embedding(model)
     if case.activations != "kept":
         if case.trains != "full":
             model.enable_input_require_grads()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.fsdp import activation_checkpointing, comm, reduction, streams
+from fullshard.fsdp import activation_offload, comm, reduction, streams
 from tests.gpu.cases import Case
 from tests.gpu.chaos import chaos
 from tests.gpu.programs import train_sharded
@@ -66,11 +66,23 @@ def _forgets_activations(patch: pytest.MonkeyPatch) -> None:
     """Inputs on their way to the host are let go before the copy has read them."""
 
     def leave(device: torch.device) -> Any:
-        last = activation_checkpointing._leaving.pop(device, None)
+        last = activation_offload._leaving.pop(device, None)
         return None if last is None else last[0]
 
-    patch.setattr(activation_checkpointing, "_join_last", leave)
+    patch.setattr(activation_offload, "_join_last", leave)
     patch.setattr(streams.StreamWork, "keep", lambda self, *tensors: None)
+
+
+def _shares_a_buffer(patch: pytest.MonkeyPatch) -> None:
+    """A host buffer is handed on while the input in it is still needed."""
+    held: dict[str, torch.Tensor] = {}
+
+    def take(self: Any, size: int) -> torch.Tensor:
+        if "one" not in held or held["one"].numel() < size:
+            held["one"] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return held["one"]
+
+    patch.setattr(activation_offload.HostBuffers, "take", take)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case]] = {
@@ -81,6 +93,8 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case]] = {
     "communicator not waited for": (_uses_sums_early, Case()),
     "host gradients let go": (_keeps_nothing, Case(place="offload", precision="bf16")),
     "activations let go": (_forgets_activations, Case(activations="hosted")),
+    "activations used before they are back": (_joins_without_waiting, Case(activations="hosted")),
+    "host buffer handed on": (_shares_a_buffer, Case(activations="hosted")),
 }
 
 

@@ -13,8 +13,9 @@ from fullshard.data.encode import TextSettings
 from fullshard.data.loader import Collator, load_table
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.sources import row_source
-from fullshard.models.chunked_loss import LeanHead, chunked_cross_entropy
-from fullshard.models.deferred_logits import DeferredLogits
+from fullshard.models.chunked_loss import FUSED_BYTES, LeanHead, _Options, chunked_cross_entropy
+from fullshard.models.deferred_logits import DeferredLogits, SoftCap
+from fullshard.models.token_loss import TokenLoss
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.train.tiny import make_model
 
@@ -119,6 +120,23 @@ def test_logits_never_exist_as_a_whole(counted: bool, monkeypatch: pytest.Monkey
     assert largest == ([5] * 4 + [4] if counted else [5] * 7 + [1])
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "trained", "columns", "dtype", "rows"),
+    [
+        (16384, 16384, 128256, torch.bfloat16, 1024), (16384, 5461, 128256, torch.bfloat16, 960),
+        (2048, 2048, 128256, torch.bfloat16, 256), (16384, 16384, 152064, torch.bfloat16, 832),
+        (16384, 16384, 32000, torch.bfloat16, 2048), (16384, 16384, 256000, torch.float32, 256),
+        (100, 90, 128256, torch.bfloat16, 128), (100, 0, 50, torch.bfloat16, 64),
+    ],
+)  # fmt: skip
+def test_chunks_for_the_kernel(tokens: int, trained: int, columns: int, dtype: torch.dtype, rows: int) -> None:
+    """An eighth of the tokens, at least 256, within 256 MiB, and equal to each other up to multiples of 64."""
+    options = _Options((), 0, 1.0, TokenLoss(), False)
+    assert options.rows(tokens, trained, columns, dtype, SoftCap()) == rows
+    assert rows * columns * dtype.itemsize <= FUSED_BYTES
+    assert options._replace(chunk_tokens=7).rows(tokens, trained, columns, dtype, SoftCap()) == 7
 
 
 def test_a_count_from_before_the_labels_were_changed_is_not_used() -> None:

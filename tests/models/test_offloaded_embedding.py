@@ -45,8 +45,13 @@ def sharded(model: Any, **options: Any) -> Any:
 @ranks(2)
 def test_a_run_has_the_same_losses_and_gathers_no_embedding(tmp_path: Path) -> None:
     options = {"max_steps": 4, "gradient_checkpointing": True, **global_batch(2)}
+    if xr.is_main():
+        make_model().save_pretrained(tmp_path / "model")
+    xr.barrier()
     runs = {
-        on: train(make_model(), settings(tmp_path / str(on), offload_embedding=on, **options), peft_config=LORA)
+        on: train(
+            str(tmp_path / "model"), settings(tmp_path / str(on), offload_embedding=on, **options), peft_config=LORA
+        )
         for on in (False, True)
     }
     assert losses(runs[True]) == losses(runs[False])
@@ -84,7 +89,9 @@ def test_an_embedding_that_scales_its_rows(precision: str | None) -> None:
 def test_values_are_loaded_and_training_it_is_refused() -> None:
     model = get_peft_model(make_model(), LORA)
     assert offload_embedding(model) == ""
-    model = sharded(model)
+    model = sharded(model, mixed_precision="bf16")
+    root = model._fullshard_engine.units[0]
+    assert root.only_casts and not any(p.copied_from_host for p in root.parameters)  # so that the host need not wait
     ids, table = torch.arange(12).view(2, 6), model.get_input_embeddings()
     before = table.weight.full_tensor().clone()
     values = {name: value + 1 if "embed_tokens" in name else value for name, value in model.full_state_dict().items()}
@@ -92,7 +99,7 @@ def test_values_are_loaded_and_training_it_is_refused() -> None:
     seen = []
     table.register_forward_hook(lambda module, args, output: seen.append(output))
     model(input_ids=ids)
-    assert torch.equal(seen[0], before[ids] + 1)
+    assert torch.equal(seen[0], (before[ids] + 1).bfloat16())
     table.weight.requires_grad_()
     with pytest.raises(FSDPError, match=r"kept in host memory .* cannot be trained"):
         model(input_ids=ids)

@@ -10,7 +10,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from fullshard.errors import ConfigError
 from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.deferred_logits import DeferredLogits, soft_cap
 from fullshard.models.token_loss import TokenLoss
+from fullshard.torch_private import NoTorchFunction
 from tests.train.tiny import make_model
 
 
@@ -57,3 +59,34 @@ def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
     ids = torch.randint(0, model.config.vocab_size, (1, 5))
     with pytest.raises(ConfigError, match="computes a loss of its own"), head.loss_pass():
         model(input_ids=ids, labels=ids)
+
+
+KNOWN = {
+    "nothing": lambda x: x, "Gemma 2": lambda x: torch.tanh(x / 30.0) * 30.0, "Cohere": lambda x: x * 0.3,
+    "Granite": lambda x: x / 7, "from the left": lambda x: 2 * x, "in place": lambda x: x.mul_(0.5).tanh_().mul_(3),
+    "casts": lambda x: (x.float() / 2).to(torch.float32).contiguous(),
+}  # fmt: skip
+UNKNOWN = {
+    "two hyperbolic tangents": lambda x: torch.tanh(torch.tanh(x)), "narrower": lambda x: x.float().bfloat16(),
+    "double": lambda x: x.double(), "a tensor": lambda x: x * torch.tensor(2.0), "inverse": lambda x: torch.div(3.0, x),
+    "rounded": lambda x: torch.div(x, 2.0, rounding_mode="floor"), "by zero": lambda x: x / 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
+def test_element_wise_steps_as_one_formula(name: str) -> None:
+    """The formula that the kernel computes, for the steps it can do."""
+    steps = (KNOWN | UNKNOWN)[name]
+    head, hidden = torch.nn.Linear(8, 11).bfloat16(), torch.randn(2, 3, 8).bfloat16()
+    deferred = steps(DeferredLogits.of(hidden, head))
+    assert type(deferred) is DeferredLogits
+    with NoTorchFunction():
+        recorded = deferred.steps
+    cap = soft_cap(recorded, torch.bfloat16, hidden.device)
+    if name in UNKNOWN:
+        assert cap is None
+        return
+    assert cap is not None
+    raw = head(hidden).double()
+    found = cap.after * torch.tanh(cap.before * raw) if cap.tanh else cap.before * raw
+    torch.testing.assert_close(found, steps(raw.clone()).double())

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Conv1D
+from transformers import Conv1D, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
+from fullshard import runtime
 from fullshard.errors import QuantizationError
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
+from fullshard.lora.fused import fuse_lora
 from fullshard.lora.model_size import count_parameters, dense_line
 from fullshard.quant import base_product, fp8
 from fullshard.quant.fp8_linear import FP8Linear
 from fullshard.quant.quantize import dequantize_model, quantize_model, quantized_layers
+from fullshard.weights.load import load_pretrained
 from tests.fsdp.programs import mesh_for
 from tests.pool import ranks
-from tests.quant.programs import llama, train, with_lora
+from tests.quant.programs import batches, llama, train, with_lora
 
 STEP = 2.0**-4
 """Half of the distance between neighbors in e4m3, relative to the smaller one."""
@@ -129,8 +134,8 @@ def test_layer_computes_what_a_dense_one_computes(bias: bool) -> None:
     y, expected = layer(x), plain(x)
     g = torch.randn_like(y)
     (dx,), (their_dx,) = torch.autograd.grad(y, x, g), torch.autograd.grad(expected, x, g)
-    assert apart(y, expected) < 0.05 and apart(dx, their_dx) < 0.05
-    assert apart(layer.dequantize(), plain.weight) < 0.03
+    assert apart(y.detach(), expected.detach()) < 0.05 and apart(dx, their_dx) < 0.05
+    assert apart(layer.dequantize(), plain.weight.detach()) < 0.03
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
 
@@ -191,6 +196,30 @@ def test_conv1d_is_quantized_by_output_column() -> None:
     assert made.as_files(parts)["weight"].shape == (32, 48)
 
 
+# --- LoRA groups ------------------------------------------------------------------------------------------------------
+
+
+def test_fused_adapters_quantize_an_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that share an input: the same outputs as PEFT's layers give one by one, and close gradients."""
+    made, counted = [], []
+    quantize = fp8.quantize_rows
+    monkeypatch.setattr(fp8, "quantize_rows", lambda *args: (counted.append(len(args[0])), quantize(*args))[1])
+    for fused in (False, True):
+        model = with_lora(quantize_model(llama(), "fp8"))
+        if fused:
+            fuse_lora(model, {LlamaAttention: [("q_proj", "k_proj", "v_proj")], LlamaMLP: [("gate_proj", "up_proj")]})
+        counted.clear()
+        logits = model(input_ids=batches(1)[0]).logits
+        forward = len(counted)
+        logits.pow(2).mean().backward()
+        assert (forward, len(counted) - forward) == ((8, 7) if fused else (14, 11))
+        made.append((logits, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}))
+    (expected, grads), (found, fused_grads) = made
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for name, grad in grads.items():
+        assert apart(fused_grads[name], grad) < 0.05, name
+
+
 # --- shards -----------------------------------------------------------------------------------------------------------
 
 
@@ -219,3 +248,20 @@ def test_peft_finds_the_layers() -> None:
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", use_dora=True))
     assert len(quantized_layers(adapted)) == 14
     assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 14
+
+
+@ranks(2)
+def test_files_are_read_by_rows_and_written_dequantized(tmp_path: Path) -> None:
+    if runtime.is_main():
+        llama(torch.bfloat16).save_pretrained(tmp_path / "model")
+    runtime.barrier()
+    model = load_pretrained(tmp_path / "model", quantization_config="fp8", progress=False)
+    expected = quantize_model(LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16), "fp8")
+    for layer, other in zip(quantized_layers(model).values(), quantized_layers(expected).values(), strict=True):
+        assert all(torch.equal(part.full_tensor(), other.parts[name]) for name, part in layer.parts.items())
+    model.save_pretrained(tmp_path / "out")
+    runtime.barrier()
+    written = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert not hasattr(written.config, "quantization_config") and written.dtype == torch.bfloat16
+    dense = dict(dequantize_model(expected).named_parameters())
+    assert all(torch.equal(p, dense[name]) for name, p in written.named_parameters())

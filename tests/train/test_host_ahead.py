@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 READS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
-ON_HOST = ("data/loader.py", "in documents_of", "in trained_tokens", "accelerator.py", "find_packed_sequence_indices")
+ON_HOST = ("data/loader.py", "in known_rows", "in documents_of", "in trained_tokens", "accelerator.py")
 """What reads batches, which are in host memory, and `HostCopy.read`."""
 
 

@@ -1,0 +1,68 @@
+"""Activation memory by budget on a GPU: the size holds, the prediction is near, the losses are those without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard import accelerator, runtime
+from fullshard.fsdp.activation_memory import Level
+from tests.data.tiny import make_tokenizer
+from tests.gpu.programs import exact_kernels
+from tests.pool import gpu_ranks, note
+from tests.train.runs import losses, settings, train
+from tests.train.tiny import make_model
+
+ROWS, LENGTH, LAYERS = 8, 1024, 8
+WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": LAYERS,
+        "max_position_embeddings": LENGTH}  # fmt: skip
+
+
+def run(folder: Path, value: Any, **changes: Any) -> tuple[Any, list[float], int]:
+    """The activations of a run, its losses, and the peak of its last steps."""
+    data = [{"input_ids": list(range(3, 3 + 400)) * 3} for _ in range(8 * ROWS)]
+    rows = [{"input_ids": row["input_ids"][: LENGTH - i % 7]} for i, row in enumerate(data)]
+    config = settings(
+        folder / f"{value}{len(changes)}", gradient_checkpointing=value, max_steps=8, max_length=LENGTH, bf16=True,
+        use_peft_lora=True, lora_dropout=0.1, lora_target_modules="all-linear", per_device_train_batch_size=ROWS,
+        **changes,
+    )  # fmt: skip
+
+    class Mark:
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 5:
+                accelerator.mark_peak(runtime.device())
+
+    accelerator.empty_cache(runtime.device())
+    with exact_kernels():
+        trainer = train(make_model(**WIDE), config, rows, tokenizer=make_tokenizer(), callbacks=[Mark()])
+    return trainer.loop.activations, losses(trainer), accelerator.peak_since_mark(runtime.device())
+
+
+@gpu_ranks(1)
+def test_sizes_hold_and_losses_are_the_same(tmp_path: Path) -> None:
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        pytest.skip("a CPU does not count memory")
+    _, plain, low = run(tmp_path, True)
+    _, same, high = run(tmp_path, False)
+    assert same == plain and high > 2 * low
+    hosted, same, lower = run(tmp_path, True, activation_offloading=True)
+    assert same == plain and lower < low and hosted.levels == [Level.OFFLOAD] * (LAYERS - 1) + [Level.RECOMPUTE]
+    for share in (0.0, 0.3, 0.6):
+        size = int(low + share * (high - low))
+        found, same, peak = run(tmp_path, f"{size}B")
+        note(f"{size / 2**20:.0f} MiB: {found.describe()}; measured {peak / 2**20:.1f} MiB")
+        assert same == plain and peak <= size
+        assert peak <= found.predicted * 1.02 and found.predicted <= peak + 0.1 * (high - low)
+    found, same, peak = run(tmp_path, "auto")
+    assert same == plain and found.levels == [Level.KEEP_ALL] * LAYERS and peak <= found.predicted * 1.02
+
+
+@gpu_ranks(2)
+def test_two_ranks_choose_alike(tmp_path: Path) -> None:
+    found, same, _ = run(tmp_path, "auto")
+    _, plain, _ = run(tmp_path, True)
+    assert same == plain and found.chosen

@@ -1,0 +1,71 @@
+"""Triton kernels of fused LoRA layers against the formulas in torch: on a GPU, or on the CPU in Triton's interpreter
+(`TRITON_INTERPRET=1`, where Triton is installed)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from fullshard.lora.fused_dropout import STEPS, Dropout
+
+pytest.importorskip("triton")
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("there is no GPU, and TRITON_INTERPRET is not set", allow_module_level=True)
+
+from fullshard.lora import fused_kernels  # noqa: E402 - needs Triton
+
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def _torch_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formulas in torch on any device, with the masks of the kernels."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("fullshard.accelerator.is_accelerator", lambda device: False)
+    monkeypatch.setattr(
+        Dropout, "kept", lambda self, shape, i: fused_kernels.kept(tuple(shape), i, self.seed, self.threshold)
+    )
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def seed() -> torch.Tensor:
+    return torch.randint(2**62, (1,), device=DEVICE)
+
+
+def test_masks_are_independent_and_have_the_right_mean() -> None:
+    dropout = Dropout(seed(), 0.25)
+    shape = (130, 520)  # more than one tile, in both dims
+    masks = [dropout.kept(torch.Size(shape), i).double() for i in range(3)]
+    masks.append(Dropout(dropout.seed + 1, 0.25).kept(torch.Size(shape), 0).double())
+    assert dropout.threshold == STEPS // 4
+    for i, one in enumerate(masks):
+        assert float(one.mean()) == pytest.approx(0.75, abs=0.01)
+        for other in masks[:i]:
+            assert float((one * other).mean()) == pytest.approx(0.75**2, abs=0.01)
+        for shifted in (one.roll(1, 0), one.roll(1, 1), one.roll(8, 1), one.roll(64, 0), one.roll(128, 1)):
+            assert float((one * shifted).mean()) == pytest.approx(0.75**2, abs=0.012)
+    assert torch.equal(dropout.kept(torch.Size((7, 16)), 1).double(), masks[1][:7, :16])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "adapters", "width"), [(70, 200, 3, 8), (33, 136, 1, 20), (64, 128, 2, 40), (20, 64, 2, 80)]
+)
+def test_products_behind_dropout(tokens: int, size: int, adapters: int, width: int) -> None:
+    dropout = Dropout(seed(), 0.1)
+    x, a, dh = randn(tokens, size), randn(adapters * width, size), randn(tokens, adapters * width)
+    drawn = dropout.seed, dropout.threshold, dropout.scale
+    torch.testing.assert_close(fused_kernels.product(x, a, width, *drawn), dropout.product(x, a, width), **CLOSE)
+    torch.testing.assert_close(
+        fused_kernels.grad_weight(dh, x, width, *drawn), dropout.grad_weight(dh, x, width), **CLOSE
+    )
+    dx = randn(tokens, size)
+    expected = dropout.add_grad_input(dx.clone(), dh, a, width)
+    torch.testing.assert_close(fused_kernels.add_grad_input(dx, dh, a, width, *drawn), expected, **CLOSE)

@@ -1,0 +1,324 @@
+"""`gradient_checkpointing` by budget: how it is given, what is chosen, and that losses do not depend on it.
+
+A CPU does not count the memory of tensors, so these runs pretend: a step takes what layers keep at their levels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from fullshard import runtime
+from fullshard.byte_size import parse_size
+from fullshard.data.loader import Collator
+from fullshard.errors import ConfigError
+from fullshard.fsdp.activation_memory import Level, full_checkpointing
+from fullshard.fsdp.layer_memory import DeviceMemory
+from fullshard.parallelize.settings import EngineSettings
+from fullshard.ranks import exchange
+from fullshard.settings.sft_config import SFTConfig
+from fullshard.train import activation_budget
+from fullshard.train.activation_budget import LargestBatch
+from fullshard.train.checked_run import sharding_settings
+from fullshard.train.cli_args import config_of, parse
+from fullshard.train.trainer import SFTTrainer
+from tests.data.tiny import make_tokenizer, text_rows
+from tests.pool import ranks
+from tests.train.runs import global_batch, losses, settings, train
+from tests.train.test_qlora import FOUR_BITS
+from tests.train.tiny import make_folder, make_model
+
+# --- how it is given ------------------------------------------------------------------------------------------------
+
+GIVEN = {
+    "true": True, "on": True, "yes": True, "false": False, "off": False, "auto": "auto", "Auto": "auto",
+    "40GiB": "40GiB", "512 MB": "512 MB",
+}  # fmt: skip
+
+
+def test_flags_files_and_values_of_scripts(tmp_path: Path) -> None:
+    words = ["--model_name_or_path", "m", "--dataset_name", "d"]
+    for text, meant in GIVEN.items():
+        assert parse([*words, "--gradient_checkpointing", text]).config.gradient_checkpointing == meant
+        assert SFTConfig(gradient_checkpointing=text).gradient_checkpointing == meant
+        (tmp_path / "run.yaml").write_text(f"gradient_checkpointing: {text}\n")
+        assert parse([str(tmp_path / "run.yaml"), *words]).config.gradient_checkpointing == meant
+        arguments = TrainingArguments(output_dir=str(tmp_path), gradient_checkpointing=text, use_cpu=True)
+        assert config_of(arguments)[0].gradient_checkpointing == meant
+    for flags, meant in (
+        (["--gradient_checkpointing"], True), (["--gradient_checkpointing", "--bf16"], True),
+        (["--gradient-checkpointing=auto"], "auto"), (["--no_gradient_checkpointing"], False), ([], False),
+    ):  # fmt: skip
+        assert parse([*words, *flags]).config.gradient_checkpointing == meant
+    for value, budget in ((True, None), (False, None), ("auto", "auto"), ("1.5GiB", 3 * 2**29), ("512MB", 512 * 10**6)):
+        assert SFTConfig(gradient_checkpointing=value).activation_budget == budget
+
+
+@pytest.mark.parametrize("wrong", ["40", "40G", "GiB", "-1GiB", "0GiB", "most", 40])
+def test_what_is_no_size(wrong: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="gradient_checkpointing: expected true, false, auto, or a size such as 40GiB"
+    ):
+        SFTConfig(gradient_checkpointing=wrong)
+    with pytest.raises(ConfigError, match="--gradient_checkpointing: expected true, false, auto, or a size"):
+        parse(
+            ["--gradient_checkpointing", str(wrong)] if str(wrong)[0] != "-" else [f"--gradient_checkpointing={wrong}"]
+        )
+
+
+def test_sizes() -> None:
+    for text, meant in (("1B", 1), ("2 kB", 2000), ("2KiB", 2048), ("1.5mib", 3 * 2**19), ("3 TB", 3 * 10**12)):
+        assert parse_size(text) == meant
+    for text in ("", "7", "7 GiBs", "1e3GB", "1,5GB", "GB"):
+        with pytest.raises(ValueError, match="no size with its unit"):
+            parse_size(text)
+
+
+def test_the_launcher_s_activation_checkpointing_excludes_it() -> None:
+    launched, fsdp = EngineSettings(activation_checkpointing=True), {"activation_checkpointing": True}
+    for value in (True, "auto", "4GiB"):
+        with pytest.raises(ConfigError, match=f"gradient_checkpointing is {value}, and activation_checkpointing is on"):
+            sharding_settings(SFTConfig(gradient_checkpointing=value), launched, [])
+        config = SFTConfig(gradient_checkpointing=value, fsdp="full_shard", fsdp_config=fsdp)
+        with pytest.raises(ConfigError, match="Keep one of them"):
+            sharding_settings(config, None, [])
+    assert sharding_settings(SFTConfig(gradient_checkpointing=False), launched, []).activation_checkpointing
+
+
+# --- runs with memory that is pretended -----------------------------------------------------------------------------
+
+REST, UPDATE = 100_000, 20_000
+
+
+class Pretended(DeviceMemory):
+    """As much memory as a test says. A step takes what layers keep, and once more what one layer has."""
+
+    total_bytes = 10**9
+    budget: Any = None
+    short: int | None = None
+    """Layers that keep all from which on memory runs out."""
+
+    def in_use(self) -> int:
+        return REST
+
+    def mark(self) -> None:
+        pass
+
+    def peak(self) -> int:
+        kept = {Level.KEEP_ALL: 50_000, Level.RECOMPUTE_MLP: 30_000, Level.RECOMPUTE: 4_000, Level.OFFLOAD: 0}
+        return REST + UPDATE + sum(kept[level] for level in self.budget.levels[:-1]) + 50_000
+
+    def total(self) -> int:
+        return self.total_bytes
+
+    def limit(self) -> int:
+        return self.total_bytes
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+
+
+def pretend(patch: pytest.MonkeyPatch) -> None:
+    begin = activation_budget.ActivationBudget.__init__
+
+    def with_memory(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        self.memory.budget = self
+
+    patch.setattr(activation_budget, "DeviceMemory", Pretended)
+    patch.setattr(activation_budget.ActivationBudget, "__init__", with_memory)
+
+
+def run(folder: Path, name: Any, model: Any = None, **changes: Any) -> Any:
+    """A run of a few steps with dropout, whose layers keep what `name` says."""
+    given = {"max_steps": 6, "use_peft_lora": True, "lora_dropout": 0.2, "lora_target_modules": "all-linear"}
+    config = settings(folder / str(name), gradient_checkpointing=name, **{**given, **changes})
+    return train(model if model is not None else make_model(num_hidden_layers=4), config)
+
+
+@ranks(1, 2)
+def test_numbers_do_not_depend_on_what_is_kept(world_size: int, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch)
+        batch: dict[str, Any] = {**global_batch(world_size, 4), "max_steps": 5}
+        plain = losses(run(tmp_path, False, **batch))
+        for name in ("auto", "250kB"):
+            trainer = run(tmp_path, name, **batch)
+            assert losses(trainer) == plain, name
+            found = trainer.loop.activations
+            assert found.chosen and (found.predicted <= 250_000 or name == "auto")
+            kept = found.levels.count(Level.KEEP_ALL)
+            assert kept == 4 if name == "auto" else 0 < kept < 4, found.levels
+
+
+KINDS = {
+    "packed": {"packing": True, "max_seq_len": 32},
+    "reentrant": {"use_reentrant": True},
+    "full": {"use_peft_lora": False},
+    "accumulated": {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "sync_each_batch": False},
+    "offloaded": {"activation_offloading": True},
+    "parameters on the host": {"fsdp": "full_shard offload"},
+    "one unit": {"fsdp_config": {"auto_wrap_policy": "NO_WRAP"}, "fsdp": "full_shard"},
+    "eager attention": {"attn_implementation": "eager"},
+}
+
+
+@pytest.mark.slow
+@ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run(kind: str, tmp_path: Path) -> None:
+    make_folder(tmp_path, num_hidden_layers=4)
+    options = KINDS[kind]
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch)
+        of = {}
+        for name in (True, "250kB", "auto"):
+            of[name] = run(tmp_path, name, str(tmp_path / "model"), **options)
+        assert losses(of[True]) == losses(of["250kB"]) == losses(of["auto"])
+        assert set(of["auto"].loop.activations.levels) == {Level.KEEP_ALL}
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_four_bits(tmp_path: Path) -> None:
+    make_folder(tmp_path, num_hidden_layers=4, hidden_size=64, intermediate_size=128)
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch)
+        found = [losses(run(tmp_path, name, str(tmp_path / "model"), **FOUR_BITS)) for name in (True, "250kB", "auto")]
+    assert found[0] == found[1] == found[2]
+
+
+@ranks(2)
+def test_ranks_choose_alike_by_the_one_with_the_least_memory(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch)
+        patch.setattr(Pretended, "total_bytes", 330_000 if runtime.rank() else 10**9)
+        patch.setattr(activation_budget, "MARGIN", 0.0)
+        levels = run(tmp_path, "auto", max_steps=4).loop.activations.levels
+    assert Level.KEEP_ALL in levels and levels[0] != Level.KEEP_ALL
+    assert exchange(levels, "levels")[0] == levels
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------
+
+
+@ranks(1)
+def test_the_choice_is_resumed(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def part(steps: int, **changes: Any) -> Any:
+        config = settings(
+            tmp_path, gradient_checkpointing="250kB", max_steps=steps, save_strategy="steps", save_steps=4, seed=3,
+            **changes,
+        )  # fmt: skip
+        made = make_model(num_hidden_layers=4)
+        trainer = SFTTrainer(model=made, args=config, train_dataset=text_rows(60), tokenizer=make_tokenizer())
+        say = trainer.reporter.say if hasattr(trainer, "reporter") else None
+        trainer.train()
+        return trainer, say
+
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch)
+        begin = activation_budget.ActivationBudget.__init__
+
+        def listening(self: Any, layers: Any, budget: Any, largest: Any, model: Any, say: Any, **options: Any) -> None:
+            begin(self, layers, budget, largest, model, said.append, **options)
+
+        patch.setattr(activation_budget.ActivationBudget, "__init__", listening)
+        first, _ = part(4)
+        chosen = first.loop.activations
+        assert chosen.chosen and said == [f"activations: {chosen.describe()}."]
+        said.clear()
+        second, _ = part(6, resume=True)
+        assert second.loop.activations.levels == chosen.levels and not second.loop.activations.measured.kept
+        assert said == [f"activations: as before: {chosen.describe()}."]
+        said.clear()
+        part(10, resume=True, per_device_train_batch_size=4)
+        assert said[0].startswith("activations: chosen anew") and len(said) == 2
+
+
+# --- memory that runs out -------------------------------------------------------------------------------------------
+
+
+@ranks(1)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_runs_out_of_memory_is_repeated(where: str, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch)
+        batch = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+        plain = losses(run(tmp_path, False, **batch))
+        made, calls = make_model(num_hidden_layers=4), []
+
+        def fails(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == 8:  # the second micro-batch of the fourth step
+                raise torch.OutOfMemoryError("as on a GPU")
+
+        layer = made.model.layers[1]
+        if where == "forward":
+            layer.register_forward_hook(fails)
+        else:
+            layer.register_forward_hook(
+                lambda m, i, o: (o[0] if isinstance(o, tuple) else o).register_hook(fails) and None
+            )
+        trainer = run(tmp_path, "auto", made, **batch)
+        assert losses(trainer) == plain and len(calls) > 8
+        assert trainer.loop.activations.levels == full_checkpointing(4, False)
+
+
+@ranks(1)
+def test_memory_that_runs_out_with_everything_recomputed_is_an_error(tmp_path: Path) -> None:
+    made = make_model()
+    made.model.layers[1].register_forward_hook(lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("as on a GPU")))
+    with pytest.raises(torch.OutOfMemoryError):
+        run(tmp_path, "auto", made)
+
+
+# --- the largest batch ----------------------------------------------------------------------------------------------
+
+
+@ranks(1)
+def test_the_largest_batch_of_the_data(tmp_path: Path) -> None:
+    def largest(**changes: Any) -> LargestBatch | None:
+        trainer = SFTTrainer(
+            model=make_model(), args=settings(tmp_path, per_device_train_batch_size=3, **changes),
+            train_dataset=text_rows(40), tokenizer=make_tokenizer(),
+        )  # fmt: skip
+        steps = trainer.train_steps()
+        found = activation_budget.largest_batch(trainer.args, steps, trainer.parts.model)
+        shapes = [b["input_ids"].shape for step in steps.steps(0, 2 * steps.steps_per_epoch) for b in step.batches]
+        assert found is not None and max(rows * length for rows, length in shapes) <= found.tokens
+        assert changes.get("padding_free") or max(rows * length for rows, length in shapes) == found.tokens
+        return found
+
+    padded = largest()
+    assert padded is not None and padded.tokens == 3 * padded.length and padded.length % 8 == 0
+    assert largest(packing=True) == LargestBatch(3 * 48, 48)
+    assert largest(attn_implementation="eager", pad_to_multiple_of=16).quadratic is False, "the model was given"
+    step = dataclasses.make_dataclass("Step", ["batches"])([{"input_ids": torch.zeros(2, 8)}])
+    assert LargestBatch(64, 32).scale(step) == 4 and LargestBatch(64, 32, True).scale(step) == 16
+    assert LargestBatch(8, 8).scale(step) == 1
+
+
+@ranks(1)
+def test_batches_of_unknown_length_are_recomputed(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch)
+        rows = [{"input_ids": [3, 4, 5]}] * 8
+        config = settings(tmp_path, gradient_checkpointing="auto", max_steps=2)
+
+        def collate(given: Any) -> Any:
+            ids = torch.tensor([row["input_ids"] for row in given])
+            return {"input_ids": ids, "labels": ids.clone()}
+
+        trainer = train(make_model(), config, rows, data_collator=collate)
+    assert trainer.loop.activations.levels == [Level.RECOMPUTE] * 2
+    assert Collator(0).padded(9) == 16 and np.isfinite(losses(trainer)).all()
