@@ -84,8 +84,10 @@ def backward(
     dx = None
     if wants_x:
         products = [base_product.Gradient(layer.form, layer.base, dy) for _, layer, dy in used]
-        dx = base_product.grad_input_sum(products) if products else torch.zeros_like(x)
-        dx = dx.addmm_(dh, a) if dropout is None else dropout.add_grad_input(dx, dh, a, width)
+        dx = torch.zeros_like(x)
+        if products:
+            dx = base_product.grad_input_sum(products, (dh, a) if dropout is None else None)
+        dx = dx if dropout is None else dropout.add_grad_input(dx, dh, a, width)
     if not wants_adapters:
         return Gradients(dx, [], [])
     da = dh.t() @ x if dropout is None else dropout.grad_weight(dh, x, width)

@@ -78,8 +78,9 @@ def backward(dy: torch.Tensor, saved: Saved, mlp: GatedMlp, dropouts: Dropouts |
     dx = None
     if wants_x:
         branches = (mlp.gate.form, mlp.gate.base, d_gate), (mlp.up.form, mlp.up.base, d_up)
-        dx = base_product.grad_input_sum([base_product.Gradient(*one) for one in branches])
-        dx = dx.addmm_(dh, a) if inputs is None else inputs.add_grad_input(dx, dh, a, width)
+        products = [base_product.Gradient(*one) for one in branches]
+        dx = base_product.grad_input_sum(products, (dh, a) if inputs is None else None)
+        dx = dx if inputs is None else inputs.add_grad_input(dx, dh, a, width)
     da = dh.t() @ x if inputs is None else inputs.grad_weight(dh, x, width)
     ranks = len(mlp.gate.a), len(mlp.up.a)
     dbs = [
