@@ -190,19 +190,18 @@ class Gradient(NamedTuple):
 
 
 def grad_input_sum(
-    products: Sequence[Gradient], adapters: tuple[torch.Tensor, torch.Tensor] | None = None
+    products: Sequence[Gradient],
+    out: torch.Tensor | None = None,
+    adapters: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The sum of `dy @ W` over weights that share an input, and of `dh @ A` for the adapters' (dh, A).
-
-    fp8 weights give one product together with `dh @ A`. Otherwise `dh @ A` comes first and products are added in place:
-    the large ones then read the sum while they compute, which is faster than a pass of its own.
-    """
-    found = None
+    """The sum of `dy @ W` over weights that share an input, and of `dh @ A` for the adapters' (dh, A). If `out` is
+    given, it is added there. fp8 weights give one product together, of which `dh @ A` is a part."""
+    found = out
     if joint := [one for one in products if one.form == "fp8"]:
         weights, grads = [fp8.Weight(*one.tensors) for one in joint], [one.dy for one in joint]
-        found = fp8.grad_input(weights, grads, adapters=adapters)
+        found = fp8.grad_input(weights, grads, found, found is not None, adapters)
     elif adapters is not None:
-        found = adapters[0] @ adapters[1]
+        found = adapters[0] @ adapters[1] if found is None else found.addmm_(*adapters)
     for one in products:
         if one.form != "fp8":
             found = grad_input(*one, out=found, accumulate=found is not None)

@@ -123,7 +123,7 @@ def test_weights_that_share_an_input() -> None:
     dh, a = torch.randn(7, 24), torch.randn(24, 64) * 0.1
     for some in (products, products[:2], products[2:]):
         alone = base_product.grad_input_sum(some)
-        assert apart(base_product.grad_input_sum(some, (dh, a)) - alone, dh @ a) < 0.1
+        assert apart(base_product.grad_input_sum(some, adapters=(dh, a)) - alone, dh @ a) < 0.1
 
 
 # --- the layer --------------------------------------------------------------------------------------------------------
