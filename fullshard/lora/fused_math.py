@@ -3,8 +3,8 @@
     y_i = x @ W_iᵀ + bias_i + scale_i · h_i @ B_iᵀ,    h_i = dropout_i(x) @ A_iᵀ
 
 Forward reads `x` once for all adapters and adds the product of each frozen weight in place to the update. Backward
-needs `x` and `h`; gradients of `x` are summed in place, and frozen weights get none. `h` has the columns of all
-adapters side by side, as many for each as the largest rank.
+needs `x` and `h`; the gradient of `x` is summed in place in the same order, and frozen weights get none. `h` has the
+columns of all adapters side by side, as many for each as the largest rank.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ def backward(
     dx = None
     if wants_x:
         products = [base_product.Gradient(layer.form, layer.base, dy) for _, layer, dy in used]
-        dx = base_product.grad_input_sum(products) if products else torch.zeros_like(x)
-        dx = dx.addmm_(dh, a) if dropout is None else dropout.add_grad_input(dx, dh, a, width)
+        dx = grad_x(products, dh, a, width, dropout)
     if not wants_adapters:
         return Gradients(dx, [], [])
     da = dh.t() @ x if dropout is None else dropout.grad_weight(dh, x, width)
@@ -95,6 +94,17 @@ def backward(
         for i, (layer, dy) in enumerate(zip(layers, dys, strict=True))
     ]
     return Gradients(dx, das, dbs)
+
+
+def grad_x(
+    products: Sequence[base_product.Gradient], dh: torch.Tensor, a: torch.Tensor, width: int, dropout: Dropout | None
+) -> torch.Tensor:
+    """The gradient of the input: the part of the adapters, to which the products are added as in `updated`."""
+    if not all(base_product.adds_in_place(one.form) for one in products):
+        dx = base_product.grad_input_sum(products, adapters=(dh, a) if dropout is None else None)
+        return dx if dropout is None else dropout.grad_input(dh, a, width, dx)
+    dx = dh @ a if dropout is None else dropout.grad_input(dh, a, width)
+    return base_product.grad_input_sum(products, dx)
 
 
 def scaled_product(one: torch.Tensor, other: torch.Tensor, scale: float) -> torch.Tensor:

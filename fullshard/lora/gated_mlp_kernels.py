@@ -14,8 +14,9 @@ import triton.language as tl
 
 from fullshard.lora.fused_kernels import _kept, _on
 
-ROWS, COLUMNS = 64, 64
-FORWARD_WARPS, BACKWARD_WARPS = 4, 8
+FORWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 1, "num_warps": 4}
+BACKWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 1, "num_warps": 8}
+"""The tile that a program works on at a time, how many tiles are loaded ahead, and its warps."""
 LARGEST_RANK = 64
 """Of the adapters: a program keeps the sums of all columns."""
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
@@ -37,11 +38,11 @@ def forward(
     tokens, inner = gate.shape
     middle, h_down = torch.empty_like(gate), gate.new_empty(tokens, len(a_down))
     with _on(gate.device):
-        _forward[(triton.cdiv(tokens, ROWS),)](
+        _forward[(triton.cdiv(tokens, FORWARD["ROWS"]),)](
             gate, up, h, b_gate, b_up, a_down, middle, h_down, gate if seed is None else seed, tokens, *scales,
             threshold, keep_scale, inner, h.shape[1] // 2, b_gate.shape[1], b_up.shape[1], len(a_down),
             ACTIVATION=ACTIVATIONS.index(activation), DROPS=seed is not None, RANK=_tile(h.shape[1] // 2),
-            DOWN_RANK=_tile(len(a_down)), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=FORWARD_WARPS,
+            DOWN_RANK=_tile(len(a_down)), **FORWARD,
         )  # fmt: skip
     return middle, h_down
 
@@ -58,11 +59,11 @@ def backward(
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     dh = torch.zeros_like(h) if min(b_gate.shape[1], b_up.shape[1]) < width else torch.empty_like(h)
     with _on(gate.device):
-        _backward[(triton.cdiv(tokens, ROWS),)](
+        _backward[(triton.cdiv(tokens, BACKWARD["ROWS"]),)](
             d_middle, gate, up, h, b_gate, b_up, dh_down, a_down, d_gate, d_up, dh, gate if seed is None else seed,
             tokens, *scales, threshold, keep_scale, inner, width, b_gate.shape[1], b_up.shape[1], len(a_down),
             ACTIVATION=ACTIVATIONS.index(activation), DROPS=seed is not None, RANK=_tile(width),
-            DOWN_RANK=_tile(len(a_down)), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=BACKWARD_WARPS,
+            DOWN_RANK=_tile(len(a_down)), **BACKWARD,
         )  # fmt: skip
     return d_gate, d_up, dh, d_middle
 
@@ -104,7 +105,7 @@ def _forward(  # type: ignore[no-untyped-def]
     gate, up, h, b_gate, b_up, a_down, middle, h_down, seed, tokens, gate_scale, up_scale, threshold, keep_scale,
     inner: tl.constexpr, width: tl.constexpr, gate_rank: tl.constexpr, up_rank: tl.constexpr, down_rank: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPS: tl.constexpr, RANK: tl.constexpr, DOWN_RANK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
@@ -113,7 +114,7 @@ def _forward(  # type: ignore[no-untyped-def]
     h_gate = _columns_of(h, row, r, 2 * width, gate_rank, there)
     h_up = _columns_of(h + width, row, r, 2 * width, up_rank, there)
     sums = tl.zeros((ROWS, DOWN_RANK), dtype=tl.float32)
-    for start in range(0, inner, COLUMNS):
+    for start in tl.range(0, inner, COLUMNS, num_stages=STAGES):
         k = start + tl.arange(0, COLUMNS)
         inside = there[:, None] & (k < inner)[None, :]
         place = row.to(tl.int64)[:, None] * inner + k[None, :]
@@ -142,7 +143,7 @@ def _backward(  # type: ignore[no-untyped-def]
     d_middle, gate, up, h, b_gate, b_up, dh_down, a_down, d_gate, d_up, dh, seed, tokens, gate_scale, up_scale,
     threshold, keep_scale, inner: tl.constexpr, width: tl.constexpr, gate_rank: tl.constexpr, up_rank: tl.constexpr,
     down_rank: tl.constexpr, ACTIVATION: tl.constexpr, DROPS: tl.constexpr, RANK: tl.constexpr,
-    DOWN_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DOWN_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
@@ -153,7 +154,7 @@ def _backward(  # type: ignore[no-untyped-def]
     dh_out = _columns_of(dh_down, row, d, down_rank, down_rank, there)
     gate_sums = tl.zeros((ROWS, RANK), dtype=tl.float32)
     up_sums = tl.zeros((ROWS, RANK), dtype=tl.float32)
-    for start in range(0, inner, COLUMNS):
+    for start in tl.range(0, inner, COLUMNS, num_stages=STAGES):
         k = start + tl.arange(0, COLUMNS)
         inside = there[:, None] & (k < inner)[None, :]
         place = row.to(tl.int64)[:, None] * inner + k[None, :]
