@@ -197,7 +197,7 @@ def _train(steps, *, accumulate=2, checkpoint=False, between=lambda model, step:
 
 
 @ranks(1)
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_copies_are_kept_until_backward_where_there_is_memory(checkpoint):
     """From the third step on, when memory has been at its peak, each forward casts once, and backward not again."""
     expected, twice, _, freed = _train(5, checkpoint=checkpoint)
