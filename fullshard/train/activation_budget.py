@@ -138,6 +138,7 @@ class ActivationBudget:
         """The kind and level of the layer that the next step measures."""
         self.predicted = 0.0
         self.chosen = budget is None or largest is None or not self.layers
+        model._fullshard_engine.decides_copies = budget is None
         self._before_update: int | None = None
         """The peak of this step up to the update of the weights; None before it."""
         if self.chosen and budget is not None:
@@ -158,6 +159,7 @@ class ActivationBudget:
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         accelerator.empty_cache(runtime.device())
+        self.model._fullshard_engine.keep_copies(0)
         self.levels, self.probe, self.chosen = self._set(self.base), None, True
         self.say("activations: memory ran out; the step is repeated, and from here on all layers are recomputed.")
         return train_step(step)
@@ -218,6 +220,7 @@ class ActivationBudget:
             return
         levels, self.predicted = self._fitting(known)
         self.levels, self.chosen = self._set(levels), True
+        self.model._fullshard_engine.keep_copies(int(known.limit - self.predicted))
         self.say(f"activations: {self.describe()}.")
 
     def _next_probe(self, known: Measured) -> tuple[int, Level] | None:
