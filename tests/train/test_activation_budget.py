@@ -81,7 +81,7 @@ def test_sizes() -> None:
             parse_size(text)
 
 
-def test_the_launcher_s_activation_checkpointing_excludes_it() -> None:
+def test_the_launcher_s_activation_checkpointing_excludes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, fsdp = EngineSettings(activation_checkpointing=True), {"activation_checkpointing": True}
     for value in (True, "auto", "4GiB"):
         with pytest.raises(ConfigError, match=f"gradient_checkpointing is {value}, and activation_checkpointing is on"):
@@ -90,6 +90,10 @@ def test_the_launcher_s_activation_checkpointing_excludes_it() -> None:
         with pytest.raises(ConfigError, match="Keep one of them"):
             sharding_settings(config, None, [])
     assert sharding_settings(SFTConfig(gradient_checkpointing=False), launched, []).activation_checkpointing
+    for name, value in launched.to_environment().items():  # as `accelerate launch` passes its file on
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="Keep one of them"):
+        sharding_settings(SFTConfig(gradient_checkpointing="auto"), None, [])
 
 
 # --- runs with memory that is pretended -----------------------------------------------------------------------------
