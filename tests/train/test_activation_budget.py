@@ -161,7 +161,7 @@ def run(folder: Path, name: Any, model: Any = None, **changes: Any) -> Any:
     return train(model if model is not None else make_model(num_hidden_layers=4), config)
 
 
-@ranks(1, 2)
+@ranks(1, 2, slow=[1])
 def test_numbers_do_not_depend_on_what_is_kept(world_size: int, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch)
@@ -210,6 +210,7 @@ def test_four_bits(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_ranks_choose_alike_by_the_one_with_the_least_memory(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -221,6 +222,7 @@ def test_ranks_choose_alike_by_the_one_with_the_least_memory(tmp_path: Path) -> 
     assert exchange(levels, "levels")[0] == levels
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_a_choice_is_corrected_by_the_peak_that_it_leads_to(tmp_path: Path) -> None:
     """First more memory is taken than was measured, then less: steps in which layers are compiled take more."""
@@ -279,7 +281,7 @@ def test_the_choice_is_resumed(tmp_path: Path) -> None:
 
 
 @ranks(1)
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
 def test_a_step_that_runs_out_of_memory_is_repeated(where: str, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch)
@@ -304,6 +306,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated(where: str, tmp_path: Path) 
         assert trainer.loop.activations.levels == full_checkpointing(4, False)
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_memory_that_runs_out_with_everything_recomputed_is_an_error(tmp_path: Path) -> None:
     made = make_model()
@@ -315,6 +318,7 @@ def test_memory_that_runs_out_with_everything_recomputed_is_an_error(tmp_path: P
 # --- the largest batch ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_the_largest_batch_of_the_data(tmp_path: Path) -> None:
     def largest(**changes: Any) -> LargestBatch | None:
@@ -338,6 +342,7 @@ def test_the_largest_batch_of_the_data(tmp_path: Path) -> None:
     assert LargestBatch(8, 8).scale(step) == 1
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_batches_of_unknown_length_are_recomputed(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
