@@ -21,7 +21,7 @@ CLASSES = {
     "optimizer": r"adam|multi_tensor|lion|foreach|lpnorm|clip",
     "unpacking": r"dequant|unpack|nf4|fp4",
     "quantizing": r"fp8|quantize|rowwise|scales",
-    "adapters": r"lora|adapter|dropout|^_product|^_grad_weight|^_add_grad_input",
+    "adapters": r"lora|adapter|dropout|^_product|^_grad_weight|^_grad_input",
     "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|triton_tem|splitk|gemv|dot_kernel",
 }
 """Patterns of kernel names, the first that matches counts; every other kernel is elementwise."""

@@ -55,15 +55,16 @@ class Dropout(NamedTuple):
             return fused_kernels.grad_weight(dh, x, width, self.seed, self.threshold, self.scale)
         return torch.cat([part.t() @ self._dropped(x, i) for i, part in enumerate(dh.split(width, dim=1))])
 
-    def add_grad_input(self, dx: torch.Tensor, dh: torch.Tensor, a: torch.Tensor, width: int) -> torch.Tensor:
-        """Add the sum of `dropout_i(dh_i @ A_i)` over all adapters to `dx`, in place."""
-        if accelerator.is_accelerator(dx.device):
+    def grad_input(self, dh: torch.Tensor, a: torch.Tensor, width: int, dx: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of `dropout_i(dh_i @ A_i)` over all adapters. If `dx` is given, it is added there, in place."""
+        if accelerator.is_accelerator(dh.device):
             from fullshard.lora import fused_kernels
 
-            return fused_kernels.add_grad_input(dx, dh, a, width, self.seed, self.threshold, self.scale)
+            return fused_kernels.grad_input(dx, dh, a, width, self.seed, self.threshold, self.scale)
+        out = dh.new_zeros(len(dh), a.shape[1]) if dx is None else dx
         for i, (part, rows) in enumerate(zip(dh.split(width, dim=1), a.split(width), strict=True)):
-            dx += self._dropped(part @ rows, i)
-        return dx
+            out += self._dropped(part @ rows, i)
+        return out
 
     def _dropped(self, x: torch.Tensor, adapter: int) -> torch.Tensor:
         return x * (self.kept(x.shape, adapter) * self.scale).to(x.dtype)

@@ -34,7 +34,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 class Tiles(NamedTuple):
     """How the columns of `h` are divided: tiles with several adapters, or adapters in several tiles."""
 
-    count: int
+    number: int
     width: int
     """Columns of a tile, a power of two: at least 16, as matrix units need."""
     adapters: int
@@ -61,7 +61,7 @@ def product(
     h = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
     tiles = Tiles.of(columns, width)
     with _on(x.device):
-        _product[(triton.cdiv(tokens, ROWS), tiles.count)](
+        _product[(triton.cdiv(tokens, ROWS), tiles.number)](
             x, a, h, seed, tokens, threshold, scale, size, columns, width,
             ROWS=ROWS, COLUMNS=COLUMNS, **tiles.options(), num_warps=WARPS,
         )  # fmt: skip
@@ -75,32 +75,34 @@ def grad_weight(
     x, dh = x.contiguous(), dh.contiguous()
     (tokens, size), columns = x.shape, dh.shape[1]
     tiles = Tiles.of(columns, width)
-    programs, blocks = triton.cdiv(size, COLUMNS) * tiles.count, triton.cdiv(tokens, ROWS)
+    programs, blocks = triton.cdiv(size, COLUMNS) * tiles.number, triton.cdiv(tokens, ROWS)
     length = triton.next_power_of_2(triton.cdiv(blocks * programs, PROGRAMS))  # few values, so few compilations
     parts = triton.cdiv(blocks, length)
     sums = torch.empty(parts, columns, size, dtype=torch.float32, device=x.device)
     with _on(x.device):
-        _grad_weight[(triton.cdiv(size, COLUMNS), tiles.count, parts)](
+        _grad_weight[(triton.cdiv(size, COLUMNS), tiles.number, parts)](
             dh, x, sums, seed, tokens, threshold, size, columns, width,
             ROWS=ROWS, COLUMNS=COLUMNS, LENGTH=length, **tiles.options(), num_warps=WARPS,
         )  # fmt: skip
     return sums.sum(0).mul_(scale).to(x.dtype)
 
 
-def add_grad_input(
-    dx: torch.Tensor, dh: torch.Tensor, a: torch.Tensor, width: int, seed: torch.Tensor, threshold: int, scale: float
-) -> torch.Tensor:
-    """Add the sum of `dropout_i(dh_i @ A_i)` over all adapters to `dx` [tokens, in], in place."""
-    assert dx.is_contiguous()
+def grad_input(
+    dx: torch.Tensor | None, dh: torch.Tensor, a: torch.Tensor, width: int, seed: torch.Tensor, threshold: int,
+    scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """The sum of `dropout_i(dh_i @ A_i)` over all adapters: [tokens, in]. If `dx` is given, it is added there."""
     dh, a = dh.contiguous(), a.contiguous()
-    tokens, size = dx.shape
+    tokens, size = len(dh), a.shape[1]
+    out = dh.new_empty(tokens, size) if dx is None else dx
+    assert out.is_contiguous()
     grid = (triton.cdiv(size, COLUMNS), triton.cdiv(tokens, ROWS))
-    with _on(dx.device):
-        _add_grad_input[grid](
-            dx, dh, a, seed, tokens, threshold, scale, size, len(a), width,
+    with _on(out.device):
+        _grad_input[grid](
+            out, dh, a, seed, tokens, threshold, scale, size, len(a), width, ADDS=dx is not None,
             ROWS=ROWS, COLUMNS=COLUMNS, TILE=Tiles.of(width, width).width, num_warps=WARPS,
         )  # fmt: skip
-    return dx
+    return out
 
 
 def kept(shape: tuple[int, int], adapter: int, seed: torch.Tensor, threshold: int) -> torch.Tensor:
@@ -185,16 +187,18 @@ def _grad_weight(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_grad_input(  # type: ignore[no-untyped-def]
+def _grad_input(  # type: ignore[no-untyped-def]
     dx, dh, a, seed, tokens, threshold, scale, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     first_column, first_row = tl.program_id(0) * COLUMNS, tl.program_id(1) * ROWS
     row, k = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     inside = (row < tokens)[:, None] & (k < size)[None, :]
     place = dx + row.to(tl.int64)[:, None] * size + k[None, :]
     key = tl.load(seed)
-    sums = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    if ADDS:
+        sums += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     for adapter in range(columns // width):
         part = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for start in range(0, width, TILE):

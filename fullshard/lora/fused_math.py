@@ -3,8 +3,8 @@
     y_i = x @ W_iᵀ + bias_i + scale_i · h_i @ B_iᵀ,    h_i = dropout_i(x) @ A_iᵀ
 
 Forward reads `x` once for all adapters and adds the product of each frozen weight in place to the update. Backward
-needs `x` and `h`; gradients of `x` are summed in place, and frozen weights get none. `h` has the columns of all
-adapters side by side, as many for each as the largest rank.
+needs `x` and `h`; the gradient of `x` is summed in place in the same order, and frozen weights get none. `h` has the
+columns of all adapters side by side, as many for each as the largest rank.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def backward(
     dx = None
     if wants_x:
         products = [base_product.Gradient(layer.form, layer.base, dy) for _, layer, dy in used]
-        dx = grad_input(products, dh, a, width, dropout)
+        dx = grad_x(products, dh, a, width, dropout)
     if not wants_adapters:
         return Gradients(dx, [], [])
     da = dh.t() @ x if dropout is None else dropout.grad_weight(dh, x, width)
@@ -96,14 +96,15 @@ def backward(
     return Gradients(dx, das, dbs)
 
 
-def grad_input(
+def grad_x(
     products: Sequence[base_product.Gradient], dh: torch.Tensor, a: torch.Tensor, width: int, dropout: Dropout | None
 ) -> torch.Tensor:
-    """The gradient of the input, by way of the frozen weights and of the adapters."""
-    if dropout is None:
-        return base_product.grad_input_sum(products, onto=dh @ a)
-    dx = base_product.grad_input_sum(products) if products else dh.new_zeros(len(dh), a.shape[1])
-    return dropout.add_grad_input(dx, dh, a, width)
+    """The gradient of the input: the part of the adapters, to which the products are added as in `updated`."""
+    if not all(base_product.adds_in_place(one.form) for one in products):
+        dx = base_product.grad_input_sum(products, adapters=(dh, a) if dropout is None else None)
+        return dx if dropout is None else dropout.grad_input(dh, a, width, dx)
+    dx = dh @ a if dropout is None else dropout.grad_input(dh, a, width)
+    return base_product.grad_input_sum(products, dx)
 
 
 def scaled_product(one: torch.Tensor, other: torch.Tensor, scale: float) -> torch.Tensor:

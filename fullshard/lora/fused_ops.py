@@ -101,7 +101,7 @@ class _Group(torch.autograd.Function):
         return tuple(ys)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[Any, ...]:
         layout, scales, probability, count = ctx.about
         seed, x, h, *tensors = ctx.saved_tensors

@@ -78,7 +78,7 @@ def backward(dy: torch.Tensor, saved: Saved, mlp: GatedMlp, dropouts: Dropouts |
     dx = None
     if wants_x:
         branches = (mlp.gate.form, mlp.gate.base, d_gate), (mlp.up.form, mlp.up.base, d_up)
-        dx = fused_math.grad_input([base_product.Gradient(*one) for one in branches], dh, a, width, inputs)
+        dx = fused_math.grad_x([base_product.Gradient(*one) for one in branches], dh, a, width, inputs)
     da = dh.t() @ x if inputs is None else inputs.grad_weight(dh, x, width)
     ranks = len(mlp.gate.a), len(mlp.up.a)
     dbs = [
@@ -124,7 +124,7 @@ def _between_backward(
     if middle_dropout is None:
         d_middle = d_middle.addmm_(dh_down, a)
     else:
-        d_middle = middle_dropout.add_grad_input(d_middle, dh_down, a, len(a))
+        d_middle = middle_dropout.grad_input(dh_down, a, len(a), d_middle)
     u = _branch(up, h, mlp.up, 1)
     activated, slope = ACTIVATIONS[mlp.activation](_branch(gate, h, mlp.gate, 0))
     d_gate, d_up = (d_middle * u * slope).to(gate.dtype), (d_middle * activated).to(gate.dtype)

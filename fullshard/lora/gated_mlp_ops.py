@@ -33,10 +33,16 @@ def _dropouts(seeds: torch.Tensor | None, probability: float) -> Dropouts | None
     return None if seeds is None else Dropouts(*(Dropout(seed, probability) for seed in seeds.split(1)))
 
 
+def _mlp(tensors: Sequence[Tensors], layout: str, scales: Sequence[float], activation: str) -> GatedMlp:
+    base, a, b = tensors
+    gate, up, down = layers_of(layout, base, a, b, scales)
+    return GatedMlp(gate, up, down, activation)
+
+
 def _run(x: torch.Tensor, tensors: Sequence[Tensors], seeds: torch.Tensor | None, about: Any) -> tuple[Any, Saved]:
     layout, scales, activation, probability = about
     with without_autocast(x.device):
-        mlp = GatedMlp(*layers_of(layout, *tensors, scales), activation)
+        mlp = _mlp(tensors, layout, scales, activation)
         y, saved = arithmetic.forward(as_rows(x), mlp, _dropouts(seeds, probability))
     return y.view(*x.shape[:-1], y.shape[-1]), saved
 
@@ -48,7 +54,7 @@ def _run_backward(
     """The gradients of `x`, if wanted, of all `a` and of all `b`."""
     layout, scales, activation, probability = about
     with without_autocast(x.device):
-        mlp = GatedMlp(*layers_of(layout, *tensors, scales), activation)
+        mlp = _mlp(tensors, layout, scales, activation)
         saved = Saved(as_rows(x), *kept)
         found = arithmetic.backward(as_rows(dy), saved, mlp, _dropouts(seeds, probability), wants_x)
     return [*([] if found.x is None else [found.x.view(x.shape)]), *found.a, *found.b]
@@ -65,7 +71,7 @@ class _GatedMlp(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         seeds, x, *rest = ctx.saved_tensors
         kept, tensors = rest[:4], rest[4:]
