@@ -33,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # in place of this folder, whose names are no modules' names
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # which would ask the hub
 os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", os.path.join(tempfile.gettempdir(), "unsloth_compiled"))
 
 from benchmarks.sft_files import SHAPES  # noqa: E402
