@@ -1,7 +1,7 @@
 """QLoRA of a 70B model on two ranks that share one GPU, each limited to 24 GB, with parameters offloaded to the host.
 
     python benchmarks/qlora_70b.py             # `--layers 4` for a quick run, `--tiny` for a machine without a GPU
-    python benchmarks/qlora_70b.py --nccl --layers 12 --steps 3
+    python benchmarks/qlora_70b.py --nccl --layers 12 --steps 3 --in-flight 1 2
 
 The model has the shape of Llama-2-70B and random weights. Each rank generates and quantizes its own slices (with double
 quantization), one weight at a time. Training: LoRA with rank 8 on every layer except the head, 2 × 2048 tokens per
@@ -9,7 +9,8 @@ rank, activation checkpointing, offload. One JSON line: seconds, and peak GPU an
 
 With `--nccl` the two ranks are nodes of their own to NCCL, which then accepts them on one GPU and talks over sockets.
 The line has a floor: for each pass over the layers the slowest of what link, bus and products take alone, measured in
-the same run on both ranks at once, and the ratio of the last step to it.
+the same run on both ranks at once, and the ratio of the last step to it. `--in-flight` is how many layers are gathered
+ahead of the one that computes; with several numbers the steps are repeated for each.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def floor(model: Any, shape: dict[str, int], tokens: int) -> dict[str, float]:
 
 
 def rank_program(
-    shape: dict[str, int], rows: int, length: int, steps: int, limit_gb: float, nccl: bool, in_flight: int
+    shape: dict[str, int], rows: int, length: int, steps: int, limit_gb: float, nccl: bool, in_flight: list[int]
 ) -> None:
     import numpy as np
     import torch
@@ -199,7 +200,7 @@ def rank_program(
     head = LeanHead(model)
     model = FSDPv2(
         model, mesh, auto_wrap_policy=transformer_auto_wrap_policy, mixed_precision="bf16", cpu_offload=True,
-        gathers_in_flight=in_flight,
+        gathers_in_flight=in_flight[0],
     )  # fmt: skip
     start = time.perf_counter()
     fill(model)
@@ -210,7 +211,8 @@ def rank_program(
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     losses = []
-    for step in range(steps):
+    for step in range(steps * len(in_flight)):
+        model._fullshard_engine.settings.in_flight = in_flight[step // steps]
         start = time.perf_counter()
         ids = torch.randint(0, shape["vocabulary"], (rows, length), device=xr.device())
         with head.loss_pass(scale=1.0 / (rows * (length - 1))):
@@ -234,7 +236,9 @@ def rank_program(
     }  # fmt: skip
     allowed = {key: round(value, 4) for key, value in floor(model, shape, rows * length).items()} if nccl else {}
     if allowed:
-        seconds |= {"floor": allowed, "of_floor": round(seconds["steps"][-1] / allowed["step_s"], 3)}
+        last = dict(zip(in_flight, seconds["steps"][steps - 1 :: steps], strict=True))
+        ratios = {str(ahead): round(taken / allowed["step_s"], 3) for ahead, taken in last.items()}
+        seconds |= {"floor": allowed, "of_floor_by_in_flight": ratios}
     everyone: list[Any] = [None] * xr.world_size()
     torch.distributed.all_gather_object(everyone, mine)
     if xr.rank() == 0:
@@ -254,7 +258,7 @@ def main() -> int:
     parser.add_argument("--limit-gb", type=float, default=24.0)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--nccl", action="store_true", help="two ranks as two nodes, and the floor of a step")
-    parser.add_argument("--in-flight", type=int, default=1, help="layers gathered ahead")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1], help="layers gathered ahead")
     parser.add_argument("--rank", action="store_true", help="run as one of the ranks")
     options = parser.parse_args()
     shape = dict(TINY if options.tiny else SHAPE)

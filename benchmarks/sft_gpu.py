@@ -35,8 +35,9 @@ sys.path[0] = str(ROOT)  # in place of this folder, whose names are no modules' 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", os.path.join(tempfile.gettempdir(), "unsloth_compiled"))
 
+from benchmarks.sft_files import SHAPES  # noqa: E402
 from benchmarks.sft_process import Run, finish_together  # noqa: E402
-from benchmarks.sft_rank import GPU, SHAPES  # noqa: E402
+from benchmarks.sft_rank import GPU  # noqa: E402
 
 WARM_UP = 4
 FREE, ON = {"gradient_checkpointing": False}, {"gradient_checkpointing": True}
@@ -93,7 +94,7 @@ LADDER = (
     ("0.1: eager, checkpointing", {
         **ON, "torch_compile": False, "fused_lora": False, "attn_implementation": "sdpa", "log_entropy": True}),
     ("compiled layers", {"torch_compile": True}),
-    ("LoRA groups", {"fused_lora": None}),
+    ("LoRA groups and gated MLPs", {"fused_lora": None}),
     ("attention by batch", {"attn_implementation": None}),
     ("no entropy", {"log_entropy": None}),
     ("checkpointing by budget, 40 GiB", budget("40GiB")),
@@ -130,23 +131,26 @@ def model_folder(shape: str, options: argparse.Namespace) -> Path:
 
 
 def write_models(runs: list[Run], options: argparse.Namespace) -> None:
-    """Write the models that are not there yet; a process of its own, so that this one never has a GPU context."""
+    """Write the models that are not there yet, in a process, so that this one never has a GPU context."""
     for shape in dict.fromkeys(run.job["shape"] for run in runs):
         folder = model_folder(shape, options)
-        if (folder / "adapter-0.1").exists():
+        if (folder / "whole").exists():
             continue
         shutil.rmtree(folder, ignore_errors=True)
         began = time.monotonic()
-        job = {"who": "files", "model": str(folder), "shape": shape, "layers": options.layers}
-        subprocess.run([sys.executable, "-m", "benchmarks.sft_rank", json.dumps(job)], cwd=ROOT, check=True)
+        words = [str(folder), shape, *([str(options.layers)] if options.layers else [])]
+        subprocess.run([sys.executable, "-m", "benchmarks.sft_files", *words], cwd=ROOT, check=True)
+        (folder / "whole").touch()
         print(f"{folder} written in {time.monotonic() - began:.1f} s", flush=True)
 
 
 def run_all(runs: list[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train one after the other; each process is started while the one before it trains."""
-    write_models(runs, options)
     found: list[dict[str, Any]] = []
     try:
+        for run in runs[:1]:
+            run.start()
+        write_models(runs, options)
         for i, run in enumerate(runs):
             for one in runs[i : i + 2]:
                 if one.process is None:
@@ -182,13 +186,13 @@ def compare(lines: list[dict[str, Any]], groups: dict[str, str]) -> None:
         line["reference"] = "itself" if reference is line else reference["contestant"]
 
 
-def table(lines: list[dict[str, Any]], labels: dict[str, str] | None = None) -> None:
+def table(lines: list[dict[str, Any]]) -> None:
     heads = ("case", "contestant", "tok/s", "peak GiB allocated", "reserved", "timed steps", "loss, first → timed",
              "loss difference")  # fmt: skip
     print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for line in lines:
         goal = CASES[line["case"]].goal if line["case"] in CASES else ""
-        who = (labels or SHOWN).get(line["contestant"], line["contestant"])
+        who = SHOWN.get(line["contestant"], line["contestant"])
         name = f"{line['case']}{f' ({goal})' if goal else ''}"
         if "error" in line:
             print(f"| {name} | {who} | {line['error']} | | | | | |")
@@ -240,16 +244,23 @@ def installed(library: str, folder: str | None) -> bool:
 
 def ladder(options: argparse.Namespace) -> list[dict[str, Any]]:
     settings: dict[str, Any] = {}
-    runs, labels = [], {}
-    for number, (label, added) in enumerate(LADDER):
+    runs = []
+    for label, added in LADDER:
         settings = {name: value for name, value in {**settings, **added}.items() if value is not None}
         job = {**job_of(CASES["lora"], "ours", options), "settings": {**settings, **dict(options.set)}}
-        name = f"{number}"
-        labels[name] = f"+ {label}" if number else label
-        runs.append(Run("ladder", name, job))
+        runs.append(Run("ladder", label, job))
     lines = run_all(runs, options)
     compare(lines, {"ladder": "lora"})
-    table(lines, labels)
+    print("\n| | tok/s | peak GiB | ms per step | of the line above | loss difference |\n|---|---|---|---|---|---|")
+    before = None
+    for line in lines:
+        if "step_ms" not in line:
+            print(f"| {line['contestant']} | {line.get('error')} | | | | |")
+            continue
+        ratio = f"{line['step_ms'] / before:.3f}" if before else ""
+        figures = f"{line['tok_s']:,.0f} | {line.get('peak_allocated', 0):.1f} | {line['step_ms']:.0f} | {ratio}"
+        print(f"| {line['contestant']} | {figures} | {line['loss_difference']:.1e} |")
+        before = line["step_ms"]
     return lines
 
 
@@ -269,7 +280,7 @@ def two_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
             run.start(NODE | {"RANK": str(rank), "MASTER_PORT": port, "NCCL_HOSTID": f"node{rank}"})
         lines.append(record(two[0], finish_together(two, options.timeout)[0], options))
     compare(lines, {name: name for name in options.case})
-    table(lines, {})
+    table(lines)
     return lines
 
 

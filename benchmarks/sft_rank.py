@@ -12,92 +12,26 @@ import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.sft_files import LORA
 from benchmarks.step_profile import summarize
 
 GPU = torch.cuda.is_available()
 READY, RESULT = "READY", "RESULT "
-SHAPES = {
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "tie_word_embeddings": True},
-    "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 1024},
-}  # fmt: skip
-LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 LEARNING = {"learning_rate": 2e-4, "lr_scheduler_type": "constant", "max_grad_norm": 1.0, "weight_decay": 0.0}
 
 
 # --- what all contestants share ---------------------------------------------------------------------------------------
 
 
-def write_model(folder: Path, shape: str, layers: int | None) -> None:
-    """Write a model of random bf16 weights, and adapters for it whose both matrices are random."""
-    from accelerate import init_empty_weights
-    from peft import LoraConfig, get_peft_model
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
+def tokenizer(job: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
 
-    values = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
-    config = LlamaConfig(
-        **values, max_position_embeddings=8192, bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
-    folder.mkdir(parents=True)
-    config.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    with init_empty_weights():
-        model = LlamaForCausalLM(config)
-    names = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    pieces = [list(names.items())[i::8] for i in range(8)]
-    device = "cuda" if GPU else "cpu"
-
-    def write(number: int) -> None:
-        made = {}
-        for name, size in pieces[number]:
-            source = torch.Generator(device).manual_seed(list(names).index(name))
-            if len(size) == 1:
-                made[name] = torch.ones(size, dtype=torch.bfloat16)
-            else:
-                value = torch.randn(size, generator=source, device=device, dtype=torch.bfloat16)
-                made[name] = value.mul_(0.02).cpu()
-        save_file(made, folder / f"model-{number + 1:05}-of-00008.safetensors", {"format": "pt"})
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(write, range(8)))
-    total = 2 * sum(torch.Size(size).numel() for size in names.values())
-    files = {name: f"model-{i + 1:05}-of-00008.safetensors" for i, piece in enumerate(pieces) for name, _ in piece}
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    for dropout in (0.0, 0.1):
-        settings = LoraConfig(**LORA, lora_dropout=dropout)
-        with init_empty_weights():
-            adapted = get_peft_model(LlamaForCausalLM(config), settings, low_cpu_mem_usage=True)
-        source, trained = torch.Generator().manual_seed(7), {}
-        for name, p in adapted.named_parameters():
-            if p.requires_grad:
-                scale = 0.02 if "lora_A" in name else 0.005
-                trained[name.replace(".default", "")] = torch.randn(p.shape, generator=source) * scale
-        place = folder / f"adapter-{dropout}"
-        adapted.peft_config["default"].base_model_name_or_path = str(folder)
-        adapted.peft_config["default"].save_pretrained(place)
-        save_file(trained, place / "adapter_model.safetensors", {"format": "pt"})
-
-
-def tokenizer() -> Any:
-    """A tokenizer that nothing is tokenized with: rows are tokens already."""
-    import tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return AutoTokenizer.from_pretrained(job["model"])
 
 
 def documents(job: dict[str, Any]) -> list[list[int]]:
@@ -227,7 +161,7 @@ def ours(job: dict[str, Any], clock: Clock) -> None:
         **LEARNING, **adapter, **four_bit, **packing, **settings,
     )  # fmt: skip
     made = SFTTrainer(
-        model=job["model"], args=args, train_dataset=rows, processing_class=tokenizer(), callbacks=[clock.callback()]
+        model=job["model"], args=args, train_dataset=rows, processing_class=tokenizer(job), callbacks=[clock.callback()]
     )
     made.train()
 
@@ -256,7 +190,7 @@ def trl(job: dict[str, Any], clock: Clock) -> None:
         args = SFTConfig(output_dir=folder, report_to="none", disable_tqdm=True, use_cpu=not GPU, **_common(job))
         data = Dataset.from_list([{"input_ids": one} for one in documents(job)])
         made = SFTTrainer(
-            model=model, args=args, train_dataset=data, processing_class=tokenizer(), callbacks=[clock.callback()]
+            model=model, args=args, train_dataset=data, processing_class=tokenizer(job), callbacks=[clock.callback()]
         )
         made.train()
 
@@ -309,9 +243,6 @@ IMPORTS = {
 
 def main() -> int:
     job = json.loads(sys.argv[1])
-    if job["who"] == "files":
-        write_model(Path(job["model"]), job["shape"], job["layers"])
-        return 0
     for name in IMPORTS[job["who"]]:
         __import__(name)
     print(READY, flush=True)

@@ -12,19 +12,21 @@ from typing import Any
 
 from benchmarks.trace import kind_of, length, union
 
+ELEMENTWISE = "norms and elementwise"
 CLASSES = {
     "copies": r"^memcpy|^memset|nccl",
-    "attention": r"sdpa|flash|fmha|flex_attention|attention|varlen",
+    "attention": r"cudnn|sdpa|flash|fmha|attention|varlen",
     "loss": r"loss|cross_entropy|log_softmax|nll|logits",
+    ELEMENTWISE: r"^triton_(poi|red|per)_fused",  # the compiler's, whose names list what is around them too
     "optimizer": r"adam|multi_tensor|lion|foreach|lpnorm|clip",
     "unpacking": r"dequant|unpack|nf4|fp4",
     "quantizing": r"fp8|quantize|rowwise|scales",
     "adapters": r"lora|adapter|dropout|^_product|^_grad_weight|^_grad_input",
     "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|triton_tem|splitk|gemv|dot_kernel",
 }
-"""Patterns of kernel names, the first that matches counts; every other kernel is "norms and elementwise"."""
-ELEMENTWISE, THIN = "norms and elementwise", 64
-"""A matrix product with a dimension of at most THIN is an adapter's."""
+"""Patterns of kernel names, the first that matches counts; every other kernel is elementwise."""
+THIN = 64
+"""A matrix product with a dimension of at most this is an adapter's."""
 PRODUCTS = re.compile(r"aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear|_scaled_mm)$")
 BY_OPERATOR = {
     "gated MLP": r"gated_mlp",
@@ -51,7 +53,8 @@ def class_of(kernel: str, operators: Sequence[dict[str, Any]] = ()) -> str:
 def _is_thin(operator: dict[str, Any]) -> bool:
     if not PRODUCTS.search(str(operator["name"])):
         return False
-    sizes = [size for size in operator.get("args", {}).get("Input Dims", []) if len(size) in (2, 3)]
+    matrices = 2 if "_scaled_mm" in operator["name"] else 3  # after them come its scales
+    sizes = [size for size in operator.get("args", {}).get("Input Dims", [])[:matrices] if len(size) in (2, 3)]
     return any(0 < side <= THIN for size in sizes for side in size[-2:])
 
 

@@ -30,6 +30,8 @@ NAME, NAME_FOR_SCORES = "fullshard", "fullshard_scores"
 """The names in transformers; the second for models that change scores (soft-caps, sinks), which SDPA cannot."""
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """SDPA's kernels, fastest first; one that refuses a batch leaves it to the next."""
+KERNELS_FOR_ANY_SIZE = KERNELS[1:]
+"""cuDNN plans each new size of a batch, which takes longer than the kernel saves if sizes keep changing."""
 WIDEST_GROUPED = 256
 """The widest heads for which these kernels share key and value heads between query heads."""
 
@@ -98,7 +100,7 @@ def causal_attention(
     shares = query.dtype in (torch.bfloat16, torch.float16) and key.shape[-1] == value.shape[-1] <= WIDEST_GROUPED
     if groups > 1 and not shares:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    with sdpa_kernel(KERNELS, set_priority=True):
+    with sdpa_kernel(KERNELS if _batch.has_usual_size else KERNELS_FOR_ANY_SIZE, set_priority=True):
         return F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=groups > 1 and shares
         )
@@ -121,6 +123,23 @@ def softmax_attention(
         scores = torch.cat([scores, column], -1)
     probs = scores.float().softmax(-1).to(query.dtype)[..., : key.shape[2]]
     return F.dropout(probs, dropout) @ value
+
+
+class _Batch:
+    has_usual_size = True
+
+
+_batch = _Batch()
+
+
+@contextlib.contextmanager
+def batch_size(is_usual: bool) -> Iterator[None]:
+    """Inside, the batch has the size that most have, or not."""
+    before, _batch.has_usual_size = _batch.has_usual_size, is_usual
+    try:
+        yield
+    finally:
+        _batch.has_usual_size = before
 
 
 # --- flex attention -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fullshard.models.attention import is_own
+from fullshard.models.attention import batch_size, is_own
 from fullshard.models.attention_masks import block_mask, dense_mask, known_rows, masks_by_layer
 from fullshard.models.inner_model import causal
 
@@ -47,6 +47,8 @@ class Packed:
         self.documents: Documents | None = None
         self.is_packed = False
         """Whether rows of the batch hold several documents."""
+        self.usual: torch.Size | None = None
+        """The size of the first batch, which layers are compiled for."""
         self.changed: list[Any] = []
         if way.masks:
             self._change(self.model, self._with_masks)
@@ -69,9 +71,11 @@ class Packed:
         """Inside, forward and backward passes are over this batch, which must be on the host."""
         positions = batch.get("position_ids")
         self.is_packed = positions is not None
+        size = batch["input_ids"].shape if "input_ids" in batch else None
+        self.usual = self.usual or size
         self.documents = documents_of(positions) if self.way.alone and positions is not None else None
         try:
-            with known_rows(positions):
+            with known_rows(positions), batch_size(size == self.usual):
                 yield
         finally:
             self.documents, self.is_packed = None, False

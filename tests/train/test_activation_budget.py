@@ -32,7 +32,7 @@ from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import global_batch, losses, settings, train
 from tests.train.test_qlora import FOUR_BITS
-from tests.train.tiny import make_folder, make_model
+from tests.train.tiny import make_model
 
 # --- how it is given ------------------------------------------------------------------------------------------------
 
@@ -175,13 +175,11 @@ KINDS = {
 @ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_run(kind: str, tmp_path: Path) -> None:
-    make_folder(tmp_path, num_hidden_layers=4)
-    options = KINDS[kind]
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch)
         of = {}
         for name in (True, "250kB", "auto"):
-            of[name] = run(tmp_path, name, str(tmp_path / "model"), **options)
+            of[name] = run(tmp_path, name, **KINDS[kind])
         assert losses(of[True]) == losses(of["250kB"]) == losses(of["auto"])
         assert set(of["auto"].loop.activations.levels) == {Level.KEEP_ALL}
 
@@ -189,10 +187,10 @@ def test_every_kind_of_run(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @ranks(2)
 def test_four_bits(tmp_path: Path) -> None:
-    make_folder(tmp_path, num_hidden_layers=4, hidden_size=64, intermediate_size=128)
+    shape = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128}
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch)
-        found = [losses(run(tmp_path, name, str(tmp_path / "model"), **FOUR_BITS)) for name in (True, "250kB", "auto")]
+        found = [losses(run(tmp_path, name, make_model(**shape), **FOUR_BITS)) for name in (True, "250kB", "auto")]
     assert found[0] == found[1] == found[2]
 
 

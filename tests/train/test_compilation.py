@@ -71,6 +71,7 @@ def test_attention_is_our_own_on_gpus_unless_another_is_asked_for(
     assert is_own(model.config) is own
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_a_run_with_both_has_the_losses_of_one_without(tmp_path: Path) -> None:
     found = []
