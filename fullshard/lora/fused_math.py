@@ -101,8 +101,8 @@ def grad_x(
 ) -> torch.Tensor:
     """The gradient of the input: the part of the adapters, to which the products are added as in `updated`."""
     if not all(base_product.adds_in_place(one.form) for one in products):
-        dx = base_product.grad_input_sum(products)
-        return dx.addmm_(dh, a) if dropout is None else dropout.grad_input(dh, a, width, dx)
+        dx = base_product.grad_input_sum(products, adapters=(dh, a) if dropout is None else None)
+        return dx if dropout is None else dropout.grad_input(dh, a, width, dx)
     dx = dh @ a if dropout is None else dropout.grad_input(dh, a, width)
     return base_product.grad_input_sum(products, dx)
 

@@ -74,11 +74,13 @@ def _forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.T
 def _fused(module: Any, x: torch.Tensor) -> torch.Tensor | None:
     """The output; None if the module's own forward must run."""
     names = module._fullshard_mlp
+    if any(has_hooks(child) for child in module.children()):
+        return None
     found, rates = [], []
     for name in names[:3]:
         layer = getattr(module, name)
         group, index = layer._fullshard_lora
-        part = None if has_hooks(layer) else group.part(index, x)
+        part = group.part(index, x)
         if part is None:
             return None
         found.append(part)

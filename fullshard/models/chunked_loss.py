@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard import accelerator
 from fullshard.data.pretokenized import IGNORED
 from fullshard.errors import ConfigError
 from fullshard.lora import trainable_tokens
@@ -127,10 +128,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if own is not None:
                     d_hidden[piece] += d_own_logits @ own
             if d_weight is not None:
-                if wide == weight.dtype:
-                    d_weight.addmm_(d_logits.T, hidden[piece])
-                else:
-                    d_weight += d_logits.T @ hidden[piece]
+                _add_product(d_weight, d_logits.T, hidden[piece])
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=wide)
             del found, d_logits
@@ -148,6 +146,16 @@ class _ChunkedLoss(torch.autograd.Function):
             whole = d_hidden.new_zeros(ctx.tokens, d_hidden.shape[1])
             d_hidden = whole.index_copy_(0, ctx.chosen, d_hidden)
         return (d_hidden, *others[:3], *[None] * 4, *others[3:])
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`total += a @ b` in the dtype of `total`. On accelerators the product of narrow matrices is never rounded."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif accelerator.is_accelerator(total.device):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:

@@ -1,9 +1,13 @@
-"""Which modules of a model are gated MLPs, `down(activation(gate(x)) * up(x))`, recorded on a small model of the same
-class: inputs and outputs of the linear layers tell, names do not."""
+"""Which modules of a model are gated MLPs, `down(activation(gate(x)) * up(x))`, tried out on a small model of the same
+class: inputs and outputs of the linear layers tell, names do not.
+
+Each module is called in training mode, where dropout shows, and with large inputs too, where limits on its values show.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +16,8 @@ from torch import nn
 from fullshard.lora.gated_mlp import ACTIVATIONS, GatedParts
 from fullshard.models.shared_inputs import recorded_pass
 
+MAGNITUDES = (1.0, 30.0)
+"""Of the inputs."""
 Calls = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """By name of a linear layer, its input and its output."""
 
@@ -24,47 +30,74 @@ def gated_mlps(model: Any) -> dict[type, GatedParts]:
 @torch.no_grad()
 def record(model: nn.Module, input_ids: torch.Tensor) -> dict[type, GatedParts]:
     """The gated MLPs among the modules that run in a forward pass."""
-    calls: dict[nn.Module, Calls] = defaultdict(dict)
-    outputs: dict[nn.Module, list[torch.Tensor]] = defaultdict(list)
-    hooks = []
+    inputs: dict[nn.Module, torch.Tensor] = {}
 
-    def linear(parent: nn.Module, name: str) -> Any:
-        def note(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            if args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
-                calls[parent][name] = args[0].clone(), out.clone()
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+            inputs[module] = args[0]
 
-        return note
-
-    def parent_output(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        outputs[module].append(out)
-
-    for parent in model.modules():
-        linears = [(name, child) for name, child in parent.named_children() if isinstance(child, nn.Linear)]
-        if len(linears) == 3 and all(not list(child.children()) for _, child in linears):
-            hooks += [child.register_forward_hook(linear(parent, name)) for name, child in linears]
-            hooks.append(parent.register_forward_hook(parent_output))
+    hooks = [
+        module.register_forward_pre_hook(note, with_kwargs=True)
+        for module in model.modules()
+        if len(_linear_layers(module)) == 3
+    ]
     try:
         model(input_ids=input_ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
     found: dict[type, set[GatedParts | None]] = defaultdict(set)
-    for module, seen in calls.items():
-        found[type(module)].add(_parts(seen, outputs[module]))
+    for module, x in inputs.items():
+        found[type(module)].add(_parts(module, x))
     single = {kind: next(iter(parts)) for kind, parts in found.items() if len(parts) == 1}
     return {kind: parts for kind, parts in single.items() if parts is not None}
 
 
-def _parts(calls: Calls, outputs: list[torch.Tensor]) -> GatedParts | None:
-    """The roles of three linear layers, if their module computes a gated MLP."""
-    if len(calls) != 3 or len(outputs) != 1 or not isinstance(outputs[0], torch.Tensor):
+def _linear_layers(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+
+
+def _parts(module: nn.Module, x: torch.Tensor) -> GatedParts | None:
+    """The roles of a module's three linear layers, if it computes a gated MLP."""
+    module.train()
+    try:
+        tried = [set(_formulas(*_called(module, torch.randn_like(x) * magnitude))) for magnitude in MAGNITUDES]
+    except Exception:
         return None
+    finally:
+        module.eval()
+    fitting = set.intersection(*tried)
+    return fitting.pop() if len(fitting) == 1 else None
+
+
+def _called(module: nn.Module, x: torch.Tensor) -> tuple[Calls, Any]:
+    """What the linear layers of a module do in one call, and the module's output."""
+    calls: Calls = {}
+
+    def recorder(name: str) -> Any:
+        def note(_: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> None:
+            calls[name] = args[0].clone(), out.clone()
+
+        return note
+
+    hooks = [child.register_forward_hook(recorder(name)) for name, child in _linear_layers(module).items()]
+    try:
+        return calls, module(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _formulas(calls: Calls, output: Any) -> Iterator[GatedParts]:
+    """The formulas of a gated MLP that give what the layers got and what came out."""
+    if len(calls) != 3 or not isinstance(output, torch.Tensor):
+        return
     for down, (entered, left) in calls.items():
         one, other = (name for name in calls if name != down)
         for gate, up in ((one, other), (other, one)):
-            shared = torch.equal(calls[gate][0], calls[up][0]) and torch.equal(left, outputs[0])
-            for name, function in ACTIVATIONS.items() if shared else ():
+            fits = torch.equal(calls[gate][0], calls[up][0]) and torch.equal(left, output)
+            for name, function in ACTIVATIONS.items() if fits else ():
                 expected = function(calls[gate][1])[0] * calls[up][1]
-                if expected.shape == entered.shape and torch.allclose(expected, entered, rtol=1e-4, atol=1e-5):
-                    return GatedParts(gate, up, down, name)
-    return None
+                close = 1e-5 * float(entered.abs().mean())
+                if expected.shape == entered.shape and torch.allclose(expected, entered, rtol=1e-5, atol=close):
+                    yield GatedParts(gate, up, down, name)

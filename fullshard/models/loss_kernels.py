@@ -18,7 +18,8 @@ from fullshard.models.deferred_logits import SoftCap
 BLOCK = 4096
 """Logits that a program holds at a time."""
 WARPS = 4
-"""With 32 logits per thread, six programs fit on a multiprocessor of an H200, which hides their reductions."""
+STAGES = 1
+"""Blocks that are read ahead."""
 
 
 def token_losses(
@@ -41,7 +42,7 @@ def token_losses(
                 soft_cap.before, soft_cap.after, smoothing, scale,
                 COLUMNS=columns, IGNORED=IGNORED, TANH=soft_cap.tanh, SCALED=soft_cap != SoftCap(),
                 SMOOTHING=smoothing > 0, DFT=dft, ENTROPY=entropy, GRADIENT=gradient is not None, BLOCK=block,
-                num_warps=WARPS,
+                STAGES=STAGES, num_warps=WARPS,
             )  # fmt: skip
     return found
 
@@ -62,6 +63,7 @@ def _token_losses(  # type: ignore[no-untyped-def]
     logits, gradient, labels, found, stride, before, after, smoothing, scale,
     COLUMNS: tl.constexpr, IGNORED: tl.constexpr, TANH: tl.constexpr, SCALED: tl.constexpr, SMOOTHING: tl.constexpr,
     DFT: tl.constexpr, ENTROPY: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
@@ -85,7 +87,7 @@ def _token_losses(  # type: ignore[no-untyped-def]
     total = tl.full([], 0.0, tl.float32)
     weighted = tl.full([], 0.0, tl.float32)  # the sum of exponentials × logits
     plain = tl.full([], 0.0, tl.float32)  # the sum of logits
-    for start in range(0, COLUMNS, BLOCK):
+    for start in tl.range(0, COLUMNS, BLOCK, num_stages=STAGES):
         at = start + lanes
         inside = at < COLUMNS
         x = _capped(tl.load(logits + at, mask=inside, other=0), before, after, TANH, SCALED)
@@ -125,7 +127,7 @@ def _token_losses(  # type: ignore[no-untyped-def]
     if GRADIENT:
         tl.debug_barrier()  # every warp has read the label's logit before it is overwritten
         weight *= scale
-        for start in range(0, COLUMNS, BLOCK):
+        for start in tl.range(0, COLUMNS, BLOCK, num_stages=STAGES):
             at = start + lanes
             inside = at < COLUMNS
             x = _capped(tl.load(logits + at, mask=inside, other=0), before, after, TANH, SCALED)

@@ -189,13 +189,19 @@ class Gradient(NamedTuple):
     dy: torch.Tensor
 
 
-def grad_input_sum(products: Sequence[Gradient], out: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of `dy @ W` over weights that share an input. fp8 weights give one product together. If `out` is given,
-    it is added there."""
+def grad_input_sum(
+    products: Sequence[Gradient],
+    out: torch.Tensor | None = None,
+    adapters: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The sum of `dy @ W` over weights that share an input, and of `dh @ A` for the adapters' (dh, A). If `out` is
+    given, it is added there. fp8 weights give one product together, of which `dh @ A` is a part."""
     found = out
     if joint := [one for one in products if one.form == "fp8"]:
         weights, grads = [fp8.Weight(*one.tensors) for one in joint], [one.dy for one in joint]
-        found = fp8.grad_input(weights, grads, found, accumulate=found is not None)
+        found = fp8.grad_input(weights, grads, found, found is not None, adapters)
+    elif adapters is not None:
+        found = adapters[0] @ adapters[1] if found is None else found.addmm_(*adapters)
     for one in products:
         if one.form != "fp8":
             found = grad_input(*one, out=found, accumulate=found is not None)

@@ -85,6 +85,8 @@ def quantize_rows(inputs: Sequence[torch.Tensor], factors: Sequence[torch.Tensor
     values = torch.empty((rows, sum(x.shape[1] for x in inputs)), dtype=DTYPE, device=device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=device)
     whole = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
+    if len(whole) > fp8_kernels.MOST:
+        whole, factors = [torch.cat(whole, dim=1)], None if factors is None else [torch.cat(list(factors))]
     fp8_kernels.quantize_rows(whole, factors, values, scales)
     return Rows(values, scales)
 
@@ -125,18 +127,27 @@ def product(weight: Weight, x: Input, out: torch.Tensor | None = None) -> torch.
 
 
 def grad_input(
-    weights: Sequence[Weight], grads: Sequence[torch.Tensor], out: torch.Tensor | None = None, accumulate: bool = False
+    weights: Sequence[Weight],
+    grads: Sequence[torch.Tensor],
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    adapters: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The sum of `dy @ W` over weights with the same input, in the dtype of `dy`."""
+    """The sum of `dy @ W` over weights with the same input, in the dtype of `dy`, and of `dh @ A` for the adapters'
+    (dh, A): A [rank, in] is one more weight of the product, which takes no pass of its own then."""
     device, dtype = grads[0].device, grads[0].dtype
     if _dequantizes(device):
         found = sum(dy @ dequantize(w, dtype) for w, dy in zip(weights, grads, strict=True))
         assert isinstance(found, torch.Tensor)
-        return _into(out, found, accumulate)
+        return _into(out, found if adapters is None else found.addmm_(*adapters), accumulate)
+    if adapters is not None:
+        dh, a = adapters
+        missing = -len(a) % MULTIPLE
+        weights = [*weights, pack(torch.nn.functional.pad(a, (0, 0, 0, missing)))]
+        grads = [*grads, torch.nn.functional.pad(dh, (0, missing))]
     rows = quantize_rows(grads, [w.scales.view(-1) for w in weights])
-    found = _multiply(
-        rows, _transposed(weights).t(), _ones(weights[0].packed.shape[1], device), dtype, None if accumulate else out
-    )
+    ones = _ones(weights[0].packed.shape[1], device)
+    found = _multiply(rows, _transposed(weights).t(), ones, dtype, None if accumulate else out)
     return _into(out, found, accumulate) if accumulate else found
 
 

@@ -19,6 +19,8 @@ SMALLEST: tl.constexpr = tl.constexpr(1e-30)
 """Lower bound for the largest value of a row: a row of zeros must not divide by zero."""
 WIDEST = 16384
 """Elements of a row that one program holds in registers; longer rows are read twice, the second time from cache."""
+MOST = 4
+"""Matrices that are quantized side by side in one pass."""
 CHUNK = 2048
 """Elements of a longer row that a program reads at a time."""
 TILE = 128
@@ -28,12 +30,13 @@ TILE = 128
 def quantize_rows(
     inputs: Sequence[torch.Tensor], factors: Sequence[torch.Tensor] | None, values: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Quantize one to three matrices [rows, …] into `values` [rows, sum of columns], with one scale per row."""
+    """Quantize up to four matrices [rows, …] into `values` [rows, sum of columns], with one scale per row."""
+    assert len(inputs) <= MOST
     rows, device = values.shape[0], values.device
     if not rows:
         return
-    a, b, c = (*inputs, inputs[0], inputs[0])[:3]
-    fa, fb, fc = (scales, scales, scales) if factors is None else (*factors, factors[0], factors[0])[:3]
+    a, b, c, d = (*inputs, *[inputs[0]] * MOST)[:MOST]
+    fa, fb, fc, fd = [scales] * MOST if factors is None else (*factors, *[factors[0]] * MOST)[:MOST]
     one = len(inputs) == 1 and a.shape[1] <= WIDEST
     with accelerator.using(device):
         if one:
@@ -44,8 +47,9 @@ def quantize_rows(
             )  # fmt: skip
         else:
             _quantize_long_row[(rows,)](
-                a, b, c, fa, fb, fc, values, scales, a.stride(0), b.stride(0), c.stride(0), values.stride(0),
-                WIDE_A=a.shape[1], WIDE_B=b.shape[1], WIDE_C=c.shape[1], COUNT=len(inputs), FOLD=factors is not None,
+                a, b, c, d, fa, fb, fc, fd, values, scales, a.stride(0), b.stride(0), c.stride(0), d.stride(0),
+                values.stride(0), WIDE_A=a.shape[1], WIDE_B=b.shape[1], WIDE_C=c.shape[1], WIDE_D=d.shape[1],
+                COUNT=len(inputs), FOLD=factors is not None,
                 BLOCK=CHUNK, num_warps=16 if values.shape[1] > WIDEST else 8, enable_fp_fusion=False,
             )  # fmt: skip
 
@@ -68,9 +72,9 @@ def _quantize_row(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _quantize_long_row(  # type: ignore[no-untyped-def]
-    a, b, c, fa, fb, fc, values, scales, stride_a, stride_b, stride_c, values_stride,
-    WIDE_A: tl.constexpr, WIDE_B: tl.constexpr, WIDE_C: tl.constexpr, COUNT: tl.constexpr, FOLD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    a, b, c, d, fa, fb, fc, fd, values, scales, stride_a, stride_b, stride_c, stride_d, values_stride,
+    WIDE_A: tl.constexpr, WIDE_B: tl.constexpr, WIDE_C: tl.constexpr, WIDE_D: tl.constexpr, COUNT: tl.constexpr,
+    FOLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     found = _largest(tl.zeros([BLOCK], tl.float32), a + row * stride_a, fa, WIDE_A, FOLD, BLOCK)
@@ -78,6 +82,8 @@ def _quantize_long_row(  # type: ignore[no-untyped-def]
         found = _largest(found, b + row * stride_b, fb, WIDE_B, FOLD, BLOCK)
     if COUNT > 2:
         found = _largest(found, c + row * stride_c, fc, WIDE_C, FOLD, BLOCK)
+    if COUNT > 3:
+        found = _largest(found, d + row * stride_d, fd, WIDE_D, FOLD, BLOCK)
     largest = tl.maximum(tl.max(found, axis=0), SMALLEST)
     tl.store(scales + row, tl.div_rn(largest, LARGEST))
     inverse = tl.div_rn(LARGEST, largest)
@@ -87,6 +93,8 @@ def _quantize_long_row(  # type: ignore[no-untyped-def]
         _write(target + WIDE_A, inverse, b + row * stride_b, fb, WIDE_B, FOLD, BLOCK)
     if COUNT > 2:
         _write(target + WIDE_A + WIDE_B, inverse, c + row * stride_c, fc, WIDE_C, FOLD, BLOCK)
+    if COUNT > 3:
+        _write(target + WIDE_A + WIDE_B + WIDE_C, inverse, d + row * stride_d, fd, WIDE_D, FOLD, BLOCK)
 
 
 @triton.jit

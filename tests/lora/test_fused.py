@@ -54,7 +54,7 @@ def layers(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("qwen2", "phi") else [pytest.mark.slow]) for n in ARCHITECTURES]
+    "name", [pytest.param(n, marks=[] if n == "qwen2" else [pytest.mark.slow]) for n in ARCHITECTURES]
 )
 def test_architectures_train_as_with_peft(name: str) -> None:
     model = adapted(bare(name), rank_pattern={"k_proj": 2}, use_rslora=True).double()
@@ -86,7 +86,7 @@ def test_the_operator_runs_and_peft_forward_does_not(monkeypatch: pytest.MonkeyP
     assert all(m._fullshard_lora[0].computed is None for m in model.modules() if hasattr(m, "_fullshard_lora"))
 
 
-@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("double", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_four_bit_layers_train_as_with_peft(double: bool) -> None:
     quantized = quantize_model(bare("qwen2", hidden_size=64), Quantization(Scheme(double=double)))
     model = adapted(quantized)
@@ -95,7 +95,7 @@ def test_four_bit_layers_train_as_with_peft(double: bool) -> None:
     assert_same(step(model), expected, close=2e-5)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradient_checkpointing(reentrant: bool) -> None:
     model = adapted(bare("llama"), lora_dropout=0.3)
     model.enable_input_require_grads()
@@ -214,7 +214,7 @@ ASIDE: dict[str, tuple[dict[str, Any], Callable[[Any], Any] | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASIDE)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "hooks" else [pytest.mark.slow]) for n in ASIDE])
 def test_steps_aside_and_says_why(name: str) -> None:
     options, change, reason = ASIDE[name]
     model = adapted(bare("qwen2", num_hidden_layers=1), **options)
@@ -243,7 +243,9 @@ CHANGED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("disabled", "hooks") else [pytest.mark.slow]) for n in CHANGED]
+)
 def test_changes_after_fusing_count(name: str) -> None:
     plain = adapted(bare("qwen2", num_hidden_layers=1))
     fused = copy.deepcopy(plain)
@@ -258,6 +260,7 @@ def test_changes_after_fusing_count(name: str) -> None:
         assert_same(step(fused), step(plain), close=2e-5)
 
 
+@pytest.mark.slow
 def test_an_adapter_in_another_dtype_than_its_base_runs_as_in_peft() -> None:
     model = adapted(bare("llama", num_hidden_layers=1).bfloat16())
     assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
@@ -266,6 +269,7 @@ def test_an_adapter_in_another_dtype_than_its_base_runs_as_in_peft() -> None:
     assert_same(step(model), expected, close=0.0)
 
 
+@pytest.mark.slow
 def test_autocast_computes_in_its_dtype() -> None:
     model = adapted(bare("llama", num_hidden_layers=1))
     model.get_base_model().bfloat16()

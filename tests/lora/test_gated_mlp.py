@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fullshard.lora.fused import fuse_lora
-from fullshard.lora.gated_mlp import fuse_mlps, undo_fuse_mlps
-from fullshard.models.gated_mlps import gated_mlps
+from fullshard.lora.gated_mlp import GatedParts, fuse_mlps, undo_fuse_mlps
+from fullshard.models.gated_mlps import gated_mlps, record
 from fullshard.models.shared_inputs import shared_inputs
 from tests.lora.fused_models import adapted, assert_same, bare, step
 
@@ -30,7 +32,7 @@ def fused(name: str, **options: Any) -> tuple[Any, int]:
     return model, fuse_mlps(model, known[1])
 
 
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "gemma2" else [pytest.mark.slow]) for n in GATED])
 def test_outputs_and_gradients_are_pefts(name: str) -> None:
     model, count = fused(name)
     assert count > 0
@@ -42,9 +44,39 @@ def test_outputs_and_gradients_are_pefts(name: str) -> None:
     assert_same(step(model), found)
 
 
+@pytest.mark.slow
 def test_modules_of_other_forms_are_left_alone() -> None:
     for name in OTHERS:
         assert gated_mlps(bare(name)) == {}, name
+
+
+class Mlp(nn.Module):
+    """A gated MLP, or almost one."""
+
+    def __init__(self, dropout: float = 0.0, limit: float = 1e9) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.dropout, self.limit = dropout, limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = F.silu(self.gate(x)).clamp(max=self.limit) * self.up(x)
+        return self.down(F.dropout(inner, self.dropout, self.training))
+
+
+class Model(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.table, self.mlp = nn.Embedding(9, 8), mlp
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+        return self.mlp(self.table(input_ids))
+
+
+def test_dropout_and_limits_inside_a_module_are_noticed() -> None:
+    torch.manual_seed(0)
+    ids = torch.arange(9)[None]
+    assert record(Model(Mlp()), ids) == {Mlp: GatedParts("gate", "up", "down", "silu")}
+    assert record(Model(Mlp(dropout=0.5)), ids) == record(Model(Mlp(limit=7.0)), ids) == {}
 
 
 @pytest.mark.parametrize(
@@ -63,11 +95,12 @@ def test_the_modules_own_forward_runs_where_a_layer_is_not_plain_lora() -> None:
     with model.disable_adapter(), plain.disable_adapter():
         assert torch.equal(step_logits(model), step_logits(plain))
     seen: list[Any] = []
-    hook = mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
-    found = step(model)
-    hook.remove()
-    assert seen
-    assert_same(found, step(plain))
+    for hooked in (mlp.up_proj, mlp.act_fn):
+        hook = hooked.register_forward_hook(lambda *_: seen.append(1))
+        found = step(model)
+        hook.remove()
+        assert seen.pop() and not seen
+        assert_same(found, step(plain))
 
 
 def step_logits(model: Any) -> torch.Tensor:

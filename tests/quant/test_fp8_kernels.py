@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
 
-@pytest.mark.parametrize("widths", [(48,), (300,), (48, 64), (64, 16, 32)])
+@pytest.mark.parametrize("widths", [(48,), (300,), (48, 64), (64, 16, 32, 16)])
 @pytest.mark.parametrize("fold", [False, True])
 def test_rows(widths: tuple[int, ...], fold: bool) -> None:
     from fullshard.quant import fp8_kernels

@@ -65,7 +65,7 @@ def test_streams_do_not_share_a_buffer():
     assert all(float(difference) == 0 for outputs in found for difference in outputs)
 
 
-@pytest.mark.parametrize("widths", [(48,), (4096,), (20000,), (64, 48), (4096, 1024, 1024)])
+@pytest.mark.parametrize("widths", [(48,), (4096,), (20000,), (64, 48), (4096, 1024, 1024, 32), (16, 16, 16, 16, 32)])
 @pytest.mark.parametrize("fold", [False, True])
 def test_fp8_kernels_give_the_bits_of_the_cpu(widths, fold):
     torch.manual_seed(0)
