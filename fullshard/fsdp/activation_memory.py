@@ -62,25 +62,22 @@ def kinds_of(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def recompute_costs(layer: nn.Module) -> dict[Level, float]:
-    """What recomputing a layer costs at each level, in products per token. The last product of a part is not needed
-    again; moving an input costs next to nothing beside them."""
+    """What recomputing a layer costs at each level: products per token. To move an input costs little beside them."""
     mlp = mlp_of(layer)
-    part, whole = _products(mlp) if mlp is not None else [], _products(layer)
-    last = part[-1] if part else 0.0
-    costs = {Level.KEEP_ALL: 0.0, Level.RECOMPUTE_MLP: sum(part) - last, Level.RECOMPUTE: sum(whole) - last}
+    costs = {
+        Level.KEEP_ALL: 0.0,
+        Level.RECOMPUTE_MLP: _products(mlp) if mlp else 0.0,
+        Level.RECOMPUTE: _products(layer),
+    }
     return {**costs, Level.OFFLOAD: 1.02 * costs[Level.RECOMPUTE]}
 
 
-def _products(module: nn.Module) -> list[float]:
-    """The sizes of a module's matrices, in order."""
-    found = []
-    for each in module.modules():
-        if hasattr(each, "in_features") and hasattr(each, "out_features"):
-            if not any(hasattr(inner, "in_features") for inner in each.modules() if inner is not each):
-                found.append(float(each.in_features * each.out_features))
-        else:
-            found += [float(p.numel()) for p in each.parameters(recurse=False) if p.dim() > 1]
-    return found
+def _products(module: nn.Module) -> float:
+    """The elements of a module's matrices."""
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):  # whatever its weight is stored as
+        return float(module.in_features * module.out_features)
+    own = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
+    return own + sum(map(_products, module.children()))
 
 
 def peak_of(sizes: Mapping[Kind, Mapping[Level, float]], kinds: Sequence[Kind], levels: Sequence[Level]) -> float:

@@ -95,10 +95,14 @@ class HostBuffers:
     def give(self, buffer: torch.Tensor) -> None:
         self.free.append(buffer)
 
+    def release(self) -> None:
+        """Give free buffers back to the system."""
+        self.free = []
+
 
 _leaving: dict[torch.device, tuple[HostInput, StreamWork]] = {}
 """By device, the input that was copied out last; compute has not waited for its copy yet."""
-_buffers = HostBuffers()
+buffers = HostBuffers()
 
 
 @functools.cache
@@ -118,10 +122,10 @@ def _join_last(device: torch.device) -> HostInput | None:
 def to_host(t: torch.Tensor) -> HostInput:
     """Start to copy a tensor to the host."""
     before = _join_last(t.device)
-    buffer = _buffers.take(t.numel() * t.element_size())
+    buffer = buffers.take(t.numel() * t.element_size())
     host = buffer[: t.numel() * t.element_size()].view(t.dtype).view(t.shape)
     kept = HostInput(host, t.device, before)
-    weakref.finalize(kept, _buffers.give, buffer).atexit = False
+    weakref.finalize(kept, buffers.give, buffer).atexit = False
     with _stream(t.device).run() as copy:
         host.copy_(t.detach(), non_blocking=True)
         copy.keep(t)

@@ -2,8 +2,10 @@
 
 The choice is measured. The first step recomputes every layer. In the next one the last layer keeps everything, which
 takes no more memory: a recomputed layer has all of its activations too when its backward begins. Then it is known what
-a layer keeps, and if not all layers can, one step measures a layer that recomputes its feed-forward part alone. All
-ranks choose alike, from the largest numbers and the smallest memory among them, for the largest batch of the run.
+a layer keeps, and if not all layers can, one step measures a layer that recomputes its feed-forward part alone. The
+peak that the choice leads to is measured as well, and the choice corrected by the difference: steps in which something
+is compiled or tuned take more memory than others. All ranks choose alike, from the largest numbers and the smallest
+memory among them, for the largest batch of the run.
 
 If memory runs out all the same, a single rank returns to full checkpointing and repeats the step. Several ranks cannot,
 because the others wait in a collective by then: they leave more memory free instead.
@@ -35,6 +37,7 @@ from fullshard.fsdp.activation_memory import (
     recompute_costs,
     set_level,
 )
+from fullshard.fsdp.activation_offload import buffers as host_buffers
 from fullshard.fsdp.layer_memory import DeviceMemory, LayerMeter
 from fullshard.models.inner_model import causal
 from fullshard.ranks import exchange
@@ -46,6 +49,10 @@ MARGIN = 0.04
 several ranks."""
 SLACK = 0.01
 """The part of a given size that is left free, for what differs from step to step."""
+CHECKS = 3
+"""How often a choice is corrected at most."""
+WAIT = 8
+"""Steps in which a choice is checked, if none has a batch of about the largest size before."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +139,17 @@ class ActivationBudget:
         """Whether inputs of recomputed layers may wait on the host: a size holds from the first step on."""
         self.kinds = kinds_of(self.layers)
         self.base = full_checkpointing(len(self.layers), self.offload)
-        self.measured = Measured()
+        self.measured, self.known = Measured(), Measured()
+        """What this rank has measured, and what is known of all of them."""
         self.levels = self._set(self.base)
         self.probe: tuple[int, Level] | None = None
         """The kind and level of the layer that the next step measures."""
         self.predicted = 0.0
         self.chosen = budget is None or largest is None or not self.layers
+        model._fullshard_engine.decides_copies = budget is None
+        self._checks, self._age, self._exceeded = 0, 0, False
+        """How often the choice may still be corrected, the steps since it was made, and whether one took more than the
+        limit."""
         self._before_update: int | None = None
         """The peak of this step up to the update of the weights; None before it."""
         if self.chosen and budget is not None:
@@ -149,7 +161,9 @@ class ActivationBudget:
         """Take a step. It is measured until everything is chosen, and repeated if it runs out of memory."""
         self._before_update = None
         try:
-            return train_step(step) if self.chosen else self._measured_step(train_step, step)
+            if self.chosen and not self._checks:
+                return train_step(step)
+            return self._checked_step(train_step, step) if self.chosen else self._measured_step(train_step, step)
         except torch.OutOfMemoryError:
             if runtime.world_size() > 1 or self.levels == self.base or self._before_update is not None:
                 raise
@@ -158,7 +172,8 @@ class ActivationBudget:
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         accelerator.empty_cache(runtime.device())
-        self.levels, self.probe, self.chosen = self._set(self.base), None, True
+        self.model._fullshard_engine.keep_copies(0)
+        self.levels, self.probe, self.chosen, self._checks = self._set(self.base), None, True, 0
         self.say("activations: memory ran out; the step is repeated, and from here on all layers are recomputed.")
         return train_step(step)
 
@@ -167,7 +182,7 @@ class ActivationBudget:
         optimizer.register_step_pre_hook(lambda *_: self._at_update())
 
     def _at_update(self) -> None:
-        self._before_update = 0 if self.chosen else self.memory.peak()
+        self._before_update = self.memory.peak() if self._checks or not self.chosen else 0
 
     def _measured_step(self, train_step: Callable[[Step], Any], step: Step) -> Any:
         last = {kind: index for index, kind in enumerate(self.kinds)}
@@ -209,16 +224,51 @@ class ActivationBudget:
 
     def _decide(self) -> None:
         """Choose what to measure in the next step, or the levels of the run. All ranks must call it."""
-        known = Measured.of_ranks(exchange(self.measured, "activation memory"))
+        self.known = known = Measured.of_ranks(exchange(self.measured, "activation memory"))
         self.probe = self._next_probe(known)
         if self.probe is not None:
             kind, level = self.probe
             index = len(self.kinds) - 1 - self.kinds[::-1].index(kind)
             self.levels = self._set([*self.base[:index], level, *self.base[index + 1 :]])
             return
-        levels, self.predicted = self._fitting(known)
-        self.levels, self.chosen = self._set(levels), True
+        self.chosen, self._checks = True, CHECKS
+        self._choose(*self._fitting(known))
+
+    def _choose(self, levels: list[Level], predicted: float) -> None:
+        self.levels, self.predicted, self._age = self._set(levels), predicted, 0
+        if Level.OFFLOAD not in levels:
+            host_buffers.release()
         self.say(f"activations: {self.describe()}.")
+
+    def _checked_step(self, train_step: Callable[[Step], Any], step: Step) -> Any:
+        """Take a step with the levels that were chosen, and correct the choice by its peak."""
+        assert self.largest is not None
+        rest = self.memory.in_use()
+        self.memory.mark()
+        result = train_step(step)
+        peak = self._before_update if self._before_update is not None else self.memory.peak()
+        self._age += 1
+        if self._age == 1:  # something may have been compiled in it
+            return result
+        found = exchange((peak - rest, self.largest.scale(step)), "peak of activation memory")
+        if max(scale for _, scale in found) > 1.1 and self._age < WAIT:
+            return result
+        steps, known = [peak * scale if scale < 1.1 else peak for peak, scale in found], self.known
+        error = known.rest + max(steps) - self._peak(known, self.levels)
+        self._checks -= 1
+        # Down whenever it is needed; up only while no choice has been too much, and if the next one is checked too.
+        small_batch = max(scale for _, scale in found) > 1.1
+        if error > 0 or not (small_batch or self._exceeded or self._checks == 0):
+            known.lean, known.full = known.lean + error, known.full + error
+        self._exceeded |= known.rest + max(steps) > known.limit
+        levels, predicted = self._fitting(known)
+        if levels == self.levels:
+            self._checks, self.predicted = 0, predicted
+        else:
+            self._choose(levels, predicted)
+        if self._checks == 0:  # copies of weights take what is left: before, they would be taken for activations
+            self.model._fullshard_engine.keep_copies(int(known.limit - self.predicted))
+        return result
 
     def _next_probe(self, known: Measured) -> tuple[int, Level] | None:
         """The kind and level to measure next; None if enough is known."""
@@ -241,19 +291,27 @@ class ActivationBudget:
         """The levels with the least recomputation that fit, and the peak that they lead to."""
         sizes = {kind: known.sizes(kind) for kind in set(self.kinds)}
         costs = {kind: recompute_costs(self.layers[self.kinds.index(kind)]) for kind in set(self.kinds)}
-        # What a step needs besides what layers keep for backward.
-        besides = known.lean - sum(sizes[kind][level] for kind, level in zip(self.kinds, self.base, strict=True))
         if not self.offload:
             sizes = {kind: {k: b for k, b in each.items() if k < Level.OFFLOAD} for kind, each in sizes.items()}
-        room = known.limit - known.rest - besides
+        room = known.limit - known.rest - self._besides(known)
+        floor = known.rest + max(known.full, known.update)
         for _ in self.layers:
             levels = choose_levels(sizes, costs, self.kinds, room)
             levels[-1] = min(levels[-1], Level.RECOMPUTE)
-            grown = known.rest + besides + peak_of(sizes, self.kinds, levels)
-            if grown <= known.limit:
-                return levels, max(grown, known.rest + known.full, known.rest + known.update)
-            room -= grown - known.limit
-        return self.base, known.rest + max(known.full, known.update)
+            peak = self._peak(known, levels)
+            if peak <= known.limit:
+                return levels, max(peak, floor)
+            room -= peak - known.limit
+        return self.base, floor
+
+    def _besides(self, known: Measured) -> float:
+        """What a step needs besides what layers keep for backward."""
+        return known.lean - sum(known.sizes(kind)[level] for kind, level in zip(self.kinds, self.base, strict=True))
+
+    def _peak(self, known: Measured, levels: Sequence[Level]) -> float:
+        """The peak of a step up to the update of the weights."""
+        sizes = {kind: known.sizes(kind) for kind in set(self.kinds)}
+        return known.rest + self._besides(known) + peak_of(sizes, self.kinds, levels)
 
     def _set(self, levels: Sequence[Level]) -> list[Level]:
         accelerator.empty_cache(runtime.device())  # blocks of other sizes are needed now

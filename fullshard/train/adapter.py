@@ -270,7 +270,7 @@ def make_trainable(
         if config.prompt_tuning_init_text:
             init_from_tokens(model, tokenizer(config.prompt_tuning_init_text)["input_ids"])
     for kind in prompt_kinds(model):
-        check_prompt(kind, config.packing, config.gradient_checkpointing or recomputes)
+        check_prompt(kind, config.packing, bool(config.gradient_checkpointing) or recomputes)
     if config.freeze and trains:
         agree(functools.partial(freeze, model, config.freeze, say), "freezing")
     check_trains(model)

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.fsdp.activation_checkpointing import checkpoint_module
-from fullshard.lora.fused import FusedReport, fuse_lora, undo_fuse_lora
+from fullshard.lora.fused import FusedReport, fuse_lora, report_sharded, undo_fuse_lora
 from fullshard.lora.fused_dropout import Dropout
 from fullshard.models.shared_inputs import shared_inputs
 from fullshard.quant.config import Quantization
@@ -267,6 +267,8 @@ def test_an_adapter_in_another_dtype_than_its_base_runs_as_in_peft() -> None:
     expected = step(model)
     fuse(model)
     assert_same(step(model), expected, close=0.0)
+    assert "compute in bfloat16, their adapter in float32" in report_sharded(model, None).note()
+    assert not report_sharded(model, torch.bfloat16).note()
 
 
 @pytest.mark.slow
