@@ -16,8 +16,8 @@ import triton.language as tl
 
 from fullshard import accelerator
 
-ROWS, COLUMNS, WARPS = 64, 128, 4
-"""The tile of `x` that a program works on at a time."""
+ROWS, COLUMNS, STAGES, WARPS = 64, 128, 2, 4
+"""The tile of `x` that a program works on at a time, how many tiles are loaded ahead, and its warps."""
 RANKS = 64
 """The largest number of columns of `h` that a program computes."""
 PROGRAMS = 528
@@ -29,6 +29,11 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if not accelerator.is_accelerator(device) or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
+
+
+def _stages(x: torch.Tensor) -> int:
+    """Wide elements are not loaded ahead: their tiles would not fit into the shared memory of smaller GPUs."""
+    return STAGES if x.element_size() <= 2 else 1
 
 
 class Tiles(NamedTuple):
@@ -63,7 +68,7 @@ def product(
     with _on(x.device):
         _product[(triton.cdiv(tokens, ROWS), tiles.number)](
             x, a, h, seed, tokens, threshold, scale, size, columns, width,
-            ROWS=ROWS, COLUMNS=COLUMNS, **tiles.options(), num_warps=WARPS,
+            ROWS=ROWS, COLUMNS=COLUMNS, STAGES=_stages(x), **tiles.options(), num_warps=WARPS,
         )  # fmt: skip
     return h
 
@@ -82,7 +87,7 @@ def grad_weight(
     with _on(x.device):
         _grad_weight[(triton.cdiv(size, COLUMNS), tiles.number, parts)](
             dh, x, sums, seed, tokens, threshold, size, columns, width,
-            ROWS=ROWS, COLUMNS=COLUMNS, LENGTH=length, **tiles.options(), num_warps=WARPS,
+            ROWS=ROWS, COLUMNS=COLUMNS, STAGES=_stages(x), LENGTH=length, **tiles.options(), num_warps=WARPS,
         )  # fmt: skip
     return sums.sum(0).mul_(scale).to(x.dtype)
 
@@ -138,7 +143,8 @@ def _first(columns_of_tile, width: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: 
 @triton.jit
 def _product(  # type: ignore[no-untyped-def]
     x, a, h, seed, tokens, threshold, scale, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, ADAPTERS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
@@ -146,7 +152,7 @@ def _product(  # type: ignore[no-untyped-def]
     mine = (c >= 0) & (c < columns)
     key = tl.load(seed)
     sums = tl.zeros((ROWS, TILE), dtype=tl.float32)
-    for start in range(0, size, COLUMNS):
+    for start in tl.range(0, size, COLUMNS, num_stages=STAGES):
         k = start + tl.arange(0, COLUMNS)
         inside = (row < tokens)[:, None] & (k < size)[None, :]
         values = tl.load(x + row.to(tl.int64)[:, None] * size + k[None, :], mask=inside, other=0.0)
@@ -162,8 +168,8 @@ def _product(  # type: ignore[no-untyped-def]
 @triton.jit
 def _grad_weight(  # type: ignore[no-untyped-def]
     dh, x, out, seed, tokens, threshold, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr, ADAPTERS: tl.constexpr,
-    PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr,
+    ADAPTERS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     first_column = tl.program_id(0) * COLUMNS
     k = first_column + tl.arange(0, COLUMNS)
@@ -171,7 +177,7 @@ def _grad_weight(  # type: ignore[no-untyped-def]
     mine = (c >= 0) & (c < columns)
     key = tl.load(seed)
     sums = tl.zeros((TILE, COLUMNS), dtype=tl.float32)
-    for block in range(LENGTH):
+    for block in tl.range(0, LENGTH, num_stages=STAGES):
         start = (tl.program_id(2) * LENGTH + block) * ROWS
         row = start + tl.arange(0, ROWS)
         inside = (row < tokens)[:, None] & (k < size)[None, :]

@@ -95,7 +95,7 @@ class _Branches(torch.autograd.Function):
         return middle, h_down
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_middle: torch.Tensor, dh_down: torch.Tensor) -> tuple[Any, ...]:
         seeds, x, *rest = ctx.saved_tensors
         kept, tensors = rest[:3], rest[3:]
@@ -191,7 +191,7 @@ class _Down(torch.autograd.Function):
         return _down_forward(x, h, _down(layout, base, b, scale))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         h, b, *base = ctx.saved_tensors
         layout, scale = ctx.about
