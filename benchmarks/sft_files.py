@@ -52,14 +52,17 @@ def weights(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return found if shape["tie_word_embeddings"] else {**found, "lm_head.weight": table}
 
 
-def write(folder: Path, shape: dict[str, Any]) -> None:
-    folder.mkdir(parents=True)
-    config = {
+def config(shape: dict[str, Any]) -> dict[str, Any]:
+    return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_act": "silu",
         "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, **shape,
     }  # fmt: skip
-    _write_json(folder / "config.json", config)
+
+
+def write(folder: Path, shape: dict[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    _write_json(folder / "config.json", config(shape))
     _write_tokenizer(folder)
     _write_weights(folder, weights(shape))
     for dropout in DROPOUTS:
@@ -100,8 +103,8 @@ def _write_adapter(place: Path, base: str, shape: dict[str, Any], dropout: float
             made[f"{layer}.lora_B.weight"] = torch.randn(rows, LORA["r"], generator=source) * 0.005
     save_file(made, place / "adapter_model.safetensors", {"format": "pt"})
     targets = [name.split(".")[-1] for name in linear_layers(shape)]
-    config = {"peft_type": "LORA", "base_model_name_or_path": base, "target_modules": targets, "lora_dropout": dropout}
-    _write_json(place / "adapter_config.json", {**config, **LORA})
+    about = {"peft_type": "LORA", "base_model_name_or_path": base, "target_modules": targets, "lora_dropout": dropout}
+    _write_json(place / "adapter_config.json", {**about, **LORA})
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -33,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # in place of this folder, whose names are no modules' names
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # which would ask the hub
 os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", os.path.join(tempfile.gettempdir(), "unsloth_compiled"))
 
 from benchmarks.sft_files import SHAPES  # noqa: E402
@@ -90,8 +91,9 @@ CASES = {
     "qlora-smallest": Case("6.0 GiB", {"trl": ON, "unsloth": ON, "ours": budget("6GiB")}, "qlora-smallest",
                            rows=1, four_bit=True),
 }  # fmt: skip
+SAME_LOSSES = {"ladder": "lora", **{name: case.same_losses for name, case in CASES.items()}}
 LADDER = (
-    ("0.1: eager, checkpointing", {
+    ("eager, PEFT's layers, checkpointing", {
         **ON, "torch_compile": False, "fused_lora": False, "attn_implementation": "sdpa", "log_entropy": True}),
     ("compiled layers", {"torch_compile": True}),
     ("LoRA groups and gated MLPs", {"fused_lora": None}),
@@ -147,15 +149,18 @@ def write_models(runs: list[Run], options: argparse.Namespace) -> None:
 def run_all(runs: list[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train one after the other; each process is started while the one before it trains."""
     found: list[dict[str, Any]] = []
+    end = time.monotonic() + options.limit
     try:
         for run in runs[:1]:
             run.start()
         write_models(runs, options)
         for i, run in enumerate(runs):
             for one in runs[i : i + 2]:
-                if one.process is None:
+                if one.process is None and time.monotonic() < end:
                     one.start()
-            found.append(record(run, run.finish(options.timeout), options))
+            left = min(options.timeout, end - time.monotonic())
+            result = run.finish(left) if run.process is not None else {"error": "left out, the time is over"}
+            found.append(record(run, result, options))
     finally:
         for run in runs:
             run.stop()
@@ -173,11 +178,21 @@ def record(run: Run, result: dict[str, Any], options: argparse.Namespace) -> dic
     return line
 
 
-def compare(lines: list[dict[str, Any]], groups: dict[str, str]) -> None:
-    """Add each line's largest loss difference from the reference of its group, relative to the loss."""
+def earlier(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What runs before this one have measured, of models of the same size."""
+    if not options.out or not Path(options.out).exists():
+        return []
+    lines = [json.loads(line) for line in Path(options.out).read_text().splitlines()]
+    return [line for line in lines if line["layers"] == options.layers and (line["shape"] == "tiny") == options.quick]
+
+
+def compare(lines: list[dict[str, Any]], before: list[dict[str, Any]], groups: dict[str, str]) -> None:
+    """Add each line's largest loss difference from the reference of its group, relative to the loss. The reference is
+    TRL's, if it has run, else the first."""
     for line in lines:
         group = groups[line["case"]]
-        others = [o for o in lines if groups[o["case"]] == group and o.get("losses") and o["dropout"] == 0]
+        others = [o for o in (*before, *lines) if groups.get(o["case"]) == group and o.get("losses")]
+        others = [o for o in others if o["dropout"] == 0]
         reference = next((o for o in others if o["contestant"] == "trl"), others[0] if others else None)
         if reference is None or not line.get("losses"):
             continue
@@ -230,8 +245,8 @@ def contest(options: argparse.Namespace) -> list[dict[str, Any]]:
                 print(f"{name}: {contestant} is left out, {', '.join(missing)} is not installed", flush=True)
             else:
                 runs.append(Run(name, contestant, job_of(CASES[name], contestant, options), libraries))
-    lines = run_all(runs, options)
-    compare(lines, {name: case.same_losses for name, case in CASES.items()})
+    before, lines = earlier(options), run_all(runs, options)
+    compare(lines, before, SAME_LOSSES)
     table(lines)
     for line in lines:
         show_profile(line)
@@ -249,8 +264,8 @@ def ladder(options: argparse.Namespace) -> list[dict[str, Any]]:
         settings = {name: value for name, value in {**settings, **added}.items() if value is not None}
         job = {**job_of(CASES["lora"], "ours", options), "settings": {**settings, **dict(options.set)}}
         runs.append(Run("ladder", label, job))
-    lines = run_all(runs, options)
-    compare(lines, {"ladder": "lora"})
+    before, lines = earlier(options), run_all(runs, options)
+    compare(lines, before, SAME_LOSSES)
     print("\n| | tok/s | peak GiB | ms per step | of the line above | loss difference |\n|---|---|---|---|---|---|")
     before = None
     for line in lines:
@@ -279,7 +294,7 @@ def two_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
         for rank, run in enumerate(two):
             run.start(NODE | {"RANK": str(rank), "MASTER_PORT": port, "NCCL_HOSTID": f"node{rank}"})
         lines.append(record(two[0], finish_together(two, options.timeout)[0], options))
-    compare(lines, {name: name for name in options.case})
+    compare(lines, [], {name: name for name in options.case})
     table(lines)
     return lines
 
@@ -308,7 +323,8 @@ def main() -> int:
     parser.add_argument("--set", nargs="+", type=setting, default=[], metavar="NAME=VALUE", help="settings of ours")
     parser.add_argument("--folder", default=default_folder(), help="where the models are written, and kept")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one contestant in one case")
-    parser.add_argument("--out", help="a file to append JSON lines to")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for everything")
+    parser.add_argument("--out", help="a file to append JSON lines to; its references are used again")
     parser.add_argument("--unsloth-libraries", help="a folder with Unsloth and the versions of libraries it needs")
     parser.add_argument("--profile", action="store_true", help="trace one step of ours")
     parser.add_argument("--ladder", action="store_true")

@@ -52,6 +52,7 @@ SHUTDOWN_PATIENCE = 5.0
 _launch: Launch | None = None  # set while SPMD is on
 _device: torch.device | None = None
 _owns_group = False
+_leaving: _Leaving | None = None  # of the process group that we own
 _announced = False  # whether the transport of this process group was logged
 _met = Meeting()  # what the ranks of our process group found out about each other
 _starts = 0  # how many groups were created: keeps their keys in the store apart
@@ -76,7 +77,7 @@ def use_spmd(
 
     An existing process group is used as it is.
     """
-    global _launch, _device, _owns_group, _announced
+    global _launch, _device, _owns_group, _announced, _leaving
     if auto:
         raise UnsupportedError(
             "use_spmd(auto=True): fullshard does not choose layouts automatically. Call use_spmd() and mark tensors "
@@ -99,6 +100,7 @@ def use_spmd(
         accelerator.use(chosen)
         _init_group(launch, chosen, seconds)
         _launch, _device, _owns_group = launch, chosen, True
+        _leaving = _Leaving()
     _announced = False
     _share_generator()
 
@@ -182,11 +184,9 @@ def shutdown() -> None:
     owned, _launch, _device, _owns_group = _owns_group, None, None, False
     if not owned or not dist.is_initialized():
         return
-    # Communication that never finishes (its peer is stopped) would block the group's destructor, so it runs in a
-    # thread that is abandoned if it takes too long.
-    leaving = threading.Thread(target=_destroy_group, name="fullshard-shutdown", daemon=True)
-    leaving.start()
-    leaving.join(SHUTDOWN_PATIENCE)
+    assert _leaving is not None
+    _leaving.asked.set()
+    _leaving.join(SHUTDOWN_PATIENCE)
 
 
 def abandon() -> None:
@@ -195,11 +195,24 @@ def abandon() -> None:
     _owns_group = False
 
 
-def _destroy_group() -> None:
-    try:
-        dist.destroy_process_group()
-    except Exception as error:  # the program ends: nothing is left to do
-        get_logger().debug("destroying the process group: %s", error)
+class _Leaving(threading.Thread):
+    """Destroys the process group when it is asked to.
+
+    Communication that never finishes (its peer is stopped) would block the group's destructor, so that runs in a
+    thread, which is abandoned if it takes too long. It waits from the start, since Python starts no thread at exit.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="fullshard-shutdown", daemon=True)
+        self.asked = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        self.asked.wait()
+        try:
+            dist.destroy_process_group()
+        except Exception as error:  # the program ends: nothing is left to do
+            get_logger().debug("destroying the process group: %s", error)
 
 
 def barrier() -> None:

@@ -9,6 +9,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,18 @@ def test_one_process_is_a_world_of_one(alone: pytest.MonkeyPatch) -> None:
     xr.shutdown()
     xr.shutdown()
     assert not xr.is_spmd() and not dist.is_initialized()
+
+
+def test_the_group_is_destroyed_where_no_thread_can_be_started(alone: pytest.MonkeyPatch) -> None:
+    """As when a program ends: from version 3.12 on, Python refuses new threads then."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    xr.use_spmd()
+    alone.setattr(threading.Thread, "start", refuse)
+    xr.shutdown()
+    assert not dist.is_initialized()
 
 
 def test_existing_group_is_taken_and_left(alone: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from fullshard.fsdp.output import without_gathered_memory
 from fullshard.fsdp.prefetch import Prefetcher, PrefetchSettings
 from fullshard.fsdp.reduction import Reduction
 from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
-from fullshard.fsdp.unit import Means, Unit, UnitState, keep_copies
+from fullshard.fsdp.unit import Means, Unit, UnitState
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import at_end_of_backward, current_graph_task_id, sequence_nr
 from fullshard.watchdog import watch
@@ -56,6 +56,8 @@ class Engine:
         self.sync = True
         """Whether gradients are reduced at the end of a backward pass."""
         self.step = 0
+        self.decides_copies = True
+        """Whether `keep_copies` is called here, and not by code that plans memory."""
         self._first_step = sys.maxsize
         self.summoned = False
         """Whether modules hold whole parameters because of `summon_full_params`."""
@@ -146,8 +148,8 @@ class Engine:
         if self._grad_pass:
             self.step = watch.begin_pass()
             self._first_step = min(self._first_step, self.step)
-            if self.step == self._first_step + KEEP_AFTER:
-                keep_copies(self.units)
+            if self.decides_copies and self.step == self._first_step + KEEP_AFTER:
+                self.keep_copies(_unused_memory(self.means.gather_link.device))
         for unit in self.units:
             # Gathered values of an earlier pass whose graph was dropped, or whose shards have changed since.
             if unit.state is not UnitState.SHARDED and not (self._live_calls(unit) and unit.is_fresh()):
@@ -179,7 +181,7 @@ class Engine:
         if unit in self._stack:
             return  # called from inside its own forward, which is still running
         # The last unit is freed too, although its backward comes first: memory peaks while the loss is computed.
-        keep = self._grad_pass and (outermost or unit.keeps_after_forward)
+        keep = self._grad_pass and (outermost or unit.keeps_after_forward or unit.keeps_memory)
         if keep and not (outermost and not tracked):
             unit.show_shards()
         else:
@@ -338,6 +340,14 @@ class Engine:
             for p in unit.parameters:
                 gradients.drop(p)
 
+    def keep_copies(self, spare: int) -> None:
+        """Keep the copies that forward casts until backward, as autocast does, if they fit into `spare` bytes. Only of
+        units that this rank holds whole; others are gathered again."""
+        chosen = [unit for unit in self.units if unit.only_casts]
+        size = sum(p.nbytes for unit in chosen for p in unit.parameters if not p.shares)
+        for unit in chosen:
+            unit.keep_memory(0 < size <= spare)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         before, self.sync = self.sync, False
@@ -360,6 +370,13 @@ class Engine:
         finally:
             for unit in shown:
                 unit.show_gathered(self._as_global)
+
+
+def _unused_memory(device: torch.device) -> int:
+    """Half of the memory that steps have not used so far, if that is most of the device's: later batches may be longer,
+    and must not run out of memory because copies are kept."""
+    spare = accelerator.spare_memory(device)
+    return spare // 2 if spare and 2 * spare >= accelerator.total_memory(device) else 0
 
 
 def _prepare_inputs(call: UnitCall, args: Any, kwargs: Any, recorded: bool) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fullshard import accelerator, runtime
+from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp.comm import Link, Pending
 from fullshard.fsdp.counters import Meter
@@ -21,9 +21,6 @@ from fullshard.fsdp.parameter import ShardedParameter, copy_together
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.fsdp.streams import SideStream, StreamWork
-
-SPARE = 2
-"""How many times the memory of the copies must be free to keep them."""
 
 
 @dataclass
@@ -43,19 +40,6 @@ class UnitState(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
-
-
-def keep_copies(units: Sequence[Unit]) -> None:
-    """Where there is memory to spare, keep the copies that forward casts until backward, and their memory for the next
-    pass, as autocast does. Only of units that this rank holds whole; others are gathered again to save memory.
-
-    Called once memory has been at its peak: gradients, optimizer state and activations have been there.
-    """
-    chosen = [unit for unit in units if unit.only_casts]
-    size = sum(p.nbytes for unit in chosen for p in unit.parameters if not p.shares)
-    if 0 < SPARE * size <= accelerator.spare_memory(runtime.device()):
-        for unit in chosen:
-            unit.keeps_after_forward = unit.keeps_memory = True
 
 
 class Unit:
@@ -85,7 +69,7 @@ class Unit:
         self.shown = False
         """Whether modules hold the gathered values."""
         self.keeps_memory = False
-        """Whether the memory of gathered values is kept after backward; see `keep_copies`."""
+        """Whether gathered values are kept until backward, and their memory after it: `Engine.keep_copies`."""
         self._pending: Pending | None = None
         self._work: StreamWork | None = None
         self._bucket: torch.Tensor | None = None
@@ -209,6 +193,12 @@ class Unit:
         if not self.keeps_memory:
             self._release()
 
+    def keep_memory(self, keep: bool) -> None:
+        """Keep gathered values until backward, and their memory after it, from the next gather on; or no longer."""
+        self.keeps_memory = keep
+        if not keep and self.state is UnitState.SHARDED:
+            self._release()
+
     def _release(self) -> None:
         self.means.meter.freed(sum(p.free() for p in self.parameters))
 
@@ -218,8 +208,7 @@ class Unit:
             p.plan.compute_dtype != new.compute_dtype for p, new in zip(self.parameters, plan.parameters, strict=True)
         ):
             self.free()
-            self.keeps_memory = False
-            self._release()
+            self.keep_memory(False)
             self.casts += 1
         self.plan, self._views_made = plan, False
         for p, new in zip(self.parameters, plan.parameters, strict=True):

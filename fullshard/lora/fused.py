@@ -13,7 +13,7 @@ import types
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -177,6 +177,27 @@ def fuse_lora(model: nn.Module, shared: SharedInputs) -> FusedReport:
             _join([fitting[name] for name in names])
             report.groups.append([prefix + name for name in names])
     return report
+
+
+def report_sharded(model: nn.Module, param_dtype: torch.dtype | None) -> FusedReport:
+    """The layers in groups that run PEFT's forward all the same, now that the model is sharded: units of their own, and
+    layers in another dtype than their adapter, if the engine does not cast both to `param_dtype`."""
+    report = FusedReport()
+    for path, layer in model.named_modules():
+        if "_fullshard_lora" not in layer.__dict__:
+            continue
+        (group, index), found = layer._fullshard_lora, cast("Any", layer)
+        base, adapter = found.base_layer, found.lora_A[group.adapter].weight.dtype
+        if (type(layer), type(base)) != group.types[index]:
+            report.aside["they are units of their own"].append(path)
+        elif param_dtype is None and base.weight.dtype != adapter:
+            reason = f"they compute in {_short(base.weight.dtype)}, their adapter in {_short(adapter)}"
+            report.aside[f"{reason} (bf16, or adapter_dtype, makes them the same)"].append(path)
+    return report
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def undo_fuse_lora(model: nn.Module) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 
 from fullshard.lora.fused import compute_dtype, has_hooks, in_dtype
 from fullshard.lora.fused_dropout import draw_seed
-from fullshard.lora.gated_mlp_math import ACTIVATIONS, GatedMlp
-from fullshard.lora.gated_mlp_ops import gated_mlp
+from fullshard.lora.gated_mlp_math import ACTIVATIONS
+from fullshard.lora.gated_mlp_ops import GatedMlp, gated_mlp
 from fullshard.spmd.tensor import is_sharded
 
 LARGEST_RANK = 64

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from fullshard.lora.fused_kernels import _kept, _on
 
-FORWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 1, "num_warps": 4}
-BACKWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 1, "num_warps": 8}
+FORWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 4, "num_warps": 4}
+BACKWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 3, "num_warps": 4}
 """The tile that a program works on at a time, how many tiles are loaded ahead, and its warps."""
 LARGEST_RANK = 64
 """Of the adapters: a program keeps the sums of all columns."""
@@ -52,20 +52,21 @@ def backward(
     b_up: torch.Tensor, scales: tuple[float, float], dh_down: torch.Tensor, a_down: torch.Tensor, activation: str,
     seed: torch.Tensor | None, threshold: int, keep_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of gate and up [tokens, inner], that of their `h`, and the product of the branches, which takes the
-    memory of `d_middle`, the gradient by way of the frozen down weight."""
-    assert d_middle.is_contiguous()
+    """The gradients of gate and up [tokens, inner], that of their `h`, and the product of the branches. `d_middle` is
+    the gradient of that product by way of the frozen down weight."""
+    d_middle = d_middle.contiguous()
     (tokens, inner), width = gate.shape, h.shape[1] // 2
-    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    d_gate, d_up, middle = torch.empty_like(gate), torch.empty_like(up), torch.empty_like(gate)
     dh = torch.zeros_like(h) if min(b_gate.shape[1], b_up.shape[1]) < width else torch.empty_like(h)
     with _on(gate.device):
         _backward[(triton.cdiv(tokens, BACKWARD["ROWS"]),)](
-            d_middle, gate, up, h, b_gate, b_up, dh_down, a_down, d_gate, d_up, dh, gate if seed is None else seed,
+            d_middle, gate, up, h, b_gate, b_up, dh_down.contiguous(), a_down, d_gate, d_up, dh, middle,
+            gate if seed is None else seed,
             tokens, *scales, threshold, keep_scale, inner, width, b_gate.shape[1], b_up.shape[1], len(a_down),
             ACTIVATION=ACTIVATIONS.index(activation), DROPS=seed is not None, RANK=_tile(width),
             DOWN_RANK=_tile(len(a_down)), **BACKWARD,
         )  # fmt: skip
-    return d_gate, d_up, dh, d_middle
+    return d_gate, d_up, dh, middle
 
 
 @triton.jit
@@ -140,7 +141,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    d_middle, gate, up, h, b_gate, b_up, dh_down, a_down, d_gate, d_up, dh, seed, tokens, gate_scale, up_scale,
+    d_middle, gate, up, h, b_gate, b_up, dh_down, a_down, d_gate, d_up, dh, middle, seed, tokens, gate_scale, up_scale,
     threshold, keep_scale, inner: tl.constexpr, width: tl.constexpr, gate_rank: tl.constexpr, up_rank: tl.constexpr,
     down_rank: tl.constexpr, ACTIVATION: tl.constexpr, DROPS: tl.constexpr, RANK: tl.constexpr,
     DOWN_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -169,7 +170,7 @@ def _backward(  # type: ignore[no-untyped-def]
         u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
         u += up_scale * tl.dot(h_up, tl.trans(rows_up), input_precision="ieee")
         activated, slope = _activated(g, ACTIVATION)
-        tl.store(d_middle + place, (activated * u).to(d_middle.dtype.element_ty), mask=inside)
+        tl.store(middle + place, (activated * u).to(middle.dtype.element_ty), mask=inside)
         dg = (gradient * u * slope).to(d_gate.dtype.element_ty)
         du = (gradient * activated).to(d_up.dtype.element_ty)
         tl.store(d_gate + place, dg, mask=inside)

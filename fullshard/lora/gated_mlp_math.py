@@ -19,13 +19,14 @@ from fullshard.lora.fused_math import Layer
 from fullshard.quant import base_product
 
 
-class GatedMlp(NamedTuple):
-    """The three layers, and the activation function by its name in `ACTIVATIONS`."""
+class Branches(NamedTuple):
+    """The layers up to the product of the branches: gate, up, the activation function by its name in `ACTIVATIONS`, and
+    `a` of the down projection's adapter [rank, inner]."""
 
     gate: Layer
     up: Layer
-    down: Layer
     activation: str
+    a_down: torch.Tensor
 
 
 class Saved(NamedTuple):
@@ -38,7 +39,6 @@ class Saved(NamedTuple):
     up: torch.Tensor
     h: torch.Tensor
     """The rank-sized activations of gate and up [tokens, 2·width]."""
-    h_down: torch.Tensor
 
 
 class Dropouts(NamedTuple):
@@ -53,28 +53,32 @@ class Gradients(NamedTuple):
     a: list[torch.Tensor]
     """Of gate, up, down."""
     b: list[torch.Tensor]
+    """Of gate, up."""
 
 
-def forward(x: torch.Tensor, mlp: GatedMlp, dropouts: Dropouts | None) -> tuple[torch.Tensor, Saved]:
-    """The output [tokens, out] for `x` [tokens, in], and what backward needs."""
+def forward(x: torch.Tensor, mlp: Branches, dropouts: Dropouts | None) -> tuple[torch.Tensor, torch.Tensor, Saved]:
+    """For `x` [tokens, in]: the product of the branches [tokens, inner], `h` of the down projection's adapter, and what
+    backward needs."""
     a, width = fused_math.stacked([mlp.gate, mlp.up])
     h = x @ a.t() if dropouts is None else dropouts.inputs.product(x, a, width)
     ready = base_product.prepare([mlp.gate.form, mlp.up.form], x)
     gate, up = (base_product.product(one.form, one.base, ready, bias=one.bias) for one in (mlp.gate, mlp.up))
     middle, h_down = _between(gate, up, h, mlp, dropouts)
-    return fused_math.updated(middle, mlp.down, h_down), Saved(x, gate, up, h, h_down)
+    return middle, h_down, Saved(x, gate, up, h)
 
 
-def backward(dy: torch.Tensor, saved: Saved, mlp: GatedMlp, dropouts: Dropouts | None, wants_x: bool) -> Gradients:
-    """The gradients for that of the output."""
-    x, gate, up, h, h_down = saved
+def backward(
+    d_middle: torch.Tensor, dh_down: torch.Tensor, saved: Saved, mlp: Branches, dropouts: Dropouts | None, wants_x: bool
+) -> Gradients:
+    """The gradients for those of the product, by way of the frozen down weight, and of `h` of the down projection."""
+    x, gate, up, h = saved
     a, width = fused_math.stacked([mlp.gate, mlp.up])
-    down, inputs = mlp.down, None if dropouts is None else dropouts.inputs
-    dh_down = fused_math.scaled_product(dy, down.b, down.scale)
-    d_middle = base_product.grad_input(down.form, down.base, dy)
+    inputs = None if dropouts is None else dropouts.inputs
     d_gate, d_up, dh, middle = _between_backward(d_middle, gate, up, h, dh_down, mlp, dropouts)
-    da_down = dh_down.t() @ middle if dropouts is None else dropouts.middle.grad_weight(dh_down, middle, len(down.a))
-    del middle, d_middle
+    da_down = (
+        dh_down.t() @ middle if dropouts is None else dropouts.middle.grad_weight(dh_down, middle, len(mlp.a_down))
+    )
+    del middle
     dx = None
     if wants_x:
         branches = (mlp.gate.form, mlp.gate.base, d_gate), (mlp.up.form, mlp.up.base, d_up)
@@ -85,12 +89,11 @@ def backward(dy: torch.Tensor, saved: Saved, mlp: GatedMlp, dropouts: Dropouts |
         fused_math.scaled_product(d.t(), part[:, :rank], layer.scale)
         for d, part, rank, layer in zip((d_gate, d_up), h.split(width, 1), ranks, (mlp.gate, mlp.up), strict=True)
     ]
-    dbs.append(fused_math.scaled_product(dy.t(), h_down, down.scale))
     return Gradients(dx, [da[: ranks[0]], da[width : width + ranks[1]], da_down], dbs)
 
 
 def _between(
-    gate: torch.Tensor, up: torch.Tensor, h: torch.Tensor, mlp: GatedMlp, dropouts: Dropouts | None
+    gate: torch.Tensor, up: torch.Tensor, h: torch.Tensor, mlp: Branches, dropouts: Dropouts | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The product of the branches, and `h` of the down projection."""
     middle_dropout = None if dropouts is None else dropouts.middle
@@ -99,32 +102,32 @@ def _between(
 
         return gated_mlp_kernels.forward(
             gate, up, h, mlp.gate.b.contiguous(), mlp.up.b.contiguous(), (mlp.gate.scale, mlp.up.scale),
-            mlp.down.a.contiguous(), mlp.activation, *_drawn(middle_dropout),
+            mlp.a_down.contiguous(), mlp.activation, *_drawn(middle_dropout),
         )  # fmt: skip
     activated, _ = ACTIVATIONS[mlp.activation](_branch(gate, h, mlp.gate, 0))
     middle = (activated * _branch(up, h, mlp.up, 1)).to(gate.dtype)
-    a = mlp.down.a
+    a = mlp.a_down
     return middle, middle @ a.t() if middle_dropout is None else middle_dropout.product(middle, a, len(a))
 
 
 def _between_backward(
     d_middle: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, h: torch.Tensor, dh_down: torch.Tensor,
-    mlp: GatedMlp, dropouts: Dropouts | None,
+    mlp: Branches, dropouts: Dropouts | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of gate and up and of their `h`, and the product of the branches. `d_middle` is used up."""
+    """The gradients of gate and up and of their `h`, and the product of the branches."""
     middle_dropout = None if dropouts is None else dropouts.middle
     if accelerator.is_accelerator(gate.device):
         from fullshard.lora import gated_mlp_kernels
 
         return gated_mlp_kernels.backward(
             d_middle, gate, up, h, mlp.gate.b.contiguous(), mlp.up.b.contiguous(), (mlp.gate.scale, mlp.up.scale),
-            dh_down, mlp.down.a.contiguous(), mlp.activation, *_drawn(middle_dropout),
+            dh_down, mlp.a_down.contiguous(), mlp.activation, *_drawn(middle_dropout),
         )  # fmt: skip
-    a, width = mlp.down.a, h.shape[1] // 2
+    a, width = mlp.a_down, h.shape[1] // 2
     if middle_dropout is None:
-        d_middle = d_middle.addmm_(dh_down, a)
+        d_middle = d_middle.addmm(dh_down, a)
     else:
-        d_middle = middle_dropout.grad_input(dh_down, a, len(a), d_middle)
+        d_middle = d_middle + middle_dropout.grad_input(dh_down, a, len(a))
     u = _branch(up, h, mlp.up, 1)
     activated, slope = ACTIVATIONS[mlp.activation](_branch(gate, h, mlp.gate, 0))
     d_gate, d_up = (d_middle * u * slope).to(gate.dtype), (d_middle * activated).to(gate.dtype)

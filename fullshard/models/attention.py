@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fullshard import accelerator
 from fullshard.errors import first_line
-from fullshard.models.attention_masks import dense_of, mask_of_model
+from fullshard.models.attention_masks import dense_mask, dense_of, mask_of_model
 from fullshard.models.inner_model import causal
 from fullshard.rank_logging import get_logger
 from fullshard.torch_private import compiler_errors
@@ -44,8 +44,15 @@ def use_own_attention(model: Any) -> bool:
     if not is_usable(type(inner)):
         return False
     register()
-    inner.set_attn_implementation(NAME if inner._supports_sdpa else NAME_FOR_SCORES)
+    inner.set_attn_implementation(NAME_FOR_SCORES if changes_scores(inner) else NAME)
     return is_own(inner.config)
+
+
+def changes_scores(model: Any) -> bool:
+    """Whether attention does something to scores that SDPA cannot. (transformers 5.17 runs SDPA without Gemma 2's
+    soft-caps.)"""
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return capped or not model._supports_sdpa
 
 
 def is_usable(kind: type) -> bool:
@@ -81,10 +88,13 @@ def attention(
             if found is not None:
                 return found.transpose(1, 2).contiguous(), None
         mask = dense_of(mask)
-    if softcap is not None or sinks is not None:
-        return softmax_attention(query, key, value, mask, dropout, scaling, softcap, sinks).transpose(1, 2), None
     is_causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if mask is None and is_causal and position_bias is None and query.shape[2] == key.shape[2]:
+    plain = mask is None and is_causal and position_bias is None and query.shape[2] == key.shape[2]
+    if softcap is not None or sinks is not None:
+        if plain:
+            mask = dense_mask(torch.zeros(1, query.shape[2], dtype=torch.int32, device=query.device))
+        return softmax_attention(query, key, value, mask, dropout, scaling, softcap, sinks).transpose(1, 2), None
+    if plain:
         return causal_attention(query, key, value, dropout, scaling).transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal,

@@ -53,7 +53,7 @@ class AdapterOptions:
     `bnb_4bit_quant_storage_dtype` is bfloat16."""
     base_dtype: Literal["fp8"] | None = None
     """The dtype of the frozen linear weights, which are quantized while loading: fp8 halves their memory, and GPUs that
-    multiply in fp8 (Hopper and later) train about 1.5 times as fast. Not set, they keep the model's dtype."""
+    multiply in fp8 (Ada, Hopper and later) train about 1.4 times as fast. Not set, they keep the model's dtype."""
     use_4bit_quantization: bool = False
     """Quantize the frozen model to 4 bits (QLoRA). Each rank quantizes its own part while loading."""
     use_8bit_quantization: bool = False

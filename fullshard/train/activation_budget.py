@@ -146,6 +146,7 @@ class ActivationBudget:
         """The kind and level of the layer that the next step measures."""
         self.predicted = 0.0
         self.chosen = budget is None or largest is None or not self.layers
+        model._fullshard_engine.decides_copies = budget is None
         self._checks, self._age, self._exceeded = 0, 0, False
         """How often the choice may still be corrected, the steps since it was made, and whether one took more than the
         limit."""
@@ -171,6 +172,7 @@ class ActivationBudget:
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         accelerator.empty_cache(runtime.device())
+        self.model._fullshard_engine.keep_copies(0)
         self.levels, self.probe, self.chosen, self._checks = self._set(self.base), None, True, 0
         self.say("activations: memory ran out; the step is repeated, and from here on all layers are recomputed.")
         return train_step(step)
@@ -264,6 +266,8 @@ class ActivationBudget:
             self._checks, self.predicted = 0, predicted
         else:
             self._choose(levels, predicted)
+        if self._checks == 0:  # copies of weights take what is left: before, they would be taken for activations
+            self.model._fullshard_engine.keep_copies(int(known.limit - self.predicted))
         return result
 
     def _next_probe(self, known: Measured) -> tuple[int, Level] | None:

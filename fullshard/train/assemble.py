@@ -16,6 +16,7 @@ import torch
 from fullshard import accelerator, runtime
 from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
+from fullshard.lora.fused import report_sharded
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.neftune import add_noise
@@ -153,6 +154,8 @@ def build_loop(
     dtypes = set_adapter_dtype(config, model, engine.mixed_precision, reporter.say)
     collectives.meet("start of sharding")  # creating process groups waits for all ranks unwatched
     sharded = shard_model(model, engine, say=reporter.say, timeout=config.ddp_timeout, mixed_precision=dtypes)
+    if note := report_sharded(sharded, dtypes.param_dtype).note():
+        reporter.say(note)
     mesh = sharded._fullshard_mesh
     along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
     collectives.set_timeout(along_axes, config.ddp_timeout)

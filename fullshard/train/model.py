@@ -21,7 +21,7 @@ from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError, first_line
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora import virtual_tokens
-from fullshard.models.attention import is_own, register, use_own_attention
+from fullshard.models.attention import NAME, is_own, use_own_attention
 from fullshard.models.inner_model import causal, embedding_rows
 from fullshard.models.packed_inputs import Packed, PackingMethod, takes_positions
 from fullshard.models.packing_check import PackingVerdict, try_packing
@@ -140,8 +140,7 @@ def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
 def attention(config: SFTConfig, say: Say) -> str | None:
     """The attention implementation that the settings ask for; None leaves the choice open."""
     if config.attn_implementation:
-        register()
-        return config.attn_implementation
+        return None if config.attn_implementation == NAME else config.attn_implementation
     if not config.use_flash_attn:
         return None
     if not accelerator.is_accelerator(runtime.device()):
@@ -154,8 +153,16 @@ def attention(config: SFTConfig, say: Say) -> str | None:
 
 
 def choose_attention(config: SFTConfig, model: Any, given: bool) -> None:
-    """On GPUs, let a model whose attention is left open run our own. One that was `given` in memory may have been made
-    with an implementation of the script's choice: only transformers' default is replaced."""
+    """Let a model run our own attention: if the settings ask for it, and on GPUs if they leave it open. One that was
+    `given` in memory may have been made with an implementation of the script's choice: only transformers' default is
+    replaced."""
+    if config.attn_implementation == NAME:
+        if not use_own_attention(model):
+            raise ConfigError(
+                f"attn_implementation is {NAME}, but {type(causal(model)).__name__} has an attention of its own; leave "
+                f"the setting out."
+            )
+        return
     open_to_choice = not config.attn_implementation and not uses_flash(causal(model))
     if given and getattr(causal(model).config, "_attn_implementation", None) != "sdpa":
         open_to_choice = False

@@ -1,5 +1,6 @@
 """Several dtypes in one model: mixed precision, loss scaling, packed parameters."""
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -162,6 +163,14 @@ def test_packed_parameters_travel_as_bytes_and_are_seen_as_their_module_says(sma
 # --- copies that are kept ---------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def memory(spare, total=0):
+    """A device with so much memory left."""
+    spares = mock.patch.object(accelerator, "spare_memory", return_value=spare)
+    with spares, mock.patch.object(accelerator, "total_memory", return_value=total):
+        yield
+
+
 def _train(steps, *, accumulate=2, checkpoint=False, between=lambda model, step: None):
     """bf16 compute with fp32 masters on one rank; how many units were cast in each step, and what came of it."""
     model = build("llama", torch.float32)
@@ -188,11 +197,11 @@ def _train(steps, *, accumulate=2, checkpoint=False, between=lambda model, step:
 
 
 @ranks(1)
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_copies_are_kept_until_backward_where_there_is_memory(checkpoint):
     """From the third step on, when memory has been at its peak, each forward casts once, and backward not again."""
     expected, twice, _, freed = _train(5, checkpoint=checkpoint)
-    with mock.patch.object(accelerator, "spare_memory", return_value=2**40):
+    with memory(2**40):
         losses, casts, live, model = _train(5, checkpoint=checkpoint)
     assert losses == expected, "bit for bit"
     assert min(twice) > 2 and casts[:2] == twice[:2] and casts[2:] == [2, 2, 2], "one per micro-batch"
@@ -203,6 +212,11 @@ def test_copies_are_kept_until_backward_where_there_is_memory(checkpoint):
     with torch.no_grad():
         batch = batches(1, torch.float32)[0]
         assert torch.equal(loss_of(model, batch), loss_of(freed, batch))
+    model._fullshard_engine.keep_copies(size - 1)
+    assert model.meter.live == 0
+    model._fullshard_engine.keep_copies(size)
+    loss_of(model, batch).backward()
+    assert model.meter.live == size
     model.to(torch.bfloat16)  # the shards are then what modules compute with
     loss_of(model, batch).backward()
     assert model.meter.live == 0
@@ -216,12 +230,13 @@ def test_kept_copies_follow_writes_that_torch_does_not_count():
                 p.data.mul_(0.5)
 
     expected = _train(5, between=shrink)[0]
-    with mock.patch.object(accelerator, "spare_memory", return_value=2**40):
+    with memory(2**40):
         assert _train(5, between=shrink)[0] == expected != _train(5)[0]
 
 
 @ranks(1)
-def test_copies_are_not_kept_where_memory_is_short():
+def test_copies_are_not_kept_where_memory_is_short_or_most_of_it_used():
     size = sum(p.numel() for p in build("llama", torch.float32).parameters()) * 2
-    with mock.patch.object(accelerator, "spare_memory", return_value=2 * size - 1):
-        assert set(_train(4)[2]) == {0}
+    for spare, total in ((2 * size - 1, 2 * size), (4 * size, 9 * size)):
+        with memory(spare, total):
+            assert set(_train(4)[2]) == {0}

@@ -12,7 +12,7 @@ import torch
 
 from fullshard import runtime
 from fullshard.fsdp import FSDPv2, checkpoint_module, size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from fullshard.lora.fused import fuse_lora
+from fullshard.lora.fused import fuse_lora, report_sharded
 from fullshard.models.shared_inputs import shared_inputs
 from fullshard.quant.config import Quantization
 from fullshard.quant.quantize import quantize_model
@@ -60,6 +60,9 @@ def test_two_ranks_train_as_peft_on_one_device(name: str) -> None:
     made: Any = FSDPv2(fused, mesh_for("FULL_SHARD"), auto_wrap_policy=policy, small_parameter_bytes=0)
     if name == "small units":
         assert any(isinstance(m, FSDPv2) for m in made.modules() if hasattr(m, "_fullshard_lora"))
+        assert "they are units of their own" in report_sharded(made, None).note()
+    else:
+        assert not report_sharded(made, None).note()
     if case.get("recomputes"):
         for layer in made.get_base_model().model.layers:
             checkpoint_module(layer)

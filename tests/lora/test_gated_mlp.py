@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.fsdp import checkpoint_module
 from fullshard.lora.fused import fuse_lora
 from fullshard.lora.gated_mlp import GatedParts, fuse_mlps, undo_fuse_mlps
 from fullshard.models.gated_mlps import gated_mlps, record
@@ -161,3 +162,23 @@ def test_compiled() -> None:
     torch._dynamo.utils.counters.clear()
     assert_same(step(model), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_the_down_projection_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled layer that is checkpointed recomputes up to the product of the branches."""
+    from fullshard.lora import gated_mlp_ops
+
+    computed: list[int] = []
+    plain = gated_mlp_ops._down_forward
+    monkeypatch.setattr(gated_mlp_ops, "_down_forward", lambda *args: (computed.append(1), plain(*args))[1])
+    model, count = fused("llama")
+    expected = step(model)
+    assert len(computed) == count
+    for layer in model.base_model.model.model.layers:
+        checkpoint_module(layer)
+        layer.compile(backend="aot_eager")
+    computed.clear()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        assert_same(step(model), expected)
+    assert len(computed) == count

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import GPTJConfig, GPTJForCausalLM, TrainingArguments
 
+from fullshard.errors import ConfigError
 from fullshard.models.attention import is_own
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.train import compilation
@@ -69,6 +70,12 @@ def test_attention_is_our_own_on_gpus_unless_another_is_asked_for(
     monkeypatch.setattr("fullshard.accelerator.is_accelerator", lambda device: True)
     choose_attention(config, model, given)
     assert is_own(model.config) is own
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
+    model = GPTJForCausalLM(GPTJConfig(vocab_size=8, n_embd=8, n_layer=1, n_head=2, rotary_dim=4))
+    with pytest.raises(ConfigError, match="GPTJForCausalLM has an attention of its own"):
+        choose_attention(settings(tmp_path, attn_implementation="fullshard"), model, False)
 
 
 @pytest.mark.slow
