@@ -351,6 +351,12 @@ def submodules_of(module: nn.Module) -> dict[str, Any]:
     return module._modules
 
 
+# Whether a call of a module runs more than its forward. 2.11, 2.13. Hooks inside fused LoRA layers do not run.
+def has_hooks(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
+
+
 # What `module.compile()` has made of the module's call, and its replacement. 2.11, 2.13. Compiled layers break.
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile wraps a module, or has compiled it in place."""

@@ -400,6 +400,18 @@ def compiled_modules() -> None:
     assert calls == [1] and torch_private.plain_call(module)(torch.ones(1)).shape == (1,)
 
 
+@check("has_hooks")
+def _() -> None:
+    def hooked(register: str) -> bool:
+        module = nn.Linear(2, 2)
+        getattr(module, register)(lambda *_: None)
+        return torch_private.has_hooks(module)
+
+    assert not torch_private.has_hooks(nn.Linear(2, 2))
+    kinds = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
+    assert all(hooked(f"register_{kind}") for kind in kinds)
+
+
 @check("parameters_of", "replace_parameters", "buffers_of", "submodules_of", "non_persistent_buffers")
 def modules() -> None:
     module = nn.Sequential(nn.Linear(1, 1, bias=False))

@@ -23,6 +23,7 @@ from fullshard.lora.fused_math import Layer
 from fullshard.lora.fused_ops import lora_group
 from fullshard.quant.base_product import base_form
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import has_hooks
 
 SharedInputs = Mapping[type, Sequence[Sequence[str]]]
 """By class of module, the names of its linear layers that get the same input; see `models/shared_inputs.py`."""
@@ -132,13 +133,6 @@ def autocasts(x: torch.Tensor) -> bool:
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of a linear layer's product."""
     return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something else than the module's forward runs when it is called."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def in_dtype(layer: Layer, dtype: torch.dtype) -> Layer:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fullshard.lora.fused import compute_dtype, has_hooks, in_dtype
+from fullshard.lora.fused import compute_dtype, in_dtype
 from fullshard.lora.fused_dropout import draw_seed
 from fullshard.lora.gated_mlp_math import ACTIVATIONS
 from fullshard.lora.gated_mlp_ops import GatedMlp, gated_mlp
 from fullshard.spmd.tensor import is_sharded
+from fullshard.torch_private import has_hooks
 
 LARGEST_RANK = 64
 """Of adapters: the kernels keep a row's rank-sized sums in registers."""

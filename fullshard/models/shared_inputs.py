@@ -15,6 +15,7 @@ from torch import nn
 
 from fullshard.models.inner_model import causal
 from fullshard.models.small_copy import SPECIAL, VOCABULARY, bare_model, forked_random, quiet_transformers, small_models
+from fullshard.torch_private import version_of
 
 TOKENS = 12
 
@@ -53,7 +54,7 @@ def record(model: nn.Module, input_ids: torch.Tensor) -> dict[type, list[Names]]
     def recorder(parent: nn.Module, name: str) -> Any:
         def note(_: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], torch.Tensor):
-                calls[parent].append((name, args[0], args[0]._version))
+                calls[parent].append((name, args[0], version_of(args[0])))
 
         return note
 

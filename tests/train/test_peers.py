@@ -28,8 +28,9 @@ TRL_DEFAULTS: dict[str, Any] = {
     "learning_rate": 2e-5, "gradient_checkpointing": True, "bf16": None, "logging_steps": 10, "report_to": "none",
 }  # fmt: skip
 """Where TRL's `SFTConfig` has another default than transformers' `TrainingArguments`."""
-OUR_DEFAULTS = {"output_dir": "trainer_output", "pad_to_multiple_of": None, "fsdp_config": None}
-"""Where ours is another text for the same: transformers fills these in when an object is made."""
+OUR_DEFAULTS = {"output_dir": "trainer_output", "pad_to_multiple_of": None, "fsdp_config": None, "torch_compile": None}
+"""Where ours is another text for the same, which transformers fills in when an object is made, or another choice, which
+docs/coming-from.md lists."""
 
 
 # --- every field ----------------------------------------------------------------------------------------------------
