@@ -41,13 +41,13 @@ BY_OPERATOR = {
 def class_of(kernel: str, operators: Sequence[dict[str, Any]] = ()) -> str:
     """The class of a kernel that was launched inside these operators, the innermost first."""
     name = kernel.lower()
-    found = next((kind for kind, pattern in CLASSES.items() if re.search(pattern, name)), ELEMENTWISE)
+    found = next((kind for kind, pattern in CLASSES.items() if re.search(pattern, name)), None)
     if found == "matrix products":
         return "adapters" if any(_is_thin(one) for one in operators) else found
-    if found == ELEMENTWISE:
-        around = [str(one["name"]).lower() for one in operators]
-        return next((k for k, pattern in BY_OPERATOR.items() if any(re.search(pattern, o) for o in around)), found)
-    return found
+    if found is not None:
+        return found
+    around = [str(one["name"]).lower() for one in operators]
+    return next((k for k, pattern in BY_OPERATOR.items() if any(re.search(pattern, o) for o in around)), ELEMENTWISE)
 
 
 def _is_thin(operator: dict[str, Any]) -> bool:

@@ -31,6 +31,7 @@ def operator(name: str, *sizes: list[int]) -> dict[str, Any]:
         (GEMM, [operator("aten::_scaled_mm", [16384, 4096], [4096, 1024], [16384, 1], [1, 1024])], "matrix products"),
         ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*)", [], "attention"),
         ("triton_poi_fused_add_clone_lora_group_backward_mul_neg_0", [], ELEMENTWISE),
+        ("triton_red_fused_add_gated_mlp_mean_3", [operator("triton_red_fused_add_gated_mlp_mean_3")], ELEMENTWISE),
         ("_token_losses", [], "loss"),
         ("_quantize_row", [operator("fullshard::lora_group")], "quantizing"),
         ("_dequantize_kernel", [], "unpacking"),

@@ -163,8 +163,8 @@ def build_loop(
     if reentrant != config.use_reentrant:
         reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
     activations = ActivationBudget(
-        layers, config.activation_budget, largest_batch(config, steps, model), sharded, reporter.say,
-        offload=config.activation_offloading, reentrant=reentrant,
+        layers, config.activation_budget if steps is not None else None, largest_batch(config, steps, model), sharded,
+        reporter.say, offload=config.activation_offloading, reentrant=reentrant,
     )  # fmt: skip
     optim = config.optim if trainer.makes_optimizer else None
     memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())

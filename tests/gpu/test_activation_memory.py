@@ -26,14 +26,14 @@ def run(folder: Path, value: Any, **changes: Any) -> tuple[Any, list[float], int
     data = [{"input_ids": list(range(3, 3 + 400)) * 3} for _ in range(8 * ROWS)]
     rows = [{"input_ids": row["input_ids"][: LENGTH - i % 7]} for i, row in enumerate(data)]
     config = settings(
-        folder / f"{value}{len(changes)}", gradient_checkpointing=value, max_steps=8, max_length=LENGTH, bf16=True,
+        folder / f"{value}{len(changes)}", gradient_checkpointing=value, max_steps=12, max_length=LENGTH, bf16=True,
         use_peft_lora=True, lora_dropout=0.1, lora_target_modules="all-linear", per_device_train_batch_size=ROWS,
         **changes,
     )  # fmt: skip
 
     class Mark:
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 5:
+            if state.global_step == 9:
                 accelerator.mark_peak(runtime.device())
 
     accelerator.empty_cache(runtime.device())

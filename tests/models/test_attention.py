@@ -209,7 +209,7 @@ def test_gpu_kernels_have_the_outputs_and_gradients_of_plain_attention(packed: b
     dense = attention_masks.dense_mask(starts) if starts is not None else None
     out_grad, results = torch.randn(2, 300, 8, 64, device="cuda"), []
     for dtype, given in ((torch.float32, dense), (torch.bfloat16, mask)):
-        inputs = [t.to(dtype).requires_grad_() for t in made]
+        inputs = [t.to(dtype, copy=True).requires_grad_() for t in made]
         found, _ = attention.attention(torch.nn.Module(), *inputs, given, is_causal=True)
         found.backward(out_grad.to(dtype))
         results.append([found.detach(), *(t.grad for t in inputs)])

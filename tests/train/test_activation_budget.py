@@ -281,11 +281,12 @@ def test_the_choice_is_resumed(tmp_path: Path) -> None:
 
 
 @ranks(1)
+@pytest.mark.parametrize("sync", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
-def test_a_step_that_runs_out_of_memory_is_repeated(where: str, tmp_path: Path) -> None:
+def test_a_step_that_runs_out_of_memory_is_repeated(where: str, sync: bool, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch)
-        batch = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+        batch = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "sync_each_batch": sync}
         plain = losses(run(tmp_path, False, **batch))
         made, calls = make_model(num_hidden_layers=4), []
 

@@ -42,6 +42,8 @@ STEPS = 5
 EXACT = dict.fromkeys(SERVED, 0.0) | {"adafactor": 1e-6, "adamw_torch_fused": 1e-7}
 """How far steps on shards may be from one device's, with the same gradients: Adafactor adds up means in another order,
 and torch's fused kernel rounds the last elements of a tensor, which are not a full vector, in its own way."""
+EXACT_ON_GPU = EXACT | {"lion_32bit": 1e-7}
+"""The same on GPUs: one device's Lion is bitsandbytes' kernel there, which rounds a product and a sum once."""
 
 
 # --- names and options ------------------------------------------------------------------------------------------------
@@ -255,7 +257,8 @@ def check_steps(name: str, strategy: str, device: Any = None, **options: Any) ->
     moved = [float((p.detach() - q).abs().max()) for p, q in zip(one.parameters(), start, strict=True)]
     trained = [m for m, p in zip(moved, one.parameters(), strict=True) if p.requires_grad and p.dim() > 0]
     assert min(trained) > 1e-3, (name, moved)
-    assert distance(one, sharded) <= EXACT[name], (name, strategy)
+    within = EXACT if next(one.parameters()).device.type == "cpu" else EXACT_ON_GPU
+    assert distance(one, sharded) <= within[name], (name, strategy)
 
 
 @ranks(2)
