@@ -61,13 +61,15 @@ def layers(model: Any) -> Any:
     "name", [pytest.param(n, marks=[] if n == "qwen2" else [pytest.mark.slow]) for n in ARCHITECTURES]
 )
 def test_architectures_train_as_with_peft(name: str) -> None:
-    model = adapted(bare(name), rank_pattern={"k_proj": 2}, use_rslora=True).double()
+    model = adapted(bare(name), rank_pattern={"k_proj": 2}, use_rslora=True)
+    wide = name not in ("gpt_oss", *EXPERTS)  # torch's products of experts have no float64
+    model = model.double() if wide else model
     expected = step(model)
     report = fuse(model)
     assert kinds(report) == GROUPS[name]
     assert bool(report.aside) == (name in EXPERTS)
     assert "ParamWrapper" in report.note() if report.aside else not report.note()
-    assert_same(step(model), expected, close=1e-12 if name not in ("gpt_oss", *EXPERTS) else 1e-6)
+    assert_same(step(model), expected, close=1e-12 if wide else 1e-5)
     undo_fuse_lora(model)
     assert not any("forward" in vars(m) for m in model.modules())
 
