@@ -207,10 +207,11 @@ def test_gpu_kernels_have_the_outputs_and_gradients_of_plain_attention(packed: b
     starts = attention_masks.document_starts(positions(2, 300, 200).to("cuda")) if packed else None
     mask: BlockMask | None = attention_masks.block_mask(starts) if starts is not None else None
     dense = attention_masks.dense_mask(starts) if starts is not None else None
-    out_grad, results = torch.randn(2, 300, 8, 64, device="cuda"), []
+    out_grad, results, module = torch.randn(2, 300, 8, 64, device="cuda"), [], torch.nn.Module()
+    module.num_key_value_groups = 4
     for dtype, given in ((torch.float32, dense), (torch.bfloat16, mask)):
         inputs = [t.to(dtype, copy=True).requires_grad_() for t in made]
-        found, _ = attention.attention(torch.nn.Module(), *inputs, given, is_causal=True)
+        found, _ = attention.attention(module, *inputs, given, is_causal=True)
         found.backward(out_grad.to(dtype))
         results.append([found.detach(), *(t.grad for t in inputs)])
     for expected, found in zip(*results, strict=True):

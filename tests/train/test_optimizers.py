@@ -42,8 +42,9 @@ STEPS = 5
 EXACT = dict.fromkeys(SERVED, 0.0) | {"adafactor": 1e-6, "adamw_torch_fused": 1e-7}
 """How far steps on shards may be from one device's, with the same gradients: Adafactor adds up means in another order,
 and torch's fused kernel rounds the last elements of a tensor, which are not a full vector, in its own way."""
-EXACT_ON_GPU = EXACT | {"lion_32bit": 1e-7}
-"""The same on GPUs: one device's Lion is bitsandbytes' kernel there, which rounds a product and a sum once."""
+EXACT_ON_GPU = EXACT | {"lion_32bit": 1e-6}
+"""The same on GPUs: one device's Lion is bitsandbytes' kernel there, which rounds the factor of the weight decay to
+float32 first. A wrong sign would be as large as the learning rate, 1e-2."""
 
 
 # --- names and options ------------------------------------------------------------------------------------------------
