@@ -7,8 +7,7 @@ bits for each. So a mask does not depend on how a kernel divides its work, and e
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,16 +23,9 @@ PROGRAMS = 528
 """How many programs `grad_weight` is divided into, so that all processors have work."""
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context on the tensors' device; checking the current device is cheaper than always switching."""
-    if not accelerator.is_accelerator(device) or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
-
-
-def _stages(x: torch.Tensor) -> int:
+def stages_for(x: torch.Tensor, stages: int = STAGES) -> int:
     """Wide elements are not loaded ahead: their tiles would not fit into the shared memory of smaller GPUs."""
-    return STAGES if x.element_size() <= 2 else 1
+    return stages if x.element_size() <= 2 else 1
 
 
 class Tiles(NamedTuple):
@@ -65,10 +57,10 @@ def product(
     (tokens, size), columns = x.shape, len(a)
     h = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
     tiles = Tiles.of(columns, width)
-    with _on(x.device):
+    with accelerator.using(x.device):
         _product[(triton.cdiv(tokens, ROWS), tiles.number)](
             x, a, h, seed, tokens, threshold, scale, size, columns, width,
-            ROWS=ROWS, COLUMNS=COLUMNS, STAGES=_stages(x), **tiles.options(), num_warps=WARPS,
+            ROWS=ROWS, COLUMNS=COLUMNS, STAGES=stages_for(x), **tiles.options(), num_warps=WARPS,
         )  # fmt: skip
     return h
 
@@ -84,10 +76,10 @@ def grad_weight(
     length = triton.next_power_of_2(triton.cdiv(blocks * programs, PROGRAMS))  # few values, so few compilations
     parts = triton.cdiv(blocks, length)
     sums = torch.empty(parts, columns, size, dtype=torch.float32, device=x.device)
-    with _on(x.device):
+    with accelerator.using(x.device):
         _grad_weight[(triton.cdiv(size, COLUMNS), tiles.number, parts)](
             dh, x, sums, seed, tokens, threshold, size, columns, width,
-            ROWS=ROWS, COLUMNS=COLUMNS, STAGES=_stages(x), LENGTH=length, **tiles.options(), num_warps=WARPS,
+            ROWS=ROWS, COLUMNS=COLUMNS, STAGES=stages_for(x), LENGTH=length, **tiles.options(), num_warps=WARPS,
         )  # fmt: skip
     return sums.sum(0).mul_(scale).to(x.dtype)
 
@@ -102,7 +94,7 @@ def grad_input(
     out = dh.new_empty(tokens, size) if dx is None else dx
     assert out.is_contiguous()
     grid = (triton.cdiv(size, COLUMNS), triton.cdiv(tokens, ROWS))
-    with _on(out.device):
+    with accelerator.using(out.device):
         _grad_input[grid](
             out, dh, a, seed, tokens, threshold, scale, size, len(a), width, ADDS=dx is not None,
             ROWS=ROWS, COLUMNS=COLUMNS, TILE=Tiles.of(width, width).width, num_warps=WARPS,
@@ -114,7 +106,7 @@ def kept(shape: tuple[int, int], adapter: int, seed: torch.Tensor, threshold: in
     """The mask of an adapter."""
     found = torch.empty(shape, dtype=torch.int8, device=seed.device)
     grid = (triton.cdiv(shape[0], ROWS), triton.cdiv(shape[1], COLUMNS))
-    with _on(seed.device):
+    with accelerator.using(seed.device):
         _mask[grid](found, seed, *shape, adapter, threshold, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
     return found.bool()
 

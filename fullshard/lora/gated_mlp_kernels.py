@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fullshard.lora.fused_kernels import _kept, _on
+from fullshard import accelerator
+from fullshard.lora.fused_kernels import _kept, stages_for
 
 FORWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 4, "num_warps": 4}
 BACKWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 3, "num_warps": 4}
@@ -20,6 +21,10 @@ BACKWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 3, "num_warps": 4}
 LARGEST_RANK = 64
 """Of the adapters: a program keeps the sums of all columns."""
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+
+
+def _options(chosen: dict[str, int], x: torch.Tensor) -> dict[str, int]:
+    return chosen | {"STAGES": stages_for(x, chosen["STAGES"])}
 
 
 def _tile(columns: int) -> int:
@@ -37,12 +42,12 @@ def forward(
     """
     tokens, inner = gate.shape
     middle, h_down = torch.empty_like(gate), gate.new_empty(tokens, len(a_down))
-    with _on(gate.device):
+    with accelerator.using(gate.device):
         _forward[(triton.cdiv(tokens, FORWARD["ROWS"]),)](
             gate, up, h, b_gate, b_up, a_down, middle, h_down, gate if seed is None else seed, tokens, *scales,
             threshold, keep_scale, inner, h.shape[1] // 2, b_gate.shape[1], b_up.shape[1], len(a_down),
             ACTIVATION=ACTIVATIONS.index(activation), DROPS=seed is not None, RANK=_tile(h.shape[1] // 2),
-            DOWN_RANK=_tile(len(a_down)), **FORWARD,
+            DOWN_RANK=_tile(len(a_down)), **_options(FORWARD, gate),
         )  # fmt: skip
     return middle, h_down
 
@@ -58,13 +63,13 @@ def backward(
     (tokens, inner), width = gate.shape, h.shape[1] // 2
     d_gate, d_up, middle = torch.empty_like(gate), torch.empty_like(up), torch.empty_like(gate)
     dh = torch.zeros_like(h) if min(b_gate.shape[1], b_up.shape[1]) < width else torch.empty_like(h)
-    with _on(gate.device):
+    with accelerator.using(gate.device):
         _backward[(triton.cdiv(tokens, BACKWARD["ROWS"]),)](
             d_middle, gate, up, h, b_gate, b_up, dh_down.contiguous(), a_down, d_gate, d_up, dh, middle,
             gate if seed is None else seed,
             tokens, *scales, threshold, keep_scale, inner, width, b_gate.shape[1], b_up.shape[1], len(a_down),
             ACTIVATION=ACTIVATIONS.index(activation), DROPS=seed is not None, RANK=_tile(width),
-            DOWN_RANK=_tile(len(a_down)), **BACKWARD,
+            DOWN_RANK=_tile(len(a_down)), **_options(BACKWARD, gate),
         )  # fmt: skip
     return d_gate, d_up, dh, middle
 

@@ -6,13 +6,11 @@ a double-quantized block is computed in the kernel and never stored.
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
+from fullshard import accelerator
 from fullshard.quant import codebooks
 from fullshard.quant.codebooks import SMALLEST_SCALE
 
@@ -21,11 +19,6 @@ WORDS = 256
 WARPS = 2
 TILE = 4096
 """Minimum number of weights per program of `quantize`."""
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context on the tensors' device; checking the current device is cheaper than always switching."""
-    return contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def dequantize(
@@ -46,7 +39,7 @@ def dequantize(
         packed = torch.nn.functional.pad(packed.reshape(-1), (0, -packed.numel() % 4)).clone()
     n, device = out.numel(), out.device
     if n:
-        with _on(device):
+        with accelerator.using(device):
             _dequantize[(triton.cdiv(n, 8 * WORDS),)](
                 packed, absmax, absmax if nested is None else nested,
                 codebooks.values(quant_type, device), codebooks.nested_values(device), out, n,
@@ -87,7 +80,7 @@ def quantize(flat: torch.Tensor, blocksize: int, quant_type: str) -> tuple[torch
     absmax = torch.empty(-(-n // blocksize), dtype=torch.float32, device=device)
     rows = max(TILE // blocksize, 1)
     if n:
-        with _on(device):
+        with accelerator.using(device):
             _quantize[(triton.cdiv(n, rows * blocksize),)](
                 flat.contiguous(),
                 codebooks.midpoints(quant_type, device), codebooks.codes_ascending(quant_type, device),

@@ -123,6 +123,7 @@ def test_fused_adapters_in_recomputed_layers_share_a_graph_and_have_the_gradient
     assert graphs.count == (4 if kept else 2), "for each size, of layers that are recomputed and of others"
 
 
+@pytest.mark.slow
 def test_other_sizes_compile_once_more_and_a_single_row_not_at_all() -> None:
     model, graphs, counts = family("llama", 1), Graphs(), []
     use_own_attention(model)

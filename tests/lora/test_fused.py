@@ -115,6 +115,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 # --- compiled -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_compilation_without_breaks_serves_all_layers() -> None:
     torch._dynamo.reset()
     model = adapted(bare("llama", num_hidden_layers=3), lora_dropout=0.3)
