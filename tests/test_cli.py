@@ -70,6 +70,7 @@ ops.logger.warning("another message")
 """
 
 
+@pytest.mark.slow
 def test_bitsandbytes_does_not_ask_for_its_kernel(tmp_path: Path) -> None:
     """In a process as the launcher starts it; the script itself need not import fullshard."""
     package = importlib.util.find_spec("bitsandbytes")

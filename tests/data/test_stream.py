@@ -243,7 +243,7 @@ def test_every_rank_meets_an_error_at_the_same_step(tmp_path: Path, threads: int
 
 
 @ranks(2)
-@pytest.mark.parametrize("late", [0.0, 1.5])
+@pytest.mark.parametrize("late", [0.0, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_tokens_that_the_model_cannot_take_are_refused_on_every_rank(tmp_path: Path, late: float) -> None:
     """Also on a rank that comes to the page long after the first has refused it."""
     runtime.use_spmd()

@@ -60,6 +60,7 @@ def test_two_ranks(strategy, checkpointed, offload, double):
     _check(strategy, checkpointed, offload, double)
 
 
+@pytest.mark.slow
 @ranks(4)
 @pytest.mark.parametrize(("strategy", "checkpointed", "offload", "double"), list(_cases(4)))
 def test_four_ranks(strategy, checkpointed, offload, double):

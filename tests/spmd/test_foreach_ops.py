@@ -50,7 +50,7 @@ def scaled_steps(layout, kind, **options):
 @ranks(4)
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({"foreach": False}, marks=pytest.mark.slow), {"foreach": True}, {"fused": True}],
+    [*(pytest.param({"foreach": on}, marks=pytest.mark.slow) for on in (False, True)), {"fused": True}],
     ids=["loop", "foreach", "fused"],
 )
 def test_grad_scaler_equals_one_device(options):

@@ -98,7 +98,7 @@ def config_file(place: Path, four_bits: bool) -> list[str]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("four_bits", [False, True], ids=["lora", "qlora"])
+@pytest.mark.parametrize("four_bits", [pytest.param(False, marks=pytest.mark.slow), True], ids=["lora", "qlora"])
 def test_what_is_trained_is_what_peft_loads(four_bits: bool, tmp_path: Path) -> None:
     """Inside two ranks that are there already, with what the launcher would hand on."""
     if runtime.is_main():
