@@ -34,7 +34,7 @@ GROUPS: dict[str, Any] = {
     "deepseek": {("q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj",), ("kv_b_proj",), ("o_proj",)},
     **dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), frozenset((QKV, ("o_proj",)))),
 }
-EPSILON = 3e-3
+EPSILON = 5e-4
 """A step of finite differences; norms compute in float32, whose rounding a smaller one would show."""
 EXPERTS = ("deepseek", "mixtral", "qwen3_moe")
 

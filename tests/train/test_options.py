@@ -23,7 +23,10 @@ from tests.pool import ranks
 from tests.train.runs import settings
 from tests.train.tiny import make_folder
 
-TIMED = ("tokens_per_second", "memory_gib", "eval_runtime", "eval_samples_per_second")
+TIMED = (
+    "tokens_per_second", "memory_gib", "train_runtime", "train_samples_per_second", "train_steps_per_second",
+    "eval_runtime", "eval_samples_per_second", "eval_steps_per_second",
+)  # fmt: skip
 BASE: dict[str, Any] = {
     "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 2, "max_length": 24,
     "warmup_steps": 1, "weight_decay": 0.1, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5,
@@ -108,6 +111,10 @@ def test_every_option_is_accounted_for() -> None:
     assert named == CHANGES.keys() | ELSEWHERE.keys() and not CHANGES.keys() & ELSEWHERE.keys()
 
 
+def holds_optimizer(checkpoint: Path) -> bool:
+    return checkpoint.is_dir() and any("exp_avg" in file.read_text() for file in checkpoint.rglob("*.json"))
+
+
 def picture(place: Path, name: str, changes: dict[str, Any], events: list[Any]) -> dict[str, Any]:
     """What a run did, as far as anyone can tell, times aside."""
     data = place / changes.pop("dataset_name", "data")
@@ -143,7 +150,7 @@ def picture(place: Path, name: str, changes: dict[str, Any], events: list[Any]) 
     assert trainer.parts.train is not None
     return {
         "history": [{k: v for k, v in r.items() if k not in TIMED} for r in trainer.state.log_history],
-        "checkpoints": sorted(p.name for p in (out / "checkpoints").iterdir()),
+        "checkpoints": sorted((p.name, holds_optimizer(p)) for p in (out / "checkpoints").iterdir()),
         "written": written,
         "samples": (out / "samples.jsonl").read_text() if (out / "samples.jsonl").exists() else "",
         "files": sorted(p.name for p in out.iterdir()),
@@ -152,8 +159,7 @@ def picture(place: Path, name: str, changes: dict[str, Any], events: list[Any]) 
         "folders": (str(trainer.parts.train.folder.parent), out.name.replace(f"out {name}", "")),
         "engine": (loop.model.plan.strategy, len(loop.model.plan.units), str(layer.config._attn_implementation)),
         "inside": (
-            type(forward).__name__,
-            str(vars(forward).get("reentrant")) if forward is not None else "",
+            getattr(getattr(forward, "__func__", None), "__name__", ""),
             loop.head.head is None,
             loop.head.chunk_tokens,
             loop.loader.workers,
@@ -182,11 +188,11 @@ def test_every_option_changes_the_run(tmp_path: Path) -> None:
     same = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fullshard.train.hub.Hub._why_not", lambda hub: None)
-        patch.setattr(Hub, "push", lambda self, place: events.append("pushed"))
+        patch.setattr(Hub, "push", lambda self, place, message: events.append("pushed"))
         patch.setattr(Hub, "_start", lambda self, work: events.append("sent"))
         _note(patch, events, CheckpointManager, "save_async", lambda kwargs: "save_async")
         _note(patch, events, assemble, "shard_model", lambda kwargs: ("wrap", kwargs["timeout"]))
-        _note(patch, events, Loop, "forward", lambda kwargs: "forward")
+        _note(patch, events, Loop, "_micro_batch", lambda kwargs: "micro-batch")
         for number, (name, (also, value)) in enumerate(CHANGES.items()):
             key = json.dumps(also, sort_keys=True)
             level = runtime.get_logger().level
