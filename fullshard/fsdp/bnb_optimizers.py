@@ -100,7 +100,7 @@ class OnShards:
             if piece.numel():
                 super().update_step(group, piece, gindex, pindex)  # type: ignore[misc]
             else:  # this rank holds nothing of a small parameter
-                self.state[p]["step"] += 1
+                self.state[piece]["step"] += 1
 
     @contextlib.contextmanager
     def _local(self, p: nn.Parameter) -> Iterator[nn.Parameter]:

@@ -458,6 +458,25 @@ def test_8_bit_state_that_fits_one_number_of_ranks_only(tmp_path: Path) -> None:
         _load_crooked(tmp_path, saved_on, world_size=world)
 
 
+class Single(nn.Module):
+    """One value: the second of two ranks holds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self) -> None: ...
+
+
+@ranks(2)
+def test_a_rank_that_holds_nothing_counts_steps_too(tmp_path: Path) -> None:
+    model = wrapped(made(Single))
+    optimizer = make_optimizer(model, config_of("adamw_8bit"))
+    take_steps(model, optimizer, range(2))
+    assert optimizer.state[model.weight]["step"] == 2
+    save_state(tmp_path / "saved", model=model, optimizer=optimizer)
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
