@@ -15,7 +15,6 @@ from torch import nn
 
 from fullshard.lora.fused import compute_dtype, in_dtype
 from fullshard.lora.fused_dropout import draw_seed
-from fullshard.lora.gated_mlp_math import ACTIVATIONS
 from fullshard.lora.gated_mlp_ops import GatedMlp, gated_mlp
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import has_hooks
@@ -92,6 +91,3 @@ def _fused(module: Any, x: torch.Tensor) -> torch.Tensor | None:
     gate, up, down = (in_dtype(part, dtype) for part in found)
     seeds = draw_seed(x.device, 2) if rates[0] else None
     return gated_mlp(x.to(dtype), GatedMlp(gate, up, down, names.activation), seeds, rates[0])
-
-
-__all__ = ["ACTIVATIONS", "GatedParts", "fuse_mlps", "undo_fuse_mlps"]

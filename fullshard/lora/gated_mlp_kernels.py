@@ -18,8 +18,6 @@ from fullshard.lora.fused_kernels import _kept, stages_for
 FORWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 4, "num_warps": 4}
 BACKWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 3, "num_warps": 4}
 """The tile that a program works on at a time, how many tiles are loaded ahead, and its warps."""
-LARGEST_RANK = 64
-"""Of the adapters: a program keeps the sums of all columns."""
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.lora.gated_mlp import ACTIVATIONS, GatedParts
+from fullshard.lora.gated_mlp import GatedParts
+from fullshard.lora.gated_mlp_math import ACTIVATIONS
 from fullshard.models.shared_inputs import recorded_pass
 
 MAGNITUDES = (1.0, 30.0)

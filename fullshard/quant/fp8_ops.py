@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fullshard.quant import fp8
+from fullshard.quant.ops import without_autocast
 from fullshard.spmd.rule_table import RULES
 from fullshard.spmd.rules_elementwise import Independent
 from fullshard.spmd.tensor import is_sharded
@@ -39,12 +40,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(packed, scales)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             return _product(x, fp8.Weight(packed, scales))
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
-        with torch.autocast(grad_out.device.type, enabled=False):
+        with without_autocast(grad_out.device):
             return _grad_input(grad_out, fp8.Weight(*ctx.saved_tensors)), None, None
 
 
