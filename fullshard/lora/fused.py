@@ -22,6 +22,7 @@ from fullshard.lora.fused_dropout import draw_seed
 from fullshard.lora.fused_math import Layer
 from fullshard.lora.fused_ops import lora_group
 from fullshard.quant.base_product import base_form
+from fullshard.quant.ops import compute_dtype
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import has_hooks
 
@@ -128,11 +129,6 @@ class LoraGroup:
 def autocasts(x: torch.Tensor) -> bool:
     """Whether products of `x` run in the dtype of autocast."""
     return torch.is_autocast_enabled(x.device.type)
-
-
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of a linear layer's product."""
-    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
 
 
 def in_dtype(layer: Layer, dtype: torch.dtype) -> Layer:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fullshard.lora.fused import compute_dtype, in_dtype
+from fullshard.lora.fused import in_dtype
 from fullshard.lora.fused_dropout import draw_seed
 from fullshard.lora.gated_mlp_ops import GatedMlp, gated_mlp
+from fullshard.quant.ops import compute_dtype
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import has_hooks
 

@@ -30,6 +30,12 @@ def linear(x: torch.Tensor, parts: Packed, out_features: int, blocksize: int, qu
     return found
 
 
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of a linear layer's product: autocast's, or that of the input."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Disable autocast: the layer has chosen the dtype of the product."""
     if torch.is_autocast_enabled(device.type):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import QuantizationError
+from fullshard.quant.ops import compute_dtype
 from fullshard.quant.quantizable import LinearForm, form_of
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import local_of, make_wrapper_subclass, schema_of, tree_map
@@ -132,8 +133,7 @@ class QuantizedLinear(nn.Linear):
         """The dtype of the product, and that of the output."""
         if self.compute_dtype is not None:
             return self.compute_dtype, x.dtype
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype = compute_dtype(x)
         return dtype, dtype
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
