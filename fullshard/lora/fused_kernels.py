@@ -7,7 +7,8 @@ bits for each. So a mask does not depend on how a kernel divides its work, and e
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,15 +18,42 @@ from fullshard import accelerator
 
 ROWS, COLUMNS, STAGES, WARPS = 64, 128, 2, 4
 """The tile of `x` that a program works on at a time, how many tiles are loaded ahead, and its warps."""
+TILE = {"ROWS": ROWS, "COLUMNS": COLUMNS, "STAGES": STAGES, "num_warps": WARPS}
 RANKS = 64
 """The largest number of columns of `h` that a program computes."""
 PROGRAMS = 528
 """How many programs `grad_weight` is divided into, so that all processors have work."""
 
 
-def stages_for(x: torch.Tensor, stages: int = STAGES) -> int:
-    """Wide elements are not loaded ahead: their tiles would not fit into the shared memory of smaller GPUs."""
-    return stages if x.element_size() <= 2 else 1
+_fitting: dict[Any, dict[str, int]] = {}
+
+
+def launch(
+    kernel: Any, tile: dict[str, int], grid: Callable[[int], tuple[int, ...]], like: torch.Tensor, *args: Any,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """Launch a kernel with the first of ever smaller tiles that fits into the shared memory of the device: GPUs differ,
+    and so do ranks of adapters. `grid` is a function of the rows of a tile, `like` a tensor with the device and dtype
+    that the kernel works on."""
+    key = kernel, like.device, like.dtype, *constants.values()
+    with accelerator.using(like.device):
+        for options in [_fitting[key]] if key in _fitting else _ever_smaller(tile, like.element_size()):
+            try:
+                kernel[grid(options["ROWS"])](*args, **constants, **options)
+            except triton.runtime.errors.OutOfResources as error:
+                too_large = error
+                continue
+            _fitting[key] = options
+            return
+        raise too_large
+
+
+def _ever_smaller(tile: dict[str, int], element_size: int) -> Iterator[dict[str, int]]:
+    """The tile with fewer and fewer loaded ahead (wide elements never are), then with fewer rows."""
+    for ahead in range(tile["STAGES"] if element_size <= 2 else 1, 0, -1):
+        yield tile | {"STAGES": ahead}
+    for part in (2, 4):
+        yield tile | {"STAGES": 1, "ROWS": tile["ROWS"] // part}
 
 
 class Tiles(NamedTuple):
@@ -57,11 +85,10 @@ def product(
     (tokens, size), columns = x.shape, len(a)
     h = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
     tiles = Tiles.of(columns, width)
-    with accelerator.using(x.device):
-        _product[(triton.cdiv(tokens, ROWS), tiles.number)](
-            x, a, h, seed, tokens, threshold, scale, size, columns, width,
-            ROWS=ROWS, COLUMNS=COLUMNS, STAGES=stages_for(x), **tiles.options(), num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        _product, TILE, lambda rows: (triton.cdiv(tokens, rows), tiles.number), x,
+        x, a, h, seed, tokens, threshold, scale, size=size, columns=columns, width=width, **tiles.options(),
+    )  # fmt: skip
     return h
 
 
@@ -79,7 +106,7 @@ def grad_weight(
     with accelerator.using(x.device):
         _grad_weight[(triton.cdiv(size, COLUMNS), tiles.number, parts)](
             dh, x, sums, seed, tokens, threshold, size, columns, width,
-            ROWS=ROWS, COLUMNS=COLUMNS, STAGES=stages_for(x), LENGTH=length, **tiles.options(), num_warps=WARPS,
+            LENGTH=length, **tiles.options(), **TILE | {"STAGES": STAGES if x.element_size() <= 2 else 1},
         )  # fmt: skip
     return sums.sum(0).mul_(scale).to(x.dtype)
 
@@ -93,12 +120,11 @@ def grad_input(
     tokens, size = len(dh), a.shape[1]
     out = dh.new_empty(tokens, size) if dx is None else dx
     assert out.is_contiguous()
-    grid = (triton.cdiv(size, COLUMNS), triton.cdiv(tokens, ROWS))
-    with accelerator.using(out.device):
-        _grad_input[grid](
-            out, dh, a, seed, tokens, threshold, scale, size, len(a), width, ADDS=dx is not None,
-            ROWS=ROWS, COLUMNS=COLUMNS, TILE=Tiles.of(width, width).width, num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        _grad_input, TILE, lambda rows: (triton.cdiv(size, COLUMNS), triton.cdiv(tokens, rows)), out,
+        out, dh, a, seed, tokens, threshold, scale, size=size, columns=len(a), width=width, ADDS=dx is not None,
+        TILE=Tiles.of(width, width).width,
+    )  # fmt: skip
     return out
 
 
@@ -187,7 +213,7 @@ def _grad_weight(  # type: ignore[no-untyped-def]
 @triton.jit
 def _grad_input(  # type: ignore[no-untyped-def]
     dx, dh, a, seed, tokens, threshold, scale, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
-    ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    ADDS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first_column, first_row = tl.program_id(0) * COLUMNS, tl.program_id(1) * ROWS
     row, k = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
@@ -199,7 +225,7 @@ def _grad_input(  # type: ignore[no-untyped-def]
         sums += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     for adapter in range(columns // width):
         part = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for start in range(0, width, TILE):
+        for start in tl.range(0, width, TILE, num_stages=STAGES):
             r = start + tl.arange(0, TILE)
             c = adapter * width + r
             own = (row < tokens)[:, None] & (r < width)[None, :]

@@ -8,21 +8,18 @@ A program works on whole rows, so that sums over columns stay in registers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from fullshard import accelerator
-from fullshard.lora.fused_kernels import _kept, stages_for
+from fullshard.lora.fused_kernels import _kept, launch
 
 FORWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 4, "num_warps": 4}
 BACKWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 3, "num_warps": 4}
 """The tile that a program works on at a time, how many tiles are loaded ahead, and its warps."""
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
-
-
-def _options(chosen: dict[str, int], x: torch.Tensor) -> dict[str, int]:
-    return chosen | {"STAGES": stages_for(x, chosen["STAGES"])}
 
 
 def _tile(columns: int) -> int:
@@ -38,15 +35,13 @@ def forward(
 
     `h` [tokens, 2·width] has the rank-sized activations of gate and up, as many columns for each as the larger rank.
     """
-    tokens, inner = gate.shape
+    tokens = len(gate)
     middle, h_down = torch.empty_like(gate), gate.new_empty(tokens, len(a_down))
-    with accelerator.using(gate.device):
-        _forward[(triton.cdiv(tokens, FORWARD["ROWS"]),)](
-            gate, up, h, b_gate, b_up, a_down, middle, h_down, gate if seed is None else seed, tokens, *scales,
-            threshold, keep_scale, inner, h.shape[1] // 2, b_gate.shape[1], b_up.shape[1], len(a_down),
-            ACTIVATION=ACTIVATIONS.index(activation), DROPS=seed is not None, RANK=_tile(h.shape[1] // 2),
-            DOWN_RANK=_tile(len(a_down)), **_options(FORWARD, gate),
-        )  # fmt: skip
+    launch(
+        _forward, FORWARD, lambda rows: (triton.cdiv(tokens, rows),), gate,
+        gate, up, h, b_gate, b_up, a_down, middle, h_down, gate if seed is None else seed, tokens, *scales,
+        threshold, keep_scale, **_constants(gate, h, b_gate, b_up, a_down, activation, seed),
+    )  # fmt: skip
     return middle, h_down
 
 
@@ -58,18 +53,29 @@ def backward(
     """The gradients of gate and up [tokens, inner], that of their `h`, and the product of the branches. `d_middle` is
     the gradient of that product by way of the frozen down weight."""
     d_middle = d_middle.contiguous()
-    (tokens, inner), width = gate.shape, h.shape[1] // 2
+    tokens, width = len(gate), h.shape[1] // 2
     d_gate, d_up, middle = torch.empty_like(gate), torch.empty_like(up), torch.empty_like(gate)
     dh = torch.zeros_like(h) if min(b_gate.shape[1], b_up.shape[1]) < width else torch.empty_like(h)
-    with accelerator.using(gate.device):
-        _backward[(triton.cdiv(tokens, BACKWARD["ROWS"]),)](
-            d_middle, gate, up, h, b_gate, b_up, dh_down.contiguous(), a_down, d_gate, d_up, dh, middle,
-            gate if seed is None else seed,
-            tokens, *scales, threshold, keep_scale, inner, width, b_gate.shape[1], b_up.shape[1], len(a_down),
-            ACTIVATION=ACTIVATIONS.index(activation), DROPS=seed is not None, RANK=_tile(width),
-            DOWN_RANK=_tile(len(a_down)), **_options(BACKWARD, gate),
-        )  # fmt: skip
+    launch(
+        _backward, BACKWARD, lambda rows: (triton.cdiv(tokens, rows),), gate,
+        d_middle, gate, up, h, b_gate, b_up, dh_down.contiguous(), a_down, d_gate, d_up, dh, middle,
+        gate if seed is None else seed, tokens, *scales, threshold, keep_scale,
+        **_constants(gate, h, b_gate, b_up, a_down, activation, seed),
+    )  # fmt: skip
     return d_gate, d_up, dh, middle
+
+
+def _constants(
+    gate: torch.Tensor, h: torch.Tensor, b_gate: torch.Tensor, b_up: torch.Tensor, a_down: torch.Tensor,
+    activation: str, seed: torch.Tensor | None,
+) -> dict[str, Any]:  # fmt: skip
+    """What the kernels are compiled for."""
+    width = h.shape[1] // 2
+    return {
+        "inner": gate.shape[1], "width": width, "gate_rank": b_gate.shape[1], "up_rank": b_up.shape[1],
+        "down_rank": len(a_down), "ACTIVATION": ACTIVATIONS.index(activation), "DROPS": seed is not None,
+        "RANK": _tile(width), "DOWN_RANK": _tile(len(a_down)),
+    }  # fmt: skip
 
 
 @triton.jit

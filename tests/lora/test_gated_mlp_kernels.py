@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
@@ -17,6 +18,34 @@ from fullshard.lora.gated_mlp_math import ACTIVATIONS
 
 TOKENS, INNER, RANKS, DOWN_RANK, SCALES = 37, 200, (4, 3), 5, (1.5, 0.7)
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+class SmallDevice:
+    """A kernel on a device whose shared memory only has room for small tiles."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.tiles = kernel, list[tuple[int, int]]()
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            self.tiles.append((options["ROWS"], options["STAGES"]))
+            if options["ROWS"] > 16:
+                raise triton.runtime.errors.OutOfResources(200_000, 100_000, "shared memory")
+            return self.kernel[grid](*args, **options)
+
+        return run
+
+
+def test_tiles_that_do_not_fit_into_shared_memory_are_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = SmallDevice(gated_mlp_kernels._forward)
+    for name, kernel in (("_forward", small), ("_backward", SmallDevice(gated_mlp_kernels._backward))):
+        monkeypatch.setattr(gated_mlp_kernels, name, kernel)
+    monkeypatch.setattr(fused_kernels, "_fitting", {})
+    test_forward_and_backward("silu", True)
+    test_forward_and_backward("silu", True)
+    assert small.tiles == [(64, 1), (32, 1), (16, 1), (16, 1)]  # float32 is not loaded ahead; the result is remembered
+    options = list(fused_kernels._ever_smaller(gated_mlp_kernels.BACKWARD, 2))
+    assert [(one["ROWS"], one["STAGES"]) for one in options] == [(64, 3), (64, 2), (64, 1), (32, 1), (16, 1)]
 
 
 @pytest.mark.parametrize("drops", [False, True])
