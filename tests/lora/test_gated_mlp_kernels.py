@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from triton.runtime.errors import OutOfResources
 
 from fullshard.lora import fused_kernels, gated_mlp_kernels
 from fullshard.lora.fused_dropout import Dropout
@@ -30,7 +32,7 @@ class SmallDevice:
         def run(*args: Any, **options: Any) -> Any:
             self.tiles.append((options["ROWS"], options["STAGES"]))
             if options["ROWS"] > 16:
-                raise triton.runtime.errors.OutOfResources(200_000, 100_000, "shared memory")
+                raise OutOfResources(200_000, 100_000, "shared memory")
             return self.kernel[grid](*args, **options)
 
         return run
