@@ -317,6 +317,7 @@ class Engine:
             for unit in [u for u in self.units if u in self._held]:
                 self._end_unit_backward(unit)  # held back earlier, and not part of this backward
         self._finish_reduction()
+        self._prefetcher.end_backward()
         self.means.host.settle()
         for unit in self.units:
             unit.free()

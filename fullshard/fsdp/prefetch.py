@@ -36,6 +36,8 @@ class Prefetcher:
         """The units in the order in which their calls ended."""
         self._has_backward: dict[Unit, bool] = {}
         """Whether a backward may reach the unit, by its last call."""
+        self._over: set[Unit] = set()
+        """The units whose backward has ended in the current one; a unit around others ends after them."""
 
     def begin_pass(self) -> None:
         self._called, self._ended = [], []
@@ -60,10 +62,15 @@ class Prefetcher:
 
     def backward_ends(self, unit: Unit) -> None:
         if self._settings.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            self._gather(unit, self._next_in_backward(unit))
+            self._over.add(unit)
+            self._gather(unit, [u for u in self._next_in_backward(unit) if u not in self._over])
+
+    def end_backward(self) -> None:
+        self._over.clear()
 
     def reset(self) -> None:
         self._last_pass, self._ended = [], []
+        self._over.clear()
 
     def _next_in_backward(self, unit: Unit) -> list[Unit]:
         """The units whose backward follows, nearest first."""

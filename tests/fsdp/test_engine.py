@@ -192,6 +192,19 @@ def test_the_next_unit_is_prefetched_before_the_current_one_is_waited_for():
 
 @ranks(2)
 @pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+def test_prefetch_gathers_nothing_that_is_not_used(backward_prefetch):
+    model = FSDPv2(
+        llama(layers=3), mesh_for("FULL_SHARD"), auto_wrap_policy=transformer_auto_wrap_policy,
+        backward_prefetch=backward_prefetch,
+    )  # fmt: skip
+    for batch in range(3):
+        model.meter.reset()
+        step(model, batch=batch)
+        assert dict(model.meter.gathers) == {"": 1, **{f"model.layers.{i}": 2 for i in range(3)}}
+
+
+@ranks(2)
+@pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 @pytest.mark.parametrize("forward_prefetch", [True, False])
 def test_prefetch_changes_nothing_but_time(forward_prefetch, backward_prefetch):
     assert_same_training(
