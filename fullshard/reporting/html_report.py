@@ -86,7 +86,7 @@ def _prompt(prompt: str, answers: list[Record]) -> str:
 
 
 def _answer(name: str, text: str) -> str:
-    return f'<div><h4>{escape(name)}</h4><pre dir="auto">{escape(text) or "(nothing)"}</pre></div>'
+    return f'<div><h4>{escape(name)}</h4><pre dir="auto">{escape(text.strip()) or "(nothing)"}</pre></div>'
 
 
 # --- one step -------------------------------------------------------------------------------------------------------
@@ -126,7 +126,8 @@ COUNTS = {
 def _data(run: RunRecord) -> list[str]:
     if not run.data:
         return []
-    rows = [[title, *(_count(one, name) for one in run.data)] for name, title in COUNTS.items()]
+    there = {name: title for name, title in COUNTS.items() if any(one.get(name) is not None for one in run.data)}
+    rows = [[title, *(_count(one, name) for one in run.data)] for name, title in there.items()]
     rejected = [f"{one.get('name')}: {text}" for one in run.data for text in one.get("bad_rows") or ()]
     sources = [(one.get("name"), one.get("source")) for one in run.data if one.get("source")]
     return [

@@ -5,8 +5,11 @@
   const tooltip = (handler, event, item, value) => {
     tip.hidden = value == null || value === "";
     if (tip.hidden) return;
-    const box = typeof value === "object" ? Object.values(value).join("\n") : String(value);
-    tip.textContent = box;
+    // A title of one letter is a field's name: its value is shown alone. Vega-Lite does not find text of the point
+    // nearest to the pointer, so text comes from the row itself.
+    const row = item.datum.datum ?? item.datum;
+    const line = ([name, text]) => (name.length > 1 ? `${name} ${text}` : typeof row[name] === "string" ? row[name] : text);
+    tip.textContent = typeof value === "object" ? Object.entries(value).map(line).join("\n") : String(value);
     const { clientX: x, clientY: y } = event;
     tip.style.left = Math.max(4, Math.min(x + 12, innerWidth - tip.offsetWidth - 4)) + "px";
     tip.style.top = (y + 16 + tip.offsetHeight > innerHeight ? y - tip.offsetHeight - 8 : y + 16) + "px";

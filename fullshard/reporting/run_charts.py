@@ -29,7 +29,7 @@ CURVES = (
     Curve("loss", "Loss", r"loss|eval_(.+_)?loss", "nats per token"),
     Curve("learning-rate", "Learning rate", "learning_rate", "", True, ".2~e"),
     Curve("grad-norm", "Gradient norm, before clipping", "grad_norm", "", True),
-    Curve("accuracy", "Token accuracy", r"mean_token_accuracy|eval_(.+_)?mean_token_accuracy", "", False, ".1%"),
+    Curve("accuracy", "Token accuracy", r"mean_token_accuracy|eval_(.+_)?mean_token_accuracy", "", False, ".3~p"),
     Curve("speed", "Speed", "tokens_per_second", "tokens per second", True, ",.4~s"),
     Curve("memory", "Peak memory so far, on the first rank", "memory_gib", "GiB", True),
     Curve("entropy", "Entropy", r"entropy|eval_(.+_)?entropy"),
@@ -71,7 +71,7 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
 def _curve(curve: Curve, runs: Sequence[RunRecord]) -> Chart | None:
     series = []
     for number, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
-        for name in run.matching(curve.names):
+        for name in sorted(run.matching(curve.names), key=lambda name: name.startswith("eval_")):
             what = _kind(name)
             title = what if len(runs) == 1 else label if what == "training" else f"{label}, {what}"
             color = number if len(runs) > 1 else None
@@ -111,14 +111,12 @@ def memory_charts(run: RunRecord) -> list[Chart]:
     planned = (run.plan or {}).get("memory")
     planned = planned if isinstance(planned, dict) else {}
     measured = run.measured or {}
-    lines = [
-        Series("planned", _placed(_planned_timeline(planned)), dashed=True),
-        Series("measured", _placed(_measured_timeline(measured))),
-    ]
-    highest = max((y or 0.0 for line in lines for _, y in line.points), default=0.0)
+    timelines = {"planned": _planned_timeline(planned), "measured": _measured_timeline(measured)}
+    highest = max((held for timeline in timelines.values() for _, _, held in timeline), default=0.0)
     size, unit = byte_unit(highest)
     lines = [
-        Series(one.name, [(x, (y or 0.0) / size) for x, y in one.points], one.dashed, i) for i, one in enumerate(lines)
+        Series(name, _placed(line, size), name == "planned", color, [label for _, label, _ in line])
+        for color, (name, line) in enumerate(timelines.items())
     ]
     charts = []
     if highest:
@@ -142,44 +140,48 @@ def byte_unit(most: float) -> tuple[float, str]:
     return 1.0, "bytes"
 
 
-def _planned_timeline(memory: Record) -> list[tuple[str, float]]:
-    """(moment, bytes) along the planned step."""
-    timeline = memory.get("timeline")
-    found = []
+Timeline = list[tuple[str, str, float]]
+"""Moment, label and bytes along a step."""
+
+
+def _planned_timeline(memory: Record) -> Timeline:
+    timeline, found = memory.get("timeline"), []
     for entry in timeline if isinstance(timeline, list) else []:
         if isinstance(entry, list) and len(entry) == 2 and is_number(entry[1]):
             moment = next((one for one in MOMENTS if str(entry[0]).startswith(one)), None)
-            found += [(moment, float(entry[1]))] if moment else []
+            found += [(moment, str(entry[0]), float(entry[1]))] if moment else []
     return found
 
 
-def _measured_rows(measured: Record) -> list[tuple[str, dict[str, float]]]:
-    """(moment, bytes by part) along the measured step."""
+def _measured_rows(measured: Record) -> list[tuple[str, str, dict[str, float]]]:
+    """Moment, label, and bytes by part, along the measured step."""
     timeline = measured.get("timeline")
     columns = timeline if isinstance(timeline, dict) else {}
-    moments = columns.get("moment")
+    texts = (columns.get(name) for name in ("moment", "unit", "operation"))
     parts = {name: column for name, column in columns.items() if name in PARTS and isinstance(column, list)}
     found = []
-    for i, moment in enumerate(moments if isinstance(moments, list) else []):
+    rows = zip(*(one if isinstance(one, list) else [] for one in texts), strict=False)
+    for i, (moment, unit, operation) in enumerate(rows):
         if moment in MOMENTS:
             row = {name: column[i] for name, column in parts.items() if i < len(column) and is_number(column[i])}
-            found.append((str(moment), row))
+            label = moment if operation in ("", moment) else f"{moment}: {operation}"
+            found.append((str(moment), f"{label} {unit or '(root)'}".strip(), row))
     return found
 
 
-def _measured_timeline(measured: Record) -> list[tuple[str, float]]:
-    return [(moment, float(sum(row.values()))) for moment, row in _measured_rows(measured)]
+def _measured_timeline(measured: Record) -> Timeline:
+    return [(moment, label, float(sum(row.values()))) for moment, label, row in _measured_rows(measured)]
 
 
-def _placed(timeline: Sequence[tuple[str, float]]) -> list[tuple[float, float | None]]:
+def _placed(timeline: Timeline, size: float) -> list[tuple[float, float | None]]:
     """The points of a timeline: each moment is one unit wide, and its points are evenly spaced in it."""
-    counts = Counter(moment for moment, _ in timeline)
+    counts = Counter(moment for moment, _, _ in timeline)
     seen: Counter[str] = Counter()
     points: list[tuple[float, float | None]] = []
-    for moment, size in timeline:
-        points.append((MOMENTS.index(moment) + (seen[moment] + 0.5) / counts[moment], size))
+    for moment, _, held in timeline:
+        points.append((MOMENTS.index(moment) + (seen[moment] + 0.5) / counts[moment], held / size))
         seen[moment] += 1
-    return sorted(points, key=lambda point: point[0])
+    return points
 
 
 def _planned_parts(memory: Record) -> dict[str, Mapping[str, float]]:
@@ -194,7 +196,7 @@ def _planned_parts(memory: Record) -> dict[str, Mapping[str, float]]:
 def _measured_parts(measured: Record) -> dict[str, Mapping[str, float]]:
     """The parts of each moment, at its peak."""
     peaks: dict[str, dict[str, float]] = {}
-    for moment, row in _measured_rows(measured):
+    for moment, _, row in _measured_rows(measured):
         if sum(row.values()) > sum(peaks.get(moment, {}).values()):
             peaks[moment] = row
     return dict(peaks)
@@ -219,7 +221,8 @@ def communication_chart(run: RunRecord) -> Chart | None:
     """Bytes that one rank sent in the measured step, by unit."""
     units = unit_traffic(run)
     size, unit = byte_unit(max((sum(parts.values()) for parts in units.values()), default=0.0))
-    bars = [Bar(name, {part: sent / size for part, sent in parts.items()}) for name, parts in units.items()]
+    short = _short(list(units))
+    bars = [Bar(short[name], {part: sent / size for part, sent in parts.items()}) for name, parts in units.items()]
     if not any(bar.parts for bar in bars):
         return None
     return bar_chart("communication-units", "Sent by the first rank in one step, by unit", bars, unit=unit, x="unit")
@@ -228,11 +231,20 @@ def communication_chart(run: RunRecord) -> Chart | None:
 def unit_traffic(run: RunRecord) -> dict[str, dict[str, float]]:
     """By unit, the bytes that the first rank sent to gather parameters and to reduce gradients in the measured step."""
     units = (run.measured or {}).get("units")
+    found = {str(name): one for name, one in units.items() if isinstance(one, dict)} if isinstance(units, dict) else {}
     return {
-        str(name) or "(root)": {part: float(counts[key]) for part, key in SENT.items() if is_number(counts.get(key))}
-        for name, counts in (units.items() if isinstance(units, dict) else ())
-        if isinstance(counts, dict)
+        name or "(root)": {part: float(counts[key]) for part, key in SENT.items() if is_number(counts.get(key))}
+        for name, counts in found.items()
     }
+
+
+def _short(names: Sequence[str]) -> dict[str, str]:
+    """Names of units without the beginning that they share."""
+    parts = [name.split(".") for name in names if name != "(root)"]
+    shared = 0
+    while len({tuple(one[: shared + 1]) for one in parts}) == 1 and all(len(one) > shared + 1 for one in parts):
+        shared += 1
+    return {name: ".".join(name.split(".")[shared:]) if name != "(root)" else name for name in names}
 
 
 SENT = {"gathered parameters": "gather_sent", "reduced gradients": "reduce_sent"}
