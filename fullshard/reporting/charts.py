@@ -16,7 +16,7 @@ DRAWN = 1000
 """The most points of a series that are drawn."""
 LISTED = 60
 """The most rows in the table beside a chart."""
-COLORS = 8
+COLORS = 10
 """The number of colors in the page's style; series beyond are told apart by their dashes."""
 DASHES = ((1, 0), (6, 3), (2, 3), (8, 3, 2, 3))
 FEW = 40

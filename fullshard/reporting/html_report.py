@@ -15,6 +15,7 @@ from fullshard.reporting.run_charts import (
     memory_charts,
     metric_charts,
     other_charts,
+    traffic_rows,
 )
 from fullshard.reporting.run_record import Record, RunRecord, read_run
 from fullshard.reporting.run_summary import summary_of
@@ -107,10 +108,11 @@ def _memory_notes(run: RunRecord) -> list[str]:
 
 
 def _traffic(run: RunRecord, chart: Any) -> list[str]:
-    measured = run.measured or {}
-    if chart is not None:
-        return [figures([chart])]
-    return [note("One rank: nothing was sent.")] if measured and run.about.get("ranks") == 1 else []
+    rows = traffic_rows(run)
+    if run.about.get("ranks") == 1 and run.measured:
+        return [note("One rank: nothing was sent.")]
+    listed = table(("sent by one rank", "measured", "planned"), rows, "Bytes sent in one step") if rows else ""
+    return [figures([chart]) if chart is not None else "", listed]
 
 
 # --- data -----------------------------------------------------------------------------------------------------------

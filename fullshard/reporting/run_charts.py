@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fullshard.byte_size import memory_size
 from fullshard.reporting.charts import Bar, Chart, Marker, Series, bar_chart, line_chart
 from fullshard.reporting.run_record import Record, RunRecord, is_number
 
@@ -102,8 +103,12 @@ def markers(run: RunRecord) -> list[Marker]:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 MOMENTS = ("forward", "loss", "backward", "optimizer step")
-PARTS = ("shards", "optimizer", "gradients", "gathered", "activations", "logits", "buffers", "workspace", "other")
-"""The order in which parts are stacked."""
+"""The moments of a step; loading and saving are planned too."""
+PARTS = (
+    "shards", "optimizer", "gradients", "gathered", "activations", "logits", "workspace", "buffers", "communication",
+    "other",
+)  # fmt: skip
+"""The order in which parts are stacked. `other` is what was allocated besides the parts that are known."""
 
 
 def memory_charts(run: RunRecord) -> list[Chart]:
@@ -148,8 +153,9 @@ def _planned_timeline(memory: Record) -> Timeline:
     timeline, found = memory.get("timeline"), []
     for entry in timeline if isinstance(timeline, list) else []:
         if isinstance(entry, list) and len(entry) == 2 and is_number(entry[1]):
-            moment = next((one for one in MOMENTS if str(entry[0]).startswith(one)), None)
-            found += [(moment, str(entry[0]), float(entry[1]))] if moment else []
+            label = str(entry[0])
+            moment = next((one for one in MOMENTS if label.startswith(one) or label.endswith(f"of {one}")), None)
+            found += [(moment, label, float(entry[1]))] if moment else []
     return found
 
 
@@ -189,7 +195,7 @@ def _planned_parts(memory: Record) -> dict[str, Mapping[str, float]]:
     return {
         name: {part: float(size) for part, size in parts.items() if is_number(size) and size}
         for name, parts in (moments.items() if isinstance(moments, dict) else ())
-        if name in MOMENTS and isinstance(parts, dict)
+        if isinstance(parts, dict)
     }
 
 
@@ -207,7 +213,7 @@ def _part_bars(planned: Mapping[str, Any], measured: Mapping[str, Any], size: fl
         return {name: held / size for name, held in parts.items() if held}
 
     bars = []
-    for moment in MOMENTS:
+    for moment in ("load", *MOMENTS, "save"):
         for what, found in (("planned", planned), ("measured", measured)):
             if moment in found:
                 bars.append(Bar(f"{moment}, {what}", scaled(found[moment])))
@@ -238,6 +244,20 @@ def unit_traffic(run: RunRecord) -> dict[str, dict[str, float]]:
     }
 
 
+def traffic_rows(run: RunRecord) -> list[list[Any]]:
+    """What the first rank sent in the measured step, beside the plan: rows of (what, measured, planned)."""
+    units, plan = unit_traffic(run), (run.plan or {}).get("traffic")
+    planned: Counter[str] = Counter()
+    for place in ("inside", "across"):
+        kinds = plan.get(place) if isinstance(plan, dict) else None
+        for kind, sent in kinds.items() if isinstance(kinds, dict) else ():
+            what = "gathered parameters" if str(kind).startswith("gather") else PLANNED.get(str(kind))
+            planned[what or "metrics and clipping"] += sent if is_number(sent) else 0
+    measured = {part: sum(one.get(part, 0.0) for one in units.values()) for part in SENT} if units else {}
+    rows = [[part, measured.get(part), planned.get(part)] for part in dict.fromkeys([*measured, *planned])]
+    return [[part, *("" if sent is None else memory_size(int(sent)) for sent in numbers)] for part, *numbers in rows]
+
+
 def _short(names: Sequence[str]) -> dict[str, str]:
     """Names of units without the beginning that they share."""
     parts = [name.split(".") for name in names if name != "(root)"]
@@ -248,6 +268,9 @@ def _short(names: Sequence[str]) -> dict[str, str]:
 
 
 SENT = {"gathered parameters": "gather_sent", "reduced gradients": "reduce_sent"}
+"""What is sent, and its counter in the measured step."""
+PLANNED = dict.fromkeys(("reduce", "flags", "replica all-reduce"), "reduced gradients")
+"""Kinds of planned traffic that belong together."""
 
 
 def length_chart(data: Record, number: int) -> Chart | None:
