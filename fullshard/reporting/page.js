@@ -21,15 +21,23 @@
       return { ...row, n: names[row.s] };
     });
   };
-  const views = {};
-  // Draws charts, given by id; again with new data.
+  const views = {}, specs = {};
+  // Draws charts, given by id. Where only the data of one has changed, it stays as it is and gets the new data.
   const draw = async (charts) => {
     for (const [id, chart] of Object.entries(charts)) {
       const place = document.querySelector(`[data-chart="${CSS.escape(id)}"]`);
       if (!place || typeof vegaEmbed === "undefined") continue;
       const spec = { ...chart.spec, data: { name: "values", values: rows(chart) } };
+      const known = place.dataset.drawn && specs[id] === JSON.stringify(chart.spec);
+      specs[id] = JSON.stringify(chart.spec);
+      if (known) {
+        await views[id].view.data("values", spec.data.values).runAsync();
+        continue;
+      }
+      place.style.minHeight = place.offsetHeight + "px"; // nothing below it moves while it is drawn again
       views[id]?.finalize();
       views[id] = await vegaEmbed(place, spec, options);
+      place.style.minHeight = "";
       place.dataset.drawn = "true";
     }
     document.body.dataset.drawn = "true";
