@@ -34,7 +34,9 @@ def has_finished(run: RunRecord) -> bool:
     totals that it logs after its last step."""
     if events := run.of_kind(*ENDINGS):
         return events[-1]["kind"] == "end"
-    kinds = ["end" if "train_runtime" in one else "step" for one in run.metrics if {"train_runtime", "loss"} & one.keys()]
+    kinds = [
+        "end" if "train_runtime" in one else "step" for one in run.metrics if {"train_runtime", "loss"} & one.keys()
+    ]
     return bool(kinds) and kinds[-1] == "end"
 
 
