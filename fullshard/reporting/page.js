@@ -25,7 +25,9 @@
   };
   const views = {}, specs = {};
   // Draws charts, given by id. Where only the data of one has changed, it stays as it is and gets the new data.
-  const draw = async (charts) => {
+  let drawing = Promise.resolve();
+  const draw = (charts) => (drawing = drawing.then(() => drawAll(charts)));
+  const drawAll = async (charts) => {
     for (const [id, chart] of Object.entries(charts)) {
       const place = document.querySelector(`[data-chart="${CSS.escape(id)}"]`);
       if (!place || typeof vegaEmbed === "undefined") continue;
