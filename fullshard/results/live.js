@@ -57,6 +57,10 @@
         if (document.getElementById("charts").textContent !== before) await charts();
       }
       misses = 0;
+      if (answer.status >= 400) {
+        tag = "";
+        say("The run's folder cannot be read.");
+      }
     } catch (error) {
       if (!(error instanceof TypeError)) throw error; // fetch raises this one if nobody answers
       misses += 1;

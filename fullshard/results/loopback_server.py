@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, UserError
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
@@ -123,7 +123,12 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        self._answer(content())
+        try:
+            answer = content()
+        except (UserError, OSError) as error:  # files that are read meanwhile may vanish, and come back
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
+            return
+        self._answer(answer)
 
     def _answer(self, content: Content) -> None:
         body = content.text.encode()

@@ -21,9 +21,10 @@ HOSTILE = (
 
 def training_record(step: int) -> dict[str, Any]:
     return {
-        "step": step, "loss": 2.5 * math.exp(-step / 40) + 0.01 * math.sin(step), "learning_rate": 1e-3 * (1 - step / 200),
-        "grad_norm": 1.0 + 0.3 * math.cos(step), "mean_token_accuracy": 1 - 0.5 * math.exp(-step / 30),
-        "num_tokens": 300 * step, "tokens_per_second": 3000.0 + step, "memory_gib": 0.5, "epoch": step / 100,
+        "step": step, "loss": 2.5 * math.exp(-step / 40) + 0.01 * math.sin(step),
+        "learning_rate": 1e-3 * (1 - step / 200), "grad_norm": 1.0 + 0.3 * math.cos(step),
+        "mean_token_accuracy": 1 - 0.5 * math.exp(-step / 30), "num_tokens": 300 * step,
+        "tokens_per_second": 3000.0 + step, "memory_gib": 0.5, "epoch": step / 100,
     }  # fmt: skip
 
 
@@ -45,7 +46,13 @@ def made_metrics(steps: int = 100, every: int = 5) -> list[dict[str, Any]]:
 def made_run(folder: Path, metrics: list[dict[str, Any]] | None = None, **settings: Any) -> Path:
     """A folder with the settings, metrics and samples of a run. Without `metrics` it has those of `made_metrics`."""
     folder.mkdir(parents=True)
-    given = {"model_name_or_path": "model", "learning_rate": 1e-3, "max_steps": 100, "output_dir": str(folder), **settings}
+    given = {
+        "model_name_or_path": "model",
+        "learning_rate": 1e-3,
+        "max_steps": 100,
+        "output_dir": str(folder),
+        **settings,
+    }
     about = {"settings": given, "ranks": 1, "versions": {"torch": "2.13.0", "fullshard": "0.1.0"}}
     (folder / "settings.json").write_text(json.dumps(about))
     write_lines(folder / "metrics.jsonl", made_metrics() if metrics is None else metrics)
