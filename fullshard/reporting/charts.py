@@ -19,6 +19,8 @@ LISTED = 60
 COLORS = 10
 """The number of colors in the page's style; series beyond are told apart by their dashes."""
 DASHES = ((1, 0), (6, 3), (2, 3), (8, 3, 2, 3))
+X_FORMS = {"step": ",~d", "tokens": "~s"}
+"""d3's formats of numbers on x axes."""
 FEW = 40
 """A series of so few points has a dot at each."""
 
@@ -94,7 +96,7 @@ def line_chart(
             one.labels[i] if one.labels else "" for one, those in zip(series, kept, strict=True) for i in those
         ]
     scale = {"type": "log"} if log else {"zero": zero}
-    axis_x: dict[str, Any] = {"title": x, "format": ",~d" if x == "step" else ",.4~g", "tickMinStep": 1}
+    axis_x: dict[str, Any] = {"title": x, "format": X_FORMS.get(x, ",.4~r"), "tickMinStep": 1}
     if x_labels is not None:
         axis_x = {"title": x, "values": list(x_labels), "labelExpr": _labels(x_labels), "labelOverlap": False}
     places = {at for points in drawn for at, _ in points}

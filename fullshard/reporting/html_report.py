@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.paths import replace_text
-from fullshard.reporting.page import escape, fact_list, figures, folded, note, page, section, table
+from fullshard.reporting.page import Contents, escape, fact_list, figures, folded, note, section, table, whole_page
 from fullshard.reporting.records import METRICS_FILE
 from fullshard.reporting.run_charts import (
     communication_chart,
@@ -28,6 +28,11 @@ def write_report(run: Path, target: Path) -> None:
 
 def render(record: RunRecord) -> str:
     """The page of a run."""
+    return whole_page(contents(record))
+
+
+def contents(record: RunRecord) -> Contents:
+    """What the page of a run shows."""
     curves, others, memory = metric_charts([record]), other_charts([record]), memory_charts(record)
     traffic = communication_chart(record)
     lengths = [chart for i, one in enumerate(record.data, 1) if (chart := length_chart(one, i)) is not None]
@@ -44,7 +49,7 @@ def render(record: RunRecord) -> str:
         "Versions": section("versions", "Versions", _versions(record)),
     }
     charts = [*curves, *others, *memory, *([traffic] if traffic else []), *lengths]
-    return page(record.name, sections, charts, data={"metrics": record.columns})
+    return Contents(record.name, sections, charts, data={"metrics": record.columns})
 
 
 def _missing(run: RunRecord) -> list[str]:

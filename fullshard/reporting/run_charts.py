@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ OTHERS = 12
 
 def metric_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """The curves of one run, or of several with a color for each run. What no run has is left out."""
-    charts = [_curve(curve, runs) for curve in CURVES]
+    charts = [curve_chart(curve, runs) for curve in CURVES]
     return [chart for chart in charts if chart is not None]
 
 
@@ -57,32 +57,43 @@ def other_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     names = [n for n in dict.fromkeys(n for run in runs for n in run.columns) if not re.fullmatch(known, n)]
     numbers = [n for n in names if any(value is not None for run in runs for _, value in run.series(n))]
     curves = [Curve(f"metric-{i}", name, re.escape(name)) for i, name in enumerate(numbers[:OTHERS], 1)]
-    return [chart for curve in curves if (chart := _curve(curve, runs)) is not None]
+    return [chart for curve in curves if (chart := curve_chart(curve, runs)) is not None]
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A name for each run, all of them different."""
-    named = [run.name for run in runs]
-    if len(set(named)) < len(named):
-        named = [f"{name} ({run.folder.name})" for name, run in zip(named, runs, strict=True)]
-    counts = Counter(named)
-    return [f"{name} {i}" if counts[name] > 1 else name for i, name in enumerate(named, 1)]
+    """A name for each run, all of them different: with as much of its path as tells it apart."""
+    found = [run.name for run in runs]
+    for parts in range(1, max((len(run.folder.parts) for run in runs), default=0) + 1):
+        counts = Counter(found)
+        if max(counts.values()) == 1:
+            break
+        paths = ["/".join(run.folder.parts[-parts:]) for run in runs]
+        shown = [
+            path if path.endswith(run.name) else f"{run.name} ({path})" for path, run in zip(paths, runs, strict=True)
+        ]
+        found = [new if counts[name] > 1 else name for name, new in zip(found, shown, strict=True)]
+    return found
 
 
-def _curve(curve: Curve, runs: Sequence[RunRecord]) -> Chart | None:
+def curve_chart(
+    curve: Curve, runs: Sequence[RunRecord], x: str = "step", positions: Sequence[Callable[[float], float]] = ()
+) -> Chart | None:
+    """A curve of one run, or of several with a color for each. `positions` says, for each run, where a step lies on
+    another axis."""
     series = []
     for number, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
         for name in sorted(run.matching(curve.names), key=lambda name: name.startswith("eval_")):
             what = _kind(name)
             title = what if len(runs) == 1 else label if what == "training" else f"{label}, {what}"
             color = number if len(runs) > 1 else None
-            series.append(Series(title, run.series(name), dashed=what != "training" and len(runs) > 1, color=color))
+            points = [(positions[number](at), y) for at, y in run.series(name)] if positions else run.series(name)
+            series.append(Series(title, points, dashed=what != "training" and len(runs) > 1, color=color))
     if not any(value is not None for one in series for _, value in one.points):
         return None
     marks = markers(runs[0]) if len(runs) == 1 else ()
     return line_chart(
-        curve.id, curve.title, series, unit=curve.unit, zero=curve.zero, form=curve.form, markers=marks
-    )  # fmt: skip
+        curve.id, curve.title, series, x=x, unit=curve.unit, zero=curve.zero, form=curve.form, markers=marks
+    )
 
 
 def _kind(name: str) -> str:
