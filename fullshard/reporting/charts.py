@@ -16,7 +16,7 @@ DRAWN = 1000
 """The most points of a series that are drawn."""
 LISTED = 60
 """The most rows in the table beside a chart."""
-COLORS = 8
+COLORS = 10
 """The number of colors in the page's style; series beyond are told apart by their dashes."""
 DASHES = ((1, 0), (6, 3), (2, 3), (8, 3, 2, 3))
 X_FORMS = {"step": ",~d", "tokens": "~s"}
@@ -34,6 +34,8 @@ class Series:
     dashed: bool = False
     color: int | None = None
     """The color's number; by default the position among the series."""
+    labels: Sequence[str] = ()
+    """A name for each point, shown instead of its x."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def line_chart(
     replaces the numbers on the x axis. `form` is d3's format of values."""
     series = [one for one in series if one.points]
     styles = tuple(_style(one, number) for number, one in enumerate(series))
-    drawn = [thinned(one.points) for one in series]
+    kept = [kept_points(one.points) for one in series]
+    drawn = [[one.points[i] for i in those] for one, those in zip(series, kept, strict=True)]
     finite = [y for points in drawn for _, y in points if y is not None]
     log = log and bool(finite) and min(finite) > 0
     columns: dict[str, list[Any]] = {"x": [], "y": [], "s": [], "d": []}
@@ -88,6 +91,10 @@ def line_chart(
         columns["y"] += [y for _, y in points]
         columns["s"] += [number] * len(points)
         columns["d"] += _dots(points)
+    if labelled := any(one.labels for one in series):
+        columns["l"] = [
+            one.labels[i] if one.labels else "" for one, those in zip(series, kept, strict=True) for i in those
+        ]
     scale = {"type": "log"} if log else {"zero": zero}
     axis_x: dict[str, Any] = {"title": x, "format": X_FORMS.get(x, ",.4~r"), "tickMinStep": 1}
     if x_labels is not None:
@@ -103,7 +110,8 @@ def line_chart(
     }
     dashes: dict[str, Any] = {"field": "s", "type": "ordinal", "legend": None}
     dashes["scale"] = {"domain": list(range(len(styles))), "range": [list(DASHES[dash]) for _, dash in styles]}
-    tooltip = [{"field": "x", "type": "quantitative"}, {"field": "n", "type": "nominal"}, _shown("y", form)]
+    where = _text("l") if labelled else {"field": "x", "type": "quantitative", "title": x}
+    tooltip = [where, _text("n"), {**_text("y"), "type": "quantitative", "format": form}]
     nearest = {"type": "point", "nearest": True, "on": "pointermove", "clear": "pointerout"}
     layers: list[dict[str, Any]] = [
         {"mark": {"type": "line", "strokeWidth": 1.8}, "encoding": {"strokeDash": dashes}},
@@ -130,11 +138,11 @@ def line_chart(
     )  # fmt: skip
 
 
-def thinned(points: Sequence[tuple[float, float | None]], most: int = DRAWN) -> list[tuple[float, float | None]]:
-    """At most so many of the points, unchanged: of each stretch the lowest and the highest, a gap if there is one, and
-    the first and the last point of all."""
+def kept_points(points: Sequence[tuple[float, float | None]], most: int = DRAWN) -> list[int]:
+    """The indices of the points to draw, at most so many: of each stretch the lowest and the highest, a gap if there is
+    one, and the first and the last point of all."""
     if len(points) <= most:
-        return list(points)
+        return list(range(len(points)))
     kept = {0, len(points) - 1}
     stretches = max(1, (most - 2) // 3)
     for number in range(stretches):
@@ -144,7 +152,7 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = DRAWN) -> 
             kept.add(next(i for i in range(begin, end) if points[i][1] is None))
         if finite:
             kept |= {min(finite, key=lambda i: points[i][1] or 0.0), max(finite, key=lambda i: points[i][1] or 0.0)}
-    return [points[i] for i in sorted(kept)]
+    return sorted(kept)
 
 
 def _dots(points: Sequence[tuple[float, float | None]]) -> list[int]:
@@ -168,7 +176,7 @@ def _marker_layer(markers: Sequence[Marker]) -> dict[str, Any]:
         "encoding": {
             "x": {"field": "x", "type": "quantitative"}, "y": {"value": 215},
             "color": {"value": "var(--muted)"},
-            "tooltip": [{"field": "x", "type": "quantitative"}, {"field": "n", "type": "nominal"}],
+            "tooltip": [{"field": "x", "type": "quantitative", "title": "step"}, _text("n")],
         },
     }  # fmt: skip
 
@@ -201,7 +209,8 @@ def _by_x(series: Sequence[Series], x: str) -> tuple[tuple[str, ...], list[list[
     for number, one in enumerate(series):
         for at, y in one.points:
             values.setdefault(at, [""] * len(series))[number] = "not finite" if y is None else y
-    rows = [[at, *values[at]] for at in sorted(values)]
+    labels = {at: label for one in series for (at, _), label in zip(one.points, one.labels, strict=False)}
+    rows = [[labels.get(at, at), *values[at]] for at in sorted(values)]
     return (x, *(one.name for one in series)), rows
 
 
@@ -232,12 +241,12 @@ def bar_chart(
             columns["y"].append(value if math.isfinite(value) else None)
             columns["s"].append(names.index(part))
     many = len(bars) > 24
-    where: dict[str, Any] = {"title": x or None, "labelAngle": 0, "labelLimit": 130, "labelOverlap": "greedy"}
+    where: dict[str, Any] = {"title": x or None, "labelAngle": 0, "labelLimit": 160, "labelOverlap": "greedy"}
     where |= {"labels": not many, "ticks": not many}
     scale = {"paddingInner": 0.05 if many else 0.25}
     position = {"field": "b", "type": "ordinal", "sort": None, "axis": where, "scale": scale}
     amount = {"field": "y", "type": "quantitative", "axis": {"title": unit or None, "format": form}, "stack": "zero"}
-    tooltip = [{"field": "b", "type": "nominal"}, {"field": "n", "type": "nominal"}, _shown("y", form)]
+    tooltip = [_text("b"), _text("n"), {**_text("y"), "type": "quantitative", "format": form}]
     across, up = ("y", "x") if horizontal else ("x", "y")
     encoding = {
         across: position, up: amount, "color": _color(styles), "order": {"field": "s", "type": "ordinal"},
@@ -274,8 +283,9 @@ def _color(styles: Sequence[tuple[int, int]]) -> dict[str, Any]:
     return {"field": "s", "type": "ordinal", "scale": scale, "legend": None}
 
 
-def _shown(name: str, form: str) -> dict[str, Any]:
-    return {"field": name, "type": "quantitative", "format": form}
+def _text(name: str) -> dict[str, Any]:
+    """A line of a tooltip that shows the value alone: its title is the field's name (`page.js`)."""
+    return {"field": name, "type": "nominal", "title": name}
 
 
 def _labels(labels: Mapping[float, str]) -> str:

@@ -15,6 +15,7 @@ from fullshard.reporting.run_charts import (
     memory_charts,
     metric_charts,
     other_charts,
+    traffic_rows,
 )
 from fullshard.reporting.run_record import Record, RunRecord, read_run
 from fullshard.reporting.run_summary import summary_of
@@ -91,7 +92,7 @@ def _prompt(prompt: str, answers: list[Record]) -> str:
 
 
 def _answer(name: str, text: str) -> str:
-    return f'<div><h4>{escape(name)}</h4><pre dir="auto">{escape(text) or "(nothing)"}</pre></div>'
+    return f'<div><h4>{escape(name)}</h4><pre dir="auto">{escape(text.strip()) or "(nothing)"}</pre></div>'
 
 
 # --- one step -------------------------------------------------------------------------------------------------------
@@ -112,10 +113,11 @@ def _memory_notes(run: RunRecord) -> list[str]:
 
 
 def _traffic(run: RunRecord, chart: Any) -> list[str]:
-    measured = run.measured or {}
-    if chart is not None:
-        return [figures([chart])]
-    return [note("One rank: nothing was sent.")] if measured and run.about.get("ranks") == 1 else []
+    rows = traffic_rows(run)
+    if run.about.get("ranks") == 1 and run.measured:
+        return [note("One rank: nothing was sent.")]
+    listed = table(("sent by one rank", "measured", "planned"), rows, "Bytes sent in one step") if rows else ""
+    return [figures([chart]) if chart is not None else "", listed]
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -131,7 +133,8 @@ COUNTS = {
 def _data(run: RunRecord) -> list[str]:
     if not run.data:
         return []
-    rows = [[title, *(_count(one, name) for one in run.data)] for name, title in COUNTS.items()]
+    there = {name: title for name, title in COUNTS.items() if any(one.get(name) is not None for one in run.data)}
+    rows = [[title, *(_count(one, name) for one in run.data)] for name, title in there.items()]
     rejected = [f"{one.get('name')}: {text}" for one in run.data for text in one.get("bad_rows") or ()]
     sources = [(one.get("name"), one.get("source")) for one in run.data if one.get("source")]
     return [

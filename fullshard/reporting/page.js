@@ -5,7 +5,11 @@
   const tooltip = (handler, event, item, value) => {
     tip.hidden = value == null || value === "";
     if (tip.hidden) return;
-    showTip(typeof value === "object" ? Object.values(value).join("\n") : String(value), event.clientX, event.clientY);
+    // A title of one letter is a field's name: its value is shown alone. Vega-Lite does not find text of the point
+    // nearest to the pointer, so text comes from the row itself.
+    const row = item.datum.datum ?? item.datum;
+    const line = ([name, text]) => (name.length > 1 ? `${name} ${text}` : typeof row[name] === "string" ? row[name] : text);
+    showTip(typeof value === "object" ? Object.entries(value).map(line).join("\n") : String(value), event.clientX, event.clientY);
   };
   const showTip = (text, x, y) => {
     tip.hidden = false;
@@ -57,11 +61,12 @@
     const at = Math.max(0, Math.min(last, next)), stop = stops[at];
     place.dataset.at = at;
     const number = (value) => (value == null ? "not finite" : Number(value.toPrecision(6)));
-    const lines = data.filter((one) => (bars ? one.b : one.x) === stop).map((one) => `${one.n}: ${number(one.y)}`);
+    const there = data.filter((one) => (bars ? one.b : one.x) === stop);
+    const lines = there.map((one) => `${one.n}: ${number(one.y)}`);
     const box = place.getBoundingClientRect(), upright = !bars || view.scale("x").bandwidth;
     const along = view.scale(upright ? "x" : "y")(stop) + view.origin()[upright ? 0 : 1];
     const spot = upright ? [box.left + along, box.top] : [box.left, box.top + along];
-    showTip([bars ? stop : number(stop), ...new Set(lines)].join("\n"), ...spot);
+    showTip([there[0].l ?? (bars ? stop : number(stop)), ...new Set(lines)].join("\n"), ...spot);
   };
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") tip.hidden = true;

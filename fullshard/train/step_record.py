@@ -22,37 +22,43 @@ from fullshard.paths import replace_text
 from fullshard.reporting.records import STEP_FILE
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import local_of
+from fullshard.train.loop import Loop
 
-MEASURED = 3
-"""The step that is measured, counted from the start: by then the optimizer has its state."""
+MEASURED = 4
+"""The first step that is measured, counted from the start: the optimizer has its state, and nobody else measures."""
+COUNTERS = ("gathers", "gather_sent", "reduces", "reduce_sent")
+"""What the engine counts by unit."""
 PARTS = ("shards", "gathered", "gradients", "optimizer", "other")
 
 
 class StepRecord:
     """Measures one step of this rank. A callback of the run, on the first rank only."""
 
-    def __init__(self, folder: Path, model: Any, optimizer: Any) -> None:
-        self.folder, self.engine, self.optimizer = folder, model._fullshard_engine, optimizer
+    def __init__(self, folder: Path, loop: Loop) -> None:
+        self.folder, self.loop, self.engine = folder, loop, loop.model._fullshard_engine
         self.device = runtime.device()
         self.counts_all = accelerator.is_accelerator(self.device)
         """Whether torch counts what it allocates."""
         self.parameters: list[ShardedParameter] = [p for unit in self.engine.units for p in unit.parameters]
-        self._left = MEASURED
-        self._last: int | None = None
+        self._steps, self._last, self._done = 0, 0, False
+        """The steps begun here, the number of the last one, and whether one was measured."""
+        self._marks = False
+        """Whether the peak between two boundaries is measured, not only what is allocated at them."""
         self._timeline: dict[str, list[Any]] = {}
         self._moment = "forward"
-        self._sent: tuple[Counter[str], Counter[str]] = Counter(), Counter()
+        self._before: dict[str, Counter[str]] = {}
         self._held = dict.fromkeys(PARTS, 0)
 
     # --- events of the run ------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
-        self._left, self._last = MEASURED, state.max_steps
+        self._steps, self._last, self._done = 0, state.max_steps, False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
-        self._left -= 1
-        if self._left == 0 or (self._left > 0 and state.global_step + 1 == self._last):
-            self._left = 0
+        self._steps += 1
+        alone = self._steps >= MEASURED and self.loop.activations.is_settled
+        if not self._done and (alone or state.global_step + 1 == self._last):
+            self._done, self._marks = True, alone and self.counts_all
             self._try(self._begin)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
@@ -61,12 +67,12 @@ class StepRecord:
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
         if self.is_measuring:
-            self._try(lambda: self._note("optimizer step", ""))
+            self._try(self._updated)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
         if self.is_measuring:
-            self.engine.means.meter.observer = None
             self._try(lambda: self._write(state.global_step))
+            self.engine.means.meter.observer = None
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
@@ -86,8 +92,11 @@ class StepRecord:
         meter = self.engine.means.meter
         self._moment = "forward"
         self._timeline = {name: [] for name in ("moment", "unit", "operation", *PARTS)}
-        self._sent = Counter(meter.gather_sent), Counter(meter.reduce_sent)
+        self._before = {name: Counter(getattr(meter, name)) for name in COUNTERS}
         self._held["shards"] = self._bytes(p.local for p in self.parameters)
+        self._held["optimizer"] = self._bytes(self._optimizer_tensors())
+        if self._marks:
+            accelerator.mark_peak(self.device)
         meter.observer = lambda unit, operation: self._try(lambda: self._observe(unit, operation))
 
     def _observe(self, unit: str, operation: str) -> None:
@@ -100,16 +109,31 @@ class StepRecord:
         if operation == "after backward":
             self._moment = "forward"
 
+    def _updated(self) -> None:
+        self._held["optimizer"] = self._bytes(self._optimizer_tensors())
+        self._note("optimizer step", "")
+
     def _note(self, moment: str, unit: str, operation: str = "") -> None:
+        """Begin an entry of the timeline."""
+        self._end_entry()
         held = self._held
         held["gathered"] = self.engine.means.meter.live
         held["gradients"] = self._bytes(self._gradients())
-        held["optimizer"] = self._bytes(self._optimizer_tensors())
         if self.counts_all:
-            known = sum(size for name, size in held.items() if name != "other")
-            held["other"] = max(0, accelerator.allocated_memory(self.device) - known)
+            held["other"] = max(0, accelerator.allocated_memory(self.device) - self._known(held))
         for name, value in {"moment": moment, "unit": unit, "operation": operation, **held}.items():
             self._timeline[name].append(value)
+
+    def _end_entry(self) -> None:
+        """Raise the last entry to the most that was allocated since it began."""
+        if self._marks:
+            if others := self._timeline["other"]:
+                last = {name: self._timeline[name][-1] for name in PARTS}
+                others[-1] = max(last["other"], accelerator.peak_since_mark(self.device) - self._known(last))
+            accelerator.mark_peak(self.device)
+
+    def _known(self, held: dict[str, int]) -> int:
+        return sum(size for name, size in held.items() if name != "other")
 
     def _bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of those tensors that are on this rank's device."""
@@ -124,15 +148,15 @@ class StepRecord:
             yield from (grad for grad in (*found, *leaves) if grad is not None)
 
     def _optimizer_tensors(self) -> Iterable[torch.Tensor]:
-        states = getattr(self.optimizer, "state", {}).values()
+        states = getattr(self.loop.optimizer, "state", {}).values()
         yield from (t for one in states if isinstance(one, dict) for t in one.values() if torch.is_tensor(t))
 
     def _write(self, step: int) -> None:
-        meter, (gathered, reduced) = self.engine.means.meter, self._sent
+        self._end_entry()
+        meter = self.engine.means.meter
         units = {
             unit.name: {
-                "gather_sent": meter.gather_sent[unit.name] - gathered[unit.name],
-                "reduce_sent": meter.reduce_sent[unit.name] - reduced[unit.name],
+                name: getattr(meter, name)[unit.name] - before[unit.name] for name, before in self._before.items()
             }
             for unit in self.engine.units
         }

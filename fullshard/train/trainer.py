@@ -228,7 +228,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         events.meet()
         loop = assemble.build_loop(config, parts, reporter, first, steps, self)
         events.optimizer, events.lr_scheduler = self.optimizer, self.lr_scheduler
-        events.own += [StepRecord(reporter.folder, parts.model, self.optimizer)] if runtime.is_main() else []
+        events.own += [StepRecord(reporter.folder, loop)] if runtime.is_main() else []
         return loop, writer, hub
 
     # --- training ---------------------------------------------------------------------------------------------------
