@@ -80,3 +80,38 @@ def hostile_run(folder: Path) -> Path:
         {"step": step, "prompt": text, "answer": text, "reference": text} for text in HOSTILE for step in (0, 50, 100)
     ])  # fmt: skip
     return folder
+
+
+def full_run(folder: Path) -> Path:
+    """A run with every file that one writes: events, data statistics, one measured step."""
+    made_run(folder)
+    about = json.loads((folder / "settings.json").read_text())
+    about |= {
+        "name": "first",
+        "base": "model",
+        "data": "data",
+        "method": "LoRA",
+        "hardware": "2 × CPU rank",
+        "ranks": 2,
+    }
+    about |= {"steps": 100, "changed": about["settings"]}
+    (folder / "settings.json").write_text(json.dumps(about))
+    kinds = {"start": 0, "checkpoint": 50, "warning": 60, "end": 100}
+    write_lines(folder / "events.jsonl", [
+        {"time": 1.7e9 + step, "step": step, "kind": kind, "text": "slow data" if kind == "warning" else ""}
+        for kind, step in kinds.items()
+    ])  # fmt: skip
+    lengths = {"edges": [10, 20, 30, 40], "rows": [5, 20, 9]}
+    data = {"name": "training", "source": "train.jsonl", "documents": 34, "rows": 34, "tokens": 900, "targets": 400}
+    (folder / "data.json").write_text(json.dumps({"data_sets": [{**data, "row_length": 40, "row_lengths": lengths}]}))
+    moments = ["forward"] * 6 + ["loss"] + ["backward"] * 6 + ["optimizer step"] * 2
+    gathered = [1e6 * (i % 3) for i in range(len(moments))]
+    timeline = {
+        "moment": moments,
+        "shards": [3e6] * len(moments),
+        "gathered": gathered,
+        "gradients": [5e5] * len(moments),
+    }
+    units = {name: {"gather_sent": 1e6, "reduce_sent": 1e5} for name in ("", "layers.0", "layers.1")}
+    (folder / "step.json").write_text(json.dumps({"step": 3, "counted": True, "timeline": timeline, "units": units}))
+    return folder
