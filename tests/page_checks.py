@@ -96,11 +96,16 @@ def keyboard_faults(page: Page) -> list[str]:
     asked(page, f"""
         const kinds = {json.dumps(POINTER)}, has = one => kinds.some(kind => one['on' + kind]);
         const listening = __listening.filter(([one, kind]) => kinds.includes(kind)).map(([one]) => one);
+        const whole = [document.body, document.documentElement];
         const found = new Set([...deep({json.dumps(ANSWERS)}), ...listening, ...deep('*').filter(has)]);
         window.__answers = [...found].filter(
-            one => one.isConnected && one != document.body && one != document.documentElement && seen(one) && !one.disabled);
+            one => one.isConnected && !whole.includes(one) && seen(one) && !one.disabled);
     """)  # fmt: skip
-    asked(page, "window.__reached = new Set(); window.__hidden = []; document.activeElement.blur();")
+    asked(page, """
+        window.__reached = new Set(); window.__hidden = [];
+        const body = document.body;  // Tab begins where the focus was last
+        body.tabIndex = -1; body.focus({preventScroll: true}); body.blur(); body.removeAttribute('tabindex');
+    """)  # fmt: skip
     for _ in range(MOST_STOPS):
         page.press("Tab")
         if not asked(page, FOCUSED):
@@ -136,7 +141,7 @@ FOCUSED = """
 
 
 def colored_columns(page: Page, elements: str) -> list[float]:
-    """For each element, the part of its width, 0 to 1, in which something colored is drawn: neither gray nor background.
+    """For each element, the part of its width, 0 to 1, in which something colored is drawn, not gray.
 
     `elements` is an expression for a list. What counts is what a reader sees, however it is drawn.
     """

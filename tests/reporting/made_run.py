@@ -105,13 +105,11 @@ def full_run(folder: Path) -> Path:
     data = {"name": "training", "source": "train.jsonl", "documents": 34, "rows": 34, "tokens": 900, "targets": 400}
     (folder / "data.json").write_text(json.dumps({"data_sets": [{**data, "row_length": 40, "row_lengths": lengths}]}))
     moments = ["forward"] * 6 + ["loss"] + ["backward"] * 6 + ["optimizer step"] * 2
-    gathered = [1e6 * (i % 3) for i in range(len(moments))]
+    count = len(moments)
     timeline = {
-        "moment": moments,
-        "shards": [3e6] * len(moments),
-        "gathered": gathered,
-        "gradients": [5e5] * len(moments),
-    }
+        "moment": moments, "unit": ["layers.0"] * count, "operation": ["gather"] * count, "shards": [3e6] * count,
+        "gathered": [1e6 * (i % 3) for i in range(count)], "gradients": [5e5] * count, "optimizer": [6e6] * count,
+    }  # fmt: skip
     units = {name: {"gather_sent": 1e6, "reduce_sent": 1e5} for name in ("", "layers.0", "layers.1")}
     (folder / "step.json").write_text(json.dumps({"step": 3, "counted": True, "timeline": timeline, "units": units}))
     return folder
