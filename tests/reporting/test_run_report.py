@@ -287,7 +287,7 @@ def planned_run(folder: Path) -> Path:
 
 def test_memory_is_shown_measured_beside_planned(tmp_path: Path) -> None:
     over_step, parts = memory_charts(read_run(planned_run(tmp_path / "run")))
-    assert over_step.names == ("planned", "measured")
+    assert over_step.names == ("planned", "measured, without activations")
     columns, size = over_step.columns, 2**20
     rows = list(zip(columns["l"], columns["y"], columns["s"], strict=True))
     assert [[label, round(y * size)] for label, y, s in rows if s == 0] == TIMELINE
