@@ -64,7 +64,9 @@ class Chart:
     """The text alternative."""
     header: tuple[str, ...]
     rows: list[list[Any]]
-    """The table of values."""
+    """The table of values, at most `LISTED` rows of it."""
+    row_count: int
+    """The number of rows of the whole table."""
     notes: tuple[str, ...] = field(default=())
     """What a reader must know: points that are not drawn, values that are missing."""
 
@@ -131,10 +133,10 @@ def line_chart(
     if any(len(points) < len(one.points) for one, points in zip(series, drawn, strict=True)):
         most = max(len(one.points) for one in series)
         notes.append(f"{max(map(len, drawn)):,} of {most:,} points are drawn, extremes included.")
-    header, rows = _by_x(series, x)
+    header, rows, count = _by_x(series, x)
     return Chart(
         id, title, spec, columns, tuple(one.name for one in series), styles, _describe_lines(title, series, x, unit),
-        header, rows, tuple(notes),
+        header, rows, count, tuple(notes),
     )  # fmt: skip
 
 
@@ -203,15 +205,25 @@ def _describe_lines(title: str, series: Sequence[Series], x: str, unit: str) -> 
     return f"{title}{f', {unit}' if unit else ''}, by {x}. " + ("; ".join(parts) or "no values") + "."
 
 
-def _by_x(series: Sequence[Series], x: str) -> tuple[tuple[str, ...], list[list[Any]]]:
-    """A row for each x, with the value of every series."""
-    values: dict[float, list[Any]] = {}
+def _by_x(series: Sequence[Series], x: str) -> tuple[tuple[str, ...], list[list[Any]], int]:
+    """The header, a row for each of some x with the value of every series, and the number of rows for all x."""
+    places = sorted({at for one in series for at, _ in one.points})
+    listed: dict[float, list[Any]] = {at: [""] * len(series) for at in _spread(places)}
+    names: dict[float, str] = {}
     for number, one in enumerate(series):
-        for at, y in one.points:
-            values.setdefault(at, [""] * len(series))[number] = "not finite" if y is None else y
-    labels = {at: label for one in series for (at, _), label in zip(one.points, one.labels, strict=False)}
-    rows = [[labels.get(at, at), *values[at]] for at in sorted(values)]
-    return (x, *(one.name for one in series)), rows
+        for i, (at, y) in enumerate(one.points):
+            if at in listed:
+                listed[at][number] = "not finite" if y is None else y
+                names |= {at: one.labels[i]} if one.labels else {}
+    rows = [[names.get(at, at), *values] for at, values in listed.items()]
+    return (x, *(one.name for one in series)), rows, len(places)
+
+
+def _spread(values: Sequence[Any], most: int = LISTED) -> list[Any]:
+    """At most so many of the values, evenly spread, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[i] for i in sorted({round(n * (len(values) - 1) / (most - 1)) for n in range(most)})]
 
 
 # --- bars -----------------------------------------------------------------------------------------------------------
@@ -258,8 +270,8 @@ def bar_chart(
     described = (
         f"{title}: {len(bars):,} bars of {', '.join(names)}; the largest is {most[0]} with {most[1]:.4g} {unit}."
     )
-    rows = [[bar.name, *(bar.parts.get(part, "") for part in names), sum(bar.parts.values())] for bar in bars]
-    return Chart(id, title, spec, columns, names, styles, described, (x or "", *names, "total"), rows)
+    rows = [[bar.name, *(bar.parts.get(part, "") for part in names), sum(bar.parts.values())] for bar in _spread(bars)]
+    return Chart(id, title, spec, columns, names, styles, described, (x or "", *names, "total"), rows, len(bars))
 
 
 # --- parts of specifications ----------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ class EventLog:
         self._early: list[dict[str, Any]] | None = []
         self._warnings = 0
         handler, logger = _Warnings(self), runtime.get_logger()
+        for earlier in [one for one in logger.handlers if isinstance(one, _Warnings)]:
+            logger.removeHandler(earlier)  # of a trainer that a script still holds
         logger.addHandler(handler)
         weakref.finalize(self, logger.removeHandler, handler)
 

@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from fullshard.reporting.chart_library import PACKAGE, chart_library
-from fullshard.reporting.charts import DASHES, LISTED, Chart
+from fullshard.reporting.charts import DASHES, Chart
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -93,12 +93,8 @@ def note(text: str, *, bad: bool = False) -> str:
 def figure(chart: Chart) -> str:
     """The place of a chart, with its legend, notes and the table of its values."""
     label = f"{chart.id}-caption"
-    listed = chart.rows
-    if len(listed) > LISTED:
-        picks = sorted({round(i * (len(listed) - 1) / (LISTED - 1)) for i in range(LISTED)})
-        listed = [listed[i] for i in picks]
-    few = f" ({len(listed):,} of {len(chart.rows):,} rows)" if len(listed) < len(chart.rows) else ""
-    rows = table(chart.header, listed, f"Values of {chart.title}")
+    few = f" ({len(chart.rows):,} of {chart.row_count:,} rows)" if len(chart.rows) < chart.row_count else ""
+    rows = table(chart.header, chart.rows, f"Values of {chart.title}")
     return (
         f'<figure id="{escape(chart.id)}" aria-labelledby="{escape(label)}">'
         f'<figcaption id="{escape(label)}">{escape(chart.title)}</figcaption>{_legend(chart)}'

@@ -156,6 +156,8 @@ def byte_unit(most: float) -> tuple[float, str]:
     return 1.0, "bytes"
 
 
+TEXTS = ("moment", "unit", "operation")
+"""What names the entries of a measured timeline."""
 Timeline = list[tuple[str, str, float]]
 """Moment, label and bytes along a step."""
 
@@ -174,11 +176,11 @@ def _measured_rows(measured: Record) -> list[tuple[str, str, dict[str, float]]]:
     """Moment, label, and bytes by part, along the measured step."""
     timeline = measured.get("timeline")
     columns = timeline if isinstance(timeline, dict) else {}
-    texts = (columns.get(name) for name in ("moment", "unit", "operation"))
+    moments, *names = ([] if not isinstance(columns.get(name), list) else columns[name] for name in TEXTS)
     parts = {name: column for name, column in columns.items() if name in PARTS and isinstance(column, list)}
     found = []
-    rows = zip(*(one if isinstance(one, list) else [] for one in texts), strict=False)
-    for i, (moment, unit, operation) in enumerate(rows):
+    for i, moment in enumerate(moments):
+        unit, operation = (str(column[i]) if i < len(column) else "" for column in names)
         if moment in MOMENTS:
             row = {name: column[i] for name, column in parts.items() if i < len(column) and is_number(column[i])}
             label = moment if operation in ("", moment) else f"{moment}: {operation}"
