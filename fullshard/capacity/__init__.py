@@ -9,6 +9,8 @@ from fullshard.lazy_names import lazy_names
 
 _HOMES = {
     **dict.fromkeys(("BatchShape", "Segment", "StepTrace"), "step_trace"),
+    "Estimate": "estimate",
+    "Verdict": "verdict",
 }
 """Each public name and the module that defines it."""
 
