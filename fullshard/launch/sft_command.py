@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fullshard.launch import command
 from fullshard.launch.config import find_file, launch_options
@@ -54,25 +54,30 @@ def sft(words: Sequence[str]) -> int:
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments of the run and those of the launcher. A flag that both have is the run's."""
     runs = {name for o in command_options() for name in (o.key, *o.flags)}
-    launchers: dict[str, Option] = {}
-    for one in launch_options():
-        launchers |= {name: one for name in (one.key, *one.flags) if name not in runs}
-    mine: list[str] = []
-    theirs: list[str] = []
+    theirs = {name: one for one in launch_options() for name in (one.key, *one.flags) if name not in runs}
+    for name in ("module", "m", "no_python"):
+        theirs.pop(name)
+    return separate(words, theirs)
+
+
+def separate(words: Sequence[str], flags: Mapping[str, Option]) -> tuple[list[str], list[str]]:
+    """The words without these flags and their values, and the flags with their values."""
+    others: list[str] = []
+    taken: list[str] = []
     left = list(words)
     while left:
         word = left.pop(0)
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
-        found = launchers.get(name) or launchers.get(name.removeprefix("no_"))
-        if not word.startswith("-") or found is None or name in ("module", "m", "no_python"):
-            mine.append(word)
+        found = flags.get(name) or flags.get(name.removeprefix("no_"))
+        if not word.startswith("-") or found is None:
+            others.append(word)
             continue
-        theirs.append(word)
-        takes_value = "=" not in word and name in launchers
+        taken.append(word)
+        takes_value = "=" not in word and name in flags
         alone = found.kind is bool and not (left and left[0].lower() in (*TRUE, *FALSE))
         if takes_value and not alone and left:
-            theirs.append(left.pop(0))
-    return mine, theirs
+            taken.append(left.pop(0))
+    return others, taken
 
 
 def show_sft_help() -> None:
