@@ -1,0 +1,17 @@
+"""Capacity planning: what a training run needs in memory, traffic and time, before it runs.
+
+The names below are imported when they are first used; `docs/planning.md` is the guide.
+"""
+
+from __future__ import annotations
+
+from fullshard.lazy_names import lazy_names
+
+_HOMES = {
+    **dict.fromkeys(("BatchShape", "Segment", "StepTrace"), "step_trace"),
+}
+"""Each public name and the module that defines it."""
+
+__all__ = sorted(_HOMES)
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
