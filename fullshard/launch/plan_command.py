@@ -1,0 +1,126 @@
+"""`fullshard plan`: what a run needs and costs on a machine, without starting it.
+
+Takes the settings of `fullshard sft` and of `fullshard launch`. No process is started, no GPU is needed and no weights
+are read; the data need not be there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fullshard.capacity.machines import MACHINES, Machine, find_machine
+from fullshard.configfile import SUFFIXES, read_file
+from fullshard.errors import ConfigError
+from fullshard.launch.config import ProcessSettings
+from fullshard.launch.help_text import HELP, show_help
+from fullshard.launch.plan_options import PlanOptions, plan_options
+from fullshard.launch.resolve import resolve
+from fullshard.launch.sft_command import separate, split
+from fullshard.options import parse_flags
+from fullshard.train.checked_run import sharding_settings, starting_point
+from fullshard.train.cli_args import parse
+from fullshard.train.plan_request import PlanRequest
+
+DOES_NOT_FIT = 1
+"""The exit code for a run that does not fit."""
+
+
+def plan(words: Sequence[str]) -> int:
+    """Run `fullshard plan` with these arguments; returns the exit code."""
+    if not words or any(word in HELP for word in words):
+        show_plan_help()
+        return 0
+    request, options = read_request(words)
+    from fullshard.train.estimate_run import estimate_with_advice
+
+    estimate = estimate_with_advice(request)
+    if options.json:
+        print(json.dumps(estimate.to_json()))
+    else:
+        from fullshard.capacity.tables import print_estimate
+
+        print_estimate(estimate)
+    return DOES_NOT_FIT if estimate.verdict.fits is False else 0
+
+
+def read_request(words: Sequence[str]) -> tuple[PlanRequest, PlanOptions]:
+    """What is to be planned, from the words of the command line: checked, without importing torch."""
+    launchers_own = {"num_processes"}  # also a key of the launcher's file
+    own = {name: one for one in plan_options() if one.name not in launchers_own for name in (one.key, *one.flags)}
+    rest, mine = separate(words, own)
+    options = PlanOptions(**parse_flags(mine, plan_options(), "plan").values)
+    sft_words, launchers = split(_with_model_flag(rest))
+    arguments = parse(sft_words, command="plan")
+    config, notes = arguments.config, list(arguments.notes)
+    launch = resolve(launchers, starts=False)
+    notes += launch.notes
+    model, adapter = starting_point(config.model_name_or_path, config.adapter_name_or_path)
+    if model is None and adapter is None:
+        raise ConfigError("plan: there is no model; expected fullshard plan MODEL, or model_name_or_path in RUN.YAML.")
+    engine = sharding_settings(config, launch.engine, notes)
+    machine = _machine(options, launch.processes, engine.use_cpu)
+    engine = dataclasses.replace(engine, use_cpu=machine.shares_host_memory)
+    engine.mesh_shape(machine.num_processes, machine.nodes)
+    return PlanRequest(config, engine, model, adapter, machine, notes=tuple(notes)), options
+
+
+def _with_model_flag(words: Sequence[str]) -> list[str]:
+    """The words of `fullshard sft` for those of `fullshard plan`: what comes first may be a model, not only a file of
+    settings."""
+    if not words or words[0].startswith("-"):
+        return list(words)
+    first, *rest = words
+    if Path(first).suffix in SUFFIXES and not _is_model_config(first):
+        return [first, *rest]
+    return ["--model_name_or_path", first, *rest]
+
+
+def _is_model_config(name: str) -> bool:
+    """Whether a file is the configuration of a model rather than that of a run."""
+    return Path(name).suffix == ".json" and "model_type" in read_file(name).values
+
+
+def _machine(options: PlanOptions, processes: ProcessSettings, use_cpu: bool) -> Machine:
+    """The machine of the options, with as many devices and nodes as the launcher's settings name."""
+    machines, per_node, total = processes.num_machines, options.gpus_per_node, processes.num_processes
+    if machines > 1:
+        if total is None and per_node is not None:
+            total = per_node * machines
+        if total is None:
+            raise ConfigError(
+                f"num_machines is {machines}, but not how many devices they have; give num_processes or gpus_per_node."
+            )
+        if per_node not in (None, total // machines):
+            raise ConfigError(
+                f"num_processes {total} on num_machines {machines} are {total // machines} devices in a node, but "
+                f"gpus_per_node is {per_node}; leave one of them out."
+            )
+        per_node = total // machines
+    given = options.machine.strip().lower()
+    if use_cpu and given == "here":
+        options = dataclasses.replace(options, machine="cpu")
+    machine = find_machine(dataclasses.replace(options, num_processes=total, gpus_per_node=per_node))
+    if use_cpu and not machine.shares_host_memory:
+        raise ConfigError(f"use_cpu is on, but --machine {options.machine} has GPUs; leave one of them out.")
+    return machine
+
+
+def show_plan_help() -> None:
+    """The flags of `fullshard plan`."""
+    show_help(
+        "fullshard plan MODEL_OR_RUN.YAML [flags] [flags of fullshard sft] [flags of fullshard launch]",
+        "Shows what a training run needs and costs before it runs: memory of each device by part and by moment, host "
+        "memory, traffic, floating-point operations and time of a step; whether it fits, and if not, the smallest "
+        "change that would make it fit. Nothing is started or downloaded but the model's configuration; no GPU, weights "
+        "or data are needed.\n\n"
+        "MODEL is a folder, a name on the hub, or a config.json. RUN.YAML is the file of fullshard sft. All flags of "
+        "fullshard sft and fullshard launch are accepted and mean the same, for example:\n\n"
+        "fullshard plan meta-llama/Llama-3.1-8B --use_peft_lora --bf16 --machine h100-80gb --num_processes 8\n\n"
+        f"Machines: {', '.join(MACHINES)}.\n\n"
+        "The exit code is 0 if the run fits, 1 if it does not, 2 for wrong settings.",
+        {"Flags": plan_options()},
+    )
