@@ -6,6 +6,7 @@ computes, and reduces its gradients while the one after it does.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,9 +58,9 @@ class _Timeline:
 
     def run(self, stages: Sequence[Stage], prefetch: bool, reduces: bool) -> None:
         """One pass; with `prefetch` the next unit is gathered from the beginning of a unit's compute on."""
-        gathered = self._send(stages[0].arrives, self.computed) if stages else 0.0
         reduced = [0.0, 0.0]
-        for stage, following in zip(stages, (*stages[1:], Stage()), strict=True):
+        gathered = self._send(stages[0].arrives, self.computed) if stages else 0.0
+        for stage, following in itertools.pairwise((*stages, Stage())):
             # At most one unit's gradients are reduced while another's are computed.
             begins = max(self.computed, gathered, reduced[-2])
             self.computed = begins + stage.compute
