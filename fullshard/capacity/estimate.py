@@ -8,7 +8,9 @@ from typing import Any
 
 from fullshard.capacity.machines import Machine
 from fullshard.capacity.memory import MemoryEstimate
+from fullshard.capacity.step_time import StepTime
 from fullshard.capacity.step_trace import BatchShape
+from fullshard.capacity.traffic import Traffic
 from fullshard.capacity.verdict import Verdict
 from fullshard.fsdp.activation_memory import Level
 from fullshard.fsdp.plan import ShardingPlan, UnitPlan
@@ -35,8 +37,8 @@ class Estimate:
     levels: tuple[Level, ...]
     """What each layer keeps for backward."""
     memory: MemoryEstimate
-    traffic: Any
-    time: Any
+    traffic: Traffic
+    time: StepTime
     flops_per_token: float
     verdict: Verdict
     assumptions: tuple[str, ...] = ()

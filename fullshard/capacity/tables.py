@@ -85,7 +85,23 @@ def sections(estimate: Estimate) -> dict[str, dict[str, str]]:
     sent |= {"from host memory": traffic.from_host} if traffic.from_host else {}
     sent |= {"to host memory": traffic.to_host} if traffic.to_host else {}
     found["Sent by each device in a step"] = _sizes(sent) or {"nothing": ""}
+    found["Time of a step"] = times(estimate)
     return found
+
+
+def times(estimate: Estimate) -> dict[str, str]:
+    """The estimate of a step's time, by part."""
+    time = estimate.time
+    return {
+        **{part: duration(seconds) for part, seconds in time.parts.items()},
+        "total": f"{duration(time.total)}, {time.tokens_per_second:,.0f} tokens per second on all devices",
+        "operations": f"{count(estimate.flops_per_token)} per token without recomputation",
+    }
+
+
+def duration(seconds: float) -> str:
+    """A time such as 1.53 s or 12.4 ms."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def count(number: float) -> str:

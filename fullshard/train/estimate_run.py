@@ -24,6 +24,11 @@ from fullshard.errors import CapacityError
 from fullshard.fsdp.activation_memory import Level, full_checkpointing
 from fullshard.fsdp.strategy import BackwardPrefetch
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.parallelize.settings import EngineSettings
+from fullshard.train.planned_batch import assumed_length, largest_shape
+from fullshard.train.planned_model import planned_model
+from fullshard.capacity.machines import Machine
+from fullshard.capacity.step_trace import Segment
 from fullshard.train.plan_changes import ChangeSearch
 from fullshard.train.plan_request import PlanRequest
 
@@ -73,11 +78,13 @@ class Pricing:
         config, machine = request.config, request.machine
         with self.clock("model and plan"):
             planned = self._planned(request)
-        batch, assumed = request.batch, list(request.notes)
-        if batch is None:
-            batch = assumed_batch(config, planned)
-            assumed.append(f"every row has {batch.length:,} tokens (max_length): the data was not looked at")
-        return self.price(config, planned, machine, batch, request.model, tuple(assumed))
+        if request.lengths is None:
+            length, why = assumed_length(config, planned.model)
+            lengths, note = [length] * config.per_device_train_batch_size, f"every row has {length:,} tokens ({why})"
+        else:
+            lengths, note = request.lengths, f"the longest rows of the data, up to {max(request.lengths):,} tokens"
+        batch = largest_shape(config, planned.model, lengths)
+        return self.price(config, planned, machine, batch, request.model, (*request.notes, note))
 
     def price(
         self, config: SFTConfig, planned: PlannedModel, machine: Machine, batch: BatchShape, name: str,
@@ -120,8 +127,11 @@ class Pricing:
         fixed = tuple((name, str(value)) for name, value in values.items() if name not in BATCH_SETTINGS)
         key = (fixed, request.engine, request.machine.kind, request.machine.num_processes, request.machine.nodes)
         if key not in self._models:
-            self._models[key] = plan_run(request)
-        return dataclasses.replace(self._models[key])
+            self._models[key] = planned_model(
+                request.config, request.engine, request.model, request.machine.num_processes, request.machine.nodes,
+                device=request.machine.kind,
+            )  # fmt: skip
+        return self._models[key]
 
     def _traced(self, planned: PlannedModel, batch: BatchShape, config: SFTConfig) -> dict[Level, StepTrace]:
         found = {}
@@ -131,3 +141,66 @@ class Pricing:
                 self._traces[key] = trace_step(planned, batch, level)
             found[level] = self._traces[key]
         return found
+
+
+# --- settings as the arithmetic takes them ----------------------------------------------------------------------------
+
+
+def needed_levels(config: SFTConfig, engine: EngineSettings) -> list[Level]:
+    """The levels to trace: those that layers may have, and the one without recomputation, which counts operations."""
+    if engine.activation_checkpointing:
+        more = [Level.RECOMPUTE, *([Level.OFFLOAD] if engine.activation_checkpointing_offload else [])]
+    elif config.activation_budget is not None:
+        more = [Level.RECOMPUTE_MLP, Level.RECOMPUTE, Level.OFFLOAD]
+    elif config.gradient_checkpointing:
+        more = [Level.RECOMPUTE, *([Level.OFFLOAD] if config.activation_offloading else [])]
+    else:
+        more = []
+    return [Level.KEEP_ALL, *more]
+
+
+def levels_of(
+    config: SFTConfig, planned: PlannedModel, traces: dict[Level, StepTrace], options: MemoryOptions
+) -> list[Level]:
+    """What each layer keeps for backward."""
+    count, engine = len(planned.layers), planned.engine
+    if engine.activation_checkpointing:
+        return full_checkpointing(count, engine.activation_checkpointing_offload)
+    if config.activation_budget is not None:
+        return full_checkpointing(count, config.activation_offloading)
+    if config.gradient_checkpointing:
+        return full_checkpointing(count, config.activation_offloading)
+    return [Level.KEEP_ALL] * count
+
+
+def memory_options(
+    config: SFTConfig, planned: PlannedModel, machine: Machine, batch: BatchShape, traces: dict[Level, StepTrace]
+) -> MemoryOptions:
+    """What memory depends on besides the plan and the traces."""
+    engine, on_device = planned.engine, not machine.shares_host_memory
+    inputs = [s.kept for s in traces[max(traces)].segments if s.unit and s.moment == "forward"]
+    return MemoryOptions(
+        accelerator=on_device,
+        point_to_point=not on_device,
+        accumulation=batch.accumulation,
+        sync_each_batch=config.sync_each_batch,
+        forward_prefetch=engine.forward_prefetch is not False,
+        backward_prefetch=BackwardPrefetch[engine.backward_prefetch or "BACKWARD_PRE"],
+        offload=engine.offload_params,
+        optimizer=OptimizerMemory(config.optim, config.optimizer_arguments(), names_apart(planned.model, config.optim)),
+        buffers=sum(t.bytes for t in planned.buffers.values()),
+        workspace=max(trace.workspace for trace in traces.values()),
+        batch=batch.tokens * 8 * (3 if batch.packed else 2),
+        layer_input=max(inputs, default=0),
+        ranks_per_node=machine.gpus_per_node,
+        async_save=config.async_save,
+        device_memory=machine.device_memory if on_device else None,
+        decides_copies=config.activation_budget is None,
+    )
+
+
+def _nothing(planned: PlannedModel) -> dict[Level, StepTrace]:
+    """A step without activations, for models that cannot be traced."""
+    kinds = dict.fromkeys(planned.kinds.values())
+    segments = [Segment(kind, moment, 0, 0, 0, 0, 0) for moment in ("forward", "backward") for kind in kinds]
+    return dict.fromkeys(Level, StepTrace(tuple(segments)))

@@ -53,12 +53,7 @@ def smaller_batch(request: PlanRequest) -> Iterator[Variant]:
         rows, steps = rows // 2, steps * 2
         settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
         words = f"per_device_train_batch_size {rows} with gradient_accumulation_steps {steps}"
-        variant = _run(request, words, WEIGHTS, **settings)
-        batch = request.batch
-        if batch is not None and batch.rows > 1:
-            batch = dataclasses.replace(batch, rows=rows, accumulation=steps)
-            variant = dataclasses.replace(variant, request=dataclasses.replace(variant.request, batch=batch))
-        yield variant
+        yield _run(request, words, WEIGHTS, **settings)
 
 
 def checkpointing(request: PlanRequest) -> Iterator[Variant]:
