@@ -278,8 +278,6 @@ class _Estimate:
     ) -> None:
         for segment in segments:
             ledger.pass_through(part, segment.peak)
-            ledger.hold("gradients", segment.gradients)
-            engine.add_gradients(unit, segment.gradients)
             kept = segment.kept - segment.gradients
             if kept < 0:  # what the loss holds is released first
                 first = min(-kept, ledger.held["logits"]) if part == "logits" else 0
@@ -287,6 +285,8 @@ class _Estimate:
                 ledger.release("activations", -kept - first)
             else:
                 ledger.hold(part, kept)
+            ledger.hold("gradients", segment.gradients)
+            engine.add_gradients(unit, segment.gradients)
 
 
 def _bytes(shape: Sequence[int], dtype: str) -> int:
