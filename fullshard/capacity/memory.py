@@ -16,11 +16,13 @@ from fullshard.capacity.host_memory import HostNeeds, host_memory, reserved_memo
 from fullshard.capacity.ledger import Ledger
 from fullshard.capacity.optimizer_state import OptimizerMemory
 from fullshard.capacity.step_trace import Segment, StepTrace
-from fullshard.capacity.unit_memory import Transport, UnitMemory, signature, units_of
+from fullshard.capacity.unit_memory import Transport, signature, units_of
 from fullshard.fsdp.activation_memory import Level
-from fullshard.fsdp.plan import ShardingPlan, item_size
+from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, item_size
 from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
 
+CUBLAS = 32 * 2**20
+"""Bytes of the workspace that torch gives cuBLAS on a Hopper GPU (8 MiB on those before), for each thread."""
 MICRO_BATCHES = 3
 """Micro-batches of a step that are followed; those between the second and the last are alike."""
 
@@ -79,12 +81,8 @@ class MemoryOptions:
     optimizer: OptimizerMemory = OptimizerMemory("adamw_torch_fused")
     buffers: int = 0
     """Bytes of the model's buffers."""
-    workspace: int = 0
-    """Bytes that kernels keep between steps: the buffer for dequantized weights, workspaces of libraries."""
-    batch: int = 0
-    """Bytes of a micro-batch's inputs on the device."""
-    layer_input: int = 0
-    """Bytes of a layer's input, which `Level.OFFLOAD` keeps in host memory."""
+    unsharded: Sequence[ParameterPlan] = ()
+    """Parameters of modules that are not sharded."""
     ranks_per_node: int = 1
     async_save: bool = False
     device_memory: int | None = None
@@ -129,13 +127,12 @@ class _Estimate:
             ledger = self._step(replace(self.schedule, keep_copies=True))
         load, save = self._load(), self._save()
         moments = {"load": load, **ledger.moments, "save": save}
-        offloaded = sum(level is Level.OFFLOAD for level in self.levels)
         needs = HostNeeds(
             device=sum(max(moments.values(), key=lambda parts: sum(parts.values())).values()),
             shards=sum(unit.host_shards for unit in self.units.values()),
             gradients=sum(unit.pieces for unit in self.units.values()) if self.transport.offload else 0,
             optimizer=self.optimizer_state if self.transport.offload or self.options.optimizer.paged else 0,
-            activations=offloaded * self.options.layer_input if self.options.accelerator else 0,
+            activations=self._inputs_on_host,
             largest=self._largest, snapshot=self._saved if self.options.async_save else 0,
         )  # fmt: skip
         host = host_memory(needs, self.options.ranks_per_node, self.options.accelerator)
@@ -155,17 +152,34 @@ class _Estimate:
             if key not in known:
                 known[key] = sum(self.transport.rounded(optimizer.state(p)) for p in unit.parameters)
             total += known[key]
-        return total
+        return total + sum(optimizer.state(p) for p in self.options.unsharded)
+
+    @cached_property
+    def _workspace(self) -> int:
+        """What kernels keep from step to step: the buffer for dequantized weights, and the workspaces of cuBLAS for
+        the thread of forward and that of backward."""
+        own = max((trace.workspace for trace in self.traces.values()), default=0)
+        return own + (2 * CUBLAS if self.options.accelerator else 0)
 
     @cached_property
     def _static(self) -> dict[str, int]:
-        on_device = not (self.transport.offload or self.options.optimizer.paged)
+        on_device, unsharded = not (self.transport.offload or self.options.optimizer.paged), self.options.unsharded
         return {
-            "shards": sum(unit.shards for unit in self.units.values()),
+            "shards": sum(unit.shards for unit in self.units.values()) + sum(p.shard_bytes for p in unsharded),
             "buffers": self.options.buffers,
             "optimizer": self.optimizer_state if on_device else 0,
-            "workspace": self.options.workspace,
+            "gradients": sum(p.shard_bytes for p in unsharded if p.trainable),
+            "workspace": self._workspace,
         }
+
+    @cached_property
+    def _inputs_on_host(self) -> int:
+        """Inputs of layers that wait in host memory: what the layers keep less than if they stayed."""
+        if not self.options.accelerator or not {Level.OFFLOAD, Level.RECOMPUTE} <= self.traces.keys():
+            return 0
+        kept, moved = self.traces[Level.RECOMPUTE].forward, self.traces[Level.OFFLOAD].forward
+        waiting = [self.kinds[n] for n, level in zip(self.layers, self.levels, strict=True) if level is Level.OFFLOAD]
+        return sum(kept[kind].kept - moved[kind].kept for kind in waiting)
 
     @cached_property
     def _largest(self) -> int:
@@ -216,7 +230,6 @@ class _Estimate:
         count = min(self.options.accumulation, MICRO_BATCHES)
         for index in range(count):
             engine.sync = self.options.sync_each_batch or index == count - 1
-            ledger.hold("activations", self.options.batch)
             self._micro_batch(engine, ledger, root)
             ledger.release("activations", ledger.held["activations"])
             ledger.release("logits", ledger.held["logits"])
@@ -278,8 +291,6 @@ class _Estimate:
     ) -> None:
         for segment in segments:
             ledger.pass_through(part, segment.peak)
-            ledger.hold("gradients", segment.gradients)
-            engine.add_gradients(unit, segment.gradients)
             kept = segment.kept - segment.gradients
             if kept < 0:  # what the loss holds is released first
                 first = min(-kept, ledger.held["logits"]) if part == "logits" else 0
@@ -287,6 +298,8 @@ class _Estimate:
                 ledger.release("activations", -kept - first)
             else:
                 ledger.hold(part, kept)
+            ledger.hold("gradients", segment.gradients)
+            engine.add_gradients(unit, segment.gradients)
 
 
 def _bytes(shape: Sequence[int], dtype: str) -> int:
@@ -300,6 +313,7 @@ class SplitTrace:
     """The segments of a trace: those of its layers, and those of the model around them."""
 
     def __init__(self, trace: StepTrace) -> None:
+        self.workspace = trace.workspace
         self.before: list[Segment] = []
         self.forward: dict[str, Segment] = {}
         self.after: list[Segment] = []
@@ -318,7 +332,3 @@ class SplitTrace:
                 (self.after if self.forward else self.before).append(segment)
             else:
                 (self.tail if self.backward else self.head_backward).append(segment)
-
-
-def layer_sizes(unit: UnitMemory) -> int:
-    return unit.gathered
