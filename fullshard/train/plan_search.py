@@ -238,9 +238,6 @@ class _Search:
         changed = _with(request, **settings, **batch)
         if changed is None:
             return None
-        if request.batch is not None:
-            shape = dataclasses.replace(request.batch, rows=rows, accumulation=accumulation)
-            changed = dataclasses.replace(changed, batch=shape)
         said = ", ".join([*words, f"micro-batches of {rows} × {accumulation}", name])
         self.say(said)
         self.tried += 1
