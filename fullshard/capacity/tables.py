@@ -41,13 +41,12 @@ def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
 def summary(estimate: Estimate) -> dict[str, str]:
     """What was planned."""
     machine, batch = estimate.machine, estimate.batch
-    trained, total = estimate.parameters
     mesh = " × ".join(f"{size} {name}" for name, size in estimate.plan.axes)
     packed = "packed " if batch.packed else ""
     micro = f" × {batch.accumulation} micro-batches" if batch.accumulation > 1 else ""
     ranks = f" × {machine.num_processes} devices" if machine.num_processes > 1 else ""
     return {
-        "model": f"{estimate.model}: {count(total)} parameters, {count(trained)} trained",
+        "model": f"{estimate.model}: {count(estimate.parameters)} parameters, {count(estimate.trained)} trained",
         "machine": f"{machine}; {memory_size(machine.device_memory)} per device, "
         f"{memory_size(machine.host_memory)} of host memory per node",
         "sharding": f"{estimate.plan.strategy} on {mesh}, {len(estimate.plan.units)} units",

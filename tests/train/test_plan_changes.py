@@ -38,8 +38,9 @@ def price(request: PlanRequest) -> Estimate:
         parts = {"activations": rows}
     memory = MemoryEstimate({"backward": parts})
     plan: Any = ShardingPlan((("fsdp", machine.num_processes),), "FULL_SHARD", (), ())
+    unused: Any = None
     return Estimate(
-        "model", machine, {}, plan, BatchShape(1, 1), (), (), memory, None, None, 0.0, judge(memory, machine)
+        "model", machine, {}, plan, 0, BatchShape(1, 1), (), (), memory, unused, unused, 0.0, judge(memory, machine)
     )
 
 
