@@ -107,7 +107,8 @@ class Pricing:
     def _planned(self, request: PlanRequest) -> PlannedModel:
         config, engine, machine = request.config, request.engine, request.machine
         fixed = tuple((name, str(value)) for name, value in config.values().items() if name not in BATCH_SETTINGS)
-        key = (fixed, str(engine), machine.kind, machine.num_processes, machine.nodes)
+        recomputes = bool(config.gradient_checkpointing)  # some adapters exclude it
+        key = (fixed, recomputes, str(engine), machine.kind, machine.num_processes, machine.nodes)
         if key not in self._models:
             place = request.model if request.model is not None else request.adapter
             self._models[key] = planned_model(
