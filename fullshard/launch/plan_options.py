@@ -1,7 +1,5 @@
 """The options of `fullshard plan` that `fullshard sft` and `fullshard launch` do not have."""
 
-
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -23,6 +23,7 @@ from fullshard.capacity.verdict import judge
 from fullshard.errors import CapacityError
 from fullshard.fsdp.activation_memory import Level
 from fullshard.fsdp.strategy import dtype_name
+from fullshard.parallelize.settings import KEEPING
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.plan_changes import ChangeSearch
 from fullshard.train.plan_request import PlanRequest
@@ -35,6 +36,8 @@ BATCH_SETTINGS = (
     "optim", "optim_args", "sync_each_batch", "use_reentrant",
 )  # fmt: skip
 """Settings that neither the planned model nor its plan depends on."""
+LAYOUTS = {keeping: freeing for freeing, keeping in KEEPING.items()}
+"""Strategies that lay parameters out like another one."""
 
 
 class Pricing:
@@ -105,26 +108,41 @@ class Pricing:
         )  # fmt: skip
 
     def _planned(self, request: PlanRequest) -> PlannedModel:
+        """The planned model; strategies that lay parameters out alike, with and without offload, share one."""
         config, engine, machine = request.config, request.engine, request.machine
-        fixed = tuple((name, str(value)) for name, value in config.values().items() if name not in BATCH_SETTINGS)
+        wanted = {"sharding_strategy": engine.strategy, "reshard_after_forward": None}
+        wanted["offload_params"] = engine.offload_params
+        alike = {**wanted, "sharding_strategy": LAYOUTS.get(engine.strategy, engine.strategy), "offload_params": False}
+        built = dataclasses.replace(engine, **alike)
         recomputes = bool(config.gradient_checkpointing)  # some adapters exclude it
-        key = (fixed, recomputes, str(engine), machine.kind, machine.num_processes, machine.nodes)
+        key = (_fixed(config), recomputes, str(built), machine.kind, machine.num_processes, machine.nodes)
         if key not in self._models:
             place = request.model if request.model is not None else request.adapter
             self._models[key] = planned_model(
-                config, engine, place, machine.num_processes, machine.nodes, device=machine.kind
+                config, built, place, machine.num_processes, machine.nodes, device=machine.kind
             )
-        return self._models[key]
+        found = self._models[key]
+        plan = dataclasses.replace(found.plan, strategy=engine.strategy)
+        return dataclasses.replace(found, engine=dataclasses.replace(found.engine, **wanted), plan=plan)
 
     def _traced(self, planned: PlannedModel, batch: BatchShape, config: SFTConfig) -> dict[Level, StepTrace]:
-        """One micro-batch at each level that layers may have, and without recomputation, which counts operations."""
+        """One micro-batch at each level that layers may have, and without recomputation, which counts operations.
+        How the model is sharded makes no difference to them."""
+        whole = {"sharding_strategy": None, "reshard_after_forward": None, "offload_params": False,
+                 "dp_replicate_size": None, "dp_shard_size": None}  # fmt: skip
+        model = (_fixed(config), str(dataclasses.replace(planned.engine, **whole)), planned.device)
         found = {}
         for level in sorted({Level.KEEP_ALL, *needed_levels(config, planned.engine)}):
-            key = (id(planned.model), batch.rows, batch.length, batch.packed, level)
+            key = (model, batch.rows, batch.length, batch.packed, level)
             if key not in self._traces:
                 self._traces[key] = trace_step(planned, batch, level)
             found[level] = self._traces[key]
         return found
+
+
+def _fixed(config: SFTConfig) -> tuple[tuple[str, str], ...]:
+    """The settings that a planned model depends on."""
+    return tuple((name, str(value)) for name, value in config.values().items() if name not in BATCH_SETTINGS)
 
 
 def estimate_with_advice(request: PlanRequest) -> Estimate:
