@@ -130,5 +130,3 @@ def _item(line: str) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_row("-", line)
     return table
-
-
