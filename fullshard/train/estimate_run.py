@@ -155,8 +155,8 @@ def advised(estimate: Estimate, request: PlanRequest, price: Pricing) -> Estimat
         return estimate
     search = ChangeSearch(request, estimate, price)
     began = time.perf_counter()
-    change = search.find()
-    verdict = dataclasses.replace(estimate.verdict, change=change, tried=search.tried)
+    changes = tuple(search.find())
+    verdict = dataclasses.replace(estimate.verdict, changes=changes, tried=search.tried)
     seconds = {**estimate.seconds, "advice": time.perf_counter() - began}
     return dataclasses.replace(estimate, verdict=verdict, seconds=seconds)
 
