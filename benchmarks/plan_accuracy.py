@@ -28,7 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # in place of this folder, whose names are no modules' names
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from benchmarks import sft_files  # noqa: E402
 from benchmarks.sft_files import SHAPES  # noqa: E402
+from fullshard.errors import CapacityError  # noqa: E402
 from tests.capacity.measured_run import MOMENTS, Setting, compare, measure, plan, released, write_model  # noqa: E402
 
 ALLOWED = 0.03
@@ -174,8 +176,8 @@ def measure_jobs(jobs: Path, found: Path) -> None:
         del tracker
 
 
-def write_models(settings: list[Setting], folder: Path) -> dict[str, Path]:
-    """The folders with the models' weights, by name of setting."""
+def write_models(settings: list[Setting], folder: Path, weights: bool) -> dict[str, Path]:
+    """The folders with the models, by name of setting; for a plan, config.json is enough."""
     known: dict[str, Path] = {}
     for setting in settings:
         key = json.dumps([setting.architecture, setting.sizes])
@@ -183,6 +185,9 @@ def write_models(settings: list[Setting], folder: Path) -> dict[str, Path]:
             known[key] = folder / f"model-{len(known)}"
             if setting.device == "cpu":
                 write_model(setting, known[key])
+            elif not weights:
+                known[key].mkdir()
+                (known[key] / "config.json").write_text(json.dumps(sft_files.config(setting.sizes)))
             else:
                 shape = next(n for n, s in SHAPES.items() if s["hidden_size"] == setting.sizes["hidden_size"])
                 words = [str(known[key]), shape, str(setting.sizes["num_hidden_layers"])]
@@ -198,14 +203,20 @@ def planned_peaks(setting: Setting, model: Path, folder: Path) -> dict[str, Any]
 
     on_gpu = setting.device != "cpu"
     memory = torch.cuda.mem_get_info()[1] if on_gpu and torch.cuda.is_available() else None
-    began = time.perf_counter()
-    _, estimate = plan(setting, model, folder, setting.ranks if on_gpu else 1, memory)
+    began, estimate = time.perf_counter(), None
+    try:
+        _, estimate = plan(setting, model, folder, setting.ranks if on_gpu else 1, memory)
+    except CapacityError as error:
+        print(f"{setting.name}: not planned: {error}", flush=True)
     return {"estimate": estimate, "seconds": time.perf_counter() - began}
 
 
 def line_of(setting: Setting, planned: dict[str, Any], measured: dict[str, Any] | None, moments: bool) -> float | None:
     """Print a line; returns the ratio."""
     estimate = planned["estimate"]
+    if estimate is None:
+        print(f"| {setting.name} | not planned | | | |")
+        return None
     peak = max(sum(estimate.moments[moment].values()) for moment in MOMENTS)
     if measured is None:
         print(f"| {setting.name} | {peak / 2**20:,.1f} | not measured | | |")
@@ -243,7 +254,7 @@ def main() -> int:
     shared = Path("/dev/shm") if options.gpu and Path("/dev/shm").exists() else None
     folder = Path(tempfile.mkdtemp(dir=options.folder or shared))
     try:
-        models = write_models(chosen, folder)
+        models = write_models(chosen, folder, not options.plan_only)
         planned = {s.name: planned_peaks(s, models[s.name], folder) for s in chosen}
         measured: dict[str, Any] = {}
         for ranks in [] if options.plan_only else sorted({s.ranks for s in chosen}):
