@@ -34,6 +34,8 @@ def plan(words: Sequence[str]) -> int:
         show_plan_help()
         return 0
     request, options = read_request(words)
+    if options.search:
+        return _search(request, options)
     from fullshard.train.estimate_run import estimate_with_advice
 
     estimate = estimate_with_advice(request)
@@ -46,12 +48,30 @@ def plan(words: Sequence[str]) -> int:
     return DOES_NOT_FIT if estimate.verdict.fits is False else 0
 
 
+def _search(request: PlanRequest, options: PlanOptions) -> int:
+    """`--search`: the settings that fit, the fastest first."""
+    from fullshard.progress import Terminal
+    from fullshard.train.estimate_run import Pricing
+    from fullshard.train.plan_search import search_settings
+    from fullshard.train.search_table import print_search
+
+    with Terminal(stderr=True).status("looking for settings that fit") as status:
+        result = search_settings(request, Pricing(), options.allow, lambda what: status.update(f"trying {what}"))
+    if options.json:
+        print(json.dumps(result.to_json()))
+    else:
+        print_search(result)
+    return 0 if result.fitting else DOES_NOT_FIT
+
+
 def read_request(words: Sequence[str]) -> tuple[PlanRequest, PlanOptions]:
     """What is to be planned, from the words of the command line: checked, without importing torch."""
     launchers_own = {"num_processes"}  # also a key of the launcher's file
     own = {name: one for one in plan_options() if one.name not in launchers_own for name in (one.key, *one.flags)}
     rest, mine = separate(words, own)
     options = PlanOptions(**parse_flags(mine, plan_options(), "plan").values)
+    if options.allow and not options.search:
+        raise ConfigError("allow is what the search may change; it needs search.")
     sft_words, launchers = split(_with_model_flag(rest))
     arguments = parse(sft_words, command="plan")
     config, notes = arguments.config, list(arguments.notes)

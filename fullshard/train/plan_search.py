@@ -8,6 +8,7 @@ Each result has the YAML file that runs it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import yaml
 from fullshard.byte_size import memory_size
 from fullshard.capacity.estimate import Estimate
 from fullshard.errors import ConfigError, UserError
+from fullshard.fsdp.plan import ShardingPlan, item_size
 from fullshard.options import nearest
 from fullshard.parallelize.fsdp_flags import read_section, read_words
 from fullshard.parallelize.settings import STRATEGIES
@@ -36,8 +38,6 @@ CHECKPOINTING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("full recomputation, inputs on the host", {"gradient_checkpointing": True, "activation_offloading": True}),
 )
 """From the fastest to the one that needs the least memory."""
-AUTO = 1
-"""The index of what adapts to the memory that is left."""
 FSDP_KEYS = ("sharding_strategy", "reshard_after_forward", "offload_params", "activation_checkpointing",
              "activation_checkpointing_offload")  # fmt: skip
 """Sharding settings that a candidate sets itself."""
@@ -58,6 +58,10 @@ class Found:
     @property
     def tokens_per_second(self) -> float:
         return float(self.estimate.time.tokens_per_second)
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.estimate.verdict.fits)
 
     @property
     def shortage(self) -> float:
@@ -136,8 +140,7 @@ def search_settings(
     """Find the settings that fit, the fastest first. `say` is told what is tried."""
     search = _Search(request, price, say)
     for method, words in _methods(request, check_allowed(allow)):
-        for sharding, named in _shardings(method):
-            search.explore(sharding, [part for part in (words, named) if part])
+        search.explore(method, [words] if words else [])
     found = sorted(search.fitting, key=lambda one: -one.tokens_per_second)
     return SearchResult(tuple(found), None if found else search.nearest, search.tried)
 
@@ -199,6 +202,9 @@ def _with(request: PlanRequest, **settings: Any) -> PlanRequest | None:
 
 
 class _Search:
+    """Tries what may be faster than what is known to fit. Memory grows with the micro-batch and falls with
+    recomputation; time falls with the micro-batch and grows with recomputation."""
+
     def __init__(self, request: PlanRequest, price: Price, say: Callable[[str], None]) -> None:
         config = request.config
         self.asked, self.price, self.say = request, price, say
@@ -207,33 +213,51 @@ class _Search:
         self.nearest: Found | None = None
         self.tried = 0
 
-    def explore(self, request: PlanRequest, words: list[str]) -> None:
-        """Find what fits of one method with one strategy. Memory grows with the micro-batch and falls with
-        recomputation, so that much need not be tried."""
-        least = self._try(request, words, len(CHECKPOINTING) - 1, self.splits[-1])
-        if least is None or not least.estimate.verdict.fits:
-            return
-        seen = set()
-        for index in range(len(CHECKPOINTING)):
-            for split in self.splits:
-                found = self._try(request, words, index, split)
-                if found is None or not found.estimate.verdict.fits:
-                    continue
-                key = (split, found.estimate.levels)
-                if key not in seen:  # what adapts may come to the same
-                    seen.add(key)
-                    self.fitting.append(found)
-                if index != AUTO:
-                    break  # smaller micro-batches are not faster
-            else:
+    def explore(self, method: PlanRequest, words: list[str]) -> None:
+        """Find what fits of one method: with each strategy, without and with offload."""
+        weights = None
+        for request, named in _shardings(method):
+            if weights is not None and _least_weights(request, weights) > request.machine.device_memory:
                 continue
-            if index == 0 and split == self.splits[0]:
-                return  # nothing is faster than the whole batch at once without recomputation
+            found = self._explore_sharding(request, [*words, *([named] if named else [])])
+            weights = weights or (weight_bytes(found.estimate.plan) if found is not None else None)
 
-    def _try(self, request: PlanRequest, words: list[str], index: int, split: tuple[int, int]) -> Found | None:
+    def _explore_sharding(self, request: PlanRequest, words: list[str]) -> Found | None:
+        """One strategy: the largest micro-batch that fits with each kind of recomputation. Returns one of the
+        estimates."""
+        none, auto, full, on_host = range(len(CHECKPOINTING))
+        first = self._try(request, words, none, 0)
+        if first is None or first.fits:
+            self._keep(first)
+            return first
+        least = self._try(request, words, on_host, len(self.splits) - 1)
+        if least is None or not least.fits:
+            return first
+        kept = self._largest(request, words, none, start=1)
+        recomputed = self._largest(request, words, full)
+        if recomputed > 0:  # not even the whole batch at once
+            self._largest(request, words, on_host)
+        for index in range(recomputed, min(kept, len(self.splits))):  # below, nothing need be recomputed
+            self._keep(self._try(request, words, auto, index))
+        return first
+
+    def _largest(self, request: PlanRequest, words: list[str], kind: int, start: int = 0) -> int:
+        """Keep the largest micro-batches that fit; returns their index, or the number of splits if none fit."""
+        for index in range(start, len(self.splits)):
+            found = self._try(request, words, kind, index)
+            if found is not None and found.fits:
+                self._keep(found)
+                return index
+        return len(self.splits)
+
+    def _keep(self, found: Found | None) -> None:
+        if found is not None and found.fits:
+            self.fitting.append(found)
+
+    def _try(self, request: PlanRequest, words: list[str], kind: int, index: int) -> Found | None:
         """What a candidate needs and costs; None where its settings exclude each other."""
-        rows, accumulation = split
-        name, settings = CHECKPOINTING[index]
+        rows, accumulation = self.splits[index]
+        name, settings = CHECKPOINTING[kind]
         batch = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
         changed = _with(request, **settings, **batch)
         if changed is None:
@@ -248,3 +272,18 @@ class _Search:
         if self.nearest is None or found.shortage < self.nearest.shortage:
             self.nearest = found
         return found
+
+
+def weight_bytes(plan: ShardingPlan) -> int:
+    """Bytes of all parameters of a model, not sharded."""
+    return sum(math.prod(p.shape) * item_size(p.dtype) for unit in plan.units for p in unit.parameters)
+
+
+def _least_weights(request: PlanRequest, whole: int) -> float:
+    """Bytes of parameters that each device holds at least."""
+    machine, engine = request.machine, request.engine
+    if engine.offload_params:
+        return 0.0
+    if engine.strategy == "NO_SHARD":
+        return whole
+    return whole / engine.mesh_shape(machine.num_processes, machine.nodes)["fsdp"]
