@@ -9,6 +9,7 @@ from fullshard.lazy_names import lazy_names
 
 _HOMES = {
     "MemoryEstimate": "memory",
+    "trace_step": "activations",
     "PlannedModel": "planned_model",
     **dict.fromkeys(("BatchShape", "Segment", "StepTrace"), "step_trace"),
     "Estimate": "estimate",
