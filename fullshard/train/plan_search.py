@@ -212,10 +212,12 @@ class _Search:
         self.fitting: list[Found] = []
         self.nearest: Found | None = None
         self.tried = 0
+        self._kept: set[Any] = set()
+        """What fits of the current method."""
 
     def explore(self, method: PlanRequest, words: list[str]) -> None:
         """Find what fits of one method: with each strategy, without and with offload."""
-        weights = None
+        self._kept, weights = set(), None
         for request, named in _shardings(method):
             if weights is not None and _least_weights(request, weights) > request.machine.device_memory:
                 continue
@@ -251,7 +253,11 @@ class _Search:
         return len(self.splits)
 
     def _keep(self, found: Found | None) -> None:
-        if found is not None and found.fits:
+        if found is None or not found.fits:
+            return
+        same = (found.request.engine, found.estimate.batch, found.estimate.levels)
+        if same not in self._kept:  # what adapts to the memory that is left may come to the same
+            self._kept.add(same)
             self.fitting.append(found)
 
     def _try(self, request: PlanRequest, words: list[str], kind: int, index: int) -> Found | None:

@@ -49,8 +49,9 @@ def price(weights: float, activations: float) -> Any:
             fits=fits, needs=int(needs), has=machine.device_memory, needs_host=0, has_host=machine.host_memory
         )
         time = SimpleNamespace(total=slow, tokens_per_second=1000 / slow)
-        plan = SimpleNamespace(units=())
-        return SimpleNamespace(verdict=verdict, time=time, plan=plan)
+        plan, batch = SimpleNamespace(units=()), (rows, config.gradient_accumulation_steps)
+        levels = (config.gradient_checkpointing, config.activation_offloading)
+        return SimpleNamespace(verdict=verdict, time=time, plan=plan, batch=batch, levels=levels)
 
     return priced
 
