@@ -25,10 +25,10 @@ from fullshard.parallelize.settings import STRATEGIES
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.plan_request import PlanRequest
 
-METHODS = {
-    "lora": ("LoRA", {"use_4bit_quantization": False, "use_nested_quant": False, "base_dtype": None}),
-    "qlora": ("QLoRA", {"use_4bit_quantization": True, "base_dtype": None}),
-    "fp8": ("LoRA on fp8 weights", {"use_4bit_quantization": False, "use_nested_quant": False, "base_dtype": "fp8"}),
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"use_4bit_quantization": False, "use_nested_quant": False, "base_dtype": None},
+    "qlora": {"use_4bit_quantization": True, "base_dtype": None},
+    "fp8": {"use_4bit_quantization": False, "use_nested_quant": False, "base_dtype": "fp8"},
 }
 """What the search may turn a run into, if it is allowed to."""
 CHECKPOINTING: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -139,8 +139,9 @@ def search_settings(
 ) -> SearchResult:
     """Find the settings that fit, the fastest first. `say` is told what is tried."""
     search = _Search(request, price, say)
-    for method, words in _methods(request, check_allowed(allow)):
-        search.explore(method, [words] if words else [])
+    allowed = check_allowed(allow)
+    for method in _methods(request, allowed):
+        search.explore(method, [method_name(method)] if allowed else [])
     found = sorted(search.fitting, key=lambda one: -one.tokens_per_second)
     return SearchResult(tuple(found), None if found else search.nearest, search.tried)
 
@@ -148,17 +149,27 @@ def search_settings(
 # --- what is tried --------------------------------------------------------------------------------------------------
 
 
-def _methods(request: PlanRequest, allowed: Sequence[str]) -> Iterator[tuple[PlanRequest, str]]:
+def _methods(request: PlanRequest, allowed: Sequence[str]) -> Iterator[PlanRequest]:
     """The run as it is, and what the user allows to make of it."""
-    yield request, ""
+    yield request
     config = request.config
     for name in allowed:
-        words, settings = METHODS[name]
         adapter = {} if config.adapter_kind or request.adapter else {"use_peft_lora": True}
-        changed = _with(request, **settings, **adapter)
+        changed = _with(request, **METHODS[name], **adapter)
         computes = name != "fp8" or "float8" in request.machine.flops
         if changed is not None and computes and changed.config.values() != config.values():
-            yield changed, words
+            yield changed
+
+
+def method_name(request: PlanRequest) -> str:
+    """What a run trains, in words."""
+    config = request.config
+    adapter = (config.adapter_kind or "lora").replace("lora", "LoRA")
+    if config.use_4bit_quantization:
+        return f"Q{adapter}" if adapter == "LoRA" else f"{adapter} on 4-bit weights"
+    if config.base_dtype:
+        return f"{adapter} on {config.base_dtype} weights"
+    return adapter if config.adapter_kind or request.adapter else "full fine-tuning"
 
 
 def _shardings(request: PlanRequest) -> Iterator[tuple[PlanRequest, str]]:
@@ -171,7 +182,7 @@ def _shardings(request: PlanRequest) -> Iterator[tuple[PlanRequest, str]]:
         strategies = [name for name in STRATEGIES if name.startswith("HYBRID") == engine.hybrid and name != "NO_SHARD"]
     for offload in (False, True) if not machine.shares_host_memory else (False,):
         for strategy in strategies:
-            changes = {
+            changes: dict[str, Any] = {
                 "sharding_strategy": strategy, "reshard_after_forward": None, "offload_params": offload,
                 "activation_checkpointing": False, "activation_checkpointing_offload": False,
             }  # fmt: skip
@@ -217,16 +228,19 @@ class _Search:
 
     def explore(self, method: PlanRequest, words: list[str]) -> None:
         """Find what fits of one method: with each strategy, without and with offload."""
-        self._kept, weights = set(), None
+        self._kept, weights, best = set(), None, set()
         for request, named in _shardings(method):
-            if weights is not None and _least_weights(request, weights) > request.machine.device_memory:
+            impossible = weights is not None and _least_weights(request, weights) > request.machine.device_memory
+            if impossible or request.engine.strategy in best:  # offload only where something does not fit without
                 continue
-            found = self._explore_sharding(request, [*words, *([named] if named else [])])
-            weights = weights or (weight_bytes(found.estimate.plan) if found is not None else None)
+            first = self._explore_sharding(request, [*words, *([named] if named else [])])
+            if first is not None:
+                weights = weights or weight_bytes(first.estimate.plan)
+                best |= {request.engine.strategy} if first.fits else set()
 
     def _explore_sharding(self, request: PlanRequest, words: list[str]) -> Found | None:
-        """One strategy: the largest micro-batch that fits with each kind of recomputation. Returns one of the
-        estimates."""
+        """One strategy: the largest micro-batch that fits with each kind of recomputation. Returns the whole batch at
+        once without recomputation, whether it fits or not."""
         none, auto, full, on_host = range(len(CHECKPOINTING))
         first = self._try(request, words, none, 0)
         if first is None or first.fits:

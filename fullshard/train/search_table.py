@@ -27,7 +27,7 @@ def print_search(result: SearchResult, console: Console | None = None) -> None:
     for number, found in enumerate(shown[:FILES], 1):
         console.print()
         console.print(Text(f"run.yaml of {number}", "bold"))
-        console.print(Text(found.yaml().rstrip()))
+        console.print(Text(found.yaml().rstrip()), soft_wrap=True)
     console.print()
     console.print(Text("With --json, every setting that fits has its file. Speeds are estimates (docs/planning.md)."))
 
