@@ -34,34 +34,45 @@ def plan(words: Sequence[str]) -> int:
         show_plan_help()
         return 0
     request, options = read_request(words)
-    if options.search:
-        return _search(request, options)
+    return search(request, options) if options.search else show(request, options)
+
+
+def show(request: PlanRequest, options: PlanOptions) -> int:
+    """Print what the run needs and costs."""
+    from fullshard.capacity.tables import print_estimate
     from fullshard.train.estimate_run import estimate_with_advice
 
-    estimate = estimate_with_advice(request)
+    estimate = estimate_with_advice(with_data(request))
     if options.json:
-        print(json.dumps(estimate.to_json()))
+        print(json.dumps(estimate.to_json(), default=str))
     else:
-        from fullshard.capacity.tables import print_estimate
-
         print_estimate(estimate)
     return DOES_NOT_FIT if estimate.verdict.fits is False else 0
 
 
-def _search(request: PlanRequest, options: PlanOptions) -> int:
-    """`--search`: the settings that fit, the fastest first."""
+def search(request: PlanRequest, options: PlanOptions) -> int:
+    """Print the settings that fit the machine, the fastest first."""
     from fullshard.progress import Terminal
     from fullshard.train.estimate_run import Pricing
-    from fullshard.train.plan_search import search_settings
+    from fullshard.train.plan_search import check_allowed, search_settings
     from fullshard.train.search_table import print_search
 
-    with Terminal(stderr=True).status("looking for settings that fit") as status:
-        result = search_settings(request, Pricing(), options.allow, lambda what: status.update(f"trying {what}"))
+    allowed = check_allowed(options.allow)
+    with Terminal(stderr=True).status("searching") as status:
+        found = search_settings(with_data(request), Pricing(), allowed, lambda what: status.update(f"trying {what}"))
     if options.json:
-        print(json.dumps(result.to_json()))
+        print(json.dumps(found.to_json(), default=str))
     else:
-        print_search(result)
-    return 0 if result.fitting else DOES_NOT_FIT
+        print_search(found)
+    return 0 if found.fitting else DOES_NOT_FIT
+
+
+def with_data(request: PlanRequest) -> PlanRequest:
+    """The request with the lengths of the rows of its data, if they are known here."""
+    from fullshard.train.planned_batch import lengths_of_data
+
+    lengths, note = lengths_of_data(request.config, request.model, request.adapter)
+    return dataclasses.replace(request, lengths=lengths, notes=(*request.notes, note))
 
 
 def read_request(words: Sequence[str]) -> tuple[PlanRequest, PlanOptions]:
@@ -134,8 +145,8 @@ def show_plan_help() -> None:
         "fullshard plan MODEL_OR_RUN.YAML [flags] [flags of fullshard sft] [flags of fullshard launch]",
         "Shows what a training run needs and costs before it runs: memory of each device by part and by moment, host "
         "memory, traffic, floating-point operations and time of a step; whether it fits, and if not, the smallest "
-        "change that would make it fit. Nothing is started or downloaded but the model's configuration; no GPU, weights "
-        "or data are needed.\n\n"
+        "change that would make it fit. Nothing is started, nothing but the model's configuration is downloaded, and no "
+        "GPU, weights or data are needed.\n\n"
         "MODEL is a folder, a name on the hub, or a config.json. RUN.YAML is the file of fullshard sft. All flags of "
         "fullshard sft and fullshard launch are accepted and mean the same, for example:\n\n"
         "fullshard plan meta-llama/Llama-3.1-8B --use_peft_lora --bf16 --machine h100-80gb --num_processes 8\n\n"

@@ -85,9 +85,7 @@ class Pricing:
                 lines.append(str(error))
                 traces, certain = untraced(planned), False
         with self.clock("memory"):
-            options = memory_options(
-                config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory
-            )
+            options = memory_options(config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory)
             if not own_optimizer:
                 options = dataclasses.replace(options, optimizer=dataclasses.replace(options.optimizer, name=None))
                 lines.append("the optimizer is the script's: its state is not counted")
@@ -114,7 +112,8 @@ class Pricing:
         wanted["offload_params"] = engine.offload_params
         alike = {**wanted, "sharding_strategy": LAYOUTS.get(engine.strategy, engine.strategy), "offload_params": False}
         built = dataclasses.replace(engine, **alike)
-        key = (_fixed(config), str(built), machine.kind, machine.num_processes, machine.nodes)
+        recomputes = bool(config.gradient_checkpointing)  # some adapters exclude it
+        key = (_fixed(config), recomputes, str(built), machine.kind, machine.num_processes, machine.nodes)
         if key not in self._models:
             place = request.model if request.model is not None else request.adapter
             self._models[key] = planned_model(
@@ -156,8 +155,8 @@ def advised(estimate: Estimate, request: PlanRequest, price: Pricing) -> Estimat
         return estimate
     search = ChangeSearch(request, estimate, price)
     began = time.perf_counter()
-    change = search.find()
-    verdict = dataclasses.replace(estimate.verdict, change=change, tried=search.tried)
+    changes = tuple(search.find())
+    verdict = dataclasses.replace(estimate.verdict, changes=changes, tried=search.tried)
     seconds = {**estimate.seconds, "advice": time.perf_counter() - began}
     return dataclasses.replace(estimate, verdict=verdict, seconds=seconds)
 
