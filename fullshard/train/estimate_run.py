@@ -111,7 +111,7 @@ class Pricing:
     def _planned(self, request: PlanRequest) -> PlannedModel:
         """The planned model; strategies that lay parameters out alike, with and without offload, share one."""
         config, engine, machine = request.config, request.engine, request.machine
-        wanted = {"sharding_strategy": engine.strategy, "reshard_after_forward": None}
+        wanted: dict[str, Any] = {"sharding_strategy": engine.strategy, "reshard_after_forward": None}
         wanted["offload_params"] = engine.offload_params
         alike = {**wanted, "sharding_strategy": LAYOUTS.get(engine.strategy, engine.strategy), "offload_params": False}
         built = dataclasses.replace(engine, **alike)
@@ -129,7 +129,7 @@ class Pricing:
     def _traced(self, planned: PlannedModel, batch: BatchShape, config: SFTConfig) -> dict[Level, StepTrace]:
         """One micro-batch at each level that layers may have, and without recomputation, which counts operations.
         How the model is sharded makes no difference to them."""
-        whole = {"sharding_strategy": None, "reshard_after_forward": None, "offload_params": False,
+        whole: dict[str, Any] = {"sharding_strategy": None, "reshard_after_forward": None, "offload_params": False,
                  "dp_replicate_size": None, "dp_shard_size": None}  # fmt: skip
         model = (_fixed(config), str(dataclasses.replace(planned.engine, **whole)), planned.device)
         found = {}
