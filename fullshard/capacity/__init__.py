@@ -8,13 +8,8 @@ from __future__ import annotations
 from fullshard.lazy_names import lazy_names
 
 _HOMES = {
-<<<<<<< HEAD
-    "MemoryEstimate": "memory",
-    "trace_step": "activations",
-=======
     "trace_step": "activations",
     **dict.fromkeys(("MemoryEstimate", "MemoryOptions", "estimate_memory"), "memory"),
->>>>>>> w-C
     "PlannedModel": "planned_model",
     **dict.fromkeys(("BatchShape", "Segment", "StepTrace"), "step_trace"),
     "Estimate": "estimate",
