@@ -1,0 +1,106 @@
+"""Charts of a sharding plan over one training step: gathered bytes, allocated bytes, memory by part."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fullshard.byte_size import memory_size
+from fullshard.reporting.charts import DRAWN, Bar, Chart, Series, bar_chart, line_chart
+from fullshard.reporting.gathered_timeline import Moment
+from fullshard.reporting.step_memory import StepMemory
+
+UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
+
+
+def plan_charts(gathered: Sequence[Moment], memory: StepMemory) -> list[Chart]:
+    """The charts in the order of a page."""
+    charts = [_steps(
+        "gathered", "Gathered parameters over one step",
+        [(f"{one.phase} of {one.unit or 'the root'}", one.bytes, one.phase) for one in gathered],
+    )]  # fmt: skip
+    if memory.timeline:
+        points = [(what, size, what.split(" ")[0]) for what, size in memory.timeline]
+        charts.append(_with_limit(_steps("allocated", "Allocated memory over one step", points), memory))
+    return [*charts, _parts(memory)]
+
+
+def _steps(id: str, title: str, points: Sequence[tuple[str, int, str]]) -> Chart:
+    """A line of (what happens, bytes, phase), one after the other."""
+    unit, scale = unit_for(size for _, size, _ in points)
+    first = {phase: i for i, (_, _, phase) in reversed(list(enumerate(points)))}
+    labels: dict[float, str] = {i: phase for phase, i in sorted(first.items(), key=lambda item: item[1])}
+    series = Series(title, [(i, size / scale) for i, (_, size, _) in enumerate(points)])
+    chart = line_chart(id, title, [series], x="one step", unit=unit, zero=True, x_labels=labels)
+    rows = [[what, memory_size(size), size] for what, size, _ in points]
+    most = max(points, key=lambda point: point[1])
+    chart = dataclasses.replace(
+        chart, header=("while", "memory", "bytes"), rows=rows,
+        description=f"{title}, in {unit}: at most {memory_size(most[1])}, in {most[0]}.",
+    )  # fmt: skip
+    spec: dict[str, Any] = copy.deepcopy(chart.spec)
+    for layer in spec["layer"]:
+        if layer["mark"]["type"] == "line":
+            layer["mark"]["interpolate"] = "step"
+        if "tooltip" in layer.get("encoding", {}) and len(points) <= DRAWN:
+            layer["encoding"]["tooltip"] = [
+                {"field": "w", "type": "nominal"},
+                {"field": "y", "type": "quantitative", "format": ".4~g", "title": unit},
+            ]
+    columns = chart.columns | ({"w": [what for what, _, _ in points]} if len(points) <= DRAWN else {})
+    return dataclasses.replace(chart, spec=spec, columns=columns)
+
+
+def _parts(memory: StepMemory) -> Chart:
+    """Stacked bars: the parts at the peak of each moment."""
+    unit, scale = unit_for([sum(parts.values()) for parts in memory.bars.values()] + [memory.limit or 0])
+    bars = [Bar(name, {part: size / scale for part, size in parts.items()}) for name, parts in memory.bars.items()]
+    chart = bar_chart("memory", "Memory of a device by part, at the peak of each moment", bars, unit=unit)
+    names = chart.names
+    rows = [[name, *(memory_size(parts.get(part, 0)) for part in names), memory_size(sum(parts.values()))]
+            for name, parts in memory.bars.items()]  # fmt: skip
+    moment, peak = memory.peak
+    described = f"Memory of a device by part: the peak is {memory_size(peak)}, in {moment}."
+    return _with_limit(dataclasses.replace(chart, rows=rows, description=described), memory, scale)
+
+
+def _with_limit(chart: Chart, memory: StepMemory, scale: int | None = None) -> Chart:
+    """The chart with the memory of the device as a line."""
+    if memory.limit is None:
+        return chart
+    words = f"The device has {memory_size(memory.limit)} (dashed line)."
+    chart = dataclasses.replace(chart, notes=(*chart.notes, words), description=f"{chart.description} {words}")
+    spec: dict[str, Any] = copy.deepcopy(chart.spec)
+    if scale is None:
+        scale = UNITS[spec["encoding"]["y"]["axis"]["title"]]
+    line = {
+        "data": {"values": [{"limit": memory.limit / scale}]},
+        "mark": {"type": "rule", "strokeDash": [6, 4], "strokeWidth": 2, "color": "var(--bad)", "aria": False},
+        "encoding": {"x": None, "color": None, "y": {"field": "limit", "type": "quantitative"}},
+    }
+    if "layer" in spec:
+        spec["layer"].append(line)
+    else:
+        spec["layer"] = [{"mark": spec.pop("mark"), "encoding": spec.pop("encoding")}, line]
+    return dataclasses.replace(chart, spec=spec)
+
+
+def unit_for(sizes: Iterable[int]) -> tuple[str, int]:
+    """The unit in which the largest of some sizes is a small number, and its bytes."""
+    most = max(sizes, default=0)
+    return next(((unit, scale) for unit, scale in reversed(UNITS.items()) if most >= scale), ("B", 1))
+
+
+
+def chart_svg(chart: Chart, width: float, height: float) -> str | None:
+    """A chart as a picture that stands still; None where the charting library is missing."""
+    try:
+        import vl_convert
+    except ImportError:
+        return None
+    names = list(chart.columns)
+    values = [dict(zip(names, row, strict=True)) for row in zip(*chart.columns.values(), strict=True)]
+    still = {"width": width, "height": height, "autosize": {"type": "fit", "contains": "padding"}}
+    return str(vl_convert.vegalite_to_svg({**chart.spec, **still, "data": {"name": "values", "values": values}}))

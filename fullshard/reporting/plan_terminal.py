@@ -1,0 +1,161 @@
+"""A sharding plan in the terminal: mesh, units, gathered bytes over a step, memory by part.
+
+Tables are as wide as the terminal; a narrow one leaves out the columns that matter least. Piped text has all of them and
+no colors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fullshard.byte_size import memory_size
+from fullshard.reporting.gathered_timeline import Moment
+from fullshard.reporting.plan_svg import mesh_cells, mesh_words, numbered, summary, times
+from fullshard.reporting.plan_view import ParameterRow, PlanView, dtype_text, shape_text, slice_text, split_text
+from fullshard.reporting.rank_grid import numbers_text
+from fullshard.reporting.step_memory import StepMemory
+from fullshard.reporting.svg import NOT_XML
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+WIDE, MEDIUM = 130, 90
+"""Widths from which all columns, and all but the least important, are shown."""
+SPARKS = 100
+"""The most characters of a drawn line."""
+PIPED = 200
+"""The width of text that no terminal limits."""
+
+
+def print_plan(title: str, view: PlanView, gathered: Sequence[Moment], memory: StepMemory) -> None:
+    """Print a plan as wide as the terminal is."""
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED)
+    console.print(draw_plan(title, view, gathered, memory, console.width), crop=False)
+
+
+def draw_plan(
+    title: str, view: PlanView, gathered: Sequence[Moment], memory: StepMemory, width: int
+) -> RenderableType:  # fmt: skip
+    """The plan as a rich renderable."""
+    lines: list[RenderableType] = [_text(title, "bold"), *map(_text, summary(view))]
+    sections = {"Mesh": _mesh(view, width), "Units": _units(view, width)}
+    sections |= {"Gathered parameters over one step": _gathered(gathered, width)}
+    sections |= {"Memory of a device by part": _memory(memory, width)}
+    for heading, parts in sections.items():
+        lines += [Text(), _text(heading, "bold"), *parts]
+    return Group(*lines)
+
+
+def _text(words: object, style: str = "") -> Text:
+    """Text as it is: no markup, no control characters."""
+    return Text(NOT_XML.sub("\ufffd", str(words)), style, overflow="fold")
+
+
+def _table(*columns: tuple[str, str], header: bool = True) -> Table:
+    table = Table(box=None, show_header=header, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for name, justify in columns:
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    return table
+
+
+# --- mesh and units -------------------------------------------------------------------------------------------------
+
+
+def _mesh(view: PlanView, width: int) -> Iterator[RenderableType]:
+    grid = view.grid
+    yield from map(_text, mesh_words(grid))
+    first = 0
+    table = _table(("", "left"), ("ranks", "left"), ("nodes", "left"), header=False)
+    for row in mesh_cells(grid):
+        count = len(row[0].ranks) // len(row[0].positions)
+        ranks = sorted(rank for cell in row for rank in cell.ranks)
+        both = grid.replicas > 1 and grid.positions > 1
+        nodes = sorted({grid.node_of(rank) for rank in ranks})
+        label = f"replica {numbers_text(range(first, first + count))}" if both else ""
+        each = " | ".join(numbers_text(cell.ranks) for cell in row)
+        shown = f"ranks {each}" if len(each) + 40 < width else numbered("rank", ranks)
+        table.add_row(_text(label), _text(shown), _text(numbered("node", nodes), "dim"))
+        first += count
+    yield table
+
+
+def _units(view: PlanView, width: int) -> Iterator[RenderableType]:
+    columns = [("unit, parameter", "left"), ("per rank", "right")]
+    columns += [("shape", "left"), ("dtype", "left")] if width >= MEDIUM else []
+    columns += [("notes", "left")]
+    if view.chosen:
+        columns += [(f"rank {numbers_text(column.ranks)}", "left") for column in view.columns]
+    elif width >= WIDE:
+        columns += [("split", "left")]
+    table = _table(*columns)
+    for unit in view.units:
+        size = _text(times(unit.count, unit.plan.shard_bytes), "bold")
+        row: list[RenderableType] = [_text(_counted(unit.label, unit.count), "bold"), size]
+        row += [_text(unit.plan.module, "dim"), Text()] if width >= MEDIUM else []
+        row += [_text(f"{memory_size(unit.plan.gathered_bytes)} when gathered", "dim")]
+        table.add_row(*row)
+        for one in unit.parameters:
+            table.add_row(*_parameter(view, one, width))
+    yield table
+
+
+def _parameter(view: PlanView, one: ParameterRow, width: int) -> Iterator[RenderableType]:
+    p = one.plan
+    yield Padding(_text(_counted(one.label, one.count)), (0, 0, 0, 2))
+    yield _text(times(one.count, p.shard_bytes))
+    if width >= MEDIUM:
+        yield _text(shape_text(p.shape))
+        yield _text(dtype_text(p))
+    yield _text(", ".join(one.notes), "green" if p.trainable else "")
+    if view.chosen:
+        yield from (_text(slice_text(cell, p)) for cell in one.cells)
+    elif width >= WIDE:
+        yield _text(split_text(p, view.grid))
+
+
+def _counted(label: str, count: int) -> str:
+    return f"{label} × {count}" if count > 1 else label
+
+
+# --- over time ------------------------------------------------------------------------------------------------------
+
+
+def _gathered(gathered: Sequence[Moment], width: int) -> Iterator[RenderableType]:
+    most = max(gathered, key=lambda moment: moment.bytes)
+    yield _text(f"at most {memory_size(most.bytes)}, in {most.phase} of {most.unit or 'the root'}")
+    if not most.bytes:
+        return
+    room = min(width, len(gathered), SPARKS)
+    edges = [i * len(gathered) // room for i in range(room + 1)]
+    highest = [max(moment.bytes for moment in gathered[a:b]) for a, b in itertools.pairwise(edges)]
+    yield _text("".join(BLOCKS[math.ceil(n / most.bytes * (len(BLOCKS) - 1))] for n in highest), "cyan")
+    forward = sum(moment.phase == "forward" for moment in gathered) * room // len(gathered)
+    yield _text(f"{'forward':<{max(8, forward)}}{'backward'}"[: max(16, width)], "dim")
+
+
+def _memory(memory: StepMemory, width: int) -> Iterator[RenderableType]:
+    moment, peak = memory.peak
+    of_limit = f" of {memory_size(memory.limit)}" if memory.limit else ""
+    yield _text(f"at most {memory_size(peak)}{of_limit}, in {moment}")
+    bars = memory.bars
+    parts = tuple(bars[moment])
+    if width >= 24 + 12 * (len(parts) + 1):
+        table = _table(("", "left"), *((part, "right") for part in parts), ("total", "right"))
+        for name, one in bars.items():
+            sizes = [_text(memory_size(one[part]) if one.get(part) else "–") for part in parts]
+            table.add_row(_text(name), *sizes, _text(memory_size(sum(one.values())), "bold"))
+        yield table
+    else:
+        table = _table(("", "left"), ("total", "right"), ("most of it", "left"))
+        for name, one in bars.items():
+            largest = sorted((part for part in one if one[part]), key=lambda part: -one[part])[:3]
+            words = ", ".join(f"{part} {memory_size(one[part])}" for part in largest)
+            table.add_row(_text(name), _text(memory_size(sum(one.values())), "bold"), _text(words))
+        yield table
+    yield from (_text(note, "dim") for note in memory.notes)
