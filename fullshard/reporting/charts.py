@@ -1,0 +1,281 @@
+"""Charts as values: a Vega-Lite specification with its data, a description in words, and the table of the values.
+
+Names of series are data, never field names or expressions. Colors are CSS variables of the page, so that charts follow
+its light, dark and print styles. `page.py` puts charts into a page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+DRAWN = 1000
+"""The most points of a series that are drawn."""
+LISTED = 60
+"""The most rows in the table beside a chart."""
+COLORS = 8
+"""The number of colors in the page's style; series beyond are told apart by their dashes."""
+DASHES = ((1, 0), (6, 3), (2, 3), (8, 3, 2, 3))
+FEW = 40
+"""A series of so few points has a dot at each."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named line: (x, y) in the order of x; y is None where the value was not finite."""
+
+    name: str
+    points: Sequence[tuple[float, float | None]]
+    dashed: bool = False
+    color: int | None = None
+    """The color's number; by default the position among the series."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Something that happened at x: a checkpoint, an evaluation, a resumed run."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What a page needs to show a chart."""
+
+    id: str
+    title: str
+    spec: dict[str, Any]
+    """The Vega-Lite specification, whose data has the name `values`."""
+    columns: dict[str, list[Any]]
+    """The data, by column; `s` numbers the entries of `names`."""
+    names: tuple[str, ...]
+    """The series, for the legend and the tooltips."""
+    styles: tuple[tuple[int, int], ...]
+    """Color and dash of each series."""
+    description: str
+    """The text alternative."""
+    header: tuple[str, ...]
+    rows: list[list[Any]]
+    """The table of values."""
+    notes: tuple[str, ...] = field(default=())
+    """What a reader must know: points that are not drawn, values that are missing."""
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+def line_chart(
+    id: str, title: str, series: Sequence[Series], *, x: str = "step", unit: str = "", log: bool = False,
+    zero: bool = False, markers: Sequence[Marker] = (), x_labels: Mapping[float, str] | None = None,
+    form: str = ".4~g",
+) -> Chart:  # fmt: skip
+    """A chart of lines over x. `log` is ignored if a value is not positive; `zero` lets the axis begin at 0. `x_labels`
+    replaces the numbers on the x axis. `form` is d3's format of values."""
+    series = [one for one in series if one.points]
+    styles = tuple(_style(one, number) for number, one in enumerate(series))
+    drawn = [thinned(one.points) for one in series]
+    finite = [y for points in drawn for _, y in points if y is not None]
+    log = log and bool(finite) and min(finite) > 0
+    columns: dict[str, list[Any]] = {"x": [], "y": [], "s": [], "d": []}
+    for number, points in enumerate(drawn):
+        columns["x"] += [x for x, _ in points]
+        columns["y"] += [y for _, y in points]
+        columns["s"] += [number] * len(points)
+        columns["d"] += _dots(points)
+    scale = {"type": "log"} if log else {"zero": zero}
+    axis_x: dict[str, Any] = {"title": x, "format": ",~d" if x == "step" else ",.4~g", "tickMinStep": 1}
+    if x_labels is not None:
+        axis_x = {"title": x, "values": list(x_labels), "labelExpr": _labels(x_labels), "labelOverlap": False}
+    places = {at for points in drawn for at, _ in points}
+    scale_x: dict[str, Any] = {"nice": False, "zero": False}
+    if len(places) == 1:
+        scale_x["domain"] = [min(places) - 1, max(places) + 1]
+    encoding = {
+        "x": {"field": "x", "type": "quantitative", "scale": scale_x, "axis": axis_x},
+        "y": {"field": "y", "type": "quantitative", "scale": scale, "axis": {"title": unit or None, "format": form}},
+        "color": _color(styles),
+    }
+    dashes: dict[str, Any] = {"field": "s", "type": "ordinal", "legend": None}
+    dashes["scale"] = {"domain": list(range(len(styles))), "range": [list(DASHES[dash]) for _, dash in styles]}
+    tooltip = [{"field": "x", "type": "quantitative"}, {"field": "n", "type": "nominal"}, _shown("y", form)]
+    nearest = {"type": "point", "nearest": True, "on": "pointermove", "clear": "pointerout"}
+    layers: list[dict[str, Any]] = [
+        {"mark": {"type": "line", "strokeWidth": 1.8}, "encoding": {"strokeDash": dashes}},
+        {"mark": {"type": "point", "filled": True, "size": 60, "aria": False},
+         "transform": [{"filter": "isValid(datum.y)"}],
+         "params": [{"name": "hover", "select": nearest}],
+         "encoding": {"opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
+                      "tooltip": tooltip}},
+    ]  # fmt: skip
+    if any(columns["d"]):
+        dot = {"type": "point", "filled": True, "size": 26, "opacity": 1, "aria": False}
+        layers.insert(1, {"mark": dot, "transform": [{"filter": "datum.d && isValid(datum.y)"}]})
+    if markers:
+        layers.append(_marker_layer(markers))
+    spec = _spec({"encoding": encoding, "layer": layers}, 220)
+    notes = [f"{one.name}: {_missing(one.points)}" for one in series if any(y is None for _, y in one.points)]
+    if any(len(points) < len(one.points) for one, points in zip(series, drawn, strict=True)):
+        most = max(len(one.points) for one in series)
+        notes.append(f"{max(map(len, drawn)):,} of {most:,} points are drawn, extremes included.")
+    header, rows = _by_x(series, x)
+    return Chart(
+        id, title, spec, columns, tuple(one.name for one in series), styles, _describe_lines(title, series, x, unit),
+        header, rows, tuple(notes),
+    )  # fmt: skip
+
+
+def thinned(points: Sequence[tuple[float, float | None]], most: int = DRAWN) -> list[tuple[float, float | None]]:
+    """At most so many of the points, unchanged: of each stretch the lowest and the highest, a gap if there is one, and
+    the first and the last point of all."""
+    if len(points) <= most:
+        return list(points)
+    kept = {0, len(points) - 1}
+    stretches = max(1, (most - 2) // 3)
+    for number in range(stretches):
+        begin, end = number * len(points) // stretches, (number + 1) * len(points) // stretches
+        finite = [i for i in range(begin, end) if points[i][1] is not None]
+        if len(finite) < end - begin:
+            kept.add(next(i for i in range(begin, end) if points[i][1] is None))
+        if finite:
+            kept |= {min(finite, key=lambda i: points[i][1] or 0.0), max(finite, key=lambda i: points[i][1] or 0.0)}
+    return [points[i] for i in sorted(kept)]
+
+
+def _dots(points: Sequence[tuple[float, float | None]]) -> list[int]:
+    """1 for points that a line alone would not show: all of a short series, and those between gaps."""
+    if len(points) <= FEW:
+        return [int(y is not None) for _, y in points]
+    values = [None, *(y for _, y in points), None]
+    return [int(y is not None and values[i] is values[i + 2] is None) for i, (_, y) in enumerate(points)]
+
+
+def _style(series: Series, number: int) -> tuple[int, int]:
+    color = number if series.color is None else series.color
+    return color % COLORS, int(series.dashed) or (color // COLORS) % len(DASHES)
+
+
+def _marker_layer(markers: Sequence[Marker]) -> dict[str, Any]:
+    values = [{"x": one.at, "n": one.label} for one in markers]
+    return {
+        "data": {"values": values},
+        "mark": {"type": "point", "shape": "triangle-up", "filled": True, "size": 45, "opacity": 0.9, "aria": False},
+        "encoding": {
+            "x": {"field": "x", "type": "quantitative"}, "y": {"value": 215},
+            "color": {"value": "var(--muted)"},
+            "tooltip": [{"field": "x", "type": "quantitative"}, {"field": "n", "type": "nominal"}],
+        },
+    }  # fmt: skip
+
+
+def _missing(points: Sequence[tuple[float, float | None]]) -> str:
+    lost = [x for x, y in points if y is None]
+    named = ", ".join(f"{x:,g}" for x in lost[:5]) + (", …" if len(lost) > 5 else "")
+    return f"{len(lost):,} of {len(points):,} values are not finite (at {named})"
+
+
+def _describe_lines(title: str, series: Sequence[Series], x: str, unit: str) -> str:
+    parts = []
+    for one in series:
+        finite = [(at, y) for at, y in one.points if y is not None]
+        if not finite:
+            parts.append(f"{one.name}: no finite value")
+            continue
+        (first, begin), (last, end) = finite[0], finite[-1]
+        low, high = min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])
+        parts.append(
+            f"{one.name} from {begin:.4g} at {x} {first:,g} to {end:.4g} at {x} {last:,g}, "
+            f"lowest {low[1]:.4g} at {low[0]:,g}, highest {high[1]:.4g} at {high[0]:,g}"
+        )
+    return f"{title}{f', {unit}' if unit else ''}, by {x}. " + ("; ".join(parts) or "no values") + "."
+
+
+def _by_x(series: Sequence[Series], x: str) -> tuple[tuple[str, ...], list[list[Any]]]:
+    """A row for each x, with the value of every series."""
+    values: dict[float, list[Any]] = {}
+    for number, one in enumerate(series):
+        for at, y in one.points:
+            values.setdefault(at, [""] * len(series))[number] = "not finite" if y is None else y
+    rows = [[at, *values[at]] for at in sorted(values)]
+    return (x, *(one.name for one in series)), rows
+
+
+# --- bars -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar of stacked parts."""
+
+    name: str
+    parts: Mapping[str, float]
+
+
+def bar_chart(
+    id: str, title: str, bars: Sequence[Bar], *, unit: str = "", x: str = "", horizontal: bool = False,
+    form: str = ".4~g", order: Sequence[str] = (),
+) -> Chart:  # fmt: skip
+    """A chart of stacked bars, in the order given; their names differ. Parts have the same color in each bar, and are
+    stacked in their `order`, others after them."""
+    there = dict.fromkeys(part for bar in bars for part in bar.parts)
+    names = tuple(sorted(there, key=lambda part: order.index(part) if part in order else len(order)))
+    styles = tuple((number % COLORS, 0) for number in range(len(names)))
+    columns: dict[str, list[Any]] = {"b": [], "y": [], "s": []}
+    for bar in bars:
+        for part, value in bar.parts.items():
+            columns["b"].append(bar.name)
+            columns["y"].append(value if math.isfinite(value) else None)
+            columns["s"].append(names.index(part))
+    many = len(bars) > 24
+    where: dict[str, Any] = {"title": x or None, "labelAngle": 0, "labelLimit": 130, "labelOverlap": "greedy"}
+    where |= {"labels": not many, "ticks": not many}
+    scale = {"paddingInner": 0.05 if many else 0.25}
+    position = {"field": "b", "type": "ordinal", "sort": None, "axis": where, "scale": scale}
+    amount = {"field": "y", "type": "quantitative", "axis": {"title": unit or None, "format": form}, "stack": "zero"}
+    tooltip = [{"field": "b", "type": "nominal"}, {"field": "n", "type": "nominal"}, _shown("y", form)]
+    across, up = ("y", "x") if horizontal else ("x", "y")
+    encoding = {
+        across: position, up: amount, "color": _color(styles), "order": {"field": "s", "type": "ordinal"},
+        "tooltip": tooltip,
+    }  # fmt: skip
+    spec = _spec({"mark": {"type": "bar", "aria": False}, "encoding": encoding}, 26 * len(bars) if horizontal else 220)
+    totals = [(bar.name, sum(bar.parts.values())) for bar in bars]
+    most = max(totals, key=lambda one: one[1], default=("", 0.0))
+    described = (
+        f"{title}: {len(bars):,} bars of {', '.join(names)}; the largest is {most[0]} with {most[1]:.4g} {unit}."
+    )
+    rows = [[bar.name, *(bar.parts.get(part, "") for part in names), sum(bar.parts.values())] for bar in bars]
+    return Chart(id, title, spec, columns, names, styles, described, (x or "", *names, "total"), rows)
+
+
+# --- parts of specifications ----------------------------------------------------------------------------------------
+
+
+def _spec(body: dict[str, Any], height: int) -> dict[str, Any]:
+    axis = {
+        "labelColor": "var(--muted)", "titleColor": "var(--muted)", "gridColor": "var(--grid)",
+        "domainColor": "var(--rule)", "tickColor": "var(--rule)", "titleFontWeight": "normal", "labelFontSize": 11,
+        "titleFontSize": 11,
+    }  # fmt: skip
+    config = {"font": "system-ui, sans-serif", "view": {"stroke": None}, "axis": axis, "background": None}
+    autosize = {"type": "fit-x", "contains": "padding"}
+    return {"width": "container", "height": height, "autosize": autosize, "data": {"name": "values"}, "config": config,
+            **body}  # fmt: skip
+
+
+def _color(styles: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    colors = [f"var(--s{color})" for color, _ in styles]
+    scale = {"domain": list(range(len(styles))), "range": colors}
+    return {"field": "s", "type": "ordinal", "scale": scale, "legend": None}
+
+
+def _shown(name: str, form: str) -> dict[str, Any]:
+    return {"field": name, "type": "quantitative", "format": form}
+
+
+def _labels(labels: Mapping[float, str]) -> str:
+    """An expression that gives an axis its labels: JSON, whose strings no text in them can end."""
+    return f"{json.dumps({str(at): text for at, text in labels.items()})}['' + datum.value]"

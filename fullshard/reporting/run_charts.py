@@ -1,0 +1,253 @@
+"""The charts of runs: curves of one or several runs; memory, communication and data of one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.reporting.charts import Bar, Chart, Marker, Series, bar_chart, line_chart
+from fullshard.reporting.run_record import Record, RunRecord, is_number
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A chart of metrics over steps."""
+
+    id: str
+    title: str
+    names: str
+    """A regular expression of the metrics in it."""
+    unit: str = ""
+    zero: bool = False
+    form: str = ".4~g"
+
+
+CURVES = (
+    Curve("loss", "Loss", r"loss|eval_(.+_)?loss", "nats per token"),
+    Curve("learning-rate", "Learning rate", "learning_rate", "", True, ".2~e"),
+    Curve("grad-norm", "Gradient norm, before clipping", "grad_norm", "", True),
+    Curve("accuracy", "Token accuracy", r"mean_token_accuracy|eval_(.+_)?mean_token_accuracy", "", False, ".1%"),
+    Curve("speed", "Speed", "tokens_per_second", "tokens per second", True, ",.4~s"),
+    Curve("memory", "Peak memory so far, on the first rank", "memory_gib", "GiB", True),
+    Curve("entropy", "Entropy", r"entropy|eval_(.+_)?entropy"),
+    Curve("aux-loss", "Router's auxiliary loss", r"aux_loss|eval_(.+_)?aux_loss"),
+)
+COUNTED = (
+    r"step|epoch|num_tokens|num_input_tokens_seen|skipped_steps|total_flos|train_.*|"
+    r"(eval|test)_(.+_)?(runtime|samples_per_second|steps_per_second|num_tokens|model_preparation_time)"
+)
+"""Metrics that only grow, or come once: no charts."""
+OTHERS = 12
+"""The most charts of metrics that scripts log."""
+
+
+def metric_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """The curves of one run, or of several with a color for each run. What no run has is left out."""
+    charts = [_curve(curve, runs) for curve in CURVES]
+    return [chart for chart in charts if chart is not None]
+
+
+def other_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """Curves of metrics that a script logs or computes itself."""
+    known = "|".join([COUNTED, *(curve.names for curve in CURVES)])
+    names = [n for n in dict.fromkeys(n for run in runs for n in run.columns) if not re.fullmatch(known, n)]
+    numbers = [n for n in names if any(value is not None for run in runs for _, value in run.series(n))]
+    curves = [Curve(f"metric-{i}", name, re.escape(name)) for i, name in enumerate(numbers[:OTHERS], 1)]
+    return [chart for curve in curves if (chart := _curve(curve, runs)) is not None]
+
+
+def labels(runs: Sequence[RunRecord]) -> list[str]:
+    """A name for each run, all of them different."""
+    named = [run.name for run in runs]
+    if len(set(named)) < len(named):
+        named = [f"{name} ({run.folder.name})" for name, run in zip(named, runs, strict=True)]
+    counts = Counter(named)
+    return [f"{name} {i}" if counts[name] > 1 else name for i, name in enumerate(named, 1)]
+
+
+def _curve(curve: Curve, runs: Sequence[RunRecord]) -> Chart | None:
+    series = []
+    for number, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
+        for name in run.matching(curve.names):
+            what = _kind(name)
+            title = what if len(runs) == 1 else label if what == "training" else f"{label}, {what}"
+            color = number if len(runs) > 1 else None
+            series.append(Series(title, run.series(name), dashed=what != "training" and len(runs) > 1, color=color))
+    if not any(value is not None for one in series for _, value in one.points):
+        return None
+    marks = markers(runs[0]) if len(runs) == 1 else ()
+    return line_chart(
+        curve.id, curve.title, series, unit=curve.unit, zero=curve.zero, form=curve.form, markers=marks
+    )  # fmt: skip
+
+
+def _kind(name: str) -> str:
+    """Training, evaluation, or evaluation (data set)."""
+    if not name.startswith("eval_"):
+        return "training"
+    own = name.removeprefix("eval_").removesuffix("loss").removesuffix("mean_token_accuracy").strip("_")
+    return f"evaluation ({own})" if own and name.endswith(("loss", "mean_token_accuracy")) else "evaluation"
+
+
+def markers(run: RunRecord) -> list[Marker]:
+    """Checkpoints, and where the run was resumed."""
+    saved = {int(event["step"]) for event in run.of_kind("checkpoint")} | set(run.checkpoints)
+    resumed = [int(event["step"]) for event in run.of_kind("resume")]
+    return [Marker(at, "checkpoint") for at in sorted(saved)] + [Marker(at, "resumed") for at in resumed]
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+MOMENTS = ("forward", "loss", "backward", "optimizer step")
+PARTS = ("shards", "optimizer", "gradients", "gathered", "activations", "logits", "buffers", "workspace", "other")
+"""The order in which parts are stacked."""
+
+
+def memory_charts(run: RunRecord) -> list[Chart]:
+    """Memory over one step and by part, measured beside planned; what there is of it."""
+    planned = (run.plan or {}).get("memory")
+    planned = planned if isinstance(planned, dict) else {}
+    measured = run.measured or {}
+    lines = [
+        Series("planned", _placed(_planned_timeline(planned)), dashed=True),
+        Series("measured", _placed(_measured_timeline(measured))),
+    ]
+    highest = max((y or 0.0 for line in lines for _, y in line.points), default=0.0)
+    size, unit = byte_unit(highest)
+    lines = [
+        Series(one.name, [(x, (y or 0.0) / size) for x, y in one.points], one.dashed, i) for i, one in enumerate(lines)
+    ]
+    charts = []
+    if highest:
+        ticks = {i + 0.5: name for i, name in enumerate(MOMENTS)}
+        charts.append(
+            line_chart("memory-step", "Memory over one step", lines, x="moment", unit=unit, zero=True, x_labels=ticks)
+        )
+    bars = _part_bars(_planned_parts(planned), _measured_parts(measured), size)
+    if bars:
+        charts.append(
+            bar_chart("memory-parts", "Memory by part, at its peak", bars, unit=unit, horizontal=True, order=PARTS)
+        )
+    return charts
+
+
+def byte_unit(most: float) -> tuple[float, str]:
+    """The unit that suits this many bytes, with its size."""
+    for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if most >= 1024**power:
+            return float(1024**power), name
+    return 1.0, "bytes"
+
+
+def _planned_timeline(memory: Record) -> list[tuple[str, float]]:
+    """(moment, bytes) along the planned step."""
+    timeline = memory.get("timeline")
+    found = []
+    for entry in timeline if isinstance(timeline, list) else []:
+        if isinstance(entry, list) and len(entry) == 2 and is_number(entry[1]):
+            moment = next((one for one in MOMENTS if str(entry[0]).startswith(one)), None)
+            found += [(moment, float(entry[1]))] if moment else []
+    return found
+
+
+def _measured_rows(measured: Record) -> list[tuple[str, dict[str, float]]]:
+    """(moment, bytes by part) along the measured step."""
+    timeline = measured.get("timeline")
+    columns = timeline if isinstance(timeline, dict) else {}
+    moments = columns.get("moment")
+    parts = {name: column for name, column in columns.items() if name in PARTS and isinstance(column, list)}
+    found = []
+    for i, moment in enumerate(moments if isinstance(moments, list) else []):
+        if moment in MOMENTS:
+            row = {name: column[i] for name, column in parts.items() if i < len(column) and is_number(column[i])}
+            found.append((str(moment), row))
+    return found
+
+
+def _measured_timeline(measured: Record) -> list[tuple[str, float]]:
+    return [(moment, float(sum(row.values()))) for moment, row in _measured_rows(measured)]
+
+
+def _placed(timeline: Sequence[tuple[str, float]]) -> list[tuple[float, float | None]]:
+    """The points of a timeline: each moment is one unit wide, and its points are evenly spaced in it."""
+    counts = Counter(moment for moment, _ in timeline)
+    seen: Counter[str] = Counter()
+    points: list[tuple[float, float | None]] = []
+    for moment, size in timeline:
+        points.append((MOMENTS.index(moment) + (seen[moment] + 0.5) / counts[moment], size))
+        seen[moment] += 1
+    return sorted(points, key=lambda point: point[0])
+
+
+def _planned_parts(memory: Record) -> dict[str, Mapping[str, float]]:
+    moments = memory.get("moments")
+    return {
+        name: {part: float(size) for part, size in parts.items() if is_number(size) and size}
+        for name, parts in (moments.items() if isinstance(moments, dict) else ())
+        if name in MOMENTS and isinstance(parts, dict)
+    }
+
+
+def _measured_parts(measured: Record) -> dict[str, Mapping[str, float]]:
+    """The parts of each moment, at its peak."""
+    peaks: dict[str, dict[str, float]] = {}
+    for moment, row in _measured_rows(measured):
+        if sum(row.values()) > sum(peaks.get(moment, {}).values()):
+            peaks[moment] = row
+    return dict(peaks)
+
+
+def _part_bars(planned: Mapping[str, Any], measured: Mapping[str, Any], size: float) -> list[Bar]:
+    def scaled(parts: Mapping[str, float]) -> dict[str, float]:
+        return {name: held / size for name, held in parts.items() if held}
+
+    bars = []
+    for moment in MOMENTS:
+        for what, found in (("planned", planned), ("measured", measured)):
+            if moment in found:
+                bars.append(Bar(f"{moment}, {what}", scaled(found[moment])))
+    return bars
+
+
+# --- communication and data -----------------------------------------------------------------------------------------
+
+
+def communication_chart(run: RunRecord) -> Chart | None:
+    """Bytes that one rank sent in the measured step, by unit."""
+    units = unit_traffic(run)
+    size, unit = byte_unit(max((sum(parts.values()) for parts in units.values()), default=0.0))
+    bars = [Bar(name, {part: sent / size for part, sent in parts.items()}) for name, parts in units.items()]
+    if not any(bar.parts for bar in bars):
+        return None
+    return bar_chart("communication-units", "Sent by the first rank in one step, by unit", bars, unit=unit, x="unit")
+
+
+def unit_traffic(run: RunRecord) -> dict[str, dict[str, float]]:
+    """By unit, the bytes that the first rank sent to gather parameters and to reduce gradients in the measured step."""
+    units = (run.measured or {}).get("units")
+    return {
+        str(name) or "(root)": {part: float(counts[key]) for part, key in SENT.items() if is_number(counts.get(key))}
+        for name, counts in (units.items() if isinstance(units, dict) else ())
+        if isinstance(counts, dict)
+    }
+
+
+SENT = {"gathered parameters": "gather_sent", "reduced gradients": "reduce_sent"}
+
+
+def length_chart(data: Record, number: int) -> Chart | None:
+    """How long the rows of a data set are."""
+    lengths = data.get("row_lengths")
+    edges, counts = (lengths.get(key) for key in ("edges", "rows")) if isinstance(lengths, dict) else (None, None)
+    if not (isinstance(edges, list) and isinstance(counts, list) and len(edges) == len(counts) + 1 and counts):
+        return None
+    bars = [
+        Bar(f"{low:,}" if high - low <= 1 else f"{low:,}–{high - 1:,}", {"rows": float(count)})
+        for low, high, count in zip(edges, edges[1:], counts, strict=False)
+    ]
+    return bar_chart(
+        f"lengths-{number}", f"Row lengths, {data.get('name', '')} data", bars, unit="rows", x="tokens", form=",~r"
+    )
