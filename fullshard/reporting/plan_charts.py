@@ -93,7 +93,6 @@ def unit_for(sizes: Iterable[int]) -> tuple[str, int]:
     return next(((unit, scale) for unit, scale in reversed(UNITS.items()) if most >= scale), ("B", 1))
 
 
-
 def chart_svg(chart: Chart, width: float, height: float) -> str | None:
     """A chart as a picture that stands still; None where the charting library is missing."""
     try:

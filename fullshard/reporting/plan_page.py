@@ -10,8 +10,9 @@ from fullshard.byte_size import memory_size
 from fullshard.reporting.gathered_timeline import Moment
 from fullshard.reporting.page import fact_list, figures, folded, note, page, section, table
 from fullshard.reporting.plan_charts import plan_charts
-from fullshard.reporting.plan_svg import plan_svg, summary
-from fullshard.reporting.plan_view import PlanView, dtype_text, shape_text, spec_text, split_text
+from fullshard.reporting.plan_svg import plan_svg
+from fullshard.reporting.plan_view import PlanView
+from fullshard.reporting.plan_words import dtype_text, shape_text, spec_text, split_text, summary
 from fullshard.reporting.step_memory import StepMemory
 
 STYLE = (
@@ -24,7 +25,7 @@ HEADER = ("unit", "units", "parameter", "parameters", "shape", "dtype", "spec", 
 def plan_page(title: str, view: PlanView, gathered: Sequence[Moment], memory: StepMemory) -> str:
     """The whole page."""
     charts = plan_charts(gathered, memory)
-    picture = f'{STYLE}<div class="picture">{plan_svg(view, title)}</div>'
+    picture = f'{STYLE}<div class="picture">{plan_svg(view, title, alone=False)}</div>'
     sections = {
         "Layout": section("layout", "Layout", picture, folded("All parameters", _parameters(view))),
         "One step": section("step", "One step", figures(charts), *map(note, memory.notes)),

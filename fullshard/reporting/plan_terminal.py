@@ -18,9 +18,18 @@ from rich.text import Text
 
 from fullshard.byte_size import memory_size
 from fullshard.reporting.gathered_timeline import Moment
-from fullshard.reporting.plan_svg import mesh_cells, mesh_words, numbered, summary, times
-from fullshard.reporting.plan_view import ParameterRow, PlanView, dtype_text, shape_text, slice_text, split_text
-from fullshard.reporting.rank_grid import numbers_text
+from fullshard.reporting.plan_view import ParameterRow, PlanView
+from fullshard.reporting.plan_words import (
+    dtype_text,
+    mesh_words,
+    numbered,
+    shape_text,
+    slice_text,
+    split_text,
+    summary,
+    times,
+)
+from fullshard.reporting.rank_grid import mesh_cells, numbers_text
 from fullshard.reporting.step_memory import StepMemory
 from fullshard.reporting.svg import NOT_XML
 

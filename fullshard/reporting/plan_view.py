@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 
 from fullshard.errors import ConfigError
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
-from fullshard.reporting.rank_grid import Column, RankGrid, axes_of, numbers_text
+from fullshard.reporting.rank_grid import Column, RankGrid, numbers_text
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a dotted name that is a number: the index of a layer or an expert."""
@@ -213,7 +212,9 @@ def _cells(p: ParameterPlan, grid: RankGrid, columns: Sequence[Column]) -> tuple
         padding = (p.shard_bytes - own).sum() if p.gathers else 0
         places = list(column.positions)
         slices = zip(starts[places].min(axis=0).tolist(), stops[places].max(axis=0).tolist(), strict=True)
-        cells.append(Cell(tuple(slices), int(own.sum()) * copies, int(own.min()), int(own.max()), int(padding) * copies))
+        cells.append(
+            Cell(tuple(slices), int(own.sum()) * copies, int(own.min()), int(own.max()), int(padding) * copies)
+        )
     return tuple(cells)
 
 
@@ -246,43 +247,6 @@ def storage_of(p: ParameterPlan, names: set[str]) -> str:
     if f"{stem}scales" in names:
         return "fp8"
     return "4-bit" if {f"{stem}absmax", f"{p.name}_absmax"} & names else "bytes"
-
-
-def dtype_text(p: ParameterPlan) -> str:
-    """The dtype of the shards, and of the gathered value where it differs."""
-    return p.dtype if p.dtype == p.compute_dtype else f"{p.dtype} → {p.compute_dtype}"
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape)) if shape else "scalar"
-
-
-def spec_text(p: ParameterPlan) -> str:
-    """The layout as it is written in `mark_sharding`."""
-    return "(" + ", ".join(" + ".join(axes_of(entry)) or "–" for entry in p.spec) + ")"
-
-
-def split_text(p: ParameterPlan, grid: RankGrid) -> str:
-    """How a parameter is split over the ranks: `dim 0: 2 × 23 + 1 × 21`, the number of pieces and their lengths."""
-    starts, stops = grid.bounds(p)
-    lengths = stops - starts
-    words = []
-    for dim, entry in enumerate(p.spec):
-        if not axes_of(entry):
-            continue
-        pieces = [n for _, n in sorted({*zip(starts[:, dim].tolist(), lengths[:, dim].tolist(), strict=True)})]
-        empty = math.prod(grid.sizes[axis] for axis in axes_of(entry)) - len(pieces)
-        runs = [(len(list(group)), length) for length, group in itertools.groupby(pieces + [0] * empty)]
-        words.append(f"dim {dim}: " + " + ".join(f"{count:,} × {length:,}" for count, length in runs))
-    return "; ".join(words) or "whole on each rank"
-
-
-def slice_text(cell: Cell, p: ParameterPlan) -> str:
-    """The part of the parameter that a column holds: the slices of the dims that are split."""
-    if not cell.bytes and math.prod(p.shape):
-        return "nothing"
-    split = [f"{start}:{stop}" for (start, stop), entry in zip(cell.slices, p.spec, strict=True) if entry is not None]
-    return ", ".join(split) or "whole"
 
 
 def fold_names(names: Sequence[str]) -> str:

@@ -15,6 +15,8 @@ MOST_COLUMNS = 16
 """Columns of ranks that a picture has at most, unless ranks are chosen."""
 FOLDED_COLUMNS = 8
 """Columns when there would be more."""
+MOST_MESH_ROWS = 8
+"""Rows of replicas in a picture of the mesh."""
 
 
 @dataclass(frozen=True)
@@ -116,5 +118,23 @@ def numbers_text(numbers: Sequence[int], most: int = 4) -> str:
             runs[-1] = [runs[-1][0], n]
         else:
             runs.append([n])
-    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}{', ' if run[1] == run[0] + 1 else '–'}{run[1]}" for run in runs]
+    shown = [
+        str(run[0]) if len(run) == 1 else f"{run[0]}{', ' if run[1] == run[0] + 1 else '–'}{run[1]}" for run in runs
+    ]
     return ", ".join(shown) if len(shown) <= most else f"{', '.join(shown[:2])} … {shown[-1]}"
+
+
+def mesh_cells(grid: RankGrid) -> list[list[Column]]:
+    """The mesh in rows of replicas and columns of shards. If nothing is split, ranks are listed in one row."""
+    ranks = grid.ranks if grid.positions > 1 else grid.ranks.T
+    places = [column.positions for column in grid.columns()] if grid.positions > 1 else _runs(len(ranks), MOST_COLUMNS)
+    rows = _runs(ranks.shape[1], MOST_MESH_ROWS)
+    return [
+        [Column(tuple(place), tuple(sorted(ranks[np.ix_(list(place), list(row))].ravel().tolist()))) for place in places]
+        for row in rows
+    ]  # fmt: skip
+
+
+def _runs(count: int, most: int) -> list[tuple[int, ...]]:
+    width = -(-count // most)
+    return [tuple(range(i, min(i + width, count))) for i in range(0, count, width)]

@@ -53,5 +53,7 @@ def memory_of_plan(plan: ShardingPlan, gathered: Sequence[Moment]) -> StepMemory
     moments: dict[str, dict[str, int]] = {}
     for phase in ("forward", "loss", "backward"):
         most = max((moment.bytes for moment in gathered if moment.phase == phase), default=0)
-        moments[phase] = {"shards": shards, "gathered": most} | ({"gradients": gradients} if phase == "backward" else {})
+        moments[phase] = {"shards": shards, "gathered": most} | (
+            {"gradients": gradients} if phase == "backward" else {}
+        )
     return StepMemory(moments, notes=(ONLY_PARAMETERS,))
