@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fullshard.capacity.machines import Machine
@@ -10,7 +11,11 @@ from fullshard.capacity.memory import MemoryEstimate
 from fullshard.capacity.step_trace import BatchShape
 from fullshard.capacity.verdict import Verdict
 from fullshard.fsdp.activation_memory import Level
-from fullshard.fsdp.plan import ShardingPlan
+from fullshard.fsdp.plan import ShardingPlan, UnitPlan
+from fullshard.version import __version__
+
+FORMAT = 1
+"""The version of the JSON form."""
 
 
 @dataclass(frozen=True)
@@ -36,3 +41,59 @@ class Estimate:
     verdict: Verdict
     assumptions: tuple[str, ...] = ()
     """What was not given and is assumed, and what the numbers leave out."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """How long each part of planning took."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step of all devices."""
+        return self.batch.tokens * self.batch.accumulation * self.machine.num_processes
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """The number of parameters that train, and of all; weights in 4 bits count as stored."""
+        every = [p for unit in self.plan.units for p in unit.parameters]
+        return sum(math.prod(p.shape) for p in every if p.trainable), sum(math.prod(p.shape) for p in every)
+
+    def to_json(self) -> dict[str, Any]:
+        """The estimate as plain data; docs/planning.md describes it. Sizes are bytes, times seconds."""
+        memory, plan = self.memory, self.plan
+        return {
+            "format": FORMAT,
+            "fullshard": __version__,
+            "model": self.model,
+            "settings": self.settings,
+            "machine": {**asdict(self.machine), "nodes": self.machine.nodes},
+            "mesh": dict(plan.axes),
+            "strategy": plan.strategy,
+            "batch": {**asdict(self.batch), "tokens_per_step": self.tokens},
+            "verdict": {**asdict(self.verdict), "sentences": self.verdict.sentences()},
+            "memory": {
+                "peak": memory.peak,
+                "peak_moment": memory.peak_moment,
+                "reserved": memory.reserved,
+                "device": memory.device,
+                "moments": memory.moments,
+                "timeline": [list(entry) for entry in memory.timeline],
+                "host": memory.host,
+            },
+            "units": [_unit(unit) for unit in plan.units],
+            "layers": list(self.layers),
+            "levels": [level.name.lower() for level in self.levels],
+            "traffic": asdict(self.traffic),
+            "flops_per_token": self.flops_per_token,
+            "time": asdict(self.time),
+            "assumptions": list(self.assumptions),
+            "planned_in": self.seconds,
+        }
+
+
+def _unit(unit: UnitPlan) -> dict[str, Any]:
+    """What a unit holds and sends."""
+    return {
+        "name": unit.name,
+        "shard": unit.shard_bytes,
+        "gathered": unit.gathered_bytes,
+        "gather": unit.gather_traffic[0],
+        "reduce": unit.reduce_traffic[0],
+    }

@@ -102,8 +102,6 @@ def judge(memory: MemoryEstimate, machine: Machine, certain: bool = True) -> Ver
     moment = memory.peak_moment
     parts: Sequence[tuple[str, int]] = sorted(memory.moments.get(moment, {}).items(), key=lambda item: -item[1])
     needs, host = memory.device, memory.host_total
-    if machine.shares_host_memory:
-        host += needs * machine.gpus_per_node
     enough = needs <= machine.device_memory and host <= machine.host_memory
     fits = False if not enough else True if certain else None
     return Verdict(fits, needs, machine.device_memory, host, machine.host_memory, moment, dict(parts), certain)

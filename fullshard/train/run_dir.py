@@ -26,6 +26,7 @@ from fullshard.train.dataset_options import configs_of
 from fullshard.train.run_lock import LOCK, FolderLock, refuse_occupied
 
 SETTINGS = "settings.json"
+PLAN = "plan.json"
 CHECKPOINTS = "checkpoints"
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 WRITTEN = (
@@ -34,7 +35,7 @@ WRITTEN = (
     "wandb.json", "report.html", "README.md", "config.json", "generation_config.json", "model.safetensors",
     "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors",
     "adapter_base.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "trainer_state.json", "*_results.json",
+    "trainer_state.json", "*_results.json", PLAN,
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", SETTINGS,
 )  # fmt: skip
 """What a run writes into its folder; overwriting removes these and nothing else. The settings, which mark a folder as

@@ -1,0 +1,119 @@
+"""An estimate on the terminal: the verdict in words, then tables of memory, traffic and time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fullshard.byte_size import memory_size
+from fullshard.capacity.estimate import Estimate
+from fullshard.capacity.memory import MemoryEstimate
+from fullshard.fsdp.activation_memory import describe_levels
+
+GIB, MIB = 1024**3, 1024**2
+COLORS = {True: "bold green", False: "bold red", None: "bold yellow"}
+
+
+def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
+    """Print an estimate; without colors unless the output is a terminal."""
+    console = console or Console(highlight=False)
+    first, *others = estimate.verdict.sentences()
+    console.print(Text(first, COLORS[estimate.verdict.fits]))
+    for sentence in others:
+        console.print(Text(sentence))
+    console.print()
+    console.print(_facts(summary(estimate)))
+    console.print()
+    console.print(memory_table(estimate.memory))
+    for title, rows in sections(estimate).items():
+        console.print()
+        console.print(Text(title, "bold"))
+        console.print(_facts(rows))
+    console.print()
+    console.print(Text("Assumed", "bold"))
+    for line in estimate.assumptions:
+        console.print(_item(line))
+
+
+def summary(estimate: Estimate) -> dict[str, str]:
+    """What was planned."""
+    machine, batch = estimate.machine, estimate.batch
+    trained, total = estimate.parameters
+    mesh = " × ".join(f"{size} {name}" for name, size in estimate.plan.axes)
+    packed = "packed " if batch.packed else ""
+    micro = f" × {batch.accumulation} micro-batches" if batch.accumulation > 1 else ""
+    ranks = f" × {machine.num_processes} devices" if machine.num_processes > 1 else ""
+    return {
+        "model": f"{estimate.model}: {count(total)} parameters, {count(trained)} trained",
+        "machine": f"{machine}; {memory_size(machine.device_memory)} per device, "
+        f"{memory_size(machine.host_memory)} of host memory per node",
+        "sharding": f"{estimate.plan.strategy} on {mesh}, {len(estimate.plan.units)} units",
+        "batch": f"{batch.rows} {packed}rows × {batch.length:,} tokens{micro}{ranks} = {estimate.tokens:,} tokens a step",
+        "layers": describe_levels(estimate.levels),
+    }
+
+
+def memory_table(memory: MemoryEstimate) -> Table:
+    """Memory of one device, by part and moment."""
+    unit, name = (GIB, "GiB") if memory.peak >= GIB else (MIB, "MiB")
+    parts = list(dict.fromkeys(part for moment in memory.moments.values() for part in moment))
+    table = Table(title=f"Memory of one device, {name}", title_style="bold", title_justify="left", box=None,
+                  padding=(0, 2, 0, 0), header_style="", pad_edge=False)  # fmt: skip
+    table.add_column("")
+    for moment in memory.moments:
+        table.add_column(moment, justify="right", style="bold" if moment == memory.peak_moment else "")
+    for part in parts:
+        table.add_row(part, *(_number(moment.get(part, 0), unit) for moment in memory.moments.values()))
+    totals = [sum(moment.values()) for moment in memory.moments.values()]
+    table.add_row("allocated", *(_number(total, unit) for total in totals), style="bold")
+    if memory.reserved:
+        table.add_row("reserved", *(_number(memory.reserved, unit) for _ in totals))
+    return table
+
+
+def sections(estimate: Estimate) -> dict[str, dict[str, str]]:
+    """Everything besides device memory, as rows of text by title."""
+    traffic, found = estimate.traffic, dict[str, dict[str, str]]()
+    if estimate.memory.host:
+        host = {**estimate.memory.host, "total": estimate.memory.host_total}
+        found["Host memory per node"] = _sizes(host)
+    sent = {f"{kind}, inside the node": size for kind, size in traffic.inside.items() if size}
+    sent |= {f"{kind}, to other nodes": size for kind, size in traffic.across.items() if size}
+    sent |= {"from host memory": traffic.from_host} if traffic.from_host else {}
+    sent |= {"to host memory": traffic.to_host} if traffic.to_host else {}
+    found["Sent by each device in a step"] = _sizes(sent) or {"nothing": ""}
+    return found
+
+
+def count(number: float) -> str:
+    """A count such as 8.03 billion."""
+    for size, name in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.2f} {name}"
+    return f"{number:,}"
+
+
+def _sizes(rows: Mapping[str, int]) -> dict[str, str]:
+    return {name: memory_size(size) for name, size in rows.items()}
+
+
+def _number(size: int, unit: int) -> str:
+    return f"{size / unit:,.2f}" if size else "–"
+
+
+def _facts(rows: Mapping[str, str]) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _item(line: str) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_row("-", line)
+    return table
+
+
