@@ -1,7 +1,8 @@
 """Which units of a plan are gathered when, along one training step: the engine's rules without an engine.
 
-Units run in the plan's order; `fsdp/engine.py` gathers a unit before its forward and its backward, gathers the next ones
-ahead (`fsdp/prefetch.py`) and keeps the outermost unit, and with ZeRO-2 strategies every unit, until its backward is over.
+Units run in the plan's order. `fsdp/engine.py` gathers a unit before its forward and its backward, gathers the next
+ones ahead (`fsdp/prefetch.py`), and keeps the outermost unit, and with ZeRO-2 strategies every unit, until its backward
+is over.
 """
 
 from __future__ import annotations

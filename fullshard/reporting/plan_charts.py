@@ -30,8 +30,9 @@ def plan_charts(gathered: Sequence[Moment], memory: StepMemory) -> list[Chart]:
 def _steps(id: str, title: str, points: Sequence[tuple[str, int, str]]) -> Chart:
     """A line of (what happens, bytes, phase), one after the other."""
     unit, scale = unit_for(size for _, size, _ in points)
-    first = {phase: i for i, (_, _, phase) in reversed(list(enumerate(points)))}
-    labels: dict[float, str] = {i: phase for phase, i in sorted(first.items(), key=lambda item: item[1])}
+    phases = [phase for _, _, phase in points]
+    # A phase of few moments has no room for its name.
+    labels: dict[float, str] = {phases.index(p): p for p in dict.fromkeys(phases) if phases.count(p) * 8 >= len(phases)}
     series = Series(title, [(i, size / scale) for i, (_, size, _) in enumerate(points)])
     chart = line_chart(id, title, [series], x="one step", unit=unit, zero=True, x_labels=labels)
     rows = [[what, memory_size(size), size] for what, size, _ in points]
@@ -57,7 +58,7 @@ def _parts(memory: StepMemory) -> Chart:
     """Stacked bars: the parts at the peak of each moment."""
     unit, scale = unit_for([sum(parts.values()) for parts in memory.bars.values()] + [memory.limit or 0])
     bars = [Bar(name, {part: size / scale for part, size in parts.items()}) for name, parts in memory.bars.items()]
-    chart = bar_chart("memory", "Memory of a device by part, at the peak of each moment", bars, unit=unit)
+    chart = bar_chart("memory", "Memory by part, at the peak of each moment", bars, unit=unit)
     names = chart.names
     rows = [[name, *(memory_size(parts.get(part, 0)) for part in names), memory_size(sum(parts.values()))]
             for name, parts in memory.bars.items()]  # fmt: skip
@@ -101,5 +102,7 @@ def chart_svg(chart: Chart, width: float, height: float) -> str | None:
         return None
     names = list(chart.columns)
     values = [dict(zip(names, row, strict=True)) for row in zip(*chart.columns.values(), strict=True)]
-    still = {"width": width, "height": height, "autosize": {"type": "fit", "contains": "padding"}}
-    return str(vl_convert.vegalite_to_svg({**chart.spec, **still, "data": {"name": "values", "values": values}}))
+    spec = {**chart.spec, "width": width, "height": height, "autosize": {"type": "fit", "contains": "padding"}}
+    if "layer" in spec:  # without what only answers to the pointer
+        spec["layer"] = [layer for layer in spec["layer"] if "params" not in layer]
+    return str(vl_convert.vegalite_to_svg({**spec, "data": {"name": "values", "values": values}}))

@@ -37,19 +37,6 @@ SMALL = 6.1
 """The width of a character of small text."""
 CHART = 200.0
 """The height of a chart."""
-STYLE = """
-.plan{font-family:system-ui,sans-serif}
-.plan text{fill:var(--ink);font-size:12px}.plan .h1{font-size:17px;font-weight:600}.plan .h2{font-size:14px;font-weight:600}
-.plan .small{font-size:11px;fill:var(--muted)}.plan .name{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:11.5px}
-.plan .unit-name{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;font-weight:600}
-.plan .paper{fill:var(--paper)}.plan .band{fill:var(--box)}.plan .share{fill:var(--rule)}
-.plan .piece{fill:none;stroke:var(--muted);stroke-dasharray:2 2}.plan .held,.plan .sample{stroke:var(--rule)}
-.plan .trains .held,.plan .sample.trains{fill:var(--s0)}.plan .trains .in{fill:var(--paper);font-size:10.5px}
-.plan .frozen .held,.plan .sample.frozen{fill:url(#frozen)}.plan .frozen .in{font-size:10.5px;paint-order:stroke;stroke:var(--box);stroke-width:3px}
-.plan .on-host .held{stroke:var(--ink);stroke-width:2;stroke-dasharray:6 3}.plan .rank{fill:var(--box);stroke:var(--grid)}
-.plan .edge{stroke:var(--ink);stroke-width:2.5}
-.plan g[tabindex]{outline:none}.plan g[tabindex]:is(:focus,:hover) .band{stroke:var(--link);stroke-width:1.5}
-"""
 
 
 @dataclass(frozen=True)
@@ -91,30 +78,24 @@ def plan_svg(view: PlanView, title: str, charts: Sequence[Chart] = (), *, alone:
         part, y = draw(y)
         drawn += part
     y += MARGIN
-    style = (_colors() if alone else "") + STYLE
-    inside = [
-        element("title", escape(title)),
-        element("style", style),
-        _patterns(),
-        rect(0, 0, frame.width, y, "paper"),
-    ]
+    style = (_asset("page.css").partition("* {")[0] if alone else "") + _asset("plan.css")
+    inside = [element("title", escape(title)), element("style", style), _patterns()]
+    inside.append(rect(0, 0, frame.width, y, "paper"))
     return element(
         "svg", *inside, *drawn, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {frame.width:g} {y:g}",
         width=frame.width, height=y, class_="plan", role="figure",
     )  # fmt: skip
 
 
-def _colors() -> str:
-    """The colors of the pages, light and dark."""
-    return files("fullshard.reporting").joinpath("page.css").read_text(encoding="utf-8").partition("* {")[0]
+def _asset(name: str) -> str:
+    return files("fullshard.reporting").joinpath(name).read_text(encoding="utf-8")
 
 
 def _patterns() -> str:
-    stripes = element("path", d="M-1 1 l2 -2 M0 6 l6 -6 M5 7 l2 -2", stroke="var(--rule)", stroke_width=1.2)
-    back = element("rect", width=6, height=6, fill="var(--box)")
-    return element(
-        "defs", element("pattern", back, stripes, id="frozen", width=6, height=6, patternUnits="userSpaceOnUse")
-    )
+    stripes = element("path", d="M-1 1 l2 -2 M0 6 l6 -6 M5 7 l2 -2", class_="stripes")
+    back = element("rect", width=6, height=6, class_="band")
+    pattern = element("pattern", back, stripes, id="frozen", width=6, height=6, patternUnits="userSpaceOnUse")
+    return element("defs", pattern)
 
 
 def _heading(view: PlanView, title: str, frame: Frame) -> tuple[list[str], float]:

@@ -1,11 +1,12 @@
 """A sharding plan in the terminal: mesh, units, gathered bytes over a step, memory by part.
 
-Tables are as wide as the terminal; a narrow one leaves out the columns that matter least. Piped text has all of them and
-no colors.
+Tables are as wide as the terminal; a narrow one leaves out the columns that matter least. Piped text has all of them
+and no colors.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import sys
@@ -18,7 +19,7 @@ from rich.text import Text
 
 from fullshard.byte_size import memory_size
 from fullshard.reporting.gathered_timeline import Moment
-from fullshard.reporting.plan_view import ParameterRow, PlanView
+from fullshard.reporting.plan_view import PlanView
 from fullshard.reporting.plan_words import (
     dtype_text,
     mesh_words,
@@ -29,13 +30,11 @@ from fullshard.reporting.plan_words import (
     summary,
     times,
 )
-from fullshard.reporting.rank_grid import mesh_cells, numbers_text
+from fullshard.reporting.rank_grid import Column, mesh_cells, numbers_text
 from fullshard.reporting.step_memory import StepMemory
 from fullshard.reporting.svg import NOT_XML
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-WIDE, MEDIUM = 130, 90
-"""Widths from which all columns, and all but the least important, are shown."""
 SPARKS = 100
 """The most characters of a drawn line."""
 PIPED = 200
@@ -44,8 +43,13 @@ PIPED = 200
 
 def print_plan(title: str, view: PlanView, gathered: Sequence[Moment], memory: StepMemory) -> None:
     """Print a plan as wide as the terminal is."""
-    console = Console() if sys.stdout.isatty() else Console(width=PIPED)
-    console.print(draw_plan(title, view, gathered, memory, console.width), crop=False)
+    if sys.stdout.isatty():
+        console = Console()
+        console.print(draw_plan(title, view, gathered, memory, console.width))
+        return
+    console = Console(width=PIPED, file=io.StringIO(), record=True, color_system=None)
+    console.print(draw_plan(title, view, gathered, memory, PIPED))
+    print("\n".join(line.rstrip() for line in console.export_text().splitlines()))
 
 
 def draw_plan(
@@ -94,38 +98,61 @@ def _mesh(view: PlanView, width: int) -> Iterator[RenderableType]:
     yield table
 
 
+ORDER = ("unit, parameter", "shape", "dtype", "split", "per rank", "notes")
+"""The columns from left to right; those of chosen ranks follow."""
+LEAST_IMPORTANT = ("split", "dtype", "shape")
+"""What a narrow terminal leaves out, in this order."""
+
+
 def _units(view: PlanView, width: int) -> Iterator[RenderableType]:
-    columns = [("unit, parameter", "left"), ("per rank", "right")]
-    columns += [("shape", "left"), ("dtype", "left")] if width >= MEDIUM else []
-    columns += [("notes", "left")]
-    if view.chosen:
-        columns += [(f"rank {numbers_text(column.ranks)}", "left") for column in view.columns]
-    elif width >= WIDE:
-        columns += [("split", "left")]
-    table = _table(*columns)
-    for unit in view.units:
-        size = _text(times(unit.count, unit.plan.shard_bytes), "bold")
-        row: list[RenderableType] = [_text(_counted(unit.label, unit.count), "bold"), size]
-        row += [_text(unit.plan.module, "dim"), Text()] if width >= MEDIUM else []
-        row += [_text(f"{memory_size(unit.plan.gathered_bytes)} when gathered", "dim")]
-        table.add_row(*row)
-        for one in unit.parameters:
-            table.add_row(*_parameter(view, one, width))
+    rows = list(_rows(view))
+    names = [*(name for name in ORDER if not (view.chosen and name == "split")), *map(_rank_name, _chosen(view))]
+    widths = {name: max(len(name), *(len(row.get(name, "")) + 2 for row, _ in rows)) for name in names}
+    for name in LEAST_IMPORTANT:
+        if sum(widths[n] for n in names) > width and name in names:
+            names.remove(name)
+    table = _table(*((name, "right" if name == "per rank" else "left") for name in names))
+    for row, style in rows:
+        cells = [_text(row.get(name, ""), style if name != "notes" else "") for name in names]
+        table.add_row(cells[0] if style else Padding(cells[0], (0, 0, 0, 2)), *cells[1:])
     yield table
 
 
-def _parameter(view: PlanView, one: ParameterRow, width: int) -> Iterator[RenderableType]:
-    p = one.plan
-    yield Padding(_text(_counted(one.label, one.count)), (0, 0, 0, 2))
-    yield _text(times(one.count, p.shard_bytes))
-    if width >= MEDIUM:
-        yield _text(shape_text(p.shape))
-        yield _text(dtype_text(p))
-    yield _text(", ".join(one.notes), "green" if p.trainable else "")
-    if view.chosen:
-        yield from (_text(slice_text(cell, p)) for cell in one.cells)
-    elif width >= WIDE:
-        yield _text(split_text(p, view.grid))
+def _rows(view: PlanView) -> Iterator[tuple[dict[str, str], str]]:
+    """The cells of each row by column, and its style."""
+    for unit in view.units:
+        yield (
+            {
+                "unit, parameter": _counted(unit.label, unit.count),
+                "shape": unit.plan.module,
+                "per rank": times(unit.count, unit.plan.shard_bytes),
+                "notes": f"{memory_size(unit.plan.gathered_bytes)} when gathered",
+            },
+            "bold",
+        )
+        for one in unit.parameters:
+            p = one.plan
+            slices = zip(_chosen(view), one.cells, strict=view.chosen)
+            yield (
+                {
+                    "unit, parameter": _counted(one.label, one.count),
+                    "shape": shape_text(p.shape),
+                    "dtype": dtype_text(p),
+                    "split": split_text(p, view.grid),
+                    "per rank": times(one.count, p.shard_bytes),
+                    "notes": ", ".join(one.notes),
+                    **{_rank_name(column): slice_text(cell, p) for column, cell in slices},
+                },
+                "",
+            )
+
+
+def _chosen(view: PlanView) -> Sequence[Column]:
+    return view.columns if view.chosen else ()
+
+
+def _rank_name(column: Column) -> str:
+    return numbered("rank", column.ranks)
 
 
 def _counted(label: str, count: int) -> str:

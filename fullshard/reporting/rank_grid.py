@@ -97,7 +97,7 @@ class RankGrid:
             node = self.ranks_per_node if self.positions % self.ranks_per_node == 0 else 1
             width = node * -(-self.positions // (FOLDED_COLUMNS * node))
         groups = [range(i, min(i + width, self.positions)) for i in range(0, self.positions, width)]
-        return tuple(Column(tuple(g), tuple(sorted(self.ranks[g.start : g.stop].ravel().tolist()))) for g in groups)
+        return tuple(Column(tuple(g), _sorted(self.ranks[g.start : g.stop])) for g in groups)
 
 
 def axes_of(entry: object) -> tuple[str, ...]:
@@ -129,10 +129,11 @@ def mesh_cells(grid: RankGrid) -> list[list[Column]]:
     ranks = grid.ranks if grid.positions > 1 else grid.ranks.T
     places = [column.positions for column in grid.columns()] if grid.positions > 1 else _runs(len(ranks), MOST_COLUMNS)
     rows = _runs(ranks.shape[1], MOST_MESH_ROWS)
-    return [
-        [Column(tuple(place), tuple(sorted(ranks[np.ix_(list(place), list(row))].ravel().tolist()))) for place in places]
-        for row in rows
-    ]  # fmt: skip
+    return [[Column(place, _sorted(ranks[np.ix_(list(place), list(row))])) for place in places] for row in rows]
+
+
+def _sorted(ranks: np.ndarray) -> tuple[int, ...]:
+    return tuple(sorted(ranks.ravel().tolist()))
 
 
 def _runs(count: int, most: int) -> list[tuple[int, ...]]:
