@@ -109,7 +109,7 @@ def axes_of(entry: object) -> tuple[str, ...]:
 
 def numbers_text(numbers: Sequence[int], most: int = 4) -> str:
     """Numbers in few words: `0–7, 16–23`, `0, 8 … 504`."""
-    step = numbers[1] - numbers[0] if len(numbers) > 2 else 1
+    step = numbers[1] - numbers[0] if len(numbers) > most else 1
     if step > 1 and all(b - a == step for a, b in itertools.pairwise(numbers)):
         return f"{numbers[0]}, {numbers[1]} … {numbers[-1]}"
     runs: list[list[int]] = []
