@@ -8,6 +8,7 @@ from __future__ import annotations
 from fullshard.lazy_names import lazy_names
 
 _HOMES = {
+    "MemoryEstimate": "memory",
     "PlannedModel": "planned_model",
     **dict.fromkeys(("BatchShape", "Segment", "StepTrace"), "step_trace"),
     "Estimate": "estimate",

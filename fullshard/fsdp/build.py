@@ -5,7 +5,7 @@ If the module contains wrapped modules, their units join the new engine, which f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
-from fullshard.fsdp.plan_model import Earlier, plan_model, replica_axes, terms_of
+from fullshard.fsdp.plan_model import Earlier, plan_model, replica_axes, terms_of, with_children
 from fullshard.fsdp.planner import Terms
 from fullshard.fsdp.prefetch import PrefetchSettings
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
@@ -88,7 +88,7 @@ def assemble(
         _wrap_children(root, chosen, auto_wrapper_callable, options.mesh, wrapper_options)
         chosen = []
     inner_units = [unit for engine in _inner_engines(root, options) for unit in engine.units]
-    ignored = _with_children(options.ignored)
+    ignored = with_children(options.ignored)
     means = _means(options)
     sync = _materialize(root, options, ignored)
     plan = _make_plan(root, chosen, inner_units, options, ignored)
@@ -171,10 +171,6 @@ def _inner_engines(root: nn.Module, options: Options) -> list[Engine]:
         engines[id(engine)] = engine
         engine.reset()  # its own meter counts what it has gathered
     return list(engines.values())
-
-
-def _with_children(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    return {below for module in modules for below in module.modules()}
 
 
 def _earlier(root: nn.Module, inner_units: list[Unit]) -> dict[int, ShardedParameter]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 
 from fullshard.errors import FSDPError
+from fullshard.fsdp import policy as policies
 from fullshard.fsdp.host_table import stays_on_host
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.planner import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, Terms, plan_parameter, plan_unit
@@ -40,6 +41,27 @@ class Sites(NamedTuple):
     parameter: nn.Parameter
     names: list[str]
     sites: list[Site]
+
+
+def plan_fsdp(
+    root: nn.Module, mesh: Mesh, *, point_to_point: bool, auto_wrap_policy: Any = None,
+    extra_data_axis: str | None = None, strategy: ShardingStrategy | str | int = ShardingStrategy.FULL_SHARD,
+    mixed_precision: Any = None, ignored_modules: Iterable[nn.Module] | None = None,
+    small_parameter_bytes: int | None = None, **options: Any,
+) -> ShardingPlan:  # fmt: skip
+    """The plan that `FSDPv2(root, mesh, …)` would make; its other `options` do not change the plan."""
+    terms = terms_of(
+        mesh, ShardingStrategy.of(strategy), MixedPrecision.of(mixed_precision), extra_data_axis, small_parameter_bytes,
+        point_to_point=point_to_point,
+    )  # fmt: skip
+    ignored = set(ignored_modules or ())
+    chosen = policies.find_units(root, policies.resolve(auto_wrap_policy, root), ignored)
+    return plan_model(root, chosen, terms, with_children(ignored))
+
+
+def with_children(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules and all modules inside them."""
+    return {below for module in modules for below in module.modules()}
 
 
 def terms_of(

@@ -22,8 +22,8 @@ from fullshard.paths import replace_text, within
 from fullshard.results.find_plan import StoredPlan, find_plan
 
 if TYPE_CHECKING:
+    from fullshard.capacity.engine_memory import Schedule
     from fullshard.fsdp.plan import ShardingPlan
-    from fullshard.fsdp.prefetch import PrefetchSettings
     from fullshard.reporting.step_memory import StepMemory
     from fullshard.train.plan_request import PlanRequest
 
@@ -59,7 +59,7 @@ class Shown:
     title: str
     plan: ShardingPlan
     ranks_per_node: int | None
-    prefetch: PrefetchSettings
+    schedule: Schedule | None
     memory: StepMemory | None
     """None if nothing but the plan is known."""
 
@@ -104,8 +104,6 @@ def check_out(name: str) -> Path:
 
 
 def _from_store(stored: StoredPlan, words: Sequence[str]) -> Shown:
-    from fullshard.fsdp.prefetch import PrefetchSettings
-
     known = options_of(StoredOptions)
     others, mine = separate(words, _by_name(known))
     if others:
@@ -119,7 +117,7 @@ def _from_store(stored: StoredPlan, words: Sequence[str]) -> Shown:
     estimate = stored.estimate
     memory = _memory_of_run(estimate) if estimate is not None else None
     per_node = per_node or (estimate or {}).get("machine", {}).get("gpus_per_node")
-    return Shown(stored.title, stored.plan, per_node, PrefetchSettings(), memory)
+    return Shown(stored.title, stored.plan, per_node, None, memory)
 
 
 def _memory_of_run(estimate: dict[str, Any]) -> StepMemory | None:
@@ -136,8 +134,8 @@ def _memory_of_run(estimate: dict[str, Any]) -> StepMemory | None:
 
 
 def _from_estimate(request: PlanRequest) -> Shown:
-    from fullshard.fsdp.prefetch import PrefetchSettings
-    from fullshard.fsdp.strategy import BackwardPrefetch
+    from fullshard.capacity.engine_memory import Schedule
+    from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
     from fullshard.reporting.step_memory import StepMemory
     from fullshard.train.estimate_run import estimate_run
 
@@ -148,7 +146,7 @@ def _from_estimate(request: PlanRequest) -> Shown:
         f"{estimate.model} on {machine.num_processes:,} × {machine.name}",
         estimate.plan,
         machine.gpus_per_node,
-        PrefetchSettings(engine.forward_prefetch is not False, ahead),
+        Schedule(ShardingStrategy[estimate.plan.strategy], engine.forward_prefetch is not False, ahead),
         StepMemory(memory.moments, memory.timeline, memory.reserved, machine.device_memory, estimate.assumptions),
     )
 
@@ -157,12 +155,12 @@ def _from_estimate(request: PlanRequest) -> Shown:
 
 
 def _draw(shown: Shown, options: ShowOptions, out: Path | None) -> None:
-    from fullshard.reporting.gathered_timeline import gathered_timeline
+    from fullshard.capacity.gathered_timeline import gathered_timeline
     from fullshard.reporting.plan_view import view_plan
     from fullshard.reporting.step_memory import memory_of_plan
 
     view = view_plan(shown.plan, shown.ranks_per_node, ranks=options.ranks, units=options.units)
-    gathered = gathered_timeline(shown.plan, shown.prefetch)
+    gathered = gathered_timeline(shown.plan, shown.schedule)
     memory = shown.memory or memory_of_plan(shown.plan, gathered)
     if out is not None:
         from fullshard.reporting.plan_charts import plan_charts

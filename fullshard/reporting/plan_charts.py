@@ -9,13 +9,12 @@ from typing import Any
 
 from fullshard.byte_size import memory_size
 from fullshard.reporting.charts import DRAWN, Bar, Chart, Series, bar_chart, line_chart
-from fullshard.reporting.gathered_timeline import Moment
-from fullshard.reporting.step_memory import StepMemory
+from fullshard.reporting.step_memory import GatheredMoment, StepMemory
 
 UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 
 
-def plan_charts(gathered: Sequence[Moment], memory: StepMemory) -> list[Chart]:
+def plan_charts(gathered: Sequence[GatheredMoment], memory: StepMemory) -> list[Chart]:
     """The charts in the order of a page."""
     charts = [_steps(
         "gathered", "Gathered parameters over one step",

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fullshard.reporting.gathered_timeline import Moment
 from fullshard.reporting.plan_view import ParameterRow, PlanView, UnitRow
-from fullshard.reporting.step_memory import StepMemory
+from fullshard.reporting.step_memory import GatheredMoment, StepMemory
 
 
-def plan_facts(title: str, view: PlanView, gathered: Sequence[Moment], memory: StepMemory) -> dict[str, Any]:
+def plan_facts(title: str, view: PlanView, gathered: Sequence[GatheredMoment], memory: StepMemory) -> dict[str, Any]:
     """The plan with its rows and columns, folded as in the picture. Sizes are bytes."""
     plan, grid = view.plan, view.grid
     return {

@@ -7,13 +7,12 @@ from importlib.resources import files
 from typing import Any
 
 from fullshard.byte_size import memory_size
-from fullshard.reporting.gathered_timeline import Moment
 from fullshard.reporting.page import fact_list, figures, folded, note, page, section, table
 from fullshard.reporting.plan_charts import plan_charts
 from fullshard.reporting.plan_svg import plan_svg
 from fullshard.reporting.plan_view import PlanView
 from fullshard.reporting.plan_words import dtype_text, shape_text, spec_text, split_text, summary
-from fullshard.reporting.step_memory import StepMemory
+from fullshard.reporting.step_memory import GatheredMoment, StepMemory
 
 STYLE = (
     "<style>.picture{overflow-x:auto}.picture svg{display:block;min-width:60rem;max-width:100%;height:auto}"
@@ -22,7 +21,7 @@ STYLE = (
 HEADER = ("unit", "units", "parameter", "parameters", "shape", "dtype", "spec", "split", "bytes per rank", "notes")
 
 
-def plan_page(title: str, view: PlanView, gathered: Sequence[Moment], memory: StepMemory) -> str:
+def plan_page(title: str, view: PlanView, gathered: Sequence[GatheredMoment], memory: StepMemory) -> str:
     """The whole page."""
     charts = plan_charts(gathered, memory)
     picture = f'{STYLE}<div class="picture">{plan_svg(view, title, alone=False)}</div>'

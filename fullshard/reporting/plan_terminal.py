@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.byte_size import memory_size
-from fullshard.reporting.gathered_timeline import Moment
 from fullshard.reporting.plan_view import PlanView
 from fullshard.reporting.plan_words import (
     dtype_text,
@@ -31,7 +30,7 @@ from fullshard.reporting.plan_words import (
     times,
 )
 from fullshard.reporting.rank_grid import Column, mesh_cells, numbers_text
-from fullshard.reporting.step_memory import StepMemory
+from fullshard.reporting.step_memory import GatheredMoment, StepMemory
 from fullshard.reporting.svg import NOT_XML
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -41,7 +40,7 @@ PIPED = 200
 """The width of text that no terminal limits."""
 
 
-def print_plan(title: str, view: PlanView, gathered: Sequence[Moment], memory: StepMemory) -> None:
+def print_plan(title: str, view: PlanView, gathered: Sequence[GatheredMoment], memory: StepMemory) -> None:
     """Print a plan as wide as the terminal is."""
     if sys.stdout.isatty():
         console = Console()
@@ -53,7 +52,7 @@ def print_plan(title: str, view: PlanView, gathered: Sequence[Moment], memory: S
 
 
 def draw_plan(
-    title: str, view: PlanView, gathered: Sequence[Moment], memory: StepMemory, width: int
+    title: str, view: PlanView, gathered: Sequence[GatheredMoment], memory: StepMemory, width: int
 ) -> RenderableType:  # fmt: skip
     """The plan as a rich renderable."""
     lines: list[RenderableType] = [_text(title, "bold"), *map(_text, summary(view))]
@@ -162,7 +161,7 @@ def _counted(label: str, count: int) -> str:
 # --- over time ------------------------------------------------------------------------------------------------------
 
 
-def _gathered(gathered: Sequence[Moment], width: int) -> Iterator[RenderableType]:
+def _gathered(gathered: Sequence[GatheredMoment], width: int) -> Iterator[RenderableType]:
     most = max(gathered, key=lambda moment: moment.bytes)
     yield _text(f"at most {memory_size(most.bytes)}, in {most.phase} of {most.unit or 'the root'}")
     if not most.bytes:

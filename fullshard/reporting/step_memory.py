@@ -6,12 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fullshard.fsdp.plan import ShardingPlan
-from fullshard.reporting.gathered_timeline import Moment
 
 ONLY_PARAMETERS = (
     "Memory of parameters and their gradients only: a checkpoint does not tell the batch, the optimizer or the device. "
     "Show the model with the run's settings to see all of it."
 )
+
+
+@dataclass(frozen=True)
+class GatheredMoment:
+    """A part of a step, and the bytes that are gathered in it."""
+
+    phase: str
+    """"forward", "loss" or "backward"."""
+    unit: str
+    """The unit that runs; empty for the root."""
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class StepMemory:
         return max(sums.items(), key=lambda item: item[1])
 
 
-def memory_of_plan(plan: ShardingPlan, gathered: Sequence[Moment]) -> StepMemory:
+def memory_of_plan(plan: ShardingPlan, gathered: Sequence[GatheredMoment]) -> StepMemory:
     """What the plan alone tells: shards, gathered units, gradients of the shards."""
     shards = plan.shard_bytes - plan.host_bytes
     gradients = sum(p.shard_bytes for unit in plan.units for p in unit.parameters if p.trainable)

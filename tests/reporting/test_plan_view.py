@@ -122,7 +122,9 @@ def test_names_and_ranks_fold_to_short_text() -> None:
     embedding = view.units[0].parameters[0].plan
     assert split_text(embedding, view.grid) == "dim 0: 2 × 23 + 1 × 21"
     assert numbers_text(range(8)) == "0–7" and numbers_text([0, 1, 2, 8, 9, 10]) == "0–2, 8–10"
-    assert numbers_text(range(0, 512, 8)) == "0, 8 … 504" and numbers_text([5]) == "5" and numbers_text([5, 6]) == "5, 6"
+    assert (
+        numbers_text(range(0, 512, 8)) == "0, 8 … 504" and numbers_text([5]) == "5" and numbers_text([5, 6]) == "5, 6"
+    )
 
 
 def test_many_ranks_are_folded_in_whole_nodes() -> None:
