@@ -8,7 +8,9 @@ from typing import Any
 
 from fullshard.capacity.machines import Machine
 from fullshard.capacity.memory import MemoryEstimate
+from fullshard.capacity.step_time import StepTime
 from fullshard.capacity.step_trace import BatchShape
+from fullshard.capacity.traffic import Traffic
 from fullshard.capacity.verdict import Verdict
 from fullshard.fsdp.activation_memory import Level
 from fullshard.fsdp.plan import ShardingPlan, UnitPlan
@@ -28,6 +30,8 @@ class Estimate:
     settings: dict[str, Any]
     """The settings that are not at their defaults."""
     plan: ShardingPlan
+    parameters: int
+    """The number of parameters; quantized weights count as the weights they store."""
     batch: BatchShape
     """The largest batch of the run."""
     layers: tuple[str, ...]
@@ -35,8 +39,8 @@ class Estimate:
     levels: tuple[Level, ...]
     """What each layer keeps for backward."""
     memory: MemoryEstimate
-    traffic: Any
-    time: Any
+    traffic: Traffic
+    time: StepTime
     flops_per_token: float
     verdict: Verdict
     assumptions: tuple[str, ...] = ()
@@ -50,10 +54,9 @@ class Estimate:
         return self.batch.tokens * self.batch.accumulation * self.machine.num_processes
 
     @property
-    def parameters(self) -> tuple[int, int]:
-        """The number of parameters that train, and of all; weights in 4 bits count as stored."""
-        every = [p for unit in self.plan.units for p in unit.parameters]
-        return sum(math.prod(p.shape) for p in every if p.trainable), sum(math.prod(p.shape) for p in every)
+    def trained(self) -> int:
+        """The number of parameters that train."""
+        return sum(math.prod(p.shape) for unit in self.plan.units for p in unit.parameters if p.trainable)
 
     def to_json(self) -> dict[str, Any]:
         """The estimate as plain data; docs/planning.md describes it. Sizes are bytes, times seconds."""
@@ -64,6 +67,7 @@ class Estimate:
             "model": self.model,
             "settings": self.settings,
             "machine": {**asdict(self.machine), "nodes": self.machine.nodes},
+            "parameters": {"all": self.parameters, "trained": self.trained},
             "mesh": dict(plan.axes),
             "strategy": plan.strategy,
             "batch": {**asdict(self.batch), "tokens_per_step": self.tokens},
@@ -82,7 +86,12 @@ class Estimate:
             "levels": [level.name.lower() for level in self.levels],
             "traffic": asdict(self.traffic),
             "flops_per_token": self.flops_per_token,
-            "time": asdict(self.time),
+            "time": {
+                "parts": self.time.parts,
+                "total": self.time.total,
+                "tokens_per_second": self.time.tokens_per_second,
+                "flops": self.time.flops,
+            },
             "assumptions": list(self.assumptions),
             "planned_in": self.seconds,
         }

@@ -41,13 +41,12 @@ def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
 def summary(estimate: Estimate) -> dict[str, str]:
     """What was planned."""
     machine, batch = estimate.machine, estimate.batch
-    trained, total = estimate.parameters
     mesh = " × ".join(f"{size} {name}" for name, size in estimate.plan.axes)
     packed = "packed " if batch.packed else ""
     micro = f" × {batch.accumulation} micro-batches" if batch.accumulation > 1 else ""
     ranks = f" × {machine.num_processes} devices" if machine.num_processes > 1 else ""
     return {
-        "model": f"{estimate.model}: {count(total)} parameters, {count(trained)} trained",
+        "model": f"{estimate.model}: {count(estimate.parameters)} parameters, {count(estimate.trained)} trained",
         "machine": f"{machine}; {memory_size(machine.device_memory)} per device, "
         f"{memory_size(machine.host_memory)} of host memory per node",
         "sharding": f"{estimate.plan.strategy} on {mesh}, {len(estimate.plan.units)} units",
@@ -85,7 +84,23 @@ def sections(estimate: Estimate) -> dict[str, dict[str, str]]:
     sent |= {"from host memory": traffic.from_host} if traffic.from_host else {}
     sent |= {"to host memory": traffic.to_host} if traffic.to_host else {}
     found["Sent by each device in a step"] = _sizes(sent) or {"nothing": ""}
+    found["Time of a step"] = times(estimate)
     return found
+
+
+def times(estimate: Estimate) -> dict[str, str]:
+    """The estimate of a step's time, by part."""
+    time = estimate.time
+    return {
+        **{part: duration(seconds) for part, seconds in time.parts.items()},
+        "total": f"{duration(time.total)}, {time.tokens_per_second:,.0f} tokens per second on all devices",
+        "operations": f"{count(estimate.flops_per_token)} per token without recomputation",
+    }
+
+
+def duration(seconds: float) -> str:
+    """A time such as 1.53 s or 12.4 ms."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def count(number: float) -> str:

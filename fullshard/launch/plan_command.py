@@ -34,16 +34,46 @@ def plan(words: Sequence[str]) -> int:
         show_plan_help()
         return 0
     request, options = read_request(words)
+    return search(request, options) if options.search else show(request, options)
+
+
+def show(request: PlanRequest, options: PlanOptions) -> int:
+    """Print what the run needs and costs."""
+    from fullshard.capacity.tables import print_estimate
     from fullshard.train.estimate_run import estimate_with_advice
 
-    estimate = estimate_with_advice(request)
+    estimate = estimate_with_advice(with_data(request))
     if options.json:
-        print(json.dumps(estimate.to_json()))
+        print(json.dumps(estimate.to_json(), default=str))
     else:
-        from fullshard.capacity.tables import print_estimate
-
         print_estimate(estimate)
     return DOES_NOT_FIT if estimate.verdict.fits is False else 0
+
+
+def search(request: PlanRequest, options: PlanOptions) -> int:
+    """Print the settings that fit the machine, the fastest first."""
+    from rich.console import Console
+
+    from fullshard.train.estimate_run import Pricing
+    from fullshard.train.plan_search import check_allowed, print_search, search_settings
+
+    allowed = check_allowed(options.allow)
+    progress = Console(stderr=True)
+    with progress.status("searching") as status:
+        found = search_settings(with_data(request), Pricing(), allowed, lambda what: status.update(f"searching: {what}"))
+    if options.json:
+        print(json.dumps(found.to_json(), default=str))
+    else:
+        print_search(found)
+    return 0 if found.fitting else DOES_NOT_FIT
+
+
+def with_data(request: PlanRequest) -> PlanRequest:
+    """The request with the lengths of the rows of its data, if they are known here."""
+    from fullshard.train.planned_batch import lengths_of_data
+
+    lengths, note = lengths_of_data(request.config, request.model, request.adapter)
+    return dataclasses.replace(request, lengths=lengths, notes=(*request.notes, note))
 
 
 def read_request(words: Sequence[str]) -> tuple[PlanRequest, PlanOptions]:

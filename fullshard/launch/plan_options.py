@@ -1,7 +1,5 @@
 """The options of `fullshard plan` that `fullshard sft` and `fullshard launch` do not have."""
 
-# ruff: noqa: RUF009 - options are fields
-
 from __future__ import annotations
 
 from dataclasses import dataclass

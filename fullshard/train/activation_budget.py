@@ -25,6 +25,7 @@ from torch import nn
 from fullshard import accelerator, runtime
 from fullshard.byte_size import memory_size
 from fullshard.capacity.host_memory import margin
+from fullshard.capacity.step_trace import BatchShape
 from fullshard.data.loader import Collator, Step
 from fullshard.data.token_table import TokenTable
 from fullshard.fsdp.activation_memory import (
@@ -61,6 +62,11 @@ class LargestBatch:
     length: int
     quadratic: bool = False
     """Whether attention keeps a value for each pair of tokens."""
+
+    def shape(self, config: SFTConfig) -> BatchShape:
+        """The same for a plan."""
+        rows = self.tokens // self.length
+        return BatchShape(rows, self.length, config.gradient_accumulation_steps, config.keeps_apart)
 
     def scale(self, step: Step) -> float:
         """How much more activation memory it needs than this step does."""

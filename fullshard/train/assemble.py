@@ -41,6 +41,7 @@ from fullshard.train.model import (
 )
 from fullshard.train.model_steps import adapt_model, ready_model
 from fullshard.train.optimizer import check_given, schedule_of
+from fullshard.train.plan_first import RunToPlan, plan_first
 from fullshard.train.read_model import read_model
 from fullshard.watchdog import collectives
 from fullshard.weights.fill import fill
@@ -137,12 +138,19 @@ def build_loop(
     reentrant = config.use_reentrant and not has_router_loss(model)
     if reentrant != config.use_reentrant:
         reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
+    largest = largest_batch(config, steps, model)
     activations = ActivationBudget(
-        layers, config.activation_budget if steps is not None else None, largest_batch(config, steps, model), sharded,
+        layers, config.activation_budget if steps is not None else None, largest, sharded,
         reporter.say, offload=config.activation_offloading, reentrant=reentrant,
     )  # fmt: skip
     optim = config.optim if trainer.makes_optimizer else None
     memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
+    if steps is not None and not config.skip_plan:
+        shape = largest.shape(config) if largest is not None else None
+        run = RunToPlan(
+            config, engine, sharded, parts.base, shape, reporter.total, trainer.makes_optimizer, trainer.makes_loss
+        )
+        trainer.estimate = plan_first(run, reporter.say)
     if parts.base is not None:
         fill(
             sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"),

@@ -53,12 +53,7 @@ def smaller_batch(request: PlanRequest) -> Iterator[Variant]:
         rows, steps = rows // 2, steps * 2
         settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
         words = f"per_device_train_batch_size {rows} with gradient_accumulation_steps {steps}"
-        variant = _run(request, words, WEIGHTS, **settings)
-        batch = request.batch
-        if batch is not None and batch.rows > 1:
-            batch = dataclasses.replace(batch, rows=rows, accumulation=steps)
-            variant = dataclasses.replace(variant, request=dataclasses.replace(variant.request, batch=batch))
-        yield variant
+        yield _run(request, words, WEIGHTS, **settings)
 
 
 def checkpointing(request: PlanRequest) -> Iterator[Variant]:
@@ -151,18 +146,17 @@ def offload_embedding(request: PlanRequest) -> Iterator[Variant]:
         yield _run(request, "offload_embedding true", ACTIVATIONS, offload_embedding=True)
 
 
-LEVERS: Sequence[Lever] = (
-    smaller_batch, checkpointing, activation_offload, loss_chunks, full_shard, more_devices, small_optimizer, adapters,
-    offload_weights, offload_embedding,
-)  # fmt: skip
+FREE: Sequence[Lever] = (smaller_batch, checkpointing, activation_offload, loss_chunks, full_shard)
+"""Levers that change nothing about the result, only time and memory."""
+LEVERS: Sequence[Lever] = (*FREE, more_devices, small_optimizer, adapters, offload_weights, offload_embedding)
 """From the change that matters least to the one that matters most."""
-
-
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
 
 Price = Callable[[PlanRequest], Estimate]
+FURTHEST = 99
+"""The position of what a lever offers last."""
 
 
 class ChangeSearch:
@@ -173,29 +167,31 @@ class ChangeSearch:
         self.tried = 0
 
     def find(self) -> Change | None:
-        for lever in LEVERS:
-            for variant in _variants(lever, self.request):
-                if (found := self._fitting(variant)) is not None:
-                    return found
-        return self._several()
-
-    def _several(self) -> Change | None:
-        """Pull one lever after the other as far as it goes on this machine; then add devices."""
+        """Each lever alone, then with all those before it that change nothing about the result; at last all levers
+        together, and on more devices."""
         pulled: list[tuple[Lever, int]] = []
-        at = Variant(self.request, keeps=WEIGHTS | ACTIVATIONS)
-        for lever in (*(one for one in LEVERS if one is not more_devices), more_devices):
-            further = list(_variants(lever, at.request))
-            for index, variant in enumerate(further):
-                if self._fitting(_after(at, variant)) is not None:
-                    return self._without_needless([*pulled, (lever, index)])
-            if further:
-                pulled.append((lever, len(further) - 1))
-                at = _after(at, further[-1])
+        for lever in LEVERS:
+            if (found := self._pull_next([], lever) or self._pull_next(pulled, lever)) is not None:
+                return found
+            if lever in FREE:
+                pulled.append((lever, FURTHEST))
+        for lever in (*(one for one in LEVERS if one not in (*FREE, more_devices)), more_devices):
+            if (found := self._pull_next(pulled, lever)) is not None:
+                return found
+            pulled.append((lever, FURTHEST))
+        return None
+
+    def _pull_next(self, pulled: Sequence[tuple[Lever, int]], lever: Lever) -> Change | None:
+        """What a lever offers after others have been pulled, if it fits."""
+        at = self._pull(pulled)
+        for index, variant in enumerate(_variants(lever, at.request)):
+            if (found := self._fitting(_after(at, variant))) is not None:
+                return self._without_needless([*pulled, (lever, index)]) if pulled else found
         return None
 
     def _without_needless(self, pulled: list[tuple[Lever, int]]) -> Change:
-        """The change with only those levers that it needs."""
-        for one in list(pulled):
+        """The change with only those levers that it needs; larger ones are let go first."""
+        for one in pulled[-2::-1]:
             fewer = [other for other in pulled if other is not one]
             if self._fitting(self._pull(fewer)) is not None:
                 pulled = fewer

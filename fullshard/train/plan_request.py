@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fullshard.capacity.machines import Machine
-from fullshard.capacity.step_trace import BatchShape
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.settings.sft_config import SFTConfig
 
@@ -23,7 +23,7 @@ class PlanRequest:
     adapter: str | None
     """The adapter to resume, by name or folder."""
     machine: Machine
-    batch: BatchShape | None = None
-    """The largest batch; None assumes full rows of `max_length` tokens."""
+    lengths: Sequence[int] | None = None
+    """The lengths of the longest rows of the data; None assumes full rows."""
     notes: tuple[str, ...] = ()
     """What was interpreted, for the user to read."""

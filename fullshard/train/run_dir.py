@@ -290,7 +290,9 @@ def remove_checkpoints(config: SFTConfig) -> None:
         shutil.rmtree(path)
 
 
-def write_settings(config: SFTConfig, facts: Mapping[str, Any]) -> None:
-    """Write the resolved settings to settings.json."""
+def write_settings(config: SFTConfig, facts: Mapping[str, Any], plan: Mapping[str, Any] | None = None) -> None:
+    """Write the resolved settings to settings.json, and what was planned to plan.json."""
     text = json.dumps({"settings": config.to_dict(), **facts}, indent=1, default=str)
+    if plan is not None:
+        replace_text(place_of(config) / PLAN, json.dumps(plan, default=str))
     replace_text(place_of(config) / SETTINGS, text)

@@ -362,7 +362,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         if runtime.is_main():
             engine = self.parts.engine
             facts = {"engine": engine.describe(), "launch": resolved_launch(), "ranks": runtime.world_size()}
-            run_dir.write_settings(self.args, {**facts, "versions": library_versions()})
+            run_dir.write_settings(self.args, {**facts, "versions": library_versions()}, self.planned())
             # Beside the checkpoints from the start, so that they can be used before the run has ended.
             save_tokenizer(self.parts.tokenizer, run_dir.place_of(self.args))
 

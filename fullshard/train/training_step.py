@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fullshard import accelerator, runtime
+from fullshard.capacity.estimate import Estimate
 from fullshard.data.loader import Batch, Step
 from fullshard.data.pretokenized import IGNORED
 from fullshard.errors import ConfigError
@@ -44,6 +45,8 @@ class TrainingStep:
 
     args: SFTConfig
     parts: Parts
+    estimate: Estimate | None = None
+    """What the run was planned to need; on the first rank."""
     loop: Loop
     accelerator: Accelerator
     callback_handler: Callbacks
@@ -89,6 +92,15 @@ class TrainingStep:
     def _batches_are_seen(self) -> bool:
         """Whether code of the script gets the batches."""
         return self.compute_loss_func is not None or any(overridden(self, name) for name in SEEN)
+
+    def planned(self) -> dict[str, Any] | None:
+        """The estimate as plain data."""
+        return self.estimate.to_json() if self.estimate is not None else None
+
+    @property
+    def makes_loss(self) -> bool:
+        """Whether loss and batches are the engine's own, not a script's."""
+        return self.data_collator is None and not self._batches_are_seen
 
     @property
     def aux_loss_enabled(self) -> bool:
