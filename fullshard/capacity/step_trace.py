@@ -55,3 +55,5 @@ class StepTrace:
     """The segments of one micro-batch in order: the model's own forward and its layers', loss, and backward."""
 
     segments: tuple[Segment, ...]
+    workspace: int = 0
+    """Bytes that are allocated in the first step and kept for the next: the buffer for dequantized weights."""
