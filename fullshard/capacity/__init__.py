@@ -8,11 +8,8 @@ from __future__ import annotations
 from fullshard.lazy_names import lazy_names
 
 _HOMES = {
-<<<<<<< HEAD
     "MemoryEstimate": "memory",
-=======
     "trace_step": "activations",
->>>>>>> w-A
     "PlannedModel": "planned_model",
     **dict.fromkeys(("BatchShape", "Segment", "StepTrace"), "step_trace"),
     "Estimate": "estimate",
