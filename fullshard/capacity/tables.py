@@ -50,7 +50,7 @@ def summary(estimate: Estimate) -> dict[str, str]:
         "machine": f"{machine}; {memory_size(machine.device_memory)} per device, "
         f"{memory_size(machine.host_memory)} of host memory per node",
         "sharding": f"{estimate.plan.strategy} on {mesh}, {len(estimate.plan.units)} units",
-        "batch": f"{batch.rows} {packed}rows × {batch.length:,} tokens{micro}{ranks} = {estimate.tokens:,} tokens a step",
+        "batch": f"{batch.rows} {packed}rows × {batch.length:,} tokens{micro}{ranks}, {estimate.tokens:,} tokens a step",
         "layers": describe_levels(estimate.levels),
     }
 
@@ -130,5 +130,3 @@ def _item(line: str) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_row("-", line)
     return table
-
-

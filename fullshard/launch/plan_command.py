@@ -10,7 +10,9 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from fullshard.byte_size import memory_size
 from fullshard.capacity.machines import MACHINES, Machine, find_machine
 from fullshard.configfile import SUFFIXES, read_file
 from fullshard.errors import ConfigError
@@ -24,6 +26,11 @@ from fullshard.train.checked_run import sharding_settings, starting_point
 from fullshard.train.cli_args import parse
 from fullshard.train.plan_request import PlanRequest
 
+if TYPE_CHECKING:
+    from fullshard.train.plan_search import SearchResult
+
+RANKED, WITH_FILE = 10, 3
+"""How many results of a search are listed, and how many with the file that runs them; JSON has all of both."""
 DOES_NOT_FIT = 1
 """The exit code for a run that does not fit."""
 
@@ -55,17 +62,42 @@ def search(request: PlanRequest, options: PlanOptions) -> int:
     from rich.console import Console
 
     from fullshard.train.estimate_run import Pricing
-    from fullshard.train.plan_search import check_allowed, print_search, search_settings
+    from fullshard.train.plan_search import check_allowed, search_settings
 
     allowed = check_allowed(options.allow)
     progress = Console(stderr=True)
     with progress.status("searching") as status:
-        found = search_settings(with_data(request), Pricing(), allowed, lambda what: status.update(f"searching: {what}"))
+        found = search_settings(
+            with_data(request), Pricing(), allowed, lambda what: status.update(f"searching: {what}")
+        )
     if options.json:
         print(json.dumps(found.to_json(), default=str))
     else:
         print_search(found)
     return 0 if found.fitting else DOES_NOT_FIT
+
+
+def print_search(found: SearchResult) -> None:
+    """The settings that fit, ranked, and the files of the first ones."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    best = found.fitting or ((found.nearest,) if found.nearest is not None else ())
+    if found.fitting:
+        console.print(f"{len(found.fitting)} of {found.tried} settings that were tried fit; the fastest first.")
+    else:
+        console.print(f"None of {found.tried} settings that were tried fits; this one comes nearest.")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
+    for name in ("", "tokens/s", "memory", "settings"):
+        table.add_column(name, justify="left" if name == "settings" else "right")
+    for number, one in enumerate(best[:RANKED], 1):
+        needs = memory_size(one.estimate.verdict.needs)
+        table.add_row(str(number), f"{one.tokens_per_second:,.0f}", needs, one.words)
+    console.print(table)
+    for number, one in enumerate(best[:WITH_FILE], 1):
+        console.print(f"\n# --- {number} ---")
+        console.out(one.yaml().rstrip(), highlight=False)
 
 
 def with_data(request: PlanRequest) -> PlanRequest:
@@ -144,8 +176,8 @@ def show_plan_help() -> None:
         "fullshard plan MODEL_OR_RUN.YAML [flags] [flags of fullshard sft] [flags of fullshard launch]",
         "Shows what a training run needs and costs before it runs: memory of each device by part and by moment, host "
         "memory, traffic, floating-point operations and time of a step; whether it fits, and if not, the smallest "
-        "change that would make it fit. Nothing is started or downloaded but the model's configuration; no GPU, weights "
-        "or data are needed.\n\n"
+        "change that would make it fit. Nothing is started, nothing but the model's configuration is downloaded, and no "
+        "GPU, weights or data are needed.\n\n"
         "MODEL is a folder, a name on the hub, or a config.json. RUN.YAML is the file of fullshard sft. All flags of "
         "fullshard sft and fullshard launch are accepted and mean the same, for example:\n\n"
         "fullshard plan meta-llama/Llama-3.1-8B --use_peft_lora --bf16 --machine h100-80gb --num_processes 8\n\n"

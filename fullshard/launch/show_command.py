@@ -137,9 +137,9 @@ def _from_estimate(request: PlanRequest) -> Shown:
     from fullshard.capacity.engine_memory import Schedule
     from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
     from fullshard.reporting.step_memory import StepMemory
-    from fullshard.train.estimate_run import estimate_run
+    from fullshard.train.estimate_run import Pricing
 
-    estimate = estimate_run(request)
+    estimate = Pricing()(request)
     engine, machine, memory = request.engine, estimate.machine, estimate.memory
     ahead = BackwardPrefetch.of(engine.backward_prefetch or BackwardPrefetch.BACKWARD_PRE)
     return Shown(

@@ -85,9 +85,7 @@ class Pricing:
                 lines.append(str(error))
                 traces, certain = untraced(planned), False
         with self.clock("memory"):
-            options = memory_options(
-                config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory
-            )
+            options = memory_options(config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory)
             if not own_optimizer:
                 options = dataclasses.replace(options, optimizer=dataclasses.replace(options.optimizer, name=None))
                 lines.append("the optimizer is the script's: its state is not counted")

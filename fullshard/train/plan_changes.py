@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fullshard.capacity.machines import MACHINES
 from fullshard.capacity.estimate import Estimate
+from fullshard.capacity.machines import MACHINES
 from fullshard.capacity.verdict import Change
 from fullshard.errors import UserError
 from fullshard.optimizers.names import SERVED

@@ -137,7 +137,8 @@ def describe(estimate: Estimate) -> str:
     memory, verdict = estimate.memory, estimate.verdict
     tight = "" if verdict.fits is not False else "; this may not fit"
     where = MOMENTS.get(memory.peak_moment, memory.peak_moment)
-    return f"plan: at most {memory_size(memory.peak)} of {memory_size(verdict.has)} allocated on each rank, {where}{tight}"
+    of = f"{memory_size(memory.peak)} of {memory_size(verdict.has)}"
+    return f"plan: at most {of} allocated on each rank, {where}{tight}"
 
 
 def machine_of_run() -> Machine:

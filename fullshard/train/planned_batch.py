@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fullshard.capacity.step_trace import BatchShape
+from fullshard.data.find_dataset import names_of
 from fullshard.data.loader import cached_table
 from fullshard.data.sources import hold_back
-from fullshard.errors import UserError
+from fullshard.errors import UserError, first_line
 from fullshard.models.attention import is_own
 from fullshard.models.attention_masks import BLOCK
 from fullshard.models.inner_model import causal
@@ -44,20 +46,24 @@ def assumed_length(config: SFTConfig, model: Any) -> tuple[int, str]:
     return (context, "the model's context") if context is not None else (CONTEXT, "neither data nor model limit it")
 
 
-def lengths_of_data(config: SFTConfig, place: Any, adapter: Any) -> tuple[Sequence[int] | None, str]:
+def lengths_of_data(config: SFTConfig, model: Any, adapter: Any) -> tuple[Sequence[int] | None, str]:
     """The lengths of all rows of the training data, if it is here and has been tokenized for this run; and a note for
-    the user."""
+    the user. Nothing is downloaded or tokenized."""
     if config.dataset_name is None:
         return None, "no data was named"
+    places = [*names_of(config.dataset_name), config.tokenizer_name_or_path or str(model or adapter)]
+    if not all(Path(place).expanduser().exists() for place in places):
+        return None, f"{config.dataset_name} and its tokenizer are not both on this machine"
     try:
-        tokenizer = read_tokenizer(config, place, adapter)
+        tokenizer = read_tokenizer(config, model, Path(adapter).expanduser() if adapter is not None else None)
         prepared_tokenizer(config, tokenizer)
         source = find(config).train
         if config.val_size:
             source, _ = hold_back(source, config.val_size, config.seed, config.streaming)
-        table = None if config.streaming else cached_table(source, tokenizer, text_settings(config, tokenizer), config.cache_dir)
+        settings = text_settings(config, tokenizer)
+        table = None if config.streaming else cached_table(source, tokenizer, settings, config.cache_dir)
     except UserError as error:
-        return None, f"the data cannot be read here ({error})"
+        return None, f"{config.dataset_name} cannot be read ({first_line(error)})"
     if table is None:
-        return None, "the data has not been tokenized yet (fullshard sft … --preview does that)"
+        return None, f"{config.dataset_name} has not been tokenized yet, which fullshard sft with --preview does"
     return np.asarray(table.row_sizes).tolist(), f"rows are those of {config.dataset_name}"
