@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.byte_size import file_size
 from fullshard.errors import ConfigError
 from fullshard.launch.help_text import HELP, show_help
-from fullshard.launch.plan_command import read_request
+from fullshard.launch.plan_command import read_request, with_data
 from fullshard.launch.sft_command import separate
 from fullshard.options import Option, option, options_of, parse_flags
 from fullshard.paths import replace_text, within
@@ -128,7 +128,10 @@ def _memory_of_run(estimate: dict[str, Any]) -> StepMemory | None:
         memory = estimate["memory"]
         timeline = tuple((str(what), int(size)) for what, size in memory["timeline"])
         moments = {name: {part: int(size) for part, size in own.items()} for name, own in memory["moments"].items()}
-        return StepMemory(moments, timeline, int(memory["reserved"]), estimate["machine"]["device_memory"])
+        machine, host = estimate["machine"], {part: int(size) for part, size in memory["host"].items()}
+        return StepMemory(
+            moments, timeline, int(memory["reserved"]), machine["device_memory"], host, machine["host_memory"]
+        )
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
@@ -139,7 +142,7 @@ def _from_estimate(request: PlanRequest) -> Shown:
     from fullshard.reporting.step_memory import StepMemory
     from fullshard.train.estimate_run import Pricing
 
-    estimate = Pricing()(request)
+    estimate = Pricing()(with_data(request))
     engine, machine, memory = request.engine, estimate.machine, estimate.memory
     ahead = BackwardPrefetch.of(engine.backward_prefetch or BackwardPrefetch.BACKWARD_PRE)
     return Shown(
@@ -147,8 +150,11 @@ def _from_estimate(request: PlanRequest) -> Shown:
         estimate.plan,
         machine.gpus_per_node,
         Schedule(ShardingStrategy[estimate.plan.strategy], engine.forward_prefetch is not False, ahead),
-        StepMemory(memory.moments, memory.timeline, memory.reserved, machine.device_memory, estimate.assumptions),
-    )
+        StepMemory(
+            memory.moments, memory.timeline, memory.reserved, machine.device_memory, memory.host, machine.host_memory,
+            tuple(note for note in estimate.assumptions if note not in estimate.time.assumptions),
+        ),
+    )  # fmt: skip
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------

@@ -51,14 +51,12 @@ def _unit(unit: UnitRow) -> dict[str, Any]:
 
 
 def _parameter(row: ParameterRow) -> dict[str, Any]:
-    p = row.plan
     return {
         "label": row.label,
         "count": row.count,
-        **asdict(p),
-        "padding": p.padding,
-        "shard_bytes": p.shard_bytes,
-        "gathered_bytes": p.gathered_bytes,
+        "shard_bytes": row.shard_bytes,
+        "gathered_bytes": row.gathered_bytes,
         "notes": list(row.notes),
+        "parts": [{**asdict(p), "padding": p.padding} for p in row.parts],
         "cells": [asdict(cell) for cell in row.cells],
     }

@@ -38,7 +38,10 @@ def facts(view: PlanView, memory: StepMemory) -> dict[str, Any]:
     where, what = summary(view)
     moment, peak = memory.peak
     limit = f" of {memory_size(memory.limit)}" if memory.limit is not None else ""
-    return {"mesh": where, "model": what, "memory of a device": f"{memory_size(peak)}{limit}, in {moment}"}
+    return {
+        "mesh": where, "model": what, "memory of a device": f"{memory_size(peak)}{limit}, in {moment}",
+        "host memory of a node": memory.host_words or None,
+    }  # fmt: skip
 
 
 def _parameters(view: PlanView) -> str:
@@ -51,5 +54,5 @@ def _rows(view: PlanView) -> Iterator[list[Any]]:
             p = row.plan
             yield [
                 unit.label, unit.count, row.label, row.count, shape_text(p.shape), dtype_text(p), spec_text(p),
-                split_text(p, view.grid), p.shard_bytes, ", ".join(row.notes),
+                split_text(p, view.grid), row.shard_bytes, ", ".join(row.notes),
             ]  # fmt: skip

@@ -16,6 +16,7 @@ from fullshard.reporting.mesh_svg import HEIGHT, draw_mesh, shortened
 from fullshard.reporting.plan_charts import chart_svg
 from fullshard.reporting.plan_view import Cell, ParameterRow, PlanView, UnitRow
 from fullshard.reporting.plan_words import (
+    counted,
     dtype_text,
     legend_words,
     mesh_words,
@@ -179,12 +180,11 @@ def _units(view: PlanView, frame: Frame, y: float) -> tuple[list[str], float]:
 
 def _unit(view: PlanView, unit: UnitRow, frame: Frame, y: float) -> tuple[str, float]:
     share = unit.count * unit.plan.shard_bytes / (view.plan.shard_bytes or 1)
-    label = unit.label + (f" × {unit.count}" if unit.count > 1 else "")
     inside = [
         element("title", escape(unit_title(unit))),
         rect(MARGIN, y, frame.right + TAIL - MARGIN, 24, "band"),
         rect(frame.left, y + 20, frame.ranks * share, 4, "share"),
-        text(MARGIN + 6, y + 16, fitted(label, LABEL - 12, 7.3), "unit-name"),
+        text(MARGIN + 6, y + 16, fitted(counted(unit.label, unit.count), LABEL - 12, 7.3), "unit-name"),
         text(frame.left + 4, y + 15, fitted(unit_words(unit, share), frame.right - frame.left, SMALL), "small"),
         text(frame.right + TAIL, y + 16, times(unit.count, unit.plan.shard_bytes), None, "end"),
     ]
@@ -202,28 +202,29 @@ def _unit(view: PlanView, unit: UnitRow, frame: Frame, y: float) -> tuple[str, f
 
 def _parameter(view: PlanView, unit: UnitRow, row: ParameterRow, frame: Frame, y: float) -> str:
     p = row.plan
-    name = row.label + (f" × {row.count}" if row.count > 1 else "")
     words = " · ".join((shape_text(p.shape), dtype_text(p), *row.notes))
     inside = [
         element("title", escape(parameter_title(row))),
         rect(MARGIN, y - 1, frame.right + TAIL - MARGIN, 29, "band", fill_opacity=0.35),
-        text(MARGIN + 18, y + 11, fitted(name, LABEL - 26, 7.0), "name"),
+        text(MARGIN + 18, y + 11, fitted(counted(row.label, row.count), LABEL - 26, 7.0), "name"),
         text(MARGIN + 18, y + 24, fitted(words, LABEL - 26, 5.8), "small"),
     ]
     width = frame.ranks / len(view.columns)
     for j, (column, cell) in enumerate(zip(view.columns, row.cells, strict=True)):
         inside.append(_cell(row, column, cell, frame.left + j * width + 2, y + 3, width - 4))
-    inside.append(text(frame.right + TAIL, y + 18, times(row.count, p.shard_bytes), None, "end"))
+    share = row.count * row.shard_bytes / (unit.plan.shard_bytes or 1)
+    inside.append(rect(frame.right + TAIL - share * (TAIL - 12), y + 22, share * (TAIL - 12), 3, "share"))
+    inside.append(text(frame.right + TAIL, y + 17, times(row.count, row.shard_bytes), None, "end"))
     classes = " ".join(("parameter", "trains" if p.trainable else "frozen", *(["on-host"] if p.on_host else [])))
     return element(
         "g", *inside, class_=classes, tabindex=0, data_unit=unit.label, data_parameter=row.label,
-        data_units=unit.count, data_count=row.count, data_shard_bytes=p.shard_bytes,
+        data_units=unit.count, data_count=row.count, data_shard_bytes=row.shard_bytes,
     )  # fmt: skip
 
 
 def _cell(row: ParameterRow, column: Column, cell: Cell, x: float, y: float, width: float) -> str:
     p = row.plan
-    full = len(column.ranks) * p.shard_bytes
+    full = len(column.ranks) * row.shard_bytes
     held = width * cell.bytes / full if full else 0.0
     facts = {
         "data_ranks": numbers_text(column.ranks), "data_bytes": cell.bytes, "data_least": cell.least,

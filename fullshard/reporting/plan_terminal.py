@@ -20,6 +20,7 @@ from rich.text import Text
 from fullshard.byte_size import memory_size
 from fullshard.reporting.plan_view import PlanView
 from fullshard.reporting.plan_words import (
+    counted,
     dtype_text,
     mesh_words,
     numbered,
@@ -122,7 +123,7 @@ def _rows(view: PlanView) -> Iterator[tuple[dict[str, str], str]]:
     for unit in view.units:
         yield (
             {
-                "unit, parameter": _counted(unit.label, unit.count),
+                "unit, parameter": counted(unit.label, unit.count),
                 "shape": unit.plan.module,
                 "per rank": times(unit.count, unit.plan.shard_bytes),
                 "notes": f"{memory_size(unit.plan.gathered_bytes)} when gathered",
@@ -134,11 +135,11 @@ def _rows(view: PlanView) -> Iterator[tuple[dict[str, str], str]]:
             slices = zip(_chosen(view), one.cells, strict=view.chosen)
             yield (
                 {
-                    "unit, parameter": _counted(one.label, one.count),
+                    "unit, parameter": counted(one.label, one.count),
                     "shape": shape_text(p.shape),
                     "dtype": dtype_text(p),
                     "split": split_text(p, view.grid),
-                    "per rank": times(one.count, p.shard_bytes),
+                    "per rank": times(one.count, one.shard_bytes),
                     "notes": ", ".join(one.notes),
                     **{_rank_name(column): slice_text(cell, p) for column, cell in slices},
                 },
@@ -152,10 +153,6 @@ def _chosen(view: PlanView) -> Sequence[Column]:
 
 def _rank_name(column: Column) -> str:
     return numbered("rank", column.ranks)
-
-
-def _counted(label: str, count: int) -> str:
-    return f"{label} × {count}" if count > 1 else label
 
 
 # --- over time ------------------------------------------------------------------------------------------------------
@@ -193,4 +190,6 @@ def _memory(memory: StepMemory, width: int) -> Iterator[RenderableType]:
             words = ", ".join(f"{part} {memory_size(one[part])}" for part in largest)
             table.add_row(_text(name), _text(memory_size(sum(one.values())), "bold"), _text(words))
         yield table
+    if memory.host_words:
+        yield _text(f"host memory of a node: {memory.host_words}")
     yield from (_text(note, "dim") for note in memory.notes)

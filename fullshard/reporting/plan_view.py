@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,16 +44,33 @@ class Cell:
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """A parameter of a unit, or several that are alike."""
+    """A parameter of a unit, a quantized weight with its scales, or several of these that are alike."""
 
     label: str
-    plan: ParameterPlan
-    """The plan of the first."""
+    parts: tuple[ParameterPlan, ...]
+    """The parameters of the first: one, or the values and scales of a quantized weight, which are split alike."""
     count: int
     """How many there are in one unit."""
     notes: tuple[str, ...]
     cells: tuple[Cell, ...]
     """One per column, for one of them."""
+
+    @property
+    def plan(self) -> ParameterPlan:
+        return self.parts[0]
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of one of them, on the rank that holds the most."""
+        return sum(p.shard_bytes for p in self.parts)
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(p.gathered_bytes for p in self.parts)
+
+    def held(self, grid: RankGrid) -> np.ndarray:
+        """Bytes of one of them at each shard position."""
+        return np.sum([grid.held(p) for p in self.parts], axis=0)
 
 
 @dataclass(frozen=True)
@@ -70,15 +86,6 @@ class UnitRow:
     @property
     def count(self) -> int:
         return len(self.names)
-
-    @property
-    def trainable(self) -> int:
-        """Elements that train in one unit."""
-        return sum(row.count * math.prod(row.plan.shape) for row in self.parameters if row.plan.trainable)
-
-    @property
-    def elements(self) -> int:
-        return sum(row.count * math.prod(row.plan.shape) for row in self.parameters)
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ class PlanView:
         held = np.zeros(self.grid.positions, dtype=np.int64)
         for unit in self.units:
             for row in unit.parameters:
-                held += unit.count * row.count * self.grid.held(row.plan)
+                held += unit.count * row.count * row.held(self.grid)
         return held
 
     def most_in(self, column: Column) -> int:
@@ -186,43 +193,48 @@ def relative(name: str, unit: str) -> str:
 
 def _unit_row(units: Sequence[UnitPlan], grid: RankGrid, columns: Sequence[Column]) -> UnitRow:
     first = units[0]
-    groups: dict[object, list[ParameterPlan]] = {}
-    for p in first.parameters:
-        alike, names = _without_names(p, first.name)
-        groups.setdefault((alike, *(NUMBER.sub("#", name) for name in names)), []).append(p)
+    weights: dict[tuple[str, str], list[ParameterPlan]] = {}
     stored = {p.name for p in first.parameters}
-    rows = [
-        ParameterRow(
-            fold_names([relative(p.name, first.name) for p in group]), group[0], len(group), notes_of(group[0], stored),
-            _cells(group[0], grid, columns),
-        )
-        for group in groups.values()
-    ]  # fmt: skip
+    for p in first.parameters:
+        weights.setdefault(quantized_weight(p, stored), []).append(p)
+    groups: dict[object, list[tuple[str, list[ParameterPlan]]]] = {}
+    for (form, _), parts in weights.items():
+        outline = [_without_names(p, first.name) for p in parts]
+        alike = [(plan, *(NUMBER.sub("#", name) for name in names)) for plan, names in outline]
+        groups.setdefault((form, *alike), []).append((form, parts))
     label = fold_names([unit.name for unit in units]) or "(root)"
-    return UnitRow(label, tuple(unit.name for unit in units), first, tuple(rows))
+    rows = tuple(_parameter_row(group, first.name, grid, columns) for group in groups.values())
+    return UnitRow(label, tuple(unit.name for unit in units), first, rows)
 
 
-def _cells(p: ParameterPlan, grid: RankGrid, columns: Sequence[Column]) -> tuple[Cell, ...]:
-    starts, stops = grid.bounds(p)
-    held = grid.held(p)
-    cells = []
-    for column in columns:
-        own = held[list(column.positions)]
-        copies = len(column.ranks) // len(column.positions)
-        padding = (p.shard_bytes - own).sum() if p.gathers else 0
-        places = list(column.positions)
-        slices = zip(starts[places].min(axis=0).tolist(), stops[places].max(axis=0).tolist(), strict=True)
-        cells.append(
-            Cell(tuple(slices), int(own.sum()) * copies, int(own.min()), int(own.max()), int(padding) * copies)
-        )
-    return tuple(cells)
+def _parameter_row(
+    group: Sequence[tuple[str, list[ParameterPlan]]], unit: str, grid: RankGrid, columns: Sequence[Column]
+) -> ParameterRow:
+    form, parts = group[0]
+    label = fold_names([relative(own[0].name, unit) for _, own in group])
+    if len(parts) > 1:
+        weight, own = label.rpartition(".")[:2]
+        label = f"{weight}{own}[{', '.join(p.name.rpartition('.')[2] for p in parts)}]"
+    cells = tuple(_cell(parts, grid, column) for column in columns)
+    return ParameterRow(label, tuple(parts), len(group), notes_of(parts[0], form), cells)
 
 
-def notes_of(p: ParameterPlan, names: Iterable[str] = ()) -> tuple[str, ...]:
-    """What is special about a parameter, in words; `names` are those of the parameters of its unit."""
+def _cell(parts: Sequence[ParameterPlan], grid: RankGrid, column: Column) -> Cell:
+    places, copies = list(column.positions), len(column.ranks) // len(column.positions)
+    starts, stops = grid.bounds(parts[0])
+    slices = zip(starts[places].min(axis=0).tolist(), stops[places].max(axis=0).tolist(), strict=True)
+    own = np.sum([grid.held(p)[places] for p in parts], axis=0)
+    full = sum(p.shard_bytes for p in parts) if parts[0].gathers else own
+    return Cell(
+        tuple(slices), int(own.sum()) * copies, int(own.min()), int(own.max()), int((full - own).sum()) * copies
+    )
+
+
+def notes_of(p: ParameterPlan, form: str = "") -> tuple[str, ...]:
+    """What is special about a parameter, in words; `form` is its quantized format."""
     notes = ["trains" if p.trainable else "frozen"]
-    if storage := storage_of(p, set(names)):
-        notes.append(storage)
+    if form:
+        notes.append(form)
     if p.on_host:
         notes.append("on the host")
     elif p.gathers:
@@ -236,17 +248,16 @@ def notes_of(p: ParameterPlan, names: Iterable[str] = ()) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def storage_of(p: ParameterPlan, names: set[str]) -> str:
-    """The quantized format of a parameter (`4-bit`, `fp8`), or nothing: packed weights are bytes with scales beside
-    them (`quant/`)."""
-    if p.dtype.startswith("float8"):
-        return "fp8"
+def quantized_weight(p: ParameterPlan, names: Container[str]) -> tuple[str, str]:
+    """The format of a quantized parameter (`4-bit`, `fp8`) and the weight that it is a part of, given the names of its
+    unit's parameters: packed values are bytes with scales beside them (`quant/`). Others are weights of their own."""
+    stem = re.sub(r"(packed|absmax|nested|scales)$", "", p.name).removesuffix("_")
     if p.dtype != "uint8":
-        return ""
-    stem = re.sub(r"(packed|absmax|nested|scales)$", "", p.name)
+        return "fp8" if p.dtype.startswith("float8") else "", p.name
     if f"{stem}scales" in names:
-        return "fp8"
-    return "4-bit" if {f"{stem}absmax", f"{p.name}_absmax"} & names else "bytes"
+        return "fp8", stem
+    four_bits = f"{stem}absmax" in names or f"{stem}_absmax" in names
+    return ("4-bit", stem) if four_bits else ("bytes", p.name)
 
 
 def fold_names(names: Sequence[str]) -> str:

@@ -97,13 +97,21 @@ def unit_title(unit: UnitRow) -> str:
 
 def parameter_title(row: ParameterRow) -> str:
     """A parameter in full, for its tooltip."""
-    p = row.plan
-    lines = [row.label + (f" × {row.count}" if row.count > 1 else ""), f"shape {shape_text(p.shape)}"]
-    lines += [f"dtype {dtype_text(p)}" + (f", gradient reduced in {p.reduce_dtype}" if p.trainable else "")]
-    lines += [f"spec {spec_text(p)}", f"{memory_size(p.shard_bytes)} per rank ({p.shard_bytes:,} B)"]
-    if p.gathers:
-        lines.append(f"{memory_size(p.gathered_bytes)} when gathered ({p.gathered_bytes:,} B)")
+    lines = [counted(row.label, row.count)]
+    for p in row.parts:
+        own = f"{p.name.rpartition('.')[2]}: " if len(row.parts) > 1 else ""
+        lines.append(f"{own}shape {shape_text(p.shape)}, dtype {dtype_text(p)}, spec {spec_text(p)}")
+    if row.plan.trainable:
+        lines.append(f"gradient reduced in {row.plan.reduce_dtype}")
+    lines.append(f"{memory_size(row.shard_bytes)} per rank ({row.shard_bytes:,} B)")
+    if row.plan.gathers:
+        lines.append(f"{memory_size(row.gathered_bytes)} when gathered ({row.gathered_bytes:,} B)")
     return "\n".join([*lines, ", ".join(row.notes)])
+
+
+def counted(label: str, count: int) -> str:
+    """A name with how many it stands for."""
+    return f"{label} × {count}" if count > 1 else label
 
 
 def dtype_text(p: ParameterPlan) -> str:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fullshard.byte_size import memory_size
 from fullshard.fsdp.plan import ShardingPlan
 
+PARTS = (
+    "shards", "gathered", "gradients", "optimizer", "activations", "logits", "communication", "buffers", "workspace",
+)  # fmt: skip
+"""The parts of memory in the order of pictures; others follow."""
 ONLY_PARAMETERS = (
     "Memory of parameters and their gradients only: a checkpoint does not tell the batch, the optimizer or the device. "
     "Show the model with the run's settings to see all of it."
@@ -36,12 +41,16 @@ class StepMemory:
     """Memory beside what torch allocates."""
     limit: int | None = None
     """The memory of the device, if it is known."""
-    notes: tuple[str, ...] = field(default=())
+    host: Mapping[str, int] = field(default_factory=dict)
+    """Host memory of one node by part."""
+    host_limit: int | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """All parts, in the order of their first moment."""
-        return tuple(dict.fromkeys(part for parts in self.moments.values() for part in parts))
+        """The parts that need memory in some moment."""
+        found = {part for own in self.moments.values() for part, size in own.items() if size}
+        return (*(part for part in PARTS if part in found), *sorted(found - {*PARTS}))
 
     @property
     def bars(self) -> dict[str, dict[str, int]]:
@@ -54,6 +63,15 @@ class StepMemory:
         """The moment that needs the most, and its bytes."""
         sums = {moment: sum(parts.values()) for moment, parts in self.bars.items()}
         return max(sums.items(), key=lambda item: item[1])
+
+    @property
+    def host_words(self) -> str:
+        """Host memory of a node in words; empty if none is needed."""
+        if not self.host:
+            return ""
+        parts = ", ".join(f"{part} {memory_size(size)}" for part, size in self.host.items() if size)
+        limit = f" of {memory_size(self.host_limit)}" if self.host_limit else ""
+        return f"{memory_size(sum(self.host.values()))}{limit} ({parts})"
 
 
 def memory_of_plan(plan: ShardingPlan, gathered: Sequence[GatheredMoment]) -> StepMemory:
