@@ -202,7 +202,7 @@ def _unit(view: PlanView, unit: UnitRow, frame: Frame, y: float) -> tuple[str, f
 
 def _parameter(view: PlanView, unit: UnitRow, row: ParameterRow, frame: Frame, y: float) -> str:
     p = row.plan
-    words = " · ".join((shape_text(p.shape), dtype_text(p), *row.notes))
+    words = " · ".join((row.notes[0], shape_text(p.shape), dtype_text(p), *row.notes[1:]))
     inside = [
         element("title", escape(parameter_title(row))),
         rect(MARGIN, y - 1, frame.right + TAIL - MARGIN, 29, "band", fill_opacity=0.35),

@@ -102,16 +102,24 @@ ORDER = ("unit, parameter", "shape", "dtype", "split", "per rank", "notes")
 """The columns from left to right; those of chosen ranks follow."""
 LEAST_IMPORTANT = ("split", "dtype", "shape")
 """What a narrow terminal leaves out, in this order."""
+NOTES, NARROW = 30, 12
+"""The widths of notes for which other columns are left out, and to which they shrink at most."""
 
 
 def _units(view: PlanView, width: int) -> Iterator[RenderableType]:
     rows = list(_rows(view))
     names = [*(name for name in ORDER if not (view.chosen and name == "split")), *map(_rank_name, _chosen(view))]
     widths = {name: max(len(name), *(len(row.get(name, "")) + 2 for row, _ in rows)) for name in names}
+    widths[names[0]] += 2  # parameters are indented
+    notes = min(widths["notes"], NOTES)
     for name in LEAST_IMPORTANT:
-        if sum(widths[n] for n in names) > width and name in names:
+        if sum(widths[n] for n in names) - widths["notes"] + notes > width and name in names:
             names.remove(name)
     table = _table(*((name, "right" if name == "per rank" else "left") for name in names))
+    room = width - sum(widths[name] for name in names) + widths["notes"]
+    if NARROW <= room < widths["notes"]:  # notes are wrapped rather than names
+        table.columns[0].width = widths[names[0]] - 2
+        table.columns[names.index("notes")].width = room - 2
     for row, style in rows:
         cells = [_text(row.get(name, ""), style if name != "notes" else "") for name in names]
         table.add_row(cells[0] if style else Padding(cells[0], (0, 0, 0, 2)), *cells[1:])

@@ -213,8 +213,7 @@ def _parameter_row(
     form, parts = group[0]
     label = fold_names([relative(own[0].name, unit) for _, own in group])
     if len(parts) > 1:
-        weight, own = label.rpartition(".")[:2]
-        label = f"{weight}{own}[{', '.join(p.name.rpartition('.')[2] for p in parts)}]"
+        form = f"{form} with {', '.join(p.name.rpartition('.')[2] for p in parts[1:])}"
     cells = tuple(_cell(parts, grid, column) for column in columns)
     return ParameterRow(label, tuple(parts), len(group), notes_of(parts[0], form), cells)
 

@@ -48,14 +48,14 @@ WORDS = {
     "bucket": "bucket: small or padded, sent together with the unit's other small parameters",
     "not split": "not split: whole on every rank",
     "on the host": "on the host: whole in the host memory of every rank (thick dashes)",
-    "4-bit": "4-bit: packed values and their scales, sent as they are",
-    "fp8": "fp8: values and one scale per row, sent as they are",
+    "4-bit": "4-bit: packed values with their scales, sent as they are",
+    "fp8": "fp8: values with one scale per row, sent as they are",
 }
 
 
 def legend_words(view: PlanView) -> list[str]:
     """What the notes beside parameters mean, in lines of two."""
-    there = {note for unit in view.units for row in unit.parameters for note in row.notes}
+    there = " ".join(note for unit in view.units for row in unit.parameters for note in row.notes)
     words = [meaning for note, meaning in WORDS.items() if note in there]
     return [" · ".join(words[i : i + 2]) for i in range(0, len(words), 2)]
 

@@ -106,8 +106,8 @@ def test_rows_say_what_is_special() -> None:
     two = {"fsdp": 2}
     assert notes("tied", two, "embed_tokens.weight") == ("trains", "bucket", "padded by 1", "tied: lm_head.weight")
     assert notes("qlora", two, "embed_tokens.weight") == ("frozen", "on the host")
-    assert notes("qlora", two, "q_proj.base_layer.[packed, absmax, nested]")[:2] == ("frozen", "4-bit")
-    assert notes("fp8", two, "q_proj.base_layer.[packed, scales]")[:2] == ("frozen", "fp8")
+    assert notes("qlora", two, "q_proj.base_layer.packed")[:2] == ("frozen", "4-bit with absmax, nested")
+    assert notes("fp8", two, "q_proj.base_layer.packed")[:2] == ("frozen", "fp8 with scales")
     assert notes("lora", two, "q_proj.lora_A.default.weight")[0] == "trains"
     assert notes("full", {"fsdp": 1}, "norm.weight") == ("trains", "not split")
 
