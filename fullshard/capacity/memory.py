@@ -78,7 +78,7 @@ class MemoryOptions:
     in_flight: int = 1
     offload: bool = False
     """Whether shards, gradients and optimizer state are in host memory."""
-    optimizer: OptimizerMemory = OptimizerMemory("adamw_torch_fused")
+    optimizer: OptimizerMemory = field(default_factory=lambda: OptimizerMemory("adamw_torch_fused"))
     buffers: int = 0
     """Bytes of the model's buffers."""
     unsharded: Sequence[ParameterPlan] = ()

@@ -20,6 +20,7 @@ from fullshard.capacity.step_trace import BatchShape
 from fullshard.fsdp.activation_memory import Level
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.checked_run import sharding_settings
 from fullshard.train.planned_memory import plan_memory
 from fullshard.train.planned_model import planned_model
 from tests.memory_tracker import MemoryTracker
@@ -53,11 +54,12 @@ class Setting:
         return SFTConfig(
             output_dir=str(folder / "out"), overwrite=True, max_steps=STEPS, per_device_train_batch_size=self.rows,
             max_length=self.length, learning_rate=1e-3, logging_strategy="no", save_strategy="no", report_to="none",
-            progress="quiet", train_sampling_strategy="sequential", **self.train, **more,
+            progress="quiet", train_sampling_strategy="sequential",
+            **{"bf16": False, "torch_dtype": "float32", "use_cpu": True, **self.train, **more},
         )  # fmt: skip
 
-    def shards(self, **more: Any) -> EngineSettings:
-        return EngineSettings(**self.engine, **more)
+    def sharding(self, config: SFTConfig) -> EngineSettings:
+        return sharding_settings(config, EngineSettings(**self.engine), [])
 
     def rows_of_data(self, accumulation: int) -> list[dict[str, Any]]:
         generator = torch.Generator().manual_seed(1)
@@ -93,7 +95,7 @@ def measure(setting: Setting, model: Path, folder: Path, stacks: bool = False) -
     from tests.data.tiny import make_tokenizer
 
     prepared = {"skip_prepare_dataset": True} if setting.packed else {}
-    config = setting.config(folder, use_cpu=True, **prepared)
+    config = setting.config(folder, **prepared)
     data = setting.rows_of_data(config.gradient_accumulation_steps)
     with MemoryTracker(stacks) as tracker:
         tracker.mark("load")
@@ -141,8 +143,8 @@ def _mark_moments(trainer: Any, tracker: MemoryTracker) -> None:
 
 def plan(setting: Setting, model: Path, folder: Path, nodes: int = 1) -> tuple[list[Level], MemoryEstimate]:
     """The estimate for a setting, from the model's config.json alone."""
-    config, engine = setting.config(folder), setting.shards(use_cpu=True)
-    planned = planned_model(config, engine, model / "config.json", setting.ranks, nodes, device="cpu")
+    config = setting.config(folder)
+    planned = planned_model(config, setting.sharding(config), model / "config.json", setting.ranks, nodes, device="cpu")
     batch = BatchShape(setting.rows, setting.length, config.gradient_accumulation_steps, setting.packed)
     return plan_memory(config, planned, batch, setting.ranks)
 
