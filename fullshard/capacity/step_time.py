@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fullshard.capacity.machines import Machine
 from fullshard.capacity.overlap import Stage, overlapped
@@ -20,10 +21,14 @@ from fullshard.fsdp.plan import ShardingPlan, UnitPlan, item_size
 from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
 
 # Measured on one H200; other devices are taken to reach the same shares of their datasheets.
-PRODUCTS = 0.70
-"""The share of the dense rate that matrix products and attention reach."""
+PRODUCTS, FP8_PRODUCTS, ATTENTION = 0.70, 0.62, 0.40
+"""The shares of the dense rates that matrix products, those with fp8 weights, and attention reach."""
 MEMORY = 0.74
 """The share of the memory bandwidth that a copy reaches."""
+FUSED = 0.38
+"""The share of the traced bytes that layers still read and write once they are compiled."""
+BACKWARD = 2.5
+"""Operations of attention's backward, as a multiple of those of its forward."""
 LINK = 0.80
 """The share of a link's bandwidth that a collective reaches."""
 HOP = 3e-6
@@ -47,6 +52,8 @@ class StepOptions:
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
     optimizer_state: int = 0
     """Bytes of optimizer state on one rank."""
+    compiled: bool = False
+    """Whether layers are compiled."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,7 @@ class _Clock:
         self.replicas = ring_along(plan, plan.replica_axes, machine.gpus_per_node, direct)
         self.rate = rate_of(machine, options.dtype)
         self.bandwidth = machine.memory_bandwidth * MEMORY
+        self.fused = FUSED if options.compiled else 1.0
         self.units = _units_by_layer(plan, step.layers)
         keeps = ShardingStrategy[plan.strategy].keeps_after_forward
         kept = {plan.units[0].name, *units_without_backward(plan)}
@@ -201,27 +209,29 @@ class _Clock:
         key = (step.kinds[name], moment, level, len(gathered))
         if key in self._made:
             return self._made[key]
-        stage = self._made[key] = self._stage(step.of_layer(index, moment), self._fp8_share(index, units))
-        passes = 1 + (moment == "backward" and level >= Level.RECOMPUTE)
+        recomputed = moment == "backward" and level >= Level.RECOMPUTE
+        stage = self._made[key] = self._stage(step.of_layer(index, moment))
+        forward = sum(s.flops for s in step.of_layer(index, "forward"))
+        weights = _sum_weights(map(matrix_weights, units))
+        tokens, passes = step.batch.tokens, 1 + recomputed
+        if weights.fp8 and "float8" in self.machine.flops:  # at a rate of their own
+            fp8 = 2 * tokens * weights.fp8 * passes
+            stage.products += fp8 / (self.machine.flops["float8"] * FP8_PRODUCTS) - fp8 / (self.rate * PRODUCTS)
+        if not weights.experts:  # what is left of the operations is attention
+            attention = max(0, forward - 2 * tokens * weights.all)
+            attention *= (BACKWARD if moment == "backward" else 1) + recomputed
+            stage.products += attention * (1 / ATTENTION - 1 / PRODUCTS) / self.rate
         # 4-bit weights are written out in 16 bits for a product.
-        stage.memory += passes * 2.5 * sum(quantized_elements(unit)[0] for unit in units) / self.bandwidth
+        stage.memory += passes * 2.5 * weights.four_bit / self.bandwidth
         stage.bus = self._bus(step.moved_input(index))
         self._gather(stage, gathered)
         if moment == "backward":
             self._reduce(stage, units)
         return stage
 
-    def _stage(self, segments: Sequence[Segment], fp8: float = 0.0) -> Stage:
-        flops = sum(s.flops for s in segments)
-        fp8_rate = self.machine.flops.get("float8", self.rate)
-        products = flops * ((1 - fp8) / self.rate + fp8 / fp8_rate) / PRODUCTS
-        return Stage(products=products, memory=sum(s.read_write for s in segments) / self.bandwidth)
-
-    def _fp8_share(self, index: int, units: Sequence[UnitPlan]) -> float:
-        """The share of a layer's operations that multiply fp8 weights."""
-        elements = sum(quantized_elements(unit)[1] for unit in units)
-        whole = sum(s.flops for s in self.step.of_layer(index, "forward"))
-        return min(1.0, 2 * self.step.batch.tokens * elements / whole) if whole else 0.0
+    def _stage(self, segments: Sequence[Segment]) -> Stage:
+        flops, moved = sum(s.flops for s in segments), sum(s.read_write for s in segments)
+        return Stage(products=flops / (self.rate * PRODUCTS), memory=moved * self.fused / self.bandwidth)
 
     def _gather(self, stage: Stage, units: Sequence[UnitPlan]) -> None:
         """Add what gathering units costs."""
@@ -279,8 +289,9 @@ class _Clock:
         """What the estimate takes for granted, in words."""
         machine, dtype = self.machine, self.options.dtype
         yield (
-            f"matrix products reach {PRODUCTS:.0%} of {self.rate / 1e12:,.4g} TFLOP/s ({dtype}), other operations "
-            f"{MEMORY:.0%} of {machine.memory_bandwidth / 1e9:,.4g} GB/s: the shares measured on one H200"
+            f"matrix products reach {PRODUCTS:.0%} of {self.rate / 1e12:,.4g} TFLOP/s ({dtype}), attention "
+            f"{ATTENTION:.0%}, other operations {MEMORY:.0%} of {machine.memory_bandwidth / 1e9:,.4g} GB/s: the shares "
+            f"measured on one H200"
         )
         if dtype not in machine.flops:
             yield f"{machine.name} has no {dtype} in hardware; its float32 rate is used"
@@ -300,17 +311,39 @@ def rate_of(machine: Machine, dtype: str) -> float:
     return machine.flops.get(dtype, machine.flops["float32"])
 
 
-def quantized_elements(unit: UnitPlan) -> tuple[int, int]:
-    """The number of a unit's weights that are stored in 4 bits, and in fp8."""
+class Weights(NamedTuple):
+    """The number of weights that a unit multiplies by, by how they are stored."""
+
+    plain: int = 0
+    four_bit: int = 0
+    fp8: int = 0
+    experts: int = 0
+    """Weights of several experts, of which a token uses some."""
+
+    @property
+    def all(self) -> int:
+        return sum(self)
+
+
+def matrix_weights(unit: UnitPlan) -> Weights:
+    """The weights of a unit's matrices."""
     names = {name for p in unit.parameters for name in p.names}
-    four_bit = fp8 = 0
+    found = Counter[str]()
     for p in unit.parameters:
         owner, _, part = p.name.rpartition(".")
-        if part == "packed" and f"{owner}.scales" in names:
-            fp8 += math.prod(p.shape)
+        count = math.prod(p.shape)
+        if len(p.shape) > 2 or "expert" in owner:
+            found["experts"] += count
         elif part == "packed":
-            four_bit += 2 * math.prod(p.shape)
-    return four_bit, fp8
+            eight = f"{owner}.scales" in names
+            found["fp8" if eight else "four_bit"] += count if eight else 2 * count
+        elif len(p.shape) == 2 and p.dtype != "uint8":
+            found["plain"] += count
+    return Weights(**found)
+
+
+def _sum_weights(units: Iterable[Weights]) -> Weights:
+    return Weights(*(sum(kind) for kind in zip(*units, strict=True)))
 
 
 def _units_by_layer(plan: ShardingPlan, layers: Sequence[str]) -> dict[str, list[UnitPlan]]:

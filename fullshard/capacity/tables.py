@@ -14,6 +14,10 @@ from fullshard.capacity.memory import MemoryEstimate
 from fullshard.fsdp.activation_memory import describe_levels
 
 GIB, MIB = 1024**3, 1024**2
+PARTS = (
+    "shards", "buffers", "gathered", "communication", "gradients", "optimizer", "activations", "logits", "workspace",
+)  # fmt: skip
+"""The order of parts of memory."""
 COLORS = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 
@@ -36,6 +40,9 @@ def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
     console.print(Text("Assumed", "bold"))
     for line in estimate.assumptions:
         console.print(_item(line))
+    spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in estimate.seconds.items())
+    console.print()
+    console.print(Text(f"Planned in {duration(sum(estimate.seconds.values()))}: {spent}.", "dim"))
 
 
 def summary(estimate: Estimate) -> dict[str, str]:
@@ -58,7 +65,11 @@ def summary(estimate: Estimate) -> dict[str, str]:
 def memory_table(memory: MemoryEstimate) -> Table:
     """Memory of one device, by part and moment."""
     unit, name = (GIB, "GiB") if memory.peak >= GIB else (MIB, "MiB")
-    parts = list(dict.fromkeys(part for moment in memory.moments.values() for part in moment))
+    largest: dict[str, int] = {}
+    for moment in memory.moments.values():
+        for part, size in moment.items():
+            largest[part] = max(size, largest.get(part, 0))
+    parts = sorted((part for part in largest if largest[part] >= unit / 200), key=_place)  # others show as 0.00
     table = Table(title=f"Memory of one device, {name}", title_style="bold", title_justify="left", box=None,
                   padding=(0, 2, 0, 0), header_style="", pad_edge=False)  # fmt: skip
     table.add_column("")
@@ -73,17 +84,24 @@ def memory_table(memory: MemoryEstimate) -> Table:
     return table
 
 
+def _place(part: str) -> int:
+    return PARTS.index(part) if part in PARTS else len(PARTS)
+
+
 def sections(estimate: Estimate) -> dict[str, dict[str, str]]:
     """Everything besides device memory, as rows of text by title."""
     traffic, found = estimate.traffic, dict[str, dict[str, str]]()
     if estimate.memory.host:
         host = {**estimate.memory.host, "total": estimate.memory.host_total}
         found["Host memory per node"] = _sizes(host)
-    sent = {f"{kind}, inside the node": size for kind, size in traffic.inside.items() if size}
-    sent |= {f"{kind}, to other nodes": size for kind, size in traffic.across.items() if size}
-    sent |= {"from host memory": traffic.from_host} if traffic.from_host else {}
-    sent |= {"to host memory": traffic.to_host} if traffic.to_host else {}
-    found["Sent by each device in a step"] = _sizes(sent) or {"nothing": ""}
+    sent = {
+        **{f"{kind}, inside the node": size for kind, size in traffic.inside.items()},
+        **{f"{kind}, to other nodes": size for kind, size in traffic.across.items()},
+        "from host memory": traffic.from_host, "to host memory": traffic.to_host,
+    }  # fmt: skip
+    least = sum(sent.values()) / 1000
+    shown = {name: size for name, size in sent.items() if size > least}
+    found["Sent by each device in a step"] = _sizes(shown) or {"nothing": ""}
     found["Time of a step"] = times(estimate)
     return found
 
@@ -94,7 +112,7 @@ def times(estimate: Estimate) -> dict[str, str]:
     return {
         **{part: duration(seconds) for part, seconds in time.parts.items()},
         "total": f"{duration(time.total)}, {time.tokens_per_second:,.0f} tokens per second on all devices",
-        "operations": f"{count(estimate.flops_per_token)} per token without recomputation",
+        "FLOPs": f"{count(estimate.flops_per_token)} per token, without recomputation",
     }
 
 

@@ -50,8 +50,8 @@ class Verdict:
     """Memory at that moment by part, the largest first."""
     certain: bool = True
     """False where the model's activations could not be traced and are left out."""
-    change: Change | None = None
-    """The smallest change that would make it fit; None where it fits, or nothing that was tried is enough."""
+    changes: tuple[Change, ...] = ()
+    """The smallest change that would make it fit; where that is more devices, also the smallest on these."""
     tried: int = 0
     """How many changes were tried."""
 
@@ -92,9 +92,11 @@ class Verdict:
     def _advice(self) -> list[str]:
         if self.fits or self.fits is None:
             return []
-        if self.change is None:
-            return [f"None of {self.tried} changes that were tried is enough on this machine."] if self.tried else []
-        return [f"Smallest change that fits: {self.change.words} ({memory_size(self.change.needs)} per device)."]
+        if not self.changes:
+            return [f"None of {self.tried} changes that were tried is enough."] if self.tried else []
+        starts = ("Smallest change that fits", "Without more devices")
+        words = [f"{change.words} ({memory_size(change.needs)} per device)" for change in self.changes]
+        return [f"{start}: {what}." for start, what in zip(starts, words, strict=False)]
 
 
 def judge(memory: MemoryEstimate, machine: Machine, certain: bool = True) -> Verdict:

@@ -10,9 +10,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fullshard.byte_size import memory_size
 from fullshard.capacity.machines import MACHINES, Machine, find_machine
 from fullshard.configfile import SUFFIXES, read_file
 from fullshard.errors import ConfigError
@@ -26,11 +24,6 @@ from fullshard.train.checked_run import sharding_settings, starting_point
 from fullshard.train.cli_args import parse
 from fullshard.train.plan_request import PlanRequest
 
-if TYPE_CHECKING:
-    from fullshard.train.plan_search import SearchResult
-
-RANKED, WITH_FILE = 10, 3
-"""How many results of a search are listed, and how many with the file that runs them; JSON has all of both."""
 DOES_NOT_FIT = 1
 """The exit code for a run that does not fit."""
 
@@ -59,45 +52,19 @@ def show(request: PlanRequest, options: PlanOptions) -> int:
 
 def search(request: PlanRequest, options: PlanOptions) -> int:
     """Print the settings that fit the machine, the fastest first."""
-    from rich.console import Console
-
+    from fullshard.progress import Terminal
     from fullshard.train.estimate_run import Pricing
     from fullshard.train.plan_search import check_allowed, search_settings
+    from fullshard.train.search_table import print_search
 
     allowed = check_allowed(options.allow)
-    progress = Console(stderr=True)
-    with progress.status("searching") as status:
-        found = search_settings(
-            with_data(request), Pricing(), allowed, lambda what: status.update(f"searching: {what}")
-        )
+    with Terminal(stderr=True).status("searching") as status:
+        found = search_settings(with_data(request), Pricing(), allowed, lambda what: status.update(f"trying {what}"))
     if options.json:
         print(json.dumps(found.to_json(), default=str))
     else:
         print_search(found)
     return 0 if found.fitting else DOES_NOT_FIT
-
-
-def print_search(found: SearchResult) -> None:
-    """The settings that fit, ranked, and the files of the first ones."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    best = found.fitting or ((found.nearest,) if found.nearest is not None else ())
-    if found.fitting:
-        console.print(f"{len(found.fitting)} of {found.tried} settings that were tried fit; the fastest first.")
-    else:
-        console.print(f"None of {found.tried} settings that were tried fits; this one comes nearest.")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    for name in ("", "tokens/s", "memory", "settings"):
-        table.add_column(name, justify="left" if name == "settings" else "right")
-    for number, one in enumerate(best[:RANKED], 1):
-        needs = memory_size(one.estimate.verdict.needs)
-        table.add_row(str(number), f"{one.tokens_per_second:,.0f}", needs, one.words)
-    console.print(table)
-    for number, one in enumerate(best[:WITH_FILE], 1):
-        console.print(f"\n# --- {number} ---")
-        console.out(one.yaml().rstrip(), highlight=False)
 
 
 def with_data(request: PlanRequest) -> PlanRequest:
@@ -114,6 +81,8 @@ def read_request(words: Sequence[str]) -> tuple[PlanRequest, PlanOptions]:
     own = {name: one for one in plan_options() if one.name not in launchers_own for name in (one.key, *one.flags)}
     rest, mine = separate(words, own)
     options = PlanOptions(**parse_flags(mine, plan_options(), "plan").values)
+    if options.allow and not options.search:
+        raise ConfigError("allow is what the search may change; it needs search.")
     sft_words, launchers = split(_with_model_flag(rest))
     arguments = parse(sft_words, command="plan")
     config, notes = arguments.config, list(arguments.notes)

@@ -108,7 +108,7 @@ class Pricing:
     def _planned(self, request: PlanRequest) -> PlannedModel:
         """The planned model; strategies that lay parameters out alike, with and without offload, share one."""
         config, engine, machine = request.config, request.engine, request.machine
-        wanted = {"sharding_strategy": engine.strategy, "reshard_after_forward": None}
+        wanted: dict[str, Any] = {"sharding_strategy": engine.strategy, "reshard_after_forward": None}
         wanted["offload_params"] = engine.offload_params
         alike = {**wanted, "sharding_strategy": LAYOUTS.get(engine.strategy, engine.strategy), "offload_params": False}
         built = dataclasses.replace(engine, **alike)
@@ -126,7 +126,7 @@ class Pricing:
     def _traced(self, planned: PlannedModel, batch: BatchShape, config: SFTConfig) -> dict[Level, StepTrace]:
         """One micro-batch at each level that layers may have, and without recomputation, which counts operations.
         How the model is sharded makes no difference to them."""
-        whole = {"sharding_strategy": None, "reshard_after_forward": None, "offload_params": False,
+        whole: dict[str, Any] = {"sharding_strategy": None, "reshard_after_forward": None, "offload_params": False,
                  "dp_replicate_size": None, "dp_shard_size": None}  # fmt: skip
         model = (_fixed(config), str(dataclasses.replace(planned.engine, **whole)), planned.device)
         found = {}
@@ -155,8 +155,8 @@ def advised(estimate: Estimate, request: PlanRequest, price: Pricing) -> Estimat
         return estimate
     search = ChangeSearch(request, estimate, price)
     began = time.perf_counter()
-    change = search.find()
-    verdict = dataclasses.replace(estimate.verdict, change=change, tried=search.tried)
+    changes = tuple(search.find())
+    verdict = dataclasses.replace(estimate.verdict, changes=changes, tried=search.tried)
     seconds = {**estimate.seconds, "advice": time.perf_counter() - began}
     return dataclasses.replace(estimate, verdict=verdict, seconds=seconds)
 
@@ -168,7 +168,7 @@ def step_options(config: SFTConfig, planned: PlannedModel, options: MemoryOption
     return StepOptions(
         "tf32" if name == "float32" and config.tf32 else name, options.offload, config.sync_each_batch,
         options.forward_prefetch, options.backward_prefetch,
-        sum(map(options.optimizer.unit_state, planned.plan.units)),
+        sum(map(options.optimizer.unit_state, planned.plan.units)), planned.engine.backend.lower() != "no",
     )  # fmt: skip
 
 

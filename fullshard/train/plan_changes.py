@@ -148,8 +148,8 @@ def offload_embedding(request: PlanRequest) -> Iterator[Variant]:
 
 FREE: Sequence[Lever] = (smaller_batch, checkpointing, activation_offload, loss_chunks, full_shard)
 """Levers that change nothing about the result, only time and memory."""
-LEVERS: Sequence[Lever] = (*FREE, more_devices, small_optimizer, adapters, offload_weights, offload_embedding)
-"""From the change that matters least to the one that matters most."""
+COSTLY: Sequence[Lever] = (small_optimizer, adapters, offload_weights, offload_embedding)
+"""Levers that train something else, or take much longer. Both lists begin with what matters least."""
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
@@ -160,25 +160,35 @@ FURTHEST = 99
 
 
 class ChangeSearch:
-    """Finds the smallest change that makes a run fit: one lever where one is enough, else several."""
+    """Finds the smallest change that makes a run fit. Each try is priced."""
 
     def __init__(self, request: PlanRequest, estimate: Estimate, price: Price) -> None:
         self.request, self.estimate, self.price = request, estimate, price
         self.tried = 0
 
-    def find(self) -> Change | None:
-        """Each lever alone, then with all those before it that change nothing about the result; at last all levers
-        together, and on more devices."""
-        pulled: list[tuple[Lever, int]] = []
-        for lever in LEVERS:
-            if (found := self._pull_next([], lever) or self._pull_next(pulled, lever)) is not None:
+    def find(self) -> list[Change]:
+        """The smallest change that fits, if there is one; where that is more devices, also the smallest without."""
+        if (free := self._first(FREE)) is not None:
+            return [free]
+        everything = [(lever, FURTHEST) for lever in FREE]
+        devices = self._pull_next([], more_devices) or self._pull_next(everything, more_devices)
+        here = self._first(COSTLY, everything)
+        if devices is None and here is None:
+            all_levers = [*everything, *((lever, FURTHEST) for lever in COSTLY)]
+            devices = self._pull_next(all_levers, more_devices)
+        return [change for change in (devices, here) if change is not None]
+
+    def _first(self, levers: Sequence[Lever], pulled: Sequence[tuple[Lever, int]] = ()) -> Change | None:
+        """Each lever alone, then after those that have been `pulled`; at last one after the other."""
+        for lever in levers:
+            for before in ([], list(pulled)) if pulled else ([],):
+                if (found := self._pull_next(before, lever)) is not None:
+                    return found
+        at = list(pulled)
+        for lever in levers:
+            if (found := self._pull_next(at, lever)) is not None:
                 return found
-            if lever in FREE:
-                pulled.append((lever, FURTHEST))
-        for lever in (*(one for one in LEVERS if one not in (*FREE, more_devices)), more_devices):
-            if (found := self._pull_next(pulled, lever)) is not None:
-                return found
-            pulled.append((lever, FURTHEST))
+            at.append((lever, FURTHEST))
         return None
 
     def _pull_next(self, pulled: Sequence[tuple[Lever, int]], lever: Lever) -> Change | None:

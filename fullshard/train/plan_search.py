@@ -8,6 +8,7 @@ Each result has the YAML file that runs it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +18,17 @@ import yaml
 from fullshard.byte_size import memory_size
 from fullshard.capacity.estimate import Estimate
 from fullshard.errors import ConfigError, UserError
+from fullshard.fsdp.plan import ShardingPlan, item_size
 from fullshard.options import nearest
 from fullshard.parallelize.fsdp_flags import read_section, read_words
 from fullshard.parallelize.settings import STRATEGIES
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.plan_request import PlanRequest
 
-METHODS = {
-    "lora": ("LoRA", {"use_4bit_quantization": False, "use_nested_quant": False, "base_dtype": None}),
-    "qlora": ("QLoRA", {"use_4bit_quantization": True, "base_dtype": None}),
-    "fp8": ("LoRA on fp8 weights", {"use_4bit_quantization": False, "use_nested_quant": False, "base_dtype": "fp8"}),
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"use_4bit_quantization": False, "use_nested_quant": False, "base_dtype": None},
+    "qlora": {"use_4bit_quantization": True, "base_dtype": None},
+    "fp8": {"use_4bit_quantization": False, "use_nested_quant": False, "base_dtype": "fp8"},
 }
 """What the search may turn a run into, if it is allowed to."""
 CHECKPOINTING: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -36,8 +38,6 @@ CHECKPOINTING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("full recomputation, inputs on the host", {"gradient_checkpointing": True, "activation_offloading": True}),
 )
 """From the fastest to the one that needs the least memory."""
-AUTO = 1
-"""The index of what adapts to the memory that is left."""
 FSDP_KEYS = ("sharding_strategy", "reshard_after_forward", "offload_params", "activation_checkpointing",
              "activation_checkpointing_offload")  # fmt: skip
 """Sharding settings that a candidate sets itself."""
@@ -58,6 +58,10 @@ class Found:
     @property
     def tokens_per_second(self) -> float:
         return float(self.estimate.time.tokens_per_second)
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.estimate.verdict.fits)
 
     @property
     def shortage(self) -> float:
@@ -135,9 +139,9 @@ def search_settings(
 ) -> SearchResult:
     """Find the settings that fit, the fastest first. `say` is told what is tried."""
     search = _Search(request, price, say)
-    for method, words in _methods(request, check_allowed(allow)):
-        for sharding, named in _shardings(method):
-            search.explore(sharding, [part for part in (words, named) if part])
+    allowed = check_allowed(allow)
+    for method in _methods(request, allowed):
+        search.explore(method, [method_name(method)] if allowed else [])
     found = sorted(search.fitting, key=lambda one: -one.tokens_per_second)
     return SearchResult(tuple(found), None if found else search.nearest, search.tried)
 
@@ -145,17 +149,27 @@ def search_settings(
 # --- what is tried --------------------------------------------------------------------------------------------------
 
 
-def _methods(request: PlanRequest, allowed: Sequence[str]) -> Iterator[tuple[PlanRequest, str]]:
+def _methods(request: PlanRequest, allowed: Sequence[str]) -> Iterator[PlanRequest]:
     """The run as it is, and what the user allows to make of it."""
-    yield request, ""
+    yield request
     config = request.config
     for name in allowed:
-        words, settings = METHODS[name]
         adapter = {} if config.adapter_kind or request.adapter else {"use_peft_lora": True}
-        changed = _with(request, **settings, **adapter)
+        changed = _with(request, **METHODS[name], **adapter)
         computes = name != "fp8" or "float8" in request.machine.flops
         if changed is not None and computes and changed.config.values() != config.values():
-            yield changed, words
+            yield changed
+
+
+def method_name(request: PlanRequest) -> str:
+    """What a run trains, in words."""
+    config = request.config
+    adapter = (config.adapter_kind or "lora").replace("lora", "LoRA")
+    if config.use_4bit_quantization:
+        return f"Q{adapter}" if adapter == "LoRA" else f"{adapter} on 4-bit weights"
+    if config.base_dtype:
+        return f"{adapter} on {config.base_dtype} weights"
+    return adapter if config.adapter_kind or request.adapter else "full fine-tuning"
 
 
 def _shardings(request: PlanRequest) -> Iterator[tuple[PlanRequest, str]]:
@@ -168,7 +182,7 @@ def _shardings(request: PlanRequest) -> Iterator[tuple[PlanRequest, str]]:
         strategies = [name for name in STRATEGIES if name.startswith("HYBRID") == engine.hybrid and name != "NO_SHARD"]
     for offload in (False, True) if not machine.shares_host_memory else (False,):
         for strategy in strategies:
-            changes = {
+            changes: dict[str, Any] = {
                 "sharding_strategy": strategy, "reshard_after_forward": None, "offload_params": offload,
                 "activation_checkpointing": False, "activation_checkpointing_offload": False,
             }  # fmt: skip
@@ -199,6 +213,9 @@ def _with(request: PlanRequest, **settings: Any) -> PlanRequest | None:
 
 
 class _Search:
+    """Tries what may be faster than what is known to fit. Memory grows with the micro-batch and falls with
+    recomputation; time falls with the micro-batch and grows with recomputation."""
+
     def __init__(self, request: PlanRequest, price: Price, say: Callable[[str], None]) -> None:
         config = request.config
         self.asked, self.price, self.say = request, price, say
@@ -206,34 +223,61 @@ class _Search:
         self.fitting: list[Found] = []
         self.nearest: Found | None = None
         self.tried = 0
+        self._kept: set[Any] = set()
+        """What fits of the current method."""
 
-    def explore(self, request: PlanRequest, words: list[str]) -> None:
-        """Find what fits of one method with one strategy. Memory grows with the micro-batch and falls with
-        recomputation, so that much need not be tried."""
-        least = self._try(request, words, len(CHECKPOINTING) - 1, self.splits[-1])
-        if least is None or not least.estimate.verdict.fits:
-            return
-        seen = set()
-        for index in range(len(CHECKPOINTING)):
-            for split in self.splits:
-                found = self._try(request, words, index, split)
-                if found is None or not found.estimate.verdict.fits:
-                    continue
-                key = (split, found.estimate.levels)
-                if key not in seen:  # what adapts may come to the same
-                    seen.add(key)
-                    self.fitting.append(found)
-                if index != AUTO:
-                    break  # smaller micro-batches are not faster
-            else:
+    def explore(self, method: PlanRequest, words: list[str]) -> None:
+        """Find what fits of one method: with each strategy, without and with offload."""
+        self._kept, weights, best = set(), None, set()
+        for request, named in _shardings(method):
+            impossible = weights is not None and _least_weights(request, weights) > request.machine.device_memory
+            if impossible or request.engine.strategy in best:  # offload only where something does not fit without
                 continue
-            if index == 0 and split == self.splits[0]:
-                return  # nothing is faster than the whole batch at once without recomputation
+            first = self._explore_sharding(request, [*words, *([named] if named else [])])
+            if first is not None:
+                weights = weights or weight_bytes(first.estimate.plan)
+                best |= {request.engine.strategy} if first.fits else set()
 
-    def _try(self, request: PlanRequest, words: list[str], index: int, split: tuple[int, int]) -> Found | None:
+    def _explore_sharding(self, request: PlanRequest, words: list[str]) -> Found | None:
+        """One strategy: the largest micro-batch that fits with each kind of recomputation. Returns the whole batch at
+        once without recomputation, whether it fits or not."""
+        none, auto, full, on_host = range(len(CHECKPOINTING))
+        first = self._try(request, words, none, 0)
+        if first is None or first.fits:
+            self._keep(first)
+            return first
+        least = self._try(request, words, on_host, len(self.splits) - 1)
+        if least is None or not least.fits:
+            return first
+        kept = self._largest(request, words, none, start=1)
+        recomputed = self._largest(request, words, full)
+        if recomputed > 0:  # not even the whole batch at once
+            self._largest(request, words, on_host)
+        for index in range(recomputed, min(kept, len(self.splits))):  # below, nothing need be recomputed
+            self._keep(self._try(request, words, auto, index))
+        return first
+
+    def _largest(self, request: PlanRequest, words: list[str], kind: int, start: int = 0) -> int:
+        """Keep the largest micro-batches that fit; returns their index, or the number of splits if none fit."""
+        for index in range(start, len(self.splits)):
+            found = self._try(request, words, kind, index)
+            if found is not None and found.fits:
+                self._keep(found)
+                return index
+        return len(self.splits)
+
+    def _keep(self, found: Found | None) -> None:
+        if found is None or not found.fits:
+            return
+        same = (found.request.engine, found.estimate.batch, found.estimate.levels)
+        if same not in self._kept:  # what adapts to the memory that is left may come to the same
+            self._kept.add(same)
+            self.fitting.append(found)
+
+    def _try(self, request: PlanRequest, words: list[str], kind: int, index: int) -> Found | None:
         """What a candidate needs and costs; None where its settings exclude each other."""
-        rows, accumulation = split
-        name, settings = CHECKPOINTING[index]
+        rows, accumulation = self.splits[index]
+        name, settings = CHECKPOINTING[kind]
         batch = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
         changed = _with(request, **settings, **batch)
         if changed is None:
@@ -248,3 +292,18 @@ class _Search:
         if self.nearest is None or found.shortage < self.nearest.shortage:
             self.nearest = found
         return found
+
+
+def weight_bytes(plan: ShardingPlan) -> int:
+    """Bytes of all parameters of a model, not sharded."""
+    return sum(math.prod(p.shape) * item_size(p.dtype) for unit in plan.units for p in unit.parameters)
+
+
+def _least_weights(request: PlanRequest, whole: int) -> float:
+    """Bytes of parameters that each device holds at least."""
+    machine, engine = request.machine, request.engine
+    if engine.offload_params:
+        return 0.0
+    if engine.strategy == "NO_SHARD":
+        return whole
+    return whole / engine.mesh_shape(machine.num_processes, machine.nodes)["fsdp"]

@@ -22,7 +22,7 @@ def memory(activations: float, host: float = 10, reserved: float = 4) -> MemoryE
 
 def test_a_run_that_fits_says_by_how_much_and_where_its_peak_is() -> None:
     found = judge(memory(20), MACHINE)
-    assert found.fits and found.change is None
+    assert found.fits and not found.changes
     assert found.sentences() == [
         "Fits: each device needs 41.00 GiB of 80.00 GiB, 39.00 GiB to spare (49%).",
         "The peak is in the backward pass: activations 20.00 GiB, shards 16.00 GiB, logits 1.00 GiB.",
@@ -33,7 +33,7 @@ def test_a_run_that_does_not_fit_says_what_would_help() -> None:
     found = judge(memory(70), MACHINE)
     assert found.fits is False
     change = Change("gradient_checkpointing true", {"gradient_checkpointing": True}, 40 * GIB)
-    assert replace(found, change=change, tried=3).sentences() == [
+    assert replace(found, changes=(change,), tried=3).sentences() == [
         "Does not fit: each device needs 91.00 GiB and has 80.00 GiB, 11.00 GiB too little.",
         "The peak is in the backward pass: activations 70.00 GiB, shards 16.00 GiB, logits 1.00 GiB.",
         "Smallest change that fits: gradient_checkpointing true (40.00 GiB per device).",

@@ -15,7 +15,7 @@ from fullshard.capacity.verdict import judge
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.train.cli_args import CommandConfig
-from fullshard.train.plan_changes import LEVERS, ChangeSearch
+from fullshard.train.plan_changes import COSTLY, FREE, ChangeSearch, more_devices
 from fullshard.train.plan_request import PlanRequest
 
 GIB = 2**30
@@ -53,9 +53,9 @@ def smallest(memory: float, devices: int = 1, engine: dict[str, Any] | None = No
     estimate = price(request)
     assert not estimate.verdict.fits
     search = ChangeSearch(request, estimate, price)
-    change = search.find()
+    changes = search.find()
     assert search.tried <= 60
-    return None if change is None else change.settings
+    return changes[0].settings if changes else None
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,13 @@ def test_several_changes_have_none_that_is_needless() -> None:
     assert found == {"gradient_checkpointing": True, "fsdp_offload_params": True}
 
 
+def test_more_devices_are_not_the_only_advice() -> None:
+    machine = replace(MACHINES["h100-80gb"], device_memory=60 * GIB, num_processes=1, gpus_per_node=1)
+    request = PlanRequest(CommandConfig(per_device_train_batch_size=8), EngineSettings(), "model", None, machine)
+    found = ChangeSearch(request, price(request), price).find()
+    assert [change.settings for change in found] == [{"num_processes": 2}, {"optim": "adamw_8bit"}]
+
+
 def test_nothing_helps_where_nothing_can() -> None:
     assert smallest(0.1, engine={"sharding_strategy": "NO_SHARD"}) is None
 
@@ -100,6 +107,6 @@ def test_every_lever_is_valid_for_a_plain_run() -> None:
     """None raises for a run with defaults, and each changes something."""
     machine = replace(MACHINES["h100-80gb"], num_processes=2, gpus_per_node=2)
     request = PlanRequest(CommandConfig(), EngineSettings(sharding_strategy="SHARD_GRAD_OP"), "model", None, machine)
-    pulled = {lever.__name__: list(lever(request)) for lever in LEVERS}
+    pulled = {lever.__name__: list(lever(request)) for lever in (*FREE, more_devices, *COSTLY)}
     assert [name for name, found in pulled.items() if not found] == ["offload_embedding"], "it needs an adapter"
     assert all(variant.request != request and variant.settings for found in pulled.values() for variant in found)

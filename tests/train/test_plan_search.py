@@ -10,7 +10,6 @@ import pytest
 
 from fullshard.capacity.machines import MachineOptions, find_machine
 from fullshard.errors import ConfigError
-from fullshard.fsdp.activation_memory import Level
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.train.checked_run import sharding_settings
 from fullshard.train.cli_args import parse
@@ -45,13 +44,14 @@ def price(weights: float, activations: float) -> Any:
         slow = {False: 1.0, True: 1.33, "auto": 1.1}[config.gradient_checkpointing] + config.activation_offloading * 0.1
         slow += engine.offload_params * 2 + config.gradient_accumulation_steps * 0.01
         slow += {"FULL_SHARD": 0.2, "SHARD_GRAD_OP": 0.1}.get(engine.strategy, 0.0)
-        level = {False: Level.KEEP_ALL, True: Level.RECOMPUTE, "auto": Level.RECOMPUTE_MLP}
         fits = needs <= machine.device_memory
         verdict = SimpleNamespace(
             fits=fits, needs=int(needs), has=machine.device_memory, needs_host=0, has_host=machine.host_memory
         )
         time = SimpleNamespace(total=slow, tokens_per_second=1000 / slow)
-        return SimpleNamespace(verdict=verdict, time=time, levels=(level[config.gradient_checkpointing],))
+        plan, batch = SimpleNamespace(units=()), (rows, config.gradient_accumulation_steps)
+        levels = (config.gradient_checkpointing, config.activation_offloading)
+        return SimpleNamespace(verdict=verdict, time=time, plan=plan, batch=batch, levels=levels)
 
     return priced
 
