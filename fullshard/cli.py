@@ -247,3 +247,24 @@ def export_result(
     command.export(run, out, command.ExportOptions(
         merge, dtype, dequantized, base, checkpoint, max_shard_size, verify, as_json
     ))  # fmt: skip
+
+
+@app.command("report", context_settings=_NAMES, short_help="Rebuild, compare or watch the reports of runs.")
+def report_runs(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="The folders of runs; several are compared.")],
+    out: Annotated[
+        str | None,
+        typer.Option(help="The HTML file to write. Default: report.html in the run's folder, or comparison.html here."),
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show running jobs live, on this machine only, until they end.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(help="With --serve: the port; 0 is any free one. Default: 8765 if it is free.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Also print the results as one JSON object.")] = False,
+) -> None:
+    """Rebuild the report of a run from the files in its folder, compare several runs on one page, or watch them."""
+    from fullshard.results import report
+
+    report.report(runs, report.ReportOptions(out, serve, port, as_json))

@@ -38,6 +38,17 @@ os.dup2(answers, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
 """The browser reads commands from descriptor 3 and answers on 4; shells cannot redirect those of two digits."""
+BEFORE = """
+for (const name of ['alert', 'confirm', 'prompt'])
+    window[name] = text => console.error(`${name}: ${text}`);  // a real dialog would stop the page
+window.__listening = [];
+const add = EventTarget.prototype.addEventListener;
+EventTarget.prototype.addEventListener = function (kind, ...rest) {
+    if (this instanceof Element) window.__listening.push([this, kind]);
+    return add.call(this, kind, ...rest);
+};
+"""
+"""Runs before the scripts of a page: notes dialogs as errors, and which elements listen to what."""
 KEYS = {
     "Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36,
     "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40,
@@ -104,10 +115,7 @@ class Browser:
         page = self._pages[session] = Page(self, session, target)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.send(f"{domain}.enable")
-        # A real dialog would stop the page.
-        page.send("Page.addScriptToEvaluateOnNewDocument", source="".join(
-            f"window.{name} = text => console.error('{name}: ' + text);" for name in ("alert", "confirm", "prompt")
-        ))  # fmt: skip
+        page.send("Page.addScriptToEvaluateOnNewDocument", source=BEFORE)
         page.resize(width, height)
         page.emulate(dark, media)
         try:
@@ -241,7 +249,8 @@ class Page:
     def screenshot(self, box: dict[str, float] | None = None) -> bytes:
         """A PNG of the view, or of a box (x, y, width, height) of the whole page."""
         clip = {"clip": {**box, "scale": 1}, "captureBeyondViewport": True} if box is not None else {}
-        return base64.b64decode(self.send("Page.captureScreenshot", format="png", **clip)["data"])
+        answer = self.send("Page.captureScreenshot", format="png", optimizeForSpeed=True, **clip)
+        return base64.b64decode(answer["data"])
 
     def printed(self) -> bytes:
         """The page as PDF."""

@@ -54,10 +54,10 @@ def faint_texts(page: Page) -> list[str]:
     """Texts whose contrast with their background is below 4.5 to 1 (large ones: 3 to 1), as WCAG 2 reckons it."""
     return asked(page, """
         const probe = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
-        const bytes = color => {
+        const known = {}, bytes = color => known[color] ??= (() => {
             probe.clearRect(0, 0, 1, 1); probe.fillStyle = color; probe.fillRect(0, 0, 1, 1);
             return [...probe.getImageData(0, 0, 1, 1).data];
-        };
+        })();
         const over = (front, back) => back.map((c, i) => (front[i] * front[3] + c * (255 - front[3])) / 255);
         const dark = matchMedia('(prefers-color-scheme: dark)').matches
             && getComputedStyle(document.documentElement).colorScheme.includes('dark');
@@ -87,15 +87,25 @@ def faint_texts(page: Page) -> list[str]:
 # --- keyboard -------------------------------------------------------------------------------------------------------
 
 ANSWERS = "a[href], button, input:not([type=hidden]), select, textarea, summary, [role=button], [onclick], [tabindex]"
-POINTER = {"click", "mousedown", "mousemove", "pointerdown", "pointermove", "wheel", "dblclick", "touchstart"}
+POINTER = ("click", "mousedown", "mousemove", "pointerdown", "pointermove", "wheel", "dblclick", "touchstart")
 MOST_STOPS = 200
 
 
 def keyboard_faults(page: Page) -> list[str]:
     """What answers to the pointer and cannot be reached with Tab, and what does not show that it has the focus."""
-    asked(page, f"window.__answers = deep({json.dumps(ANSWERS)}).filter(one => seen(one) && !one.disabled);")
-    _add_listeners(page)
-    asked(page, "window.__reached = new Set(); window.__hidden = []; document.activeElement.blur();")
+    asked(page, f"""
+        const kinds = {json.dumps(POINTER)}, has = one => kinds.some(kind => one['on' + kind]);
+        const listening = __listening.filter(([one, kind]) => kinds.includes(kind)).map(([one]) => one);
+        const whole = [document.body, document.documentElement];
+        const found = new Set([...deep({json.dumps(ANSWERS)}), ...listening, ...deep('*').filter(has)]);
+        window.__answers = [...found].filter(
+            one => one.isConnected && !whole.includes(one) && seen(one) && !one.disabled);
+    """)  # fmt: skip
+    asked(page, """
+        window.__reached = new Set(); window.__hidden = [];
+        const body = document.body;  // Tab begins where the focus was last
+        body.tabIndex = -1; body.focus({preventScroll: true}); body.blur(); body.removeAttribute('tabindex');
+    """)  # fmt: skip
     for _ in range(MOST_STOPS):
         page.press("Tab")
         if not asked(page, FOCUSED):
@@ -127,46 +137,31 @@ FOCUSED = """
 """
 
 
-def _add_listeners(page: Page) -> None:
-    """Add the elements that listen to the pointer; the page as a whole does not count."""
-    found = page.send("Runtime.evaluate", expression=f"(() => {{ {DEEP} return deep('body *').filter(seen); }})()")
-    listed = page.send("Runtime.getProperties", objectId=found["result"]["objectId"], ownProperties=True)["result"]
-    for one in listed:
-        if not one["name"].isdigit():
-            continue
-        element = one["value"]["objectId"]
-        kinds = {kind["type"] for kind in page.send("DOMDebugger.getEventListeners", objectId=element)["listeners"]}
-        if kinds & POINTER:
-            page.send(
-                "Runtime.callFunctionOn", objectId=element, functionDeclaration="function() { __answers.push(this) }"
-            )
-
-
 # --- charts ---------------------------------------------------------------------------------------------------------
 
 
-def colored_columns(page: Page, element: str) -> float:
-    """The part of an element's width, 0 to 1, in which something colored is drawn: neither gray nor background.
+def colored_columns(page: Page, elements: str) -> list[float]:
+    """For each element, the part of its width, 0 to 1, in which something colored is drawn, not gray.
 
-    `element` is an expression. What counts is what a reader sees, however it is drawn.
+    `elements` is an expression for a list. What counts is what a reader sees, however it is drawn.
     """
-    box = page.run(f"""(() => {{
-        const box = ({element}).getBoundingClientRect();
-        return {{x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height}};
-    }})()""")
-    if not box["width"] or not box["height"]:
-        return 0.0
-    picture = base64.b64encode(page.screenshot(box)).decode()
+    boxes = page.run(f"""[...{elements}].map(one => one.getBoundingClientRect()).map(
+        box => [box.x + scrollX, box.y + scrollY, box.width, box.height].map(Math.round))""")
+    bottom = max((y + height for _, y, _, height in boxes), default=0)
+    box = {"x": 0, "y": 0, "width": page.run("innerWidth"), "height": bottom}
+    picture = base64.b64encode(page.screenshot(box)).decode() if bottom else ""
     return page.run(f"""(async () => {{
         const bytes = Uint8Array.from(atob('{picture}'), c => c.charCodeAt(0));
         const image = await createImageBitmap(new Blob([bytes], {{type: 'image/png'}}));
-        const drawing = new OffscreenCanvas(image.width, image.height).getContext('2d');
+        const drawing = new OffscreenCanvas(image.width, image.height).getContext('2d', {{willReadFrequently: true}});
         drawing.drawImage(image, 0, 0);
-        const data = drawing.getImageData(0, 0, image.width, image.height).data;
-        const columns = new Set();
-        for (let i = 0; i < data.length; i += 4) {{
-            const [r, g, b] = data.slice(i, i + 3);
-            if (Math.max(r, g, b) - Math.min(r, g, b) > 60) columns.add(i / 4 % image.width);
-        }}
-        return columns.size / image.width;
-    }})()""")
+        return {json.dumps(boxes)}.map(([x, y, width, height]) => {{
+            if (!width || !height) return 0;
+            const data = drawing.getImageData(x, y, width, height).data, columns = new Set();
+            for (let i = 0; i < data.length; i += 4) {{
+                const high = Math.max(data[i], data[i + 1], data[i + 2]);
+                if (high - Math.min(data[i], data[i + 1], data[i + 2]) > 60) columns.add(i / 4 % width);
+            }}
+            return columns.size / width;
+        }});
+    }})()""") if bottom else [0.0] * len(boxes)  # fmt: skip

@@ -82,10 +82,10 @@ def test_a_chart_is_seen_and_an_empty_one_is_not(browser, tmp_path, drawn):
     }[drawn])  # fmt: skip
     with browser.page() as page:
         page.open(file)
-        assert page_checks.colored_columns(page, "chart") > 0.9
+        assert page_checks.colored_columns(page, "[chart]")[0] > 0.9
         file.write_text(frame)
         page.open(file)
-        assert page_checks.colored_columns(page, "chart") == 0
+        assert page_checks.colored_columns(page, "[chart]") == [0]
 
 
 def test_a_browser_that_does_not_start_says_why(tmp_path, monkeypatch):

@@ -16,9 +16,11 @@ DRAWN = 1000
 """The most points of a series that are drawn."""
 LISTED = 60
 """The most rows in the table beside a chart."""
-COLORS = 8
+COLORS = 10
 """The number of colors in the page's style; series beyond are told apart by their dashes."""
 DASHES = ((1, 0), (6, 3), (2, 3), (8, 3, 2, 3))
+X_FORMS = {"step": ",~d", "tokens": "~s"}
+"""d3's formats of numbers on x axes."""
 FEW = 40
 """A series of so few points has a dot at each."""
 
@@ -32,6 +34,8 @@ class Series:
     dashed: bool = False
     color: int | None = None
     """The color's number; by default the position among the series."""
+    labels: Sequence[str] = ()
+    """A name for each point, shown instead of its x."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class Chart:
     """The text alternative."""
     header: tuple[str, ...]
     rows: list[list[Any]]
-    """The table of values."""
+    """The table of values, at most `LISTED` rows of it."""
+    row_count: int
+    """The number of rows of the whole table."""
     notes: tuple[str, ...] = field(default=())
     """What a reader must know: points that are not drawn, values that are missing."""
 
@@ -77,7 +83,8 @@ def line_chart(
     replaces the numbers on the x axis. `form` is d3's format of values."""
     series = [one for one in series if one.points]
     styles = tuple(_style(one, number) for number, one in enumerate(series))
-    drawn = [thinned(one.points) for one in series]
+    kept = [kept_points(one.points) for one in series]
+    drawn = [[one.points[i] for i in those] for one, those in zip(series, kept, strict=True)]
     finite = [y for points in drawn for _, y in points if y is not None]
     log = log and bool(finite) and min(finite) > 0
     columns: dict[str, list[Any]] = {"x": [], "y": [], "s": [], "d": []}
@@ -86,8 +93,12 @@ def line_chart(
         columns["y"] += [y for _, y in points]
         columns["s"] += [number] * len(points)
         columns["d"] += _dots(points)
+    if labelled := any(one.labels for one in series):
+        columns["l"] = [
+            one.labels[i] if one.labels else "" for one, those in zip(series, kept, strict=True) for i in those
+        ]
     scale = {"type": "log"} if log else {"zero": zero}
-    axis_x: dict[str, Any] = {"title": x, "format": ",~d" if x == "step" else ",.4~g", "tickMinStep": 1}
+    axis_x: dict[str, Any] = {"title": x, "format": X_FORMS.get(x, ",.4~r"), "tickMinStep": 1}
     if x_labels is not None:
         axis_x = {"title": x, "values": list(x_labels), "labelExpr": _labels(x_labels), "labelOverlap": False}
     places = {at for points in drawn for at, _ in points}
@@ -101,7 +112,8 @@ def line_chart(
     }
     dashes: dict[str, Any] = {"field": "s", "type": "ordinal", "legend": None}
     dashes["scale"] = {"domain": list(range(len(styles))), "range": [list(DASHES[dash]) for _, dash in styles]}
-    tooltip = [{"field": "x", "type": "quantitative"}, {"field": "n", "type": "nominal"}, _shown("y", form)]
+    where = _text("l") if labelled else {"field": "x", "type": "quantitative", "title": x}
+    tooltip = [where, _text("n"), {**_text("y"), "type": "quantitative", "format": form}]
     nearest = {"type": "point", "nearest": True, "on": "pointermove", "clear": "pointerout"}
     layers: list[dict[str, Any]] = [
         {"mark": {"type": "line", "strokeWidth": 1.8}, "encoding": {"strokeDash": dashes}},
@@ -121,18 +133,18 @@ def line_chart(
     if any(len(points) < len(one.points) for one, points in zip(series, drawn, strict=True)):
         most = max(len(one.points) for one in series)
         notes.append(f"{max(map(len, drawn)):,} of {most:,} points are drawn, extremes included.")
-    header, rows = _by_x(series, x)
+    header, rows, count = _by_x(series, x)
     return Chart(
         id, title, spec, columns, tuple(one.name for one in series), styles, _describe_lines(title, series, x, unit),
-        header, rows, tuple(notes),
+        header, rows, count, tuple(notes),
     )  # fmt: skip
 
 
-def thinned(points: Sequence[tuple[float, float | None]], most: int = DRAWN) -> list[tuple[float, float | None]]:
-    """At most so many of the points, unchanged: of each stretch the lowest and the highest, a gap if there is one, and
-    the first and the last point of all."""
+def kept_points(points: Sequence[tuple[float, float | None]], most: int = DRAWN) -> list[int]:
+    """The indices of the points to draw, at most so many: of each stretch the lowest and the highest, a gap if there is
+    one, and the first and the last point of all."""
     if len(points) <= most:
-        return list(points)
+        return list(range(len(points)))
     kept = {0, len(points) - 1}
     stretches = max(1, (most - 2) // 3)
     for number in range(stretches):
@@ -142,7 +154,7 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = DRAWN) -> 
             kept.add(next(i for i in range(begin, end) if points[i][1] is None))
         if finite:
             kept |= {min(finite, key=lambda i: points[i][1] or 0.0), max(finite, key=lambda i: points[i][1] or 0.0)}
-    return [points[i] for i in sorted(kept)]
+    return sorted(kept)
 
 
 def _dots(points: Sequence[tuple[float, float | None]]) -> list[int]:
@@ -166,7 +178,7 @@ def _marker_layer(markers: Sequence[Marker]) -> dict[str, Any]:
         "encoding": {
             "x": {"field": "x", "type": "quantitative"}, "y": {"value": 215},
             "color": {"value": "var(--muted)"},
-            "tooltip": [{"field": "x", "type": "quantitative"}, {"field": "n", "type": "nominal"}],
+            "tooltip": [{"field": "x", "type": "quantitative", "title": "step"}, _text("n")],
         },
     }  # fmt: skip
 
@@ -193,14 +205,25 @@ def _describe_lines(title: str, series: Sequence[Series], x: str, unit: str) -> 
     return f"{title}{f', {unit}' if unit else ''}, by {x}. " + ("; ".join(parts) or "no values") + "."
 
 
-def _by_x(series: Sequence[Series], x: str) -> tuple[tuple[str, ...], list[list[Any]]]:
-    """A row for each x, with the value of every series."""
-    values: dict[float, list[Any]] = {}
+def _by_x(series: Sequence[Series], x: str) -> tuple[tuple[str, ...], list[list[Any]], int]:
+    """The header, a row for each of some x with the value of every series, and the number of rows for all x."""
+    places = sorted({at for one in series for at, _ in one.points})
+    listed: dict[float, list[Any]] = {at: [""] * len(series) for at in _spread(places)}
+    names: dict[float, str] = {}
     for number, one in enumerate(series):
-        for at, y in one.points:
-            values.setdefault(at, [""] * len(series))[number] = "not finite" if y is None else y
-    rows = [[at, *values[at]] for at in sorted(values)]
-    return (x, *(one.name for one in series)), rows
+        for i, (at, y) in enumerate(one.points):
+            if at in listed:
+                listed[at][number] = "not finite" if y is None else y
+                names |= {at: one.labels[i]} if one.labels else {}
+    rows = [[names.get(at, at), *values] for at, values in listed.items()]
+    return (x, *(one.name for one in series)), rows, len(places)
+
+
+def _spread(values: Sequence[Any], most: int = LISTED) -> list[Any]:
+    """At most so many of the values, evenly spread, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[i] for i in sorted({round(n * (len(values) - 1) / (most - 1)) for n in range(most)})]
 
 
 # --- bars -----------------------------------------------------------------------------------------------------------
@@ -230,12 +253,12 @@ def bar_chart(
             columns["y"].append(value if math.isfinite(value) else None)
             columns["s"].append(names.index(part))
     many = len(bars) > 24
-    where: dict[str, Any] = {"title": x or None, "labelAngle": 0, "labelLimit": 130, "labelOverlap": "greedy"}
+    where: dict[str, Any] = {"title": x or None, "labelAngle": 0, "labelLimit": 160, "labelOverlap": "greedy"}
     where |= {"labels": not many, "ticks": not many}
     scale = {"paddingInner": 0.05 if many else 0.25}
     position = {"field": "b", "type": "ordinal", "sort": None, "axis": where, "scale": scale}
     amount = {"field": "y", "type": "quantitative", "axis": {"title": unit or None, "format": form}, "stack": "zero"}
-    tooltip = [{"field": "b", "type": "nominal"}, {"field": "n", "type": "nominal"}, _shown("y", form)]
+    tooltip = [_text("b"), _text("n"), {**_text("y"), "type": "quantitative", "format": form}]
     across, up = ("y", "x") if horizontal else ("x", "y")
     encoding = {
         across: position, up: amount, "color": _color(styles), "order": {"field": "s", "type": "ordinal"},
@@ -247,8 +270,8 @@ def bar_chart(
     described = (
         f"{title}: {len(bars):,} bars of {', '.join(names)}; the largest is {most[0]} with {most[1]:.4g} {unit}."
     )
-    rows = [[bar.name, *(bar.parts.get(part, "") for part in names), sum(bar.parts.values())] for bar in bars]
-    return Chart(id, title, spec, columns, names, styles, described, (x or "", *names, "total"), rows)
+    rows = [[bar.name, *(bar.parts.get(part, "") for part in names), sum(bar.parts.values())] for bar in _spread(bars)]
+    return Chart(id, title, spec, columns, names, styles, described, (x or "", *names, "total"), rows, len(bars))
 
 
 # --- parts of specifications ----------------------------------------------------------------------------------------
@@ -272,8 +295,9 @@ def _color(styles: Sequence[tuple[int, int]]) -> dict[str, Any]:
     return {"field": "s", "type": "ordinal", "scale": scale, "legend": None}
 
 
-def _shown(name: str, form: str) -> dict[str, Any]:
-    return {"field": name, "type": "quantitative", "format": form}
+def _text(name: str) -> dict[str, Any]:
+    """A line of a tooltip that shows the value alone: its title is the field's name (`page.js`)."""
+    return {"field": name, "type": "nominal", "title": name}
 
 
 def _labels(labels: Mapping[float, str]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.paths import replace_text
-from fullshard.reporting.page import escape, fact_list, figures, folded, note, page, section, table
+from fullshard.reporting.page import Contents, escape, fact_list, figures, folded, note, section, table, whole_page
 from fullshard.reporting.records import METRICS_FILE
 from fullshard.reporting.run_charts import (
     communication_chart,
@@ -15,6 +15,7 @@ from fullshard.reporting.run_charts import (
     memory_charts,
     metric_charts,
     other_charts,
+    traffic_rows,
 )
 from fullshard.reporting.run_record import Record, RunRecord, read_run
 from fullshard.reporting.run_summary import summary_of
@@ -27,6 +28,11 @@ def write_report(run: Path, target: Path) -> None:
 
 def render(record: RunRecord) -> str:
     """The page of a run."""
+    return whole_page(contents(record))
+
+
+def contents(record: RunRecord) -> Contents:
+    """What the page of a run shows."""
     curves, others, memory = metric_charts([record]), other_charts([record]), memory_charts(record)
     traffic = communication_chart(record)
     lengths = [chart for i, one in enumerate(record.data, 1) if (chart := length_chart(one, i)) is not None]
@@ -43,7 +49,7 @@ def render(record: RunRecord) -> str:
         "Versions": section("versions", "Versions", _versions(record)),
     }
     charts = [*curves, *others, *memory, *([traffic] if traffic else []), *lengths]
-    return page(record.name, sections, charts, data={"metrics": record.columns})
+    return Contents(record.name, sections, charts, data={"metrics": record.columns})
 
 
 def _missing(run: RunRecord) -> list[str]:
@@ -86,7 +92,7 @@ def _prompt(prompt: str, answers: list[Record]) -> str:
 
 
 def _answer(name: str, text: str) -> str:
-    return f'<div><h4>{escape(name)}</h4><pre dir="auto">{escape(text) or "(nothing)"}</pre></div>'
+    return f'<div><h4>{escape(name)}</h4><pre dir="auto">{escape(text.strip()) or "(nothing)"}</pre></div>'
 
 
 # --- one step -------------------------------------------------------------------------------------------------------
@@ -107,10 +113,11 @@ def _memory_notes(run: RunRecord) -> list[str]:
 
 
 def _traffic(run: RunRecord, chart: Any) -> list[str]:
-    measured = run.measured or {}
-    if chart is not None:
-        return [figures([chart])]
-    return [note("One rank: nothing was sent.")] if measured and run.about.get("ranks") == 1 else []
+    rows = traffic_rows(run)
+    if run.about.get("ranks") == 1 and run.measured:
+        return [note("One rank: nothing was sent.")]
+    listed = table(("sent by one rank", "measured", "planned"), rows, "Bytes sent in one step") if rows else ""
+    return [figures([chart]) if chart is not None else "", listed]
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -126,7 +133,8 @@ COUNTS = {
 def _data(run: RunRecord) -> list[str]:
     if not run.data:
         return []
-    rows = [[title, *(_count(one, name) for one in run.data)] for name, title in COUNTS.items()]
+    there = {name: title for name, title in COUNTS.items() if any(one.get(name) is not None for one in run.data)}
+    rows = [[title, *(_count(one, name) for one in run.data)] for name, title in there.items()]
     rejected = [f"{one.get('name')}: {text}" for one in run.data for text in one.get("bad_rows") or ()]
     sources = [(one.get("name"), one.get("source")) for one in run.data if one.get("source")]
     return [

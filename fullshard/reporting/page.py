@@ -12,11 +12,12 @@ import html
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
 from fullshard.reporting.chart_library import PACKAGE, chart_library
-from fullshard.reporting.charts import DASHES, LISTED, Chart
+from fullshard.reporting.charts import DASHES, Chart
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -92,12 +93,8 @@ def note(text: str, *, bad: bool = False) -> str:
 def figure(chart: Chart) -> str:
     """The place of a chart, with its legend, notes and the table of its values."""
     label = f"{chart.id}-caption"
-    listed = chart.rows
-    if len(listed) > LISTED:
-        picks = sorted({round(i * (len(listed) - 1) / (LISTED - 1)) for i in range(LISTED)})
-        listed = [listed[i] for i in picks]
-    few = f" ({len(listed):,} of {len(chart.rows):,} rows)" if len(listed) < len(chart.rows) else ""
-    rows = table(chart.header, listed, f"Values of {chart.title}")
+    few = f" ({len(chart.rows):,} of {chart.row_count:,} rows)" if len(chart.rows) < chart.row_count else ""
+    rows = table(chart.header, chart.rows, f"Values of {chart.title}")
     return (
         f'<figure id="{escape(chart.id)}" aria-labelledby="{escape(label)}">'
         f'<figcaption id="{escape(label)}">{escape(chart.title)}</figcaption>{_legend(chart)}'
@@ -128,35 +125,58 @@ def figures(charts: Sequence[Chart]) -> str:
 # --- the page -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a page shows."""
+
+    title: str
+    sections: Mapping[str, str]
+    """By title, for the table of contents: what `section` returned."""
+    charts: Sequence[Chart]
+    lead: str = ""
+    """HTML below the title."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Blocks of JSON by id, for readers of the page and its scripts."""
+
+
 def page(
     title: str, sections: Mapping[str, str], charts: Sequence[Chart], *, lead: str = "",
-    data: Mapping[str, Any] | None = None, scripts: Sequence[str] = (), connects: bool = False,
+    data: Mapping[str, Any] | None = None, scripts: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """The whole page. `sections` are by title, for the table of contents: what `section` returned. `data` are blocks of
-    JSON by id, for readers of the page and for `scripts`, which may ask the page's own server if it `connects`."""
-    library = chart_library()
-    blocks = {"charts": {one.id: {"spec": one.spec, "columns": one.columns, "names": one.names} for one in charts}}
-    blocks |= dict(data or {})
-    code = [text for text in (library, _asset("page.js"), *scripts) if text]
-    there = {name: text for name, text in sections.items() if text}
-    links = "".join(f'<li><a href="#{_id_of(text)}">{escape(name)}</a></li>' for name, text in there.items())
-    missing = (
-        "" if library else note(f"Charts are not drawn: {PACKAGE} is not installed here. The tables have the values.")
-    )
+    """The whole page."""
+    return whole_page(Contents(title, sections, charts, lead, data or {}), scripts)
+
+
+def whole_page(contents: Contents, scripts: Sequence[str] = (), connects: bool = False) -> str:
+    """The page with more scripts, which may ask the page's own server if it `connects`."""
+    code = [text for text in (chart_library(), _asset("page.js"), *scripts) if text]
     return "\n".join([
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(code, connects)}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title>\n<style>\n{_asset('page.css')}</style>\n</head>\n<body>",
+        f"<title>{escape(contents.title)}</title>\n<style>\n{_asset('page.css')}</style>\n</head>\n<body>",
+        body(contents),
+        *(f"<script>{text}</script>" for text in code),
+        "</body>\n</html>\n",
+    ])  # fmt: skip
+
+
+def body(contents: Contents) -> str:
+    """What changes with the contents: the body of the page without its scripts."""
+    charts = {one.id: {"spec": one.spec, "columns": one.columns, "names": one.names} for one in contents.charts}
+    blocks = {"charts": charts, **contents.data}
+    there = {name: text for name, text in contents.sections.items() if text}
+    links = "".join(f'<li><a href="#{_id_of(text)}">{escape(name)}</a></li>' for name, text in there.items())
+    undrawn = f"Charts are not drawn: {PACKAGE} is not installed here. The tables have the values."
+    lead = f"{contents.lead}\n{'' if chart_library() else note(undrawn)}"
+    return "\n".join([
         '<a class="skip" href="#main">Skip to the content</a>',
-        f"<header>\n<h1>{escape(title)}</h1>\n{lead}\n{missing}</header>",
+        f"<header>\n<h1>{escape(contents.title)}</h1>\n{lead}</header>",
         f'<nav aria-label="Contents"><ul>{links}</ul></nav>',
         '<noscript><p class="note">Charts need JavaScript; the tables have their values.</p></noscript>',
         '<main id="main">', *there.values(), "</main>",
         '<div id="tip" role="status" hidden></div>',
         *(f'<script type="application/json" id="{id}">{script_json(block)}</script>' for id, block in blocks.items()),
-        *(f"<script>{text}</script>" for text in code),
-        "</body>\n</html>\n",
     ])  # fmt: skip
 
 

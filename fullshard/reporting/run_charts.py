@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fullshard.byte_size import memory_size
 from fullshard.reporting.charts import Bar, Chart, Marker, Series, bar_chart, line_chart
 from fullshard.reporting.run_record import Record, RunRecord, is_number
 
@@ -29,7 +30,7 @@ CURVES = (
     Curve("loss", "Loss", r"loss|eval_(.+_)?loss", "nats per token"),
     Curve("learning-rate", "Learning rate", "learning_rate", "", True, ".2~e"),
     Curve("grad-norm", "Gradient norm, before clipping", "grad_norm", "", True),
-    Curve("accuracy", "Token accuracy", r"mean_token_accuracy|eval_(.+_)?mean_token_accuracy", "", False, ".1%"),
+    Curve("accuracy", "Token accuracy", r"mean_token_accuracy|eval_(.+_)?mean_token_accuracy", "", False, ".3~p"),
     Curve("speed", "Speed", "tokens_per_second", "tokens per second", True, ",.4~s"),
     Curve("memory", "Peak memory so far, on the first rank", "memory_gib", "GiB", True),
     Curve("entropy", "Entropy", r"entropy|eval_(.+_)?entropy"),
@@ -46,7 +47,7 @@ OTHERS = 12
 
 def metric_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """The curves of one run, or of several with a color for each run. What no run has is left out."""
-    charts = [_curve(curve, runs) for curve in CURVES]
+    charts = [curve_chart(curve, runs) for curve in CURVES]
     return [chart for chart in charts if chart is not None]
 
 
@@ -56,32 +57,43 @@ def other_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     names = [n for n in dict.fromkeys(n for run in runs for n in run.columns) if not re.fullmatch(known, n)]
     numbers = [n for n in names if any(value is not None for run in runs for _, value in run.series(n))]
     curves = [Curve(f"metric-{i}", name, re.escape(name)) for i, name in enumerate(numbers[:OTHERS], 1)]
-    return [chart for curve in curves if (chart := _curve(curve, runs)) is not None]
+    return [chart for curve in curves if (chart := curve_chart(curve, runs)) is not None]
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A name for each run, all of them different."""
-    named = [run.name for run in runs]
-    if len(set(named)) < len(named):
-        named = [f"{name} ({run.folder.name})" for name, run in zip(named, runs, strict=True)]
-    counts = Counter(named)
-    return [f"{name} {i}" if counts[name] > 1 else name for i, name in enumerate(named, 1)]
+    """A name for each run, all of them different: with as much of its path as tells it apart."""
+    found = [run.name for run in runs]
+    for parts in range(1, max((len(run.folder.parts) for run in runs), default=0) + 1):
+        counts = Counter(found)
+        if max(counts.values()) == 1:
+            break
+        paths = ["/".join(run.folder.parts[-parts:]) for run in runs]
+        shown = [
+            path if path.endswith(run.name) else f"{run.name} ({path})" for path, run in zip(paths, runs, strict=True)
+        ]
+        found = [new if counts[name] > 1 else name for name, new in zip(found, shown, strict=True)]
+    return found
 
 
-def _curve(curve: Curve, runs: Sequence[RunRecord]) -> Chart | None:
+def curve_chart(
+    curve: Curve, runs: Sequence[RunRecord], x: str = "step", positions: Sequence[Callable[[float], float]] = ()
+) -> Chart | None:
+    """A curve of one run, or of several with a color for each. `positions` says, for each run, where a step lies on
+    another axis."""
     series = []
     for number, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
-        for name in run.matching(curve.names):
+        for name in sorted(run.matching(curve.names), key=lambda name: name.startswith("eval_")):
             what = _kind(name)
             title = what if len(runs) == 1 else label if what == "training" else f"{label}, {what}"
             color = number if len(runs) > 1 else None
-            series.append(Series(title, run.series(name), dashed=what != "training" and len(runs) > 1, color=color))
+            points = [(positions[number](at), y) for at, y in run.series(name)] if positions else run.series(name)
+            series.append(Series(title, points, dashed=what != "training" and len(runs) > 1, color=color))
     if not any(value is not None for one in series for _, value in one.points):
         return None
     marks = markers(runs[0]) if len(runs) == 1 else ()
     return line_chart(
-        curve.id, curve.title, series, unit=curve.unit, zero=curve.zero, form=curve.form, markers=marks
-    )  # fmt: skip
+        curve.id, curve.title, series, x=x, unit=curve.unit, zero=curve.zero, form=curve.form, markers=marks
+    )
 
 
 def _kind(name: str) -> str:
@@ -102,8 +114,12 @@ def markers(run: RunRecord) -> list[Marker]:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 MOMENTS = ("forward", "loss", "backward", "optimizer step")
-PARTS = ("shards", "optimizer", "gradients", "gathered", "activations", "logits", "buffers", "workspace", "other")
-"""The order in which parts are stacked."""
+"""The moments of a step; loading and saving are planned too."""
+PARTS = (
+    "shards", "optimizer", "gradients", "gathered", "activations", "logits", "workspace", "buffers", "communication",
+    "other",
+)  # fmt: skip
+"""The order in which parts are stacked. `other` is what was allocated besides the parts that are known."""
 
 
 def memory_charts(run: RunRecord) -> list[Chart]:
@@ -111,14 +127,12 @@ def memory_charts(run: RunRecord) -> list[Chart]:
     planned = (run.plan or {}).get("memory")
     planned = planned if isinstance(planned, dict) else {}
     measured = run.measured or {}
-    lines = [
-        Series("planned", _placed(_planned_timeline(planned)), dashed=True),
-        Series("measured", _placed(_measured_timeline(measured))),
-    ]
-    highest = max((y or 0.0 for line in lines for _, y in line.points), default=0.0)
+    timelines = {"planned": _planned_timeline(planned), "measured": _measured_timeline(measured)}
+    highest = max((held for timeline in timelines.values() for _, _, held in timeline), default=0.0)
     size, unit = byte_unit(highest)
     lines = [
-        Series(one.name, [(x, (y or 0.0) / size) for x, y in one.points], one.dashed, i) for i, one in enumerate(lines)
+        Series(name, _placed(line, size), name == "planned", color, [label for _, label, _ in line])
+        for color, (name, line) in enumerate(timelines.items())
     ]
     charts = []
     if highest:
@@ -142,44 +156,51 @@ def byte_unit(most: float) -> tuple[float, str]:
     return 1.0, "bytes"
 
 
-def _planned_timeline(memory: Record) -> list[tuple[str, float]]:
-    """(moment, bytes) along the planned step."""
-    timeline = memory.get("timeline")
-    found = []
+TEXTS = ("moment", "unit", "operation")
+"""What names the entries of a measured timeline."""
+Timeline = list[tuple[str, str, float]]
+"""Moment, label and bytes along a step."""
+
+
+def _planned_timeline(memory: Record) -> Timeline:
+    timeline, found = memory.get("timeline"), []
     for entry in timeline if isinstance(timeline, list) else []:
         if isinstance(entry, list) and len(entry) == 2 and is_number(entry[1]):
-            moment = next((one for one in MOMENTS if str(entry[0]).startswith(one)), None)
-            found += [(moment, float(entry[1]))] if moment else []
+            label = str(entry[0])
+            moment = next((one for one in MOMENTS if label.startswith(one) or label.endswith(f"of {one}")), None)
+            found += [(moment, label, float(entry[1]))] if moment else []
     return found
 
 
-def _measured_rows(measured: Record) -> list[tuple[str, dict[str, float]]]:
-    """(moment, bytes by part) along the measured step."""
+def _measured_rows(measured: Record) -> list[tuple[str, str, dict[str, float]]]:
+    """Moment, label, and bytes by part, along the measured step."""
     timeline = measured.get("timeline")
     columns = timeline if isinstance(timeline, dict) else {}
-    moments = columns.get("moment")
+    moments, *names = ([] if not isinstance(columns.get(name), list) else columns[name] for name in TEXTS)
     parts = {name: column for name, column in columns.items() if name in PARTS and isinstance(column, list)}
     found = []
-    for i, moment in enumerate(moments if isinstance(moments, list) else []):
+    for i, moment in enumerate(moments):
+        unit, operation = (str(column[i]) if i < len(column) else "" for column in names)
         if moment in MOMENTS:
             row = {name: column[i] for name, column in parts.items() if i < len(column) and is_number(column[i])}
-            found.append((str(moment), row))
+            label = moment if operation in ("", moment) else f"{moment}: {operation}"
+            found.append((str(moment), f"{label} {unit or '(root)'}".strip(), row))
     return found
 
 
-def _measured_timeline(measured: Record) -> list[tuple[str, float]]:
-    return [(moment, float(sum(row.values()))) for moment, row in _measured_rows(measured)]
+def _measured_timeline(measured: Record) -> Timeline:
+    return [(moment, label, float(sum(row.values()))) for moment, label, row in _measured_rows(measured)]
 
 
-def _placed(timeline: Sequence[tuple[str, float]]) -> list[tuple[float, float | None]]:
+def _placed(timeline: Timeline, size: float) -> list[tuple[float, float | None]]:
     """The points of a timeline: each moment is one unit wide, and its points are evenly spaced in it."""
-    counts = Counter(moment for moment, _ in timeline)
+    counts = Counter(moment for moment, _, _ in timeline)
     seen: Counter[str] = Counter()
     points: list[tuple[float, float | None]] = []
-    for moment, size in timeline:
-        points.append((MOMENTS.index(moment) + (seen[moment] + 0.5) / counts[moment], size))
+    for moment, _, held in timeline:
+        points.append((MOMENTS.index(moment) + (seen[moment] + 0.5) / counts[moment], held / size))
         seen[moment] += 1
-    return sorted(points, key=lambda point: point[0])
+    return points
 
 
 def _planned_parts(memory: Record) -> dict[str, Mapping[str, float]]:
@@ -187,14 +208,14 @@ def _planned_parts(memory: Record) -> dict[str, Mapping[str, float]]:
     return {
         name: {part: float(size) for part, size in parts.items() if is_number(size) and size}
         for name, parts in (moments.items() if isinstance(moments, dict) else ())
-        if name in MOMENTS and isinstance(parts, dict)
+        if isinstance(parts, dict)
     }
 
 
 def _measured_parts(measured: Record) -> dict[str, Mapping[str, float]]:
     """The parts of each moment, at its peak."""
     peaks: dict[str, dict[str, float]] = {}
-    for moment, row in _measured_rows(measured):
+    for moment, _, row in _measured_rows(measured):
         if sum(row.values()) > sum(peaks.get(moment, {}).values()):
             peaks[moment] = row
     return dict(peaks)
@@ -205,7 +226,7 @@ def _part_bars(planned: Mapping[str, Any], measured: Mapping[str, Any], size: fl
         return {name: held / size for name, held in parts.items() if held}
 
     bars = []
-    for moment in MOMENTS:
+    for moment in ("load", *MOMENTS, "save"):
         for what, found in (("planned", planned), ("measured", measured)):
             if moment in found:
                 bars.append(Bar(f"{moment}, {what}", scaled(found[moment])))
@@ -219,7 +240,8 @@ def communication_chart(run: RunRecord) -> Chart | None:
     """Bytes that one rank sent in the measured step, by unit."""
     units = unit_traffic(run)
     size, unit = byte_unit(max((sum(parts.values()) for parts in units.values()), default=0.0))
-    bars = [Bar(name, {part: sent / size for part, sent in parts.items()}) for name, parts in units.items()]
+    short = _short(list(units))
+    bars = [Bar(short[name], {part: sent / size for part, sent in parts.items()}) for name, parts in units.items()]
     if not any(bar.parts for bar in bars):
         return None
     return bar_chart("communication-units", "Sent by the first rank in one step, by unit", bars, unit=unit, x="unit")
@@ -228,14 +250,40 @@ def communication_chart(run: RunRecord) -> Chart | None:
 def unit_traffic(run: RunRecord) -> dict[str, dict[str, float]]:
     """By unit, the bytes that the first rank sent to gather parameters and to reduce gradients in the measured step."""
     units = (run.measured or {}).get("units")
+    found = {str(name): one for name, one in units.items() if isinstance(one, dict)} if isinstance(units, dict) else {}
     return {
-        str(name) or "(root)": {part: float(counts[key]) for part, key in SENT.items() if is_number(counts.get(key))}
-        for name, counts in (units.items() if isinstance(units, dict) else ())
-        if isinstance(counts, dict)
+        name or "(root)": {part: float(counts[key]) for part, key in SENT.items() if is_number(counts.get(key))}
+        for name, counts in found.items()
     }
 
 
+def traffic_rows(run: RunRecord) -> list[list[Any]]:
+    """What the first rank sent in the measured step, beside the plan: rows of (what, measured, planned)."""
+    units, plan = unit_traffic(run), (run.plan or {}).get("traffic")
+    planned: Counter[str] = Counter()
+    for place in ("inside", "across"):
+        kinds = plan.get(place) if isinstance(plan, dict) else None
+        for kind, sent in kinds.items() if isinstance(kinds, dict) else ():
+            what = "gathered parameters" if str(kind).startswith("gather") else PLANNED.get(str(kind))
+            planned[what or "metrics and clipping"] += sent if is_number(sent) else 0
+    measured = {part: sum(one.get(part, 0.0) for one in units.values()) for part in SENT} if units else {}
+    rows = [[part, measured.get(part), planned.get(part)] for part in dict.fromkeys([*measured, *planned])]
+    return [[part, *("" if sent is None else memory_size(int(sent)) for sent in numbers)] for part, *numbers in rows]
+
+
+def _short(names: Sequence[str]) -> dict[str, str]:
+    """Names of units without the beginning that they share."""
+    parts = [name.split(".") for name in names if name != "(root)"]
+    shared = 0
+    while len({tuple(one[: shared + 1]) for one in parts}) == 1 and all(len(one) > shared + 1 for one in parts):
+        shared += 1
+    return {name: ".".join(name.split(".")[shared:]) if name != "(root)" else name for name in names}
+
+
 SENT = {"gathered parameters": "gather_sent", "reduced gradients": "reduce_sent"}
+"""What is sent, and its counter in the measured step."""
+PLANNED = dict.fromkeys(("reduce", "flags", "replica all-reduce"), "reduced gradients")
+"""Kinds of planned traffic that belong together."""
 
 
 def length_chart(data: Record, number: int) -> Chart | None:

@@ -73,11 +73,8 @@ class RunRecord:
 
     def series(self, name: str) -> list[tuple[float, float | None]]:
         """(step, value) of a metric; the value is None where it is not finite."""
-        return [
-            (record["step"], finite(record[name]))
-            for record in self.metrics
-            if name in record and (record[name] is None or is_number(record[name]))
-        ]
+        found = ((record["step"], record[name]) for record in self.metrics if name in record)
+        return [(step, finite(value)) for step, value in found if value is None or is_number(value)]
 
     def matching(self, pattern: str) -> list[str]:
         """The metrics whose names match a regular expression."""

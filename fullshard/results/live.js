@@ -6,7 +6,7 @@
   const charts = () => fullshard.draw(fullshard.json("charts"));
 
   const attributes = (old, fresh) => {
-    const kept = old.nodeName === "DETAILS" ? ["open"] : old.nodeName === "BUTTON" ? ["hidden"] : ["data-drawn", "style"];
+    const kept = old.nodeName === "DETAILS" ? ["open"] : old.nodeName === "BUTTON" ? ["hidden"] : ["data-drawn", "data-at", "tabindex", "style"];
     for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && !kept.includes(name)) old.removeAttribute(name);
     for (const { name, value } of fresh.attributes) {
       if (old.getAttribute(name) !== value && !kept.includes(name)) old.setAttribute(name, value);
@@ -57,6 +57,10 @@
         if (document.getElementById("charts").textContent !== before) await charts();
       }
       misses = 0;
+      if (answer.status >= 400) {
+        tag = "";
+        say("The run's folder cannot be read.");
+      }
     } catch (error) {
       if (!(error instanceof TypeError)) throw error; // fetch raises this one if nobody answers
       misses += 1;

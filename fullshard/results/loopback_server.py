@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, UserError
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
@@ -27,8 +27,7 @@ SECONDS = 10.0
 """How long a client may take to send its request, and to accept the answer."""
 HEADERS = {
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "frame-ancestors 'none'",  # the page has the rest in itself
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -124,7 +123,12 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        self._answer(content())
+        try:
+            answer = content()
+        except (UserError, OSError) as error:  # files that are read meanwhile may vanish, and come back
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
+            return
+        self._answer(answer)
 
     def _answer(self, content: Content) -> None:
         body = content.text.encode()

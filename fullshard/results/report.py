@@ -14,10 +14,11 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 from fullshard.paths import held, replace_text
-from fullshard.reporting.html_report import render
+from fullshard.reporting.html_report import contents
+from fullshard.reporting.page import whole_page
 from fullshard.reporting.records import METRICS_FILE, REPORT_FILE, SETTINGS_FILE
 from fullshard.reporting.run_record import RunRecord, read_run
-from fullshard.results.compare import compare, different_settings, numbers
+from fullshard.results.compare import ABSENT, comparison, different_settings, numbers
 from fullshard.results.serve import serve
 from fullshard.train.run_lock import owner_of
 
@@ -56,7 +57,7 @@ def report(names: Sequence[str], options: ReportOptions) -> None:
     runs = [read_run(folder) for folder in folders]
     default = folders[0] / REPORT_FILE if len(runs) == 1 else Path(COMPARISON_FILE)
     target = Path(options.out).expanduser() if options.out is not None else default
-    _write(target, render(runs[0]) if len(runs) == 1 else compare(runs))
+    _write(target, whole_page(contents(runs[0]) if len(runs) == 1 else comparison(runs)))
     if options.as_json:
         print(json.dumps(_summary(runs, target)))
         return
@@ -104,7 +105,7 @@ def _summary(runs: Sequence[RunRecord], target: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"report": str(target.resolve()), "runs": [numbers(run) for run in runs]}
     if len(runs) > 1:
         facts["different_settings"] = {
-            name: {str(run.folder): value for run, value in zip(runs, values, strict=True) if value is not MISSING}
+            name: {str(run.folder): value for run, value in zip(runs, values, strict=True) if value is not ABSENT}
             for name, values in different_settings(runs).items()
         }
     return facts

@@ -7,6 +7,7 @@ has ended wrote last says how it ended.
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 from fullshard.reporting.run_record import RunRecord, is_number
 from fullshard.train.run_lock import owner_of
@@ -34,7 +35,9 @@ def has_finished(run: RunRecord) -> bool:
     totals that it logs after its last step."""
     if events := run.of_kind(*ENDINGS):
         return events[-1]["kind"] == "end"
-    kinds = ["end" if "train_runtime" in one else "step" for one in run.metrics if {"train_runtime", "loss"} & one.keys()]
+    kinds = [
+        "end" if "train_runtime" in one else "step" for one in run.metrics if {"train_runtime", "loss"} & one.keys()
+    ]
     return bool(kinds) and kinds[-1] == "end"
 
 
@@ -45,7 +48,7 @@ def last_step(run: RunRecord) -> int:
 
 def total_steps(run: RunRecord) -> int | None:
     """The steps to train; None if it is not known."""
-    steps = run.about.get("steps", run.settings.get("max_steps"))
+    steps: Any = run.about.get("steps", run.settings.get("max_steps"))
     return int(steps) if is_number(steps) and steps > 0 else None
 
 
@@ -53,7 +56,8 @@ def training_seconds(run: RunRecord) -> list[tuple[float, float]]:
     """(step, seconds of training until then), without evaluations and pauses: reckoned from tokens and speed."""
     found, seconds, before = [(0.0, 0.0)], 0.0, 0.0
     for record in run.metrics:
-        tokens, speed = record.get("num_tokens"), record.get("tokens_per_second")
+        tokens: Any = record.get("num_tokens")
+        speed: Any = record.get("tokens_per_second")
         if is_number(tokens) and is_number(speed) and speed > 0:
             seconds, before = seconds + max(0.0, tokens - before) / speed, tokens
             found.append((float(record["step"]), seconds))

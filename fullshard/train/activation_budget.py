@@ -161,11 +161,16 @@ class ActivationBudget:
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether steps are no longer measured here."""
+        return self.chosen and not self._checks
+
     def run(self, train_step: Callable[[Step], Any], step: Step) -> Any:
         """Take a step. It is measured until everything is chosen, and repeated if it runs out of memory."""
         self._before_update = None
         try:
-            if self.chosen and not self._checks:
+            if self.is_settled:
                 return train_step(step)
             return self._checked_step(train_step, step) if self.chosen else self._measured_step(train_step, step)
         except torch.OutOfMemoryError:

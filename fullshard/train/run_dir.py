@@ -31,6 +31,7 @@ CHECKPOINTS = "checkpoints"
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 WRITTEN = (
     f"{CHECKPOINTS}/step-*", f"{CHECKPOINTS}/.step-*.tmp", f"{FIRST}/*", "metrics.jsonl", "samples.jsonl",
+    "events.jsonl", "data.json", "step.json",
     "runs/events.out.tfevents.*", "wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log",
     "wandb.json", "report.html", "README.md", "config.json", "generation_config.json", "model.safetensors",
     "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors",
