@@ -7,6 +7,7 @@ rebinding) reads nothing. Threads are limited, and so is the time that a request
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import socketserver
 import threading
@@ -41,6 +42,11 @@ class Content:
     kind: str
     """Its media type."""
     text: str
+
+    @functools.cached_property
+    def tag(self) -> str:
+        """Tells it apart from others, for clients that have it already."""
+        return f'"{hashlib.sha256(self.text.encode()).hexdigest()[:32]}"'
 
 
 Paths = dict[str, Callable[[], Content]]
@@ -131,19 +137,17 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(answer)
 
     def _answer(self, content: Content) -> None:
-        body = content.text.encode()
-        tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-        unchanged = self.headers.get("If-None-Match") == tag
+        unchanged = self.headers.get("If-None-Match") == content.tag
         self.send_response(HTTPStatus.NOT_MODIFIED if unchanged else HTTPStatus.OK)
-        self.send_header("ETag", tag)
+        self.send_header("ETag", content.tag)
         for header, value in HEADERS.items():
             self.send_header(header, value)
+        body = b"" if unchanged else content.text.encode()
         if not unchanged:
             self.send_header("Content-Type", f"{content.kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if not unchanged:
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

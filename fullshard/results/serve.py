@@ -31,6 +31,8 @@ EVERY = 0.5
 """Seconds between looks at the runs."""
 RESTART = 60.0
 """How long a run that has not finished may be away: a launcher restarts a run that has crashed."""
+MOST_OF_THE_TIME = 0.1
+"""The part of the time that may be spent on making the page: the run needs the processors."""
 LINGER = 3.0
 """How long the last state is served, so that every open page gets it."""
 
@@ -104,32 +106,46 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 class LivePage:
-    """The page of the runs as they are now."""
+    """The page of the runs as they are now. A change is shown at once, unless making the page takes long."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = folders
         self.over = False
         """Whether this is the last state that is served."""
         self._lock = threading.Lock()
-        self._known: tuple[object, Contents] | None = None
+        self._known: tuple[object, object] | None = None
+        """The state of the runs and of their files that the contents were made of."""
+        self._contents = Contents("", {}, ())
+        self._update = Content("text/html", "")
+        self._due = 0.0
 
     def whole(self) -> Content:
         """The page with its scripts."""
         script = files("fullshard.results").joinpath("live.js").read_text(encoding="utf-8")
-        return Content("text/html", whole_page(self._contents(), [script], connects=True))
+        with self._lock:
+            self._look()
+            return Content("text/html", whole_page(self._contents, [script], connects=True))
 
     def update(self) -> Content:
         """What may have changed in it."""
-        return Content("text/html", body(self._contents()))
-
-    def _contents(self) -> Contents:
         with self._lock:  # one reader at a time; the others get what it has read
-            state = (self.over, *((_files(folder), owner_of(folder)) for folder in self.folders))
-            if self._known is None or self._known[0] != state:
-                runs = [read_run(folder) for folder in self.folders]
-                found = contents(runs[0]) if len(runs) == 1 else comparison(runs)
-                self._known = state, replace(found, lead=found.lead + lead(runs, self.over))
-            return self._known[1]
+            self._look()
+            return self._update
+
+    def _look(self) -> None:
+        """Make the contents again if something has changed."""
+        known = ((self.over, *map(owner_of, self.folders)), [_files(folder) for folder in self.folders])
+        began = time.monotonic()
+        same = self._known is not None and self._known[0] == known[0]
+        if self._known == known or (same and began < self._due):
+            return
+        runs = [read_run(folder) for folder in self.folders]
+        found = contents(runs[0]) if len(runs) == 1 else comparison(runs)
+        self._contents = replace(found, lead=found.lead + lead(runs, self.over))
+        self._update = Content("text/html", body(self._contents))
+        self._known = known
+        now = time.monotonic()
+        self._due = now + (now - began) / MOST_OF_THE_TIME
 
 
 def _files(folder: Path) -> list[tuple[str, object]]:

@@ -87,14 +87,27 @@ def test_without_locks_the_metrics_tell(tmp_path):
     assert over([watch])
 
 
-def test_the_page_follows_the_files(tmp_path):
+def test_a_page_that_takes_long_is_made_less_often(tmp_path, monkeypatch):
+    folder = started(tmp_path / "run")
+    page, clock = LivePage([folder]), iter([0.0, 3.0, 4.0, 32.9, 33.1, 33.1, 33.2, 33.2])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    first = page.update()  # takes 3 seconds, so that the next one is due at 33
+    append(folder, training_record(25))
+    assert page.update() is first and page.update() is first
+    assert "step 25 of" in page.update().text
+    page.over = True
+    assert "no longer updated" in page.update().text  # the state itself is always shown at once
+
+
+def test_the_page_follows_the_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "MOST_OF_THE_TIME", float("inf"))
     folder = started(tmp_path / "run")
     page = LivePage([folder])
     assert "ended at step 20 of 100, before it had finished" in page.update().text.lower()
     with held(folder):
         first = page.update().text
         assert "Running." in first and "step 20 of 100, about 0:00:08 of training left" in first
-        assert page._contents() is page._contents()  # nothing is read again that has not changed
+        assert page.update() is page.update()  # nothing is read again that has not changed
         append(folder, training_record(25))
         assert "step 25 of 100" in page.update().text
         with (folder / "metrics.jsonl").open("a") as file:
