@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fullshard.byte_size import memory_size
-from fullshard.reporting.charts import DRAWN, Bar, Chart, Series, bar_chart, line_chart
+from fullshard.reporting.charts import Bar, Chart, Series, bar_chart, line_chart
 from fullshard.reporting.step_memory import GatheredMoment, StepMemory
 
 UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
@@ -32,25 +32,18 @@ def _steps(id: str, title: str, points: Sequence[tuple[str, int, str]]) -> Chart
     phases = [phase for _, _, phase in points]
     # A phase of few moments has no room for its name.
     labels: dict[float, str] = {phases.index(p): p for p in dict.fromkeys(phases) if phases.count(p) * 8 >= len(phases)}
-    series = Series(title, [(i, size / scale) for i, (_, size, _) in enumerate(points)])
-    chart = line_chart(id, title, [series], x="one step", unit=unit, zero=True, x_labels=labels)
-    rows = [[what, memory_size(size), size] for what, size, _ in points]
-    most = max(points, key=lambda point: point[1])
-    chart = dataclasses.replace(
-        chart, header=("while", "memory", "bytes"), rows=rows,
-        description=f"{title}, in {unit}: at most {memory_size(most[1])}, in {most[0]}.",
+    line = Series(
+        f"{title} ({unit})", [(i, size / scale) for i, (_, size, _) in enumerate(points)],
+        labels=[what for what, _, _ in points],
     )  # fmt: skip
+    chart = line_chart(id, title, [line], x="one step", unit=unit, zero=True, x_labels=labels)
+    most = max(points, key=lambda point: point[1])
     spec: dict[str, Any] = copy.deepcopy(chart.spec)
     for layer in spec["layer"]:
         if layer["mark"]["type"] == "line":
             layer["mark"]["interpolate"] = "step"
-        if "tooltip" in layer.get("encoding", {}) and len(points) <= DRAWN:
-            layer["encoding"]["tooltip"] = [
-                {"field": "w", "type": "nominal"},
-                {"field": "y", "type": "quantitative", "format": ".4~g", "title": unit},
-            ]
-    columns = chart.columns | ({"w": [what for what, _, _ in points]} if len(points) <= DRAWN else {})
-    return dataclasses.replace(chart, spec=spec, columns=columns)
+    described = f"{title}: at most {memory_size(most[1])}, in {most[0]}."
+    return dataclasses.replace(chart, spec=spec, description=described)
 
 
 def _parts(memory: StepMemory) -> Chart:

@@ -171,7 +171,8 @@ def test_charts_hold_the_numbers() -> None:
     plan = make_plan()
     gathered = gathered_timeline(plan)
     charts = {chart.id: chart for chart in plan_charts(gathered, MEMORY)}
-    assert [row[2] for row in charts["gathered"].rows] == [moment.bytes for moment in gathered]
+    assert [round(y * 1024) for y in charts["gathered"].columns["y"]] == [moment.bytes for moment in gathered]
+    assert charts["gathered"].columns["l"][:2] == ["forward of the root", "forward of model.layers.0"]
     assert charts["allocated"].columns["y"] == [4.0, 5.0, 8.0]
     bars = charts["memory"]
     stacked: dict[str, float] = {}
