@@ -6,7 +6,7 @@ Choosing is a pure function of bytes and costs. Measuring them is in `layer_memo
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -105,6 +105,29 @@ def describe_levels(levels: Sequence[Level]) -> str:
 
 
 # --- the choice -----------------------------------------------------------------------------------------------------
+
+
+def fitting_levels(
+    bytes_by_level: Mapping[Kind, Mapping[Level, float]],
+    costs: Mapping[Kind, Mapping[Level, float]],
+    layers: Sequence[Kind],
+    room: float,
+    limit: float,
+    peak: Callable[[Sequence[Level]], float],
+) -> list[Level] | None:
+    """The levels with the least recomputation whose peak is at most `limit`; None if there are none.
+
+    `room` is what all layers together may keep, if the peak comes when they all do. Where a layer's backward takes more
+    than that, the room is reduced by the excess. The input of the last layer is needed again at once and stays.
+    """
+    for _ in layers:
+        levels = choose_levels(bytes_by_level, costs, layers, room)
+        levels[-1] = min(levels[-1], Level.RECOMPUTE)
+        excess = peak(levels) - limit
+        if excess <= 0:
+            return levels
+        room -= excess
+    return None
 
 
 def choose_levels(

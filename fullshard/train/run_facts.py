@@ -32,9 +32,11 @@ BINS = 24
 """The most bars of a histogram."""
 
 
-def write_facts(config: SFTConfig, parts: Parts, notes: Sequence[str], steps: int) -> None:
-    """Write settings and statistics of the data into the run's folder, for the first rank alone."""
-    write_settings(config, about_run(config, parts, notes, steps))
+def write_facts(
+    config: SFTConfig, parts: Parts, notes: Sequence[str], steps: int, plan: Mapping[str, Any] | None = None
+) -> None:
+    """Write settings, what was planned and statistics of the data into the run's folder, for the first rank alone."""
+    write_settings(config, about_run(config, parts, notes, steps), plan)
     write_data(config, parts)
 
 

@@ -361,7 +361,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
 
     def _write_settings(self) -> None:
         if runtime.is_main():
-            run_facts.write_facts(self.args, self.parts, self._run.notes, self.loop.total)
+            run_facts.write_facts(self.args, self.parts, self._run.notes, self.loop.total, self.planned())
             # Beside the checkpoints from the start, so that they can be used before the run has ended.
             save_tokenizer(self.parts.tokenizer, run_dir.place_of(self.args))
 

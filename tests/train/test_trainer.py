@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fullshard
 from fullshard import runtime
+from fullshard.capacity.at_rest import need_of
+from fullshard.capacity.optimizer_state import OptimizerMemory
 from fullshard.checkpoint.manifest import published_steps
 from fullshard.errors import ConfigError, TrainingError
 from fullshard.fsdp.state_dict import whole_value
@@ -319,5 +321,5 @@ def test_the_plan_s_bytes(tmp_path: Path) -> None:
     count = sum(p.numel() for p in model.parameters())
     config = settings(tmp_path, max_steps=1, progress="quiet")
     trainer = SFTTrainer(model=model, args=config, train_dataset=text_rows(4), tokenizer=make_tokenizer())
-    need = memory_check.need_of(trainer.prepare().model.plan, "adamw_torch")
+    need = need_of(trainer.prepare().model.plan, OptimizerMemory("adamw_torch"))
     assert (need.shards, need.gradients, need.optimizer) == (4 * count, 4 * count, 8 * count)
