@@ -29,6 +29,8 @@ PORT = 8765
 """The port if none is given, where it is free."""
 EVERY = 0.5
 """Seconds between looks at the runs."""
+PAGE_ASKS = 1.0
+"""Seconds between the questions of an open page."""
 RESTART = 60.0
 """How long a run that has not finished may be away: a launcher restarts a run that has crashed."""
 MOST_OF_THE_TIME = 0.1
@@ -166,10 +168,9 @@ def lead(runs: Sequence[RunRecord], over: bool) -> str:
         if state is RunState.RUNNING
     ]
     rest = " This page is no longer updated." if over else ""
-    return (
-        f'<div id="live" data-state="{"over" if over else "live"}"><p><strong role="status">{escape(headline)}.{rest}'
-        f"</strong></p>{''.join(rows)}</div>"
-    )
+    status = f'<p><strong role="status">{escape(headline)}.{rest}</strong></p>'
+    state = "over" if over else "live"
+    return f'<div id="live" data-state="{state}" data-every="{PAGE_ASKS:g}">{status}{"".join(rows)}</div>'
 
 
 def _progress(run: RunRecord) -> str:
