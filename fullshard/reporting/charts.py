@@ -18,6 +18,8 @@ LISTED = 60
 """The most rows in the table beside a chart."""
 COLORS = 10
 """The number of colors in the page's style; series beyond are told apart by their dashes."""
+TARGET_STYLE = (7, 0)
+"""Color and dash of what ticks mark."""
 DASHES = ((1, 0), (6, 3), (2, 3), (8, 3, 2, 3))
 X_FORMS = {"step": ",~d", "tokens": "~s"}
 """d3's formats of numbers on x axes."""
@@ -235,43 +237,72 @@ class Bar:
 
     name: str
     parts: Mapping[str, float]
+    target: float | None = None
+    """What a tick beside the bar marks."""
 
 
 def bar_chart(
     id: str, title: str, bars: Sequence[Bar], *, unit: str = "", x: str = "", horizontal: bool = False,
-    form: str = ".4~g", order: Sequence[str] = (),
+    form: str = ".4~g", order: Sequence[str] = (), target: str = "target",
 ) -> Chart:  # fmt: skip
     """A chart of stacked bars, in the order given; their names differ. Parts have the same color in each bar, and are
-    stacked in their `order`, others after them."""
+    stacked in their `order`, others after them. A `target` is what the ticks of bars that have one mean."""
     there = dict.fromkeys(part for bar in bars for part in bar.parts)
     names = tuple(sorted(there, key=lambda part: order.index(part) if part in order else len(order)))
-    styles = tuple((number % COLORS, 0) for number in range(len(names)))
+    ticked = any(bar.target is not None for bar in bars)
+    parts, names = len(names), (*names, target) if ticked else names
+    styles = (*((number % COLORS, 0) for number in range(parts)), *([TARGET_STYLE] if ticked else []))
     columns: dict[str, list[Any]] = {"b": [], "y": [], "s": []}
     for bar in bars:
         for part, value in bar.parts.items():
             columns["b"].append(bar.name)
             columns["y"].append(value if math.isfinite(value) else None)
             columns["s"].append(names.index(part))
-    many = len(bars) > 24
-    where: dict[str, Any] = {"title": x or None, "labelAngle": 0, "labelLimit": 160, "labelOverlap": "greedy"}
-    where |= {"labels": not many, "ticks": not many}
-    scale = {"paddingInner": 0.05 if many else 0.25}
-    position = {"field": "b", "type": "ordinal", "sort": None, "axis": where, "scale": scale}
-    amount = {"field": "y", "type": "quantitative", "axis": {"title": unit or None, "format": form}, "stack": "zero"}
-    tooltip = [_text("b"), _text("n"), {**_text("y"), "type": "quantitative", "format": form}]
-    across, up = ("y", "x") if horizontal else ("x", "y")
-    encoding = {
-        across: position, up: amount, "color": _color(styles), "order": {"field": "s", "type": "ordinal"},
-        "tooltip": tooltip,
-    }  # fmt: skip
-    spec = _spec({"mark": {"type": "bar", "aria": False}, "encoding": encoding}, 26 * len(bars) if horizontal else 220)
+        if bar.target is not None:
+            columns["b"].append(bar.name)
+            columns["y"].append(bar.target)
+            columns["s"].append(parts)
+    shapes = _bar_shapes(
+        parts, ticked, across="y" if horizontal else "x", many=len(bars) > 24, x=x, unit=unit, form=form
+    )
+    shapes["encoding"]["color"] = _color(styles)
+    spec = _spec(shapes, 26 * len(bars) if horizontal else 220)
     totals = [(bar.name, sum(bar.parts.values())) for bar in bars]
     most = max(totals, key=lambda one: one[1], default=("", 0.0))
     described = (
         f"{title}: {len(bars):,} bars of {', '.join(names)}; the largest is {most[0]} with {most[1]:.4g} {unit}."
     )
-    rows = [[bar.name, *(bar.parts.get(part, "") for part in names), sum(bar.parts.values())] for bar in _spread(bars)]
-    return Chart(id, title, spec, columns, names, styles, described, (x or "", *names, "total"), rows, len(bars))
+    header = (x or "", *names[:parts], "total", *names[parts:])
+    rows = [
+        [bar.name, *(bar.parts.get(part, "") for part in names[:parts]), sum(bar.parts.values()),
+         *(["" if bar.target is None else bar.target] if ticked else [])]
+        for bar in _spread(bars)
+    ]  # fmt: skip
+    return Chart(id, title, spec, columns, names, styles, described, header, rows, len(bars))
+
+
+def _bar_shapes(parts: int, ticked: bool, across: str, many: bool, x: str, unit: str, form: str) -> dict[str, Any]:
+    """Marks and encoding of bars along the axis `across`, and of ticks for the series after their parts."""
+    axis: dict[str, Any] = {"title": x or None, "labelAngle": 0, "labelLimit": 160, "labelOverlap": "greedy"}
+    axis |= {"labels": not many, "ticks": not many}
+    scale = {"paddingInner": 0.05 if many else 0.25}
+    up = "x" if across == "y" else "y"
+    amount: dict[str, Any] = {"field": "y", "type": "quantitative", "axis": {"title": unit or None, "format": form}}
+    shared = {
+        across: {"field": "b", "type": "ordinal", "sort": None, "axis": axis, "scale": scale},
+        "tooltip": [_text("b"), _text("n"), {**_text("y"), "type": "quantitative", "format": form}],
+    }
+    stacked = {up: {**amount, "stack": "zero"}, "order": {"field": "s", "type": "ordinal"}}
+    bars = {
+        "mark": {"type": "bar", "aria": False},
+        "transform": [{"filter": f"datum.s < {parts}"}],
+        "encoding": stacked,
+    }
+    if not ticked:
+        return {"mark": bars["mark"], "encoding": {**shared, **stacked}}
+    tick = {"type": "tick", "thickness": 3, "aria": False}
+    ticks = {"mark": tick, "transform": [{"filter": f"datum.s == {parts}"}], "encoding": {up: amount}}
+    return {"layer": [bars, ticks], "encoding": shared}
 
 
 # --- parts of specifications ----------------------------------------------------------------------------------------

@@ -107,8 +107,9 @@ def _memory_notes(run: RunRecord) -> list[str]:
         )
     if measured.get("timeline"):
         notes.append(f"Measured at step {measured.get('step')}, on the first rank, at the boundaries of units.")
-    if run.plan is None and measured:
-        notes.append("There is no plan.json to compare with.")
+    if measured:
+        planned = "Planned for the largest batch of the run." if run.plan is not None else "There is no plan.json."
+        notes.append(planned)
     return [note(text) for text in notes]
 
 

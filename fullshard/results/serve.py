@@ -31,8 +31,9 @@ EVERY = 0.5
 """Seconds between looks at the runs."""
 PAGE_ASKS = 1.0
 """Seconds between the questions of an open page."""
-RESTART = 60.0
-"""How long a run that has not finished may be away: a launcher restarts a run that has crashed."""
+RESTART = 300.0
+"""How long a run that has not finished may be away: a launcher restarts a run that has crashed, and it reads data and
+model before it is seen again."""
 MOST_OF_THE_TIME = 0.1
 """The part of the time that may be spent on making the page: the run needs the processors."""
 LINGER = 3.0
