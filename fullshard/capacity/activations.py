@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fullshard import accelerator
+from fullshard.capacity.compiled_calls import CompiledCall
 from fullshard.capacity.step_trace import BatchShape, Segment, StepTrace
 from fullshard.capacity.trace_storages import Mark, StorageTrace
 from fullshard.errors import CapacityError, first_line
@@ -24,6 +25,8 @@ from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
 from fullshard.models.attention_masks import known_rows
 from fullshard.models.kernels_on_meta import WORKSPACES, device_kernels
+from fullshard.models.router_loss import has_router_loss
+from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant import workspace
 from fullshard.torch_private import storage_id, version_of
 
@@ -45,6 +48,8 @@ class Traceable(Protocol):
     @property
     def precision(self) -> MixedPrecision: ...
     @property
+    def engine(self) -> EngineSettings: ...
+    @property
     def device(self) -> torch.device: ...
 
 
@@ -58,13 +63,13 @@ def trace_step(planned: Traceable, batch: BatchShape, level: Level = Level.RECOM
     names = list(dict.fromkeys(planned.kinds.values()))
     modules = dict(planned.model.named_modules())
     layers = {name: modules[name] for name in names}
-    step = _Step(planned, layers)
     reduced = min(level, Level.RECOMPUTE)  # inputs on the host: the same step, less the inputs
+    step = _Step(planned, layers, reduced)
     with contextlib.ExitStack() as stack:
         stack.enter_context(accelerator.meta_stands_for(planned.device))
         stack.enter_context(device_kernels())
         stack.enter_context(_gathered_dtypes(planned.model, planned.precision))
-        stack.enter_context(_levels(list(layers.values()), reduced))
+        stack.enter_context(step.compiled() if step.calls else _levels(list(layers.values()), reduced))
         workspace.release(next(planned.model.parameters()).device)
         try:
             found = step.run(batch)
@@ -141,14 +146,24 @@ def make_batch(batch: BatchShape, device: torch.device) -> dict[str, torch.Tenso
 class _Step:
     """Runs a step and divides it into segments."""
 
-    def __init__(self, planned: Traceable, layers: Mapping[str, nn.Module]) -> None:
-        self.planned, self.layers = planned, layers
+    def __init__(self, planned: Traceable, layers: Mapping[str, nn.Module], level: Level) -> None:
+        self.planned, self.layers, self.level = planned, layers, level
         self.inputs: dict[str, int] = {}
         """Bytes of each layer's input."""
         self.trace = StorageTrace(
             CUDA_ROUNDING if planned.device.type in accelerator.SUPPORTED else 1,
             [*planned.model.parameters(), *planned.model.buffers()], WORKSPACES,
         )  # fmt: skip
+        self.notes: list[str] = []
+        self.calls: dict[str, CompiledCall] = {}
+        """The layers that the run compiles."""
+        if planned.engine.backend.lower() != "no":
+            if has_router_loss(planned.model):
+                self.notes.append(
+                    "activations of compiled layers with a router loss are those of uncompiled ones, which keep more"
+                )
+            else:
+                self.calls = {name: CompiledCall(layer, self.trace.paused) for name, layer in layers.items()}
         self.marks: list[tuple[str, str, Mark, int]] = []
         """Where each segment begins: unit, moment, and the bytes of gradients so far."""
         self.gradients = 0
@@ -161,6 +176,14 @@ class _Step:
         """The storage of the last layer's output."""
         self.left = 0
         """Layers that have not run forward yet."""
+
+    @contextlib.contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Inside, compiled layers are priced by their graphs."""
+        with contextlib.ExitStack() as stack:
+            for call in self.calls.values():
+                stack.enter_context(call.in_place())
+            yield
 
     def begin(self, unit: str) -> None:
         self.marks.append((unit, self.moment, self.trace.mark(), self.gradients))
@@ -263,7 +286,8 @@ class _Step:
 
     def result(self, end: Mark) -> StepTrace:
         grads = [p.grad for p in self.planned.model.parameters() if p.grad is not None]
-        numbers = {self.trace.number_of(g) for g in grads}
+        recorded = [t for call in self.calls.values() for t in call.recorded]
+        numbers = {self.trace.number_of(t) for t in (*grads, *recorded)}
         lasting = {number: size for number, size in self.trace.living().items() if number not in numbers}
         following = [*self.marks[1:], ("", "", end, self.gradients)]
         segments = []
@@ -271,9 +295,22 @@ class _Step:
             peak, kept = self.trace.usage(start, stop, lasting)
             flops, read_write = stop.flops - start.flops, stop.read_write - start.read_write
             found = Segment(unit, moment, peak, kept, after - before, flops, read_write)
+            if unit in self.calls:
+                found = self._of_graph(unit, moment)
             if unit or any((found.peak, found.kept, found.flops, found.read_write)):
                 segments.append(found)
-        return StepTrace(tuple(segments), sum(lasting.values()))
+        buffer = workspace.held(next(self.planned.model.parameters()).device)
+        if buffer is not None and self.trace.number_of(buffer) is None:
+            lasting[0] = self.trace.size_of(buffer)
+        return StepTrace(tuple(segments), sum(lasting.values()), tuple(self.notes))
+
+    def _of_graph(self, unit: str, moment: str) -> Segment:
+        cost = self.calls[unit].cost(self.level, self.trace.rounding)
+        if moment == "backward":
+            peak, kept, flops, read_write = cost.backward
+            return Segment(unit, moment, peak, kept, cost.gradients, flops, read_write)
+        peak, kept, flops, read_write = cost.forward
+        return Segment(unit, moment, peak, kept, 0, flops, read_write)
 
 
 def _like_a_layers_output(states: torch.Tensor) -> torch.Tensor:

@@ -57,3 +57,5 @@ class StepTrace:
     segments: tuple[Segment, ...]
     workspace: int = 0
     """Bytes that are allocated in the first step and kept for the next: the buffer for dequantized weights."""
+    notes: tuple[str, ...] = ()
+    """What was assumed because it cannot be traced."""
