@@ -163,10 +163,10 @@ def named_machine(name: str) -> Machine:
     joined = {known.replace("-", ""): known for known in MACHINES}
     found = MACHINES.get(key) or MACHINES.get(joined.get(key.replace("-", ""), ""))
     if found is None:
-        known = f"; the names are {HERE}, {', '.join(MACHINES)}"
+        hint = nearest(key, (*MACHINES, *OTHER_NAMES)) or f"; the names are {HERE}, {', '.join(MACHINES)}."
         raise ConfigError(
-            f"machine is {name!r}{nearest(key, (*MACHINES, *OTHER_NAMES)) or known}. For another device, give the "
-            f"name of one with the same speed, and its memory with device_memory."
+            f"machine is {name!r}{hint} For another device, give the name of one with the same speed, and its memory "
+            f"with device_memory."
         )
     return found
 

@@ -182,7 +182,7 @@ def step_options(config: SFTConfig, planned: PlannedModel, options: MemoryOption
     return StepOptions(
         "tf32" if name == "float32" and config.tf32 else name, options.offload, config.sync_each_batch,
         options.forward_prefetch, options.backward_prefetch,
-        sum(map(options.optimizer.unit_state, planned.plan.units)), planned.engine.backend.lower() != "no",
+        sum(map(options.optimizer.unit_state, planned.plan.units)),
     )  # fmt: skip
 
 
