@@ -50,6 +50,7 @@ FAULTS = [
     ("<div id=hit>press me</div><script>hit.onclick = () => 0</script>", "keyboard", "not reached: div#hit"),
     ("<button tabindex=-1>skipped</button>", "keyboard", 'not reached: button "skipped"'),
     ("<style>a { outline: none }</style>", "keyboard", 'no visible focus: a "a link"'),
+    ("<style>button { outline: 0 solid red }</style>", "keyboard", 'no visible focus: button#pressed "a button"'),
 ]
 """What spoils a page, the check that must find it, and what it says."""
 

@@ -77,8 +77,8 @@ def _answers(run: RunRecord) -> list[str]:
 
 
 def _prompt(prompt: str, answers: list[Record]) -> str:
-    shown = [("before" if len(answers) > 1 else "answer", answers[0])]
-    shown += [("after", answers[-1])] if len(answers) > 1 else []
+    first = "before" if answers[0]["step"] == 0 else "first"
+    shown = [(first, answers[0]), *([("after", answers[-1])] if len(answers) > 1 else [])]
     columns = [(f"{name}, step {one['step']:,}", one["answer"]) for name, one in shown]
     reference = answers[-1].get("reference")
     columns += [("reference, from the data", reference)] if isinstance(reference, str) else []
@@ -107,8 +107,9 @@ def _memory_notes(run: RunRecord) -> list[str]:
         )
     if measured.get("timeline"):
         notes.append(f"Measured at step {measured.get('step')}, on the first rank, at the boundaries of units.")
-    if run.plan is None and measured:
-        notes.append("There is no plan.json to compare with.")
+    if measured:
+        planned = "Planned for the largest batch of the run." if run.plan is not None else "There is no plan.json."
+        notes.append(planned)
     return [note(text) for text in notes]
 
 

@@ -127,7 +127,8 @@ def memory_charts(run: RunRecord) -> list[Chart]:
     planned = (run.plan or {}).get("memory")
     planned = planned if isinstance(planned, dict) else {}
     measured = run.measured or {}
-    timelines = {"planned": _planned_timeline(planned), "measured": _measured_timeline(measured)}
+    found = "measured, without activations" if measured.get("counted") is True else "measured"
+    timelines = {"planned": _planned_timeline(planned), found: _measured_timeline(measured)}
     highest = max((held for timeline in timelines.values() for _, _, held in timeline), default=0.0)
     size, unit = byte_unit(highest)
     lines = [

@@ -109,4 +109,4 @@ def _result(run: RunRecord) -> str:
         "model.safetensors.index.json": "model",
     }
     what = next((name for file, name in files.items() if (run.folder / file).is_file()), None)
-    return f"{what} in {run.folder}" if what else f"none yet in {run.folder}"
+    return f"{what} in {run.folder}" if what else f"none in {run.folder}"

@@ -33,9 +33,9 @@ BINS = 24
 
 
 def write_facts(
-    config: SFTConfig, parts: Parts, notes: Sequence[str], steps: int, plan: Mapping[str, Any] | None = None
+    config: SFTConfig, parts: Parts, notes: Sequence[str], steps: int, plan: Mapping[str, Any] | None
 ) -> None:
-    """Write settings, what was planned and statistics of the data into the run's folder, for the first rank alone."""
+    """Write settings, plan and statistics of the data into the run's folder, for the first rank alone."""
     write_settings(config, about_run(config, parts, notes, steps), plan)
     write_data(config, parts)
 

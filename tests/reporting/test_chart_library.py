@@ -57,11 +57,15 @@ def test_a_cache_that_cannot_be_written_costs_time_only(cache: Path, bundled: li
 
 
 def test_a_package_that_fails_or_is_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*asked: Any, **options: Any) -> Any:
-        raise error
+    def failing(error: Exception) -> Any:
+        def fail(*asked: Any, **options: Any) -> Any:
+            raise error
 
-    for name, error in (("run", subprocess.CalledProcessError(1, "python")), ("version", PackageNotFoundError("vl"))):
-        monkeypatch.setattr(*((subprocess, "run") if name == "run" else (library, "version")), fail)
+        return fail
+
+    broken, absent = subprocess.CalledProcessError(1, "python"), PackageNotFoundError("vl-convert-python")
+    for place, name, error in ((subprocess, "run", broken), (library, "version", absent)):
+        monkeypatch.setattr(place, name, failing(error))
         chart_library.cache_clear()
         assert chart_library() is None and not cache.exists()
 

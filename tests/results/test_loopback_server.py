@@ -84,6 +84,7 @@ def test_ports_that_cannot_be_used(server):
 
 
 def test_connections_and_their_time_are_limited(monkeypatch):
+    assert loopback_server._Handler.timeout == loopback_server.SECONDS < 60
     monkeypatch.setattr(loopback_server._Handler, "timeout", 0.4)
     with LoopbackServer({"/": lambda: Content("text/html", "page")}, 0) as server, contextlib.ExitStack() as open_ones:
         before = threading.active_count()

@@ -78,7 +78,8 @@ def test_answers_are_those_of_generate_on_one_device(tmp_path: Path) -> None:
     trained = PeftModel.from_pretrained(base, out)
     assert after == [greedy(trained, tokenizer, ids, 12, stops) for ids in prompts] != before
     page = (out / "report.html").read_text()
-    assert "<h2>Answers</h2>" in page and page.count("<h3>Prompt</h3>") == 3 and page.count("step 3</th>") == 3
+    found = page.count("<h3>Prompt</h3>"), page.count("<h4>before, step 0</h4>"), page.count("<h4>after, step 3</h4>")
+    assert found == (3, 3, 3)
     runtime.barrier()
 
 
