@@ -126,8 +126,8 @@ FOCUSED = """
     if (!one || one == document.body || one == document.documentElement || __reached.has(one)) return false;
     __reached.add(one);
     const look = () => { const s = getComputedStyle(one);
-        return [s.outlineStyle != 'none' && parseFloat(s.outlineWidth) ? s.outlineColor : '', s.boxShadow, s.borderColor]
-            .join(); };
+        const outlined = s.outlineStyle != 'none' && parseFloat(s.outlineWidth);
+        return [outlined ? s.outlineColor : '', s.boxShadow, s.borderColor].join(); };
     const box = one.getBoundingClientRect(), focused = look();
     one.blur();
     const plain = look();
