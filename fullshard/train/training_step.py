@@ -34,9 +34,9 @@ from fullshard.train.assemble import Parts
 from fullshard.train.batches import COUNTED, ScriptLoader, Steps, make_collator, make_loader
 from fullshard.train.callbacks import Accelerator, Callbacks
 from fullshard.train.loop import Loop
-from fullshard.train.model import uses_flash
 from fullshard.train.optimizer import class_and_options, make_from_class, make_optimizer, make_schedule
 from fullshard.train.overrides import SEEN, overridden
+from fullshard.train.read_model import uses_flash
 
 
 class TrainingStep:
