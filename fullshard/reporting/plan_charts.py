@@ -22,8 +22,10 @@ def plan_charts(gathered: Sequence[GatheredMoment], memory: StepMemory) -> list[
     )]  # fmt: skip
     if memory.timeline:
         points = [(what, size, what.split(" ")[0]) for what, size in memory.timeline]
-        charts.append(_with_limit(_steps("allocated", "Allocated memory over one step", points), memory))
-    return [*charts, _parts(memory)]
+        beside = f"; {memory_size(memory.reserved)} of it are reserved, beside what is allocated"
+        chart = _steps("allocated", "Allocated memory over one step", points)
+        charts.append(_with_limit(chart, memory.limit, beside if memory.reserved else ""))
+    return [*charts, _with_limit(_parts(memory), memory.limit)]
 
 
 def _steps(id: str, title: str, points: Sequence[tuple[str, int, str]]) -> Chart:
@@ -56,20 +58,21 @@ def _parts(memory: StepMemory) -> Chart:
             for name, parts in memory.bars.items()]  # fmt: skip
     moment, peak = memory.peak
     described = f"Memory of a device by part: the peak is {memory_size(peak)}, in {moment}."
-    return _with_limit(dataclasses.replace(chart, rows=rows, description=described), memory, scale)
+    spec: dict[str, Any] = copy.deepcopy(chart.spec)
+    spec["encoding"]["x"]["axis"]["labelExpr"] = "split(datum.label, ' ')"  # a line for each word
+    return dataclasses.replace(chart, rows=rows, spec=spec, description=described)
 
 
-def _with_limit(chart: Chart, memory: StepMemory, scale: int | None = None) -> Chart:
-    """The chart with the memory of the device as a line."""
-    if memory.limit is None:
+def _with_limit(chart: Chart, limit: int | None, more: str = "") -> Chart:
+    """The chart with the memory of the device as a line, and with `more` words about it."""
+    if limit is None:
         return chart
-    words = f"The device has {memory_size(memory.limit)} (dashed line)."
+    words = f"The device has {memory_size(limit)} (dashed line){more}."
     chart = dataclasses.replace(chart, notes=(*chart.notes, words), description=f"{chart.description} {words}")
     spec: dict[str, Any] = copy.deepcopy(chart.spec)
-    if scale is None:
-        scale = UNITS[spec["encoding"]["y"]["axis"]["title"]]
+    scale = UNITS[spec["encoding"]["y"]["axis"]["title"]]
     line = {
-        "data": {"values": [{"limit": memory.limit / scale}]},
+        "data": {"values": [{"limit": limit / scale}]},
         "mark": {"type": "rule", "strokeDash": [6, 4], "strokeWidth": 2, "color": "var(--bad)", "aria": False},
         "encoding": {"x": None, "color": None, "y": {"field": "limit", "type": "quantitative"}},
     }

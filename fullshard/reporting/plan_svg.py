@@ -69,15 +69,11 @@ def plan_svg(view: PlanView, title: str, charts: Sequence[Chart] = (), *, alone:
     mesh = mesh_cells(view.grid)
     frame = Frame.of(max(len(view.columns), len(mesh[0])))
     drawn, y = _heading(view, title, frame) if alone else ([], 0.0)
-    parts = (
-        lambda y: _legend(view, y),
-        lambda y: _mesh(view, mesh, frame, y),
-        lambda y: _units(view, frame, y + 30),
-        lambda y: _charts(charts, frame, y),
-    )
-    for draw in parts:
-        part, y = draw(y)
-        drawn += part
+    legend, y = _legend(view, y)
+    ranks, y = _mesh(view, mesh, frame, y)
+    units, y = _units(view, frame, y + 30)
+    step, y = _charts(charts, frame, y)
+    drawn += legend + ranks + units + step
     y += MARGIN
     style = (_asset("page.css").partition("* {")[0] if alone else "") + _asset("plan.css")
     inside = [element("title", escape(title)), element("style", style), _patterns()]

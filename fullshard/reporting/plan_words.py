@@ -145,7 +145,7 @@ def split_text(p: ParameterPlan, grid: RankGrid) -> str:
 
 def slice_text(cell: Cell, p: ParameterPlan) -> str:
     """The part of the parameter that a column holds: the slices of the dims that are split."""
-    if not cell.bytes and math.prod(p.shape):
+    if not cell.bytes and all(p.shape):
         return "nothing"
     split = [f"{start}:{stop}" for (start, stop), entry in zip(cell.slices, p.spec, strict=True) if entry is not None]
     return ", ".join(split) or "whole"
