@@ -178,6 +178,14 @@ def plan(words: Annotated[list[str] | None, typer.Argument(metavar="MODEL_OR_RUN
     raise typer.Exit(plan_command.plan(words or []))
 
 
+@app.command(context_settings=_PASS_ON, add_help_option=False, short_help="Draw how a model lies over the ranks.")
+def show(words: Annotated[list[str] | None, typer.Argument(metavar="MODEL_OR_RUN [FLAGS]…")] = None) -> None:
+    """Draw how a model lies over the ranks: mesh, units, gathered bytes over a step, memory by part."""
+    from fullshard.launch import show_command
+
+    raise typer.Exit(show_command.show(words or []))
+
+
 @app.command(context_settings=_NAMES, short_help="Chat with a model or the result of a run.")
 def chat(
     model: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a model, or an adapter.")],

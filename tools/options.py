@@ -11,6 +11,7 @@ from pathlib import Path
 from fullshard.launch.config import ProcessSettings, RunSettings
 from fullshard.launch.help_text import default_of
 from fullshard.launch.plan_options import plan_options
+from fullshard.launch.show_command import ShowOptions
 from fullshard.options import Option, options_of
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings
@@ -41,6 +42,11 @@ PAGES: list[tuple[str, str, Sequence[Option]]] = [
         "`fullshard plan`",
         "Flags, besides all of `fullshard sft` and `fullshard launch`. [planning.md](planning.md) explains them.",
         plan_options(),
+    ),
+    (
+        "`fullshard show`",
+        "Flags, besides all of `fullshard plan`. [show.md](show.md) explains them.",
+        options_of(ShowOptions),
     ),
     (
         "`SFTConfig` alone",

@@ -1,9 +1,9 @@
-"""A model that has one of each kind of layer, and what it tells about the whole model.
+"""A model that has few of each kind of layer, and what it tells about the whole model.
 
 Layers are alike if they have the same modules, parameters, buffers and plain attributes (windows, kinds of attention,
-flags). `condense` keeps the first of each kind, so that quantization, adapters and the plan take a hundredth of the
-time; a `Condensed` then gives back every layer. Settings that tell layers of one kind apart (`may_name_a_layer`) rule
-it out.
+flags). `condense` keeps the first two of each kind and the last layer, so that quantization, adapters and the plan take
+a fraction of the time; a `Condensed` then gives back every layer. Settings that tell layers of one kind apart
+(`may_name_a_layer`) rule it out.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class CannotExpandError(Exception):
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of layers of which only one of each kind is left."""
+    """A list of layers of which others were left out."""
 
     layers: nn.ModuleList
     stands_for: tuple[int, ...]
-    """For each layer of the whole model, the position in `layers` of the one that is like it."""
+    """For each layer of the whole model, the position in `layers` of the one that stands for it."""
 
 
 class Condensed:
@@ -132,84 +132,99 @@ def _renamed_unit(unit: UnitPlan, rename: Callable[[str], str]) -> UnitPlan:
 
 
 def condense(model: Any) -> list[Stack]:
-    """Keep one layer of each kind in a model on the meta device, in place.
+    """Leave out layers of a model on the meta device, in place, that others stand for.
 
     The lists of layers are those of the classes that the model names as its layers (`_no_split_modules`). Layers that
-    share a parameter or module with anything else stay as they are.
+    share a parameter or module with anything else, or point to another layer, stay as they are.
     """
     stacks = []
     for layers in _layer_lists(model):
-        kinds = _kinds(layers)
-        first = list(dict.fromkeys(kinds))
-        kept = [kinds.index(kind) for kind in first]
-        if len(kept) == len(kinds):
+        parts = [_Parts(layer) for layer in layers]
+        if not _stand_alone(model, layers, parts):
             continue
-        _cut_configs(model, len(kinds), kept)
+        stands_for = _stand_ins(_kinds(parts))
+        kept = sorted(set(stands_for))
+        if len(kept) == len(layers):
+            continue
+        _cut_configs(model, len(layers), kept)
         chosen = [layers[index] for index in kept]
         del layers[:]
         layers.extend(chosen)
-        stacks.append(Stack(layers, tuple(first.index(kind) for kind in kinds)))
+        stacks.append(Stack(layers, tuple(map(kept.index, stands_for))))
     return stacks
 
 
+def _stand_ins(kinds: Sequence[Any]) -> list[int]:
+    """For each layer the index of the one that stands for it: the second of its kind.
+
+    The first of a kind and the last layer stand for themselves: they begin or end what a pass keeps for all layers,
+    such as rotary embeddings and masks, and the first may get inputs without gradients.
+    """
+    seen: dict[Any, list[int]] = {}
+    found = []
+    for index, kind in enumerate(kinds):
+        alike = seen.setdefault(kind, [])
+        alike.append(index)
+        found.append(index if len(alike) < 2 or index == len(kinds) - 1 else alike[1])
+    return found
+
+
 def _layer_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """The outermost lists of layers."""
     names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     found = [
         m for m in model.modules()
         if type(m) is nn.ModuleList and len(m) > 1 and all(type(layer).__name__ in names for layer in m)
     ]  # fmt: skip
-    inside = {below for stack in found for layer in stack for below in layer.modules()}
-    held: dict[int, int] = {}
-    for part in [*_parts_outside(model, found), *(parts for stack in found for parts in map(_parts, stack))]:
-        for one in part:
-            held[one] = held.get(one, 0) + 1
-    return [m for m in found if m not in inside and all(held[one] == 1 for layer in m for one in _parts(layer))]
+    inside = {below for layers in found for layer in layers for below in layer.modules()}
+    return [layers for layers in found if layers not in inside]
 
 
-def _parts(layer: nn.Module) -> set[int]:
-    """The ids of everything in a layer."""
-    return {id(one) for one in (*layer.modules(), *layer.parameters(), *layer.buffers())}
+class _Parts:
+    """What a layer is made of."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        modules = list(layer.named_modules())
+        self.ids = {id(module) for _, module in modules}
+        self.attributes: dict[tuple[str, str], Any] = {}
+        """The public attributes of its modules, by the module's name and their own."""
+        self.structure: list[Any] = []
+        for path, module in modules:
+            self.structure.append((path, type(module)))
+            for tensors in (parameters_of(module), buffers_of(module)):
+                for key, t in tensors.items():
+                    if t is not None:
+                        self.structure.append((key, t.shape, t.dtype, t.requires_grad))
+                        self.ids.add(id(t))
+            self.attributes |= {(path, key): value for key, value in vars(module).items() if key[0] != "_"}
 
 
-def _parts_outside(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> Iterator[set[int]]:
-    """The ids of everything in the model that is not in a layer."""
-    lists, waiting, seen = set(stacks), [model], set()
+def _stand_alone(model: nn.Module, layers: nn.ModuleList, parts: Sequence[_Parts]) -> bool:
+    """Whether layers share nothing with each other or with the rest of the model, and use nothing of each other."""
+    outside: set[int] = set()
+    waiting, seen = [model], {layers}
     while waiting:
         module = waiting.pop()
-        if module in seen or module in lists:
-            continue
-        seen.add(module)
-        waiting += module.children()
-    held = {id(t) for m in seen for t in (*parameters_of(m).values(), *buffers_of(m).values()) if t is not None}
-    yield {id(m) for m in seen} | held
+        if module not in seen:
+            seen.add(module)
+            waiting += module.children()
+            held = (*parameters_of(module).values(), *buffers_of(module).values())
+            outside |= {id(module), *(id(t) for t in held if t is not None)}
+    together = set().union(*(part.ids for part in parts))
+    if outside & together or len(together) < sum(len(part.ids) for part in parts):
+        return False
+    return not any("shared_layer" in key and value for part in parts for (_, key), value in part.attributes.items())
 
 
-def _kinds(layers: nn.ModuleList) -> list[tuple[Any, ...]]:
+def _kinds(parts: Sequence[_Parts]) -> list[tuple[Any, ...]]:
     """For each layer everything that decides how it runs and what it holds, but its values and its index."""
-    attributes = [_attributes(layer) for layer in layers]
-    index_keys = {key for found in attributes for key in found}
-    for index, found in enumerate(attributes):
-        index_keys -= {key for key, value in found.items() if type(value) is not int or value != index}
-    kinds = []
-    for index, (layer, found) in enumerate(zip(layers, attributes, strict=True)):
-        plain = tuple((key, _plain(value, index)) for key, value in found.items() if key not in index_keys)
-        kinds.append((_structure(layer), plain))
-    return kinds
-
-
-def _attributes(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """The public attributes of a layer's modules, by the module's name and their own."""
-    modules = layer.named_modules()
-    return {(path, key): value for path, m in modules for key, value in vars(m).items() if key[0] != "_"}
-
-
-def _structure(layer: nn.Module) -> tuple[Any, ...]:
-    found: list[Any] = []
-    for path, module in layer.named_modules():
-        found.append((path, type(module)))
-        for held in (parameters_of(module), buffers_of(module)):
-            found += [(key, t.shape, t.dtype, t.requires_grad) for key, t in held.items() if t is not None]
-    return tuple(found)
+    index_keys = {key for part in parts for key in part.attributes}
+    for index, part in enumerate(parts):
+        index_keys -= {key for key, value in part.attributes.items() if type(value) is not int or value != index}
+    return [
+        (*part.structure, *((k, _plain(v, i)) for k, v in part.attributes.items() if k not in index_keys))
+        for i, part in enumerate(parts)
+    ]
 
 
 def _plain(value: Any, index: int) -> Any:
