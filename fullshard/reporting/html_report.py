@@ -106,9 +106,16 @@ def _memory_notes(run: RunRecord) -> list[str]:
             "activations take there."
         )
     if measured.get("timeline"):
-        notes.append(f"Measured at step {measured.get('step')}, on the first rank, at the boundaries of units.")
+        notes.append(
+            f"Measured at step {measured.get('step')}, on the first rank, at the boundaries of units; in between it "
+            "may be more, up to the peak of the run."
+        )
     if measured:
-        planned = "Planned for the largest batch of the run." if run.plan is not None else "There is no plan.json."
+        planned = (
+            "Planned: the most in each part of the step, for the largest batch of the run."
+            if run.plan is not None
+            else "There is no plan.json."
+        )
         notes.append(planned)
     return [note(text) for text in notes]
 

@@ -137,7 +137,11 @@ def memory_charts(run: RunRecord) -> list[Chart]:
         Series(name, _placed(line, size), name == "planned", color, [label for _, label, _ in line])
         for color, (name, line) in enumerate(timelines.items())
     ]
-    charts = []
+    peak, charts = run.last("memory_gib"), []
+    if measured.get("counted") is False and peak is not None:
+        lines.append(
+            Series("measured peak of the run", [(at, peak * 2**30 / size) for at in (0, len(MOMENTS))], color=7)
+        )
     if highest:
         ticks = {i + 0.5: name for i, name in enumerate(MOMENTS)}
         charts.append(

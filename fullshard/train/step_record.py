@@ -1,7 +1,7 @@
 """Memory and communication of one training step, measured at the boundaries of units and written to `step.json`.
 
-Nothing waits for the device: the allocator's numbers are those of the host. On CPUs torch does not count what it
-allocates, so only what the engine and the optimizer hold is recorded.
+Nothing waits for the device, and torch's peaks are not reset, which scripts read: recorded is what is allocated at the
+boundaries. On CPUs torch does not count what it allocates, so only what the engine and the optimizer hold is recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fullshard.torch_private import local_of
 from fullshard.train.loop import Loop
 
 MEASURED = 4
-"""The first step that is measured, counted from the start: the optimizer has its state, and nobody else measures."""
+"""The first step that may be measured, counted from the start: the optimizer has its state, layers are compiled."""
 COUNTERS = ("gathers", "gather_sent", "reduces", "reduce_sent")
 """What the engine counts by unit."""
 PARTS = ("shards", "gathered", "gradients", "optimizer", "other")
@@ -42,8 +42,6 @@ class StepRecord:
         self.parameters: list[ShardedParameter] = [p for unit in self.engine.units for p in unit.parameters]
         self._steps, self._last, self._done = 0, 0, False
         """The steps begun here, the number of the last one, and whether one was measured."""
-        self._marks = False
-        """Whether the peak between two boundaries is measured, not only what is allocated at them."""
         self._timeline: dict[str, list[Any]] = {}
         self._moment = "forward"
         self._before: dict[str, Counter[str]] = {}
@@ -56,9 +54,9 @@ class StepRecord:
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
         self._steps += 1
-        alone = self._steps >= MEASURED and self.loop.activations.is_settled
-        if not self._done and (alone or state.global_step + 1 == self._last):
-            self._done, self._marks = True, alone and self.counts_all
+        usual = self._steps >= MEASURED and self.loop.activations.is_settled
+        if not self._done and (usual or state.global_step + 1 == self._last):
+            self._done = True
             self._try(self._begin)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
@@ -95,8 +93,6 @@ class StepRecord:
         self._before = {name: Counter(getattr(meter, name)) for name in COUNTERS}
         self._held["shards"] = self._bytes(p.local for p in self.parameters)
         self._held["optimizer"] = self._bytes(self._optimizer_tensors())
-        if self._marks:
-            accelerator.mark_peak(self.device)
         meter.observer = lambda unit, operation: self._try(lambda: self._observe(unit, operation))
 
     def _observe(self, unit: str, operation: str) -> None:
@@ -114,26 +110,14 @@ class StepRecord:
         self._note("optimizer step", "")
 
     def _note(self, moment: str, unit: str, operation: str = "") -> None:
-        """Begin an entry of the timeline."""
-        self._end_entry()
         held = self._held
         held["gathered"] = self.engine.means.meter.live
         held["gradients"] = self._bytes(self._gradients())
         if self.counts_all:
-            held["other"] = max(0, accelerator.allocated_memory(self.device) - self._known(held))
+            known = sum(size for name, size in held.items() if name != "other")
+            held["other"] = max(0, accelerator.allocated_memory(self.device) - known)
         for name, value in {"moment": moment, "unit": unit, "operation": operation, **held}.items():
             self._timeline[name].append(value)
-
-    def _end_entry(self) -> None:
-        """Raise the last entry to the most that was allocated since it began."""
-        if self._marks:
-            if others := self._timeline["other"]:
-                last = {name: self._timeline[name][-1] for name in PARTS}
-                others[-1] = max(last["other"], accelerator.peak_since_mark(self.device) - self._known(last))
-            accelerator.mark_peak(self.device)
-
-    def _known(self, held: dict[str, int]) -> int:
-        return sum(size for name, size in held.items() if name != "other")
 
     def _bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of those tensors that are on this rank's device."""
@@ -152,7 +136,6 @@ class StepRecord:
         yield from (t for one in states if isinstance(one, dict) for t in one.values() if torch.is_tensor(t))
 
     def _write(self, step: int) -> None:
-        self._end_entry()
         meter = self.engine.means.meter
         units = {
             unit.name: {

@@ -304,6 +304,16 @@ def test_memory_is_shown_measured_beside_planned(tmp_path: Path) -> None:
     assert forward["total"] * size == pytest.approx(peak)
 
 
+def test_on_gpus_the_peak_of_the_run_is_a_line(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    found = json.loads((run / "step.json").read_text())
+    (run / "step.json").write_text(json.dumps({**found, "counted": False}))
+    chart = memory_charts(read_run(run))[0]
+    assert chart.names == ("measured", "measured peak of the run")
+    peaks = [y * 2**20 for y, s in zip(chart.columns["y"], chart.columns["s"], strict=True) if s == 1]
+    assert peaks == [0.5 * 2**30] * 2, "memory_gib of metrics.jsonl"
+
+
 def test_traffic_is_shown_measured_beside_planned(tmp_path: Path) -> None:
     record = read_run(planned_run(tmp_path / "run"))
     chart = communication_chart(record)
