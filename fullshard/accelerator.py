@@ -12,7 +12,7 @@ import functools
 import math
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -46,9 +46,13 @@ def computes_bf16() -> bool:
     return count() > 0 and bool(torch.get_device_module(kind()).is_bf16_supported(including_emulation=False))
 
 
-@functools.cache
 def computes_fp8(device: torch.device) -> bool:
     """Whether the device is an accelerator that multiplies fp8 matrices in hardware."""
+    return _stand_in.computes_fp8 if device.type == "meta" else _computes_fp8(device)
+
+
+@functools.cache
+def _computes_fp8(device: torch.device) -> bool:
     return is_accelerator(device) and torch.get_device_module(device).get_device_capability(device) >= (8, 9)
 
 
@@ -60,7 +64,29 @@ def identity(device: torch.device) -> str:
 
 def is_accelerator(device: torch.device) -> bool:
     """Whether the device runs work asynchronously, in streams."""
-    return device.type in SUPPORTED
+    return device.type in SUPPORTED or (device.type == "meta" and _stand_in.is_accelerator)
+
+
+class _StandIn:
+    """What tensors on the meta device stand for."""
+
+    is_accelerator = computes_fp8 = False
+
+
+_stand_in = _StandIn()
+
+
+@contextlib.contextmanager
+def meta_stands_for(device: torch.device, computes_fp8: bool = True) -> Iterator[None]:
+    """Inside, tensors on the meta device take the paths of this device, which need not exist here: the same operators
+    run, without values. `computes_fp8` tells whether an accelerator multiplies fp8 matrices in hardware."""
+    before = _stand_in.is_accelerator, _stand_in.computes_fp8
+    _stand_in.is_accelerator = device.type in SUPPORTED
+    _stand_in.computes_fp8 = _stand_in.is_accelerator and computes_fp8
+    try:
+        yield
+    finally:
+        _stand_in.is_accelerator, _stand_in.computes_fp8 = before
 
 
 def current() -> torch.device:
@@ -76,7 +102,8 @@ def use(device: torch.device) -> None:
 
 def using(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A context in which this is the thread's current accelerator; comparing is cheaper than always switching."""
-    if not is_accelerator(device) or device.index == torch.accelerator.current_device_index():
+    here = device.type in SUPPORTED
+    if not here or device.index == torch.accelerator.current_device_index():
         return contextlib.nullcontext()
     return torch.get_device_module(device).device(device)
 

@@ -170,6 +170,22 @@ def sft(words: Annotated[list[str] | None, typer.Argument(metavar="[RUN.YAML] [F
     raise typer.Exit(sft_command.sft(words or []))
 
 
+@app.command(context_settings=_PASS_ON, add_help_option=False, short_help="Show what a run needs before it runs.")
+def plan(words: Annotated[list[str] | None, typer.Argument(metavar="MODEL_OR_RUN.YAML [FLAGS]…")] = None) -> None:
+    """Show what a training run needs in memory and time, and whether it fits on a machine."""
+    from fullshard.launch import plan_command
+
+    raise typer.Exit(plan_command.plan(words or []))
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False, short_help="Draw how a model lies over the ranks.")
+def show(words: Annotated[list[str] | None, typer.Argument(metavar="MODEL_OR_RUN [FLAGS]…")] = None) -> None:
+    """Draw how a model lies over the ranks: mesh, units, gathered bytes over a step, memory by part."""
+    from fullshard.launch import show_command
+
+    raise typer.Exit(show_command.show(words or []))
+
+
 @app.command(context_settings=_NAMES, short_help="Chat with a model or the result of a run.")
 def chat(
     model: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a model, or an adapter.")],
@@ -231,3 +247,24 @@ def export_result(
     command.export(run, out, command.ExportOptions(
         merge, dtype, dequantized, base, checkpoint, max_shard_size, verify, as_json
     ))  # fmt: skip
+
+
+@app.command("report", context_settings=_NAMES, short_help="Rebuild, compare or watch the reports of runs.")
+def report_runs(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="The folders of runs; several are compared.")],
+    out: Annotated[
+        str | None,
+        typer.Option(help="The HTML file to write. Default: report.html in the run's folder, or comparison.html here."),
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show running jobs live, on this machine only, until they end.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(help="With --serve: the port; 0 is any free one. Default: 8765 if it is free.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Also print the results as one JSON object.")] = False,
+) -> None:
+    """Rebuild the report of a run from the files in its folder, compare several runs on one page, or watch them."""
+    from fullshard.results import report
+
+    report.report(runs, report.ReportOptions(out, serve, port, as_json))

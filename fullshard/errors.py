@@ -99,5 +99,9 @@ class ConfigError(UserError, ValueError):
     """Settings that are unknown, contradict each other, or are not supported."""
 
 
+class CapacityError(UserError, ValueError):
+    """A run whose needs cannot be planned, or a machine that cannot exist."""
+
+
 class TrainingError(UserError, RuntimeError):
     """A training run that cannot continue."""

@@ -7,7 +7,9 @@ wait for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -88,6 +90,20 @@ def connection_lost(what: str, error: Exception) -> UserError:
     return watch.failed(what, _all_ranks(), error)
 
 
+_alone: ContextVar[bool] = ContextVar("fullshard_alone", default=False)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this process asks no other: every function here runs as on one rank, and creates no process group. For
+    work that a rank, or a process that is none, does for itself: a plan."""
+    before = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(before)
+
+
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
@@ -96,6 +112,8 @@ def exchange(value: T, what: str, *, watched: bool = True) -> list[T]:
 
     With `watched=False` a long wait is not reported: some ranks may be working before they get here.
     """
+    if _alone.get():
+        return [value]
     if runtime.world_size() == 1:
         runtime.use_spmd()
         return [value]
@@ -115,7 +133,7 @@ def exchange(value: T, what: str, *, watched: bool = True) -> list[T]:
 
 def any_of(flags: int, what: str) -> int:
     """The bitwise OR of every rank's flags: one small all-reduce."""
-    if runtime.world_size() == 1:
+    if _alone.get() or runtime.world_size() == 1:
         return flags
     group = host_group()
     watch.doing(what)
@@ -173,6 +191,8 @@ def on_rank_0(job: Callable[[], T], what: str) -> T:
 
 
 def _result_of(worker: int, job: Callable[[], T], what: str) -> T:
+    if _alone.get():
+        return job()
     results = agree(lambda: job() if runtime.rank() == worker else None, what)
     return results[worker]  # type: ignore[return-value]
 

@@ -36,7 +36,7 @@ FILES = {
     "chat_template.jinja": "the chat template",
     "metrics.jsonl": "all logged metrics",
     "samples.jsonl": "the sample answers above",
-    "report.html": "training curves and settings, for a browser",
+    "report.html": "the run on one page: curves, answers, memory, data",
     "settings.json": "every setting and version",
     "README.md": "the model card",
 }

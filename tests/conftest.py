@@ -1,15 +1,16 @@
-"""What all tests share: the hypothesis profile, the terminal, the GPU marker, and the end of the worker pools."""
+"""What all tests share: hypothesis profile, terminal, GPU marker, browser, and the end of the worker pools."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 import tests.profile  # noqa: F401 - loads it
 from tests import pool
+from tests.browser import VARIABLE, Browser, BrowserError, find_browser
 
 ORACLES = ("hypothesis", "bitsandbytes", "expecttest", "datasets", "trl")
 """Packages that only tests need. A GPU machine may lack them; the modules that import them are skipped there."""
@@ -64,3 +65,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A headless browser, one for all tests; skips where there is none."""
+    program = find_browser()
+    if program is None:
+        pytest.skip(f"needs Chromium or Chrome (on the PATH, or named by {VARIABLE})")
+    try:
+        opened = Browser(program)
+    except BrowserError as error:
+        raise BrowserError(f"{program} does not start; {VARIABLE} names another one, or none: {error}") from None
+    with opened:
+        yield opened

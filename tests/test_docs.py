@@ -231,7 +231,13 @@ def test_files_mentioned_in_the_text_exist():
 
 
 def test_variables_mentioned_in_the_text_exist():
-    places = [*(ROOT / "fullshard").rglob("*.py"), ROOT / "tests" / "pool.py", *(ROOT / "tests" / "gpu").glob("*.py")]
+    tests = ROOT / "tests"
+    places = [
+        *(ROOT / "fullshard").rglob("*.py"),
+        *(tests / "gpu").glob("*.py"),
+        tests / "pool.py",
+        tests / "browser.py",
+    ]
     source = "".join(path.read_text() for path in places)
     mentioned = {name for page in PAGES for name in re.findall(r"FULLSHARD_[A-Z_]+", page.read_text())}
     assert "FULLSHARD_CACHE" in mentioned

@@ -279,8 +279,23 @@ def decompositions() -> None:
         assert getattr(aten, name).default in torch_private.decomposition_table, f"no decomposition of {name}"
 
 
-@check("schema_of", "overload_name", "is_composite")
+@check("DispatchMode")
+def dispatch_mode() -> None:
+    seen = []
+
+    class Watch(torch_private.DispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.ones(2, device="meta") + 1
+    assert seen == [aten.ones.default, aten.add.Tensor]
+
+
+@check("schema_of", "overload_name", "is_composite", "operator_packet")
 def schemas() -> None:
+    assert torch_private.operator_packet(aten.add_.Tensor) is aten.add_
     schema = torch_private.schema_of(aten.add_.Tensor)
     first = schema.arguments[0]
     assert schema.name == "aten::add_" and first.name == "self" and first.alias_info.is_write

@@ -10,7 +10,7 @@ Run by the active interpreter (`python` on the path), with the standard library 
 `.venv` is built once, and brought up to date when `pyproject.toml` or `constraints.txt` changes.
 
 With the argument `gpu` an interpreter counts as complete without what the GPU tests do not need (data sets, linters,
-oracles): machines with GPUs are often closed to the outside.
+oracles, charts): machines with GPUs are often closed to the outside.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-NOT_ON_GPUS = {"datasets", "hypothesis", "expecttest", "ruff", "mypy", "bitsandbytes"}
+NOT_ON_GPUS = {"datasets", "hypothesis", "expecttest", "ruff", "mypy", "bitsandbytes", "vl-convert-python"}
 STAMP = VENV / "fullshard-stamp"  # two lines: what was installed, and over which interpreter
 
 

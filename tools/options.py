@@ -10,6 +10,8 @@ from pathlib import Path
 
 from fullshard.launch.config import ProcessSettings, RunSettings
 from fullshard.launch.help_text import default_of
+from fullshard.launch.plan_options import plan_options
+from fullshard.launch.show_command import ShowOptions
 from fullshard.options import Option, options_of
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings
@@ -35,6 +37,16 @@ PAGES: list[tuple[str, str, Sequence[Option]]] = [
         "Flags, keys of the run's YAML file, and arguments of `SFTConfig`. In a script some defaults are others, those "
         "of TRL's `SFTConfig`; they are named.",
         [one for one in command_options() if not (one.no_op or one.refused)],
+    ),
+    (
+        "`fullshard plan`",
+        "Flags, besides all of `fullshard sft` and `fullshard launch`. [planning.md](planning.md) explains them.",
+        plan_options(),
+    ),
+    (
+        "`fullshard show`",
+        "Flags, besides all of `fullshard plan`. [show.md](show.md) explains them.",
+        options_of(ShowOptions),
     ),
     (
         "`SFTConfig` alone",

@@ -54,6 +54,13 @@ def load_table(
     return table
 
 
+def cached_table(
+    source: DataSource, tokenizer: Any, settings: TextSettings, cache: str | None = None
+) -> TokenTable | None:
+    """The token table of this data, if it is in the cache of this machine."""
+    return open_table(cache_root(cache) / table_key(source, tokenizer, settings))
+
+
 def _must_open(folder: Path, source: DataSource) -> None:
     if open_table(folder) is None:
         raise DataError(

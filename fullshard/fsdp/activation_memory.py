@@ -6,7 +6,7 @@ Choosing is a pure function of bytes and costs. Measuring them is in `layer_memo
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -17,6 +17,10 @@ from fullshard.fsdp.compile import VARIANT
 Kind = TypeVar("Kind")
 MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 """The names of the feed-forward part in the layers of language models."""
+
+
+HALVINGS = 6
+"""How often the interval is halved in which the room lies that just fits."""
 
 
 class Level(enum.IntEnum):
@@ -105,6 +109,51 @@ def describe_levels(levels: Sequence[Level]) -> str:
 
 
 # --- the choice -----------------------------------------------------------------------------------------------------
+
+
+def fitting_levels(
+    bytes_by_level: Mapping[Kind, Mapping[Level, float]],
+    costs: Mapping[Kind, Mapping[Level, float]],
+    layers: Sequence[Kind],
+    room: float,
+    limit: float,
+    peak: Callable[[Sequence[Level]], float],
+) -> list[Level] | None:
+    """The levels with the least recomputation whose peak is at most `limit`; None if there are none.
+
+    `room` is what all layers together may keep, if the peak comes when they all do. Where a layer's backward takes more
+    than that, the room is reduced until the peak fits, and then raised as far as it still does. The input of the last
+    layer is needed again at once and stays.
+    """
+    found, below, above = None, 0.0, room
+    for _ in layers:
+        levels = _levels_for(bytes_by_level, costs, layers, room)
+        excess = peak(levels) - limit
+        if excess <= 0:
+            found, below = levels, room
+            break
+        above, room = room, room - excess
+    if found is None:
+        return None
+    for _ in range(HALVINGS if above > below else 0):
+        middle = (below + above) / 2
+        levels = _levels_for(bytes_by_level, costs, layers, middle)
+        if peak(levels) <= limit:
+            found, below = levels, middle
+        else:
+            above = middle
+    return found
+
+
+def _levels_for(
+    bytes_by_level: Mapping[Kind, Mapping[Level, float]],
+    costs: Mapping[Kind, Mapping[Level, float]],
+    layers: Sequence[Kind],
+    room: float,
+) -> list[Level]:
+    levels = choose_levels(bytes_by_level, costs, layers, room)
+    levels[-1] = min(levels[-1], Level.RECOMPUTE)
+    return levels
 
 
 def choose_levels(

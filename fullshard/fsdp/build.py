@@ -5,9 +5,7 @@ If the module contains wrapped modules, their units join the new engine, which f
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +22,9 @@ from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.parameter import ShardedParameter
-from fullshard.fsdp.plan import ShardingPlan, UnitPlan
-from fullshard.fsdp.planner import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, Terms, plan_unit
+from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
+from fullshard.fsdp.plan_model import Earlier, plan_model, replica_axes, terms_of, with_children
+from fullshard.fsdp.planner import Terms
 from fullshard.fsdp.prefetch import PrefetchSettings
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.fsdp.streams import SideStream
@@ -33,7 +32,7 @@ from fullshard.fsdp.unit import Means, Unit
 from fullshard.spmd.dtensor_fixes import draw_global_on_cpu
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import submodules_of
+from fullshard.torch_private import parameters_of, submodules_of
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,13 @@ class Options:
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes besides `fsdp` over which the batch is split."""
-        if self.extra_data_axis is not None:
-            return (self.extra_data_axis,)
-        return ("replica",) if self.mesh.get_axis_name_idx("replica") is not None else ()
+        return replica_axes(self.mesh, self.extra_data_axis)
 
-    @property
-    def terms(self) -> Terms:
-        any_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
-        small = self.small_bytes
-        if small is None:
-            small = SMALL_BYTES if uses_point_to_point(dist.group.WORLD) else SMALL_BYTES_COLLECTIVE
-        return Terms(self.mesh, self.strategy, self.precision, self.replica_axes, small, any_order)
+    def terms(self, *, point_to_point: bool) -> Terms:
+        return terms_of(
+            self.mesh, self.strategy, self.precision, self.extra_data_axis, self.small_bytes,
+            point_to_point=point_to_point,
+        )  # fmt: skip
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
@@ -93,10 +88,11 @@ def assemble(
         _wrap_children(root, chosen, auto_wrapper_callable, options.mesh, wrapper_options)
         chosen = []
     inner_units = [unit for engine in _inner_engines(root, options) for unit in engine.units]
-    ignored = _with_children(options.ignored)
+    ignored = with_children(options.ignored)
     means = _means(options)
     sync = _materialize(root, options, ignored)
-    units = _make_units(root, chosen, inner_units, options, means, sync, ignored)
+    plan = _make_plan(root, chosen, inner_units, options, ignored)
+    units = _make_units(root, plan, inner_units, options, means, sync, ignored)
     shard.place_buffers(root, options.mesh, ignored, options.precision.buffer_dtype, sync)
     settings = PrefetchSettings(options.forward_prefetch, options.backward_prefetch, options.gathers_in_flight)
     engine = Engine(units, means, settings, before_pass=checks.BeforePass(root, units, ignored))
@@ -177,92 +173,83 @@ def _inner_engines(root: nn.Module, options: Options) -> list[Engine]:
     return list(engines.values())
 
 
-def _with_children(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    return {below for module in modules for below in module.modules()}
+def _earlier(root: nn.Module, inner_units: list[Unit]) -> dict[int, ShardedParameter]:
+    """The parameters of modules that were wrapped before, by the id of what the modules of the model hold: the shard,
+    or the original where another module holds it too."""
+    by_shard = {id(p.shard): p for unit in inner_units for p in unit.parameters}
+    known = {id(p): p for p in by_shard.values()}
+    originals = {id(p): shard.replaced[p] for p in root.parameters() if p in shard.replaced}
+    return by_shard | {key: p for key, p in originals.items() if id(p) in known}
+
+
+def _make_plan(
+    root: nn.Module, chosen: list[nn.Module], inner_units: list[Unit], options: Options, ignored: set[nn.Module]
+) -> ShardingPlan:
+    homes = {id(p): Earlier(p.plan, unit.module) for unit in inner_units for p in unit.parameters}
+    earlier = {key: homes[id(p)] for key, p in _earlier(root, inner_units).items()}
+    terms = options.terms(point_to_point=uses_point_to_point(dist.group.WORLD))
+    return plan_model(root, chosen, terms, ignored, earlier)
 
 
 def _make_units(
     root: nn.Module,
-    chosen: list[nn.Module],
+    plan: ShardingPlan,
     inner_units: list[Unit],
     options: Options,
     means: Means,
     sync: bool,
     ignored: set[nn.Module],
 ) -> list[Unit]:
-    """The units of the model in module order: new ones, and those of modules that were wrapped before."""
-    policy_units = set(chosen)
-    modules = [root, *(m for m in root.modules() if m in policy_units)]
-    owned = _shard_parameters(root, modules, inner_units, options, sync, ignored)
+    """The units of the plan: new ones, and those of modules that were wrapped before. Shards every parameter that is
+    not sharded yet."""
+    modules = dict(root.named_modules())
+    members = {modules[unit.name] for unit in plan.units}
     existing = {unit.module: unit for unit in inner_units}
-    found = [m for m in root.modules() if m in existing or owned.get(m) or m is root]
-    members = {module: index for index, module in enumerate(found)}
-    names = {module: name for name, module in root.named_modules()}
+    earlier = _earlier(root, inner_units)
+    meets_plain = any(p.requires_grad for module in ignored for p in module.parameters())
     units = []
-    for module, index in members.items():
-        unit = existing.get(module)
-        parameters = owned[module] if unit is None else unit.parameters
-        plan = _unit_plan(module, parameters, names)
+    for index, unit_plan in enumerate(plan.units):
+        module = modules[unit_plan.name]
+        parameters = [_sharded(p, modules, earlier, options, sync, meets_plain) for p in unit_plan.parameters]
         holds_units = any(below in members for below in module.modules() if below is not module)
+        unit = existing.get(module)
         if unit is None:
             output_dtype = options.precision.output_dtype if module is root else None
             keeps = options.strategy.keeps_after_forward
-            unit = Unit(plan, index, means, holds_units, module, parameters, options.precision, keeps, output_dtype)
+            unit = Unit(
+                unit_plan, index, means, holds_units, module, parameters, options.precision, keeps, output_dtype
+            )
         else:
-            unit.join(plan, index, means, holds_units)
+            unit.parameters = parameters
+            unit.join(unit_plan, index, means, holds_units)
             if unit.precision == options.precision:
                 unit.output_dtype = None  # one model in one precision, however it was wrapped: its root casts
         units.append(unit)
     return units
 
 
-def _shard_parameters(
-    root: nn.Module,
-    modules: list[nn.Module],
-    inner_units: list[Unit],
+def _sharded(
+    plan: ParameterPlan,
+    modules: dict[str, nn.Module],
+    earlier: dict[int, ShardedParameter],
     options: Options,
     sync: bool,
-    ignored: set[nn.Module],
-) -> dict[nn.Module, list[ShardedParameter]]:
-    """Shard every parameter that is not sharded yet; the result has the parameters of each new unit, by module."""
-    owned: dict[nn.Module, list[ShardedParameter]] = {module: [] for module in modules}
-    inside = {module: set(module.modules()) for module in modules}
-    known_shards = {id(p.shard): p for unit in inner_units for p in unit.parameters}
-    meets_plain = any(p.requires_grad for module in ignored for p in module.parameters())
-    found = shard.find_sites(root, ignored)
-    while found:
-        parameter, named_sites = found.pop(next(iter(found)))  # not kept, so that its memory is free once it is sharded
-        if id(parameter) in known_shards:
-            continue
-        sites = [site for _, site in named_sites]
-        known = shard.replaced.get(parameter)
-        if known is not None and any(known is p for p in known_shards.values()):
-            # Tied to a parameter of a module wrapped earlier: both now belong to the unit around them.
-            known.sites += sites
-            home = next(unit for unit in inner_units if known in unit.parameters)
-            home.parameters.remove(known)
-            owned[shard.owner_of(known.sites, inside)].append(known)
-            known.show_shard()
-            continue
-        plan = shard.plan_for([name for name, _ in named_sites], parameter, options.terms)
-        offload = options.cpu_offload or plan.on_host
-        made = shard.make_shard(parameter, plan, options.mesh, sync=sync, offload=offload, meets_plain=meets_plain)
-        data_axes = ("fsdp", *options.replica_axes)
-        sharded = ShardedParameter(plan, made, sites, options.mesh, data_axes, offload)
-        shard.install(parameter, sharded)
-        owned[shard.owner_of(sites, inside)].append(sharded)
-    return owned
-
-
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
-def _unit_plan(module: nn.Module, parameters: Sequence[ShardedParameter], names: dict[nn.Module, str]) -> UnitPlan:
-    """A unit's plan, with its parameters renamed as the outermost module names them."""
-    for p in parameters:
-        full_names = tuple(f"{names[m]}.{name}" if names[m] else name for m, name in p.sites)
-        p.plan = dataclasses.replace(p.plan, names=full_names)
-    return plan_unit(names[module], type(module).__name__, [p.plan for p in parameters])
+    meets_plain: bool,
+) -> ShardedParameter:
+    """A parameter of the plan, sharded. The whole value is not kept, so that its memory is free afterwards."""
+    sites = [(modules[path], name) for path, _, name in (full.rpartition(".") for full in plan.names)]
+    held = [parameters_of(module)[name] for module, name in sites]
+    known = next((earlier[id(p)] for p in held if id(p) in earlier), None)
+    if known is not None:
+        known.plan, known.sites = plan, sites
+        known.show_shard()
+        return known
+    parameter: Any = held[0]
+    offload = options.cpu_offload or plan.on_host
+    made = shard.make_shard(parameter, plan, options.mesh, sync=sync, offload=offload, meets_plain=meets_plain)
+    sharded = ShardedParameter(plan, made, sites, options.mesh, ("fsdp", *options.replica_axes), offload)
+    shard.install(parameter, sharded)
+    return sharded
 
 
 def plan_of(module: nn.Module) -> ShardingPlan:

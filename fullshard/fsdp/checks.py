@@ -15,6 +15,7 @@ from fullshard.fsdp import optimizers, shard
 from fullshard.fsdp import policy as policies
 from fullshard.fsdp.muon import share_muon
 from fullshard.fsdp.no_sync_grads import HeldGradient
+from fullshard.fsdp.plan_model import find_sites
 from fullshard.fsdp.planner import plan_unit, replan
 from fullshard.fsdp.strategy import ShardingStrategy
 from fullshard.fsdp.unit import Unit
@@ -109,10 +110,10 @@ class BeforePass:
 
     def _refuse_new_parameters(self) -> None:
         known = {id(p.shard) for unit in self.units for p in unit.parameters}
-        for parameter, sites in shard.find_sites(self.root, self.ignored).values():
+        for parameter, names, _ in find_sites(self.root, self.ignored):
             if id(parameter) not in known and not is_sharded(parameter):
                 raise FSDPError(
-                    f"parameter {sites[0][0]} was added after the module was wrapped, so it is not sharded and would "
+                    f"parameter {names[0]} was added after the module was wrapped, so it is not sharded and would "
                     f"drift apart between ranks; add parameters (adapters, new heads) before FSDPv2(…)"
                 )
 

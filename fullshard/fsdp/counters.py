@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+from fullshard.watchdog import watch
 
 
 @dataclass
@@ -22,17 +26,35 @@ class Meter:
     """Bytes of the gradients that reductions took."""
     bytes_sent: int = 0
     """Bytes this rank sent: measured with point-to-point messages, otherwise what a ring algorithm would send."""
+    gather_sent: Counter[str] = field(default_factory=Counter)
+    """Of `bytes_sent`, those of gathers, by unit."""
+    reduce_sent: Counter[str] = field(default_factory=Counter)
+    """Of `bytes_sent`, those of reductions, by unit."""
     live: int = 0
     """Bytes of gathered values allocated now."""
     peak: int = 0
     """The most bytes of gathered values allocated at once."""
+    observer: Callable[[str, str], None] | None = None
+    """Called with unit and operation wherever the engine is, in a step that is measured."""
 
     def reset(self) -> None:
-        self.gathers.clear()
-        self.reduces.clear()
-        self.reduced_parameters.clear()
+        for counter in (self.gathers, self.reduces, self.reduced_parameters, self.gather_sent, self.reduce_sent):
+            counter.clear()
         self.bytes_gathered = self.bytes_reduced = self.bytes_sent = 0
         self.peak = self.live
+
+    def at(self, step: int, unit: str, operation: str) -> None:
+        """Record the engine's position, for the watchdog too."""
+        watch.at(step, unit, operation)
+        if self.observer is not None:
+            self.observer(unit, operation)
+
+    @contextlib.contextmanager
+    def sending(self, sent: Counter[str], unit: str) -> Iterator[None]:
+        """Count the bytes sent inside as those of a unit."""
+        before = self.bytes_sent
+        yield
+        sent[unit] += self.bytes_sent - before
 
     def allocated(self, size: int) -> None:
         self.live += size

@@ -168,13 +168,13 @@ class Engine:
         if prefetch is not None:
             prefetch(unit)
         if unit.state is UnitState.GATHERING:
-            watch.at(self.step, unit.name, "gather")
+            self.means.meter.at(self.step, unit.name, "gather")
             unit.finish_gather()
-        watch.at(self.step, unit.name, operation)
+        self.means.meter.at(self.step, unit.name, operation)
         unit.show_gathered(self._as_global)
 
     def _start_gather(self, unit: Unit) -> None:
-        watch.at(self.step, unit.name, "gather")
+        self.means.meter.at(self.step, unit.name, "gather")
         unit.start_gather()
 
     def _end_forward(self, unit: Unit, outermost: bool, tracked: bool) -> None:
@@ -193,7 +193,7 @@ class Engine:
             if other.state is UnitState.GATHERING or not tracked:
                 other.free()  # prefetched but not used, or without a backward
         self.means.host.settle()  # from here on the host may write to its shards
-        watch.at(self.step, unit.name, "after forward")
+        self.means.meter.at(self.step, unit.name, "after forward")
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -298,9 +298,9 @@ class Engine:
         self._held.discard(unit)
         # At most one unit's gradients are reduced while the next unit's are computed.
         self._finish_reduction()
-        watch.at(self.step, unit.name, "reduce")
+        self.means.meter.at(self.step, unit.name, "reduce")
         self._reduction = Reduction(unit, average=not self._as_global)
-        watch.at(self.step, unit.name, "backward")
+        self.means.meter.at(self.step, unit.name, "backward")
 
     def _finish_reduction(self) -> None:
         pending, self._reduction = self._reduction, None
@@ -322,7 +322,7 @@ class Engine:
         for unit in self.units:
             unit.free()
         watch.check()
-        watch.at(self.step, "", "after backward")
+        self.means.meter.at(self.step, "", "after backward")
 
     # --- between passes -----------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from fullshard import accelerator, runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp.host_table import HostTable
 from fullshard.fsdp.plan import ParameterPlan
+from fullshard.fsdp.plan_model import Site
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.fsdp.write_count import writes_of
 from fullshard.spmd.mesh import Mesh
@@ -28,8 +29,6 @@ from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded
 from fullshard.torch_private import DTensorSpec, TensorMeta, foreach_copy_, local_of, parameters_of, set_local, spec_of
 
-Site = tuple[nn.Module, str]
-"""A module and the name under which it holds a parameter."""
 Copy = tuple[torch.Tensor, torch.Tensor]
 """Target and source."""
 

@@ -71,12 +71,13 @@ class Reduction:
             else:
                 self._flags = 0
                 scatter.insert(0, flags.repeat(link.size))
-            self._scatter = link.scatter_sum(scatter, average, unit.index) if scatter else None
-            self._copies = link.sum(copies, average, unit.index) if copies and link.size > 1 else None
-            self._uncombined = copies if self._copies is None else []
-            self._replicas: Pending | None = None
-            if means.replica_link.size > 1 and not (link.size > 1 and link.holds_host):
-                self._sum_replicas()
+            with means.meter.sending(means.meter.reduce_sent, unit.name):
+                self._scatter = link.scatter_sum(scatter, average, unit.index) if scatter else None
+                self._copies = link.sum(copies, average, unit.index) if copies and link.size > 1 else None
+                self._uncombined = copies if self._copies is None else []
+                self._replicas: Pending | None = None
+                if means.replica_link.size > 1 and not (link.size > 1 and link.holds_host):
+                    self._sum_replicas()
 
     def _sum_replicas(self) -> None:
         """Start the sum over the replicas; it waits for the sums inside this replica."""
@@ -109,14 +110,16 @@ class Reduction:
         """The sums: this rank's pieces, then the values summed whole; the flags are at index `_flags`."""
         if self._alone:
             return []
-        if self.unit.means.replica_link.size > 1:
-            if self._replicas is None:
-                self._work.join()
-                self._sum_replicas()
-            assert self._replicas is not None
-            results = self._replicas.wait()
-        else:
-            results = self._own_sums()
+        means = self.unit.means
+        with means.meter.sending(means.meter.reduce_sent, self.unit.name):  # a second half may be sent only now
+            if means.replica_link.size > 1:
+                if self._replicas is None:
+                    self._work.join()
+                    self._sum_replicas()
+                assert self._replicas is not None
+                results = self._replicas.wait()
+            else:
+                results = self._own_sums()
         self._work.join()
         return results
 

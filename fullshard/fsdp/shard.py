@@ -1,11 +1,10 @@
-"""Sharding a module's parameters: which unit owns each, and this rank's shard of it.
+"""Sharding a module's parameters: this rank's shard of each, as the plan says.
 
 Parameters are sharded one by one, so that besides the module itself only one whole parameter is in memory at a time.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,13 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard import runtime
-from fullshard.errors import FSDPError
-from fullshard.fsdp.host_table import stays_on_host
 from fullshard.fsdp.offload import host_copy
-from fullshard.fsdp.parameter import ShardedParameter, Site
+from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.plan import ParameterPlan
-from fullshard.fsdp.planner import Terms, plan_parameter
-from fullshard.fsdp.strategy import ShardingStrategy, dtype_of
+from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.redistribute import meta_of, torch_layout
 from fullshard.spmd.sharding import sharding_of
@@ -40,39 +36,6 @@ class ReadsSlices(Protocol):
 
     def read_slices(self, cuts: tuple[slice, ...]) -> torch.Tensor:
         """Some of its values, on the host."""
-
-
-def find_sites(root: nn.Module, ignored: set[nn.Module]) -> dict[int, tuple[nn.Parameter, list[tuple[str, Site]]]]:
-    """Every parameter of the module with all its names and the modules that hold it, in module order."""
-    found: dict[int, tuple[nn.Parameter, list[tuple[str, Site]]]] = {}
-    for prefix, module in root.named_modules():
-        if module in ignored:
-            continue
-        for name, parameter in parameters_of(module).items():
-            if parameter is not None:
-                full_name = f"{prefix}.{name}" if prefix else name
-                found.setdefault(id(parameter), (parameter, []))[1].append((full_name, (module, name)))
-    return found
-
-
-def owner_of(sites: Iterable[Site], inside: dict[nn.Module, set[nn.Module]]) -> nn.Module:
-    """The smallest unit that contains all modules that hold a parameter; several modules hold a tied one."""
-    modules = {module for module, _ in sites}
-    return min((unit for unit, below in inside.items() if modules <= below), key=lambda unit: len(inside[unit]))
-
-
-def plan_for(names: list[str], parameter: nn.Parameter, terms: Terms) -> ParameterPlan:
-    annotation = sharding_of(parameter)
-    if annotation is not None and annotation.mesh != terms.mesh:
-        raise FSDPError(
-            f"{names[0]} is annotated on {annotation.mesh} and the module is wrapped over {terms.mesh}; use one mesh "
-            f"for both"
-        )
-    on_host = stays_on_host(parameter) and annotation is None
-    if on_host:
-        terms = dataclasses.replace(terms, strategy=ShardingStrategy.NO_SHARD)
-    plan = plan_parameter(names, parameter.shape, parameter.dtype, parameter.requires_grad, annotation, terms)
-    return dataclasses.replace(plan, on_host=on_host)
 
 
 def make_shard(

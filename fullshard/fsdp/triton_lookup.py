@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from fullshard.triton_jit import Kernel, tl, triton
 
 BLOCK = 2048
 """Values of a row per program."""
@@ -19,7 +19,7 @@ def lookup(rows: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.T
     return out
 
 
-@triton.jit
+@Kernel
 def _lookup(rows, ids, out, count, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(ids + token).to(tl.int64)

@@ -133,7 +133,8 @@ class Unit:
             if pairs:
                 means.meter.gathers[self.name] += 1
                 means.meter.bytes_gathered += sum(whole.numel() * whole.element_size() for whole, _ in pairs)
-                self._pending = means.gather_link.gather(pairs, self.index)
+                with means.meter.sending(means.meter.gather_sent, self.name):
+                    self._pending = means.gather_link.gather(pairs, self.index)
         if any(p.copied_from_host for p in self.parameters):
             means.host.reads(work)
 

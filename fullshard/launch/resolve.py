@@ -146,8 +146,13 @@ class LaunchSettings:
         return max(1, (os.cpu_count() or 1) // self.local_processes) if self.device == "cpu" else 1
 
 
-def resolve(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> LaunchSettings:
-    """The settings of `fullshard launch WORDS`; `settle` then adds what depends on this machine's devices."""
+def resolve(
+    words: Sequence[str], environment: Mapping[str, str] = os.environ, *, starts: bool = True
+) -> LaunchSettings:
+    """The settings of `fullshard launch WORDS`; `settle` then adds what depends on this machine's devices.
+
+    Without `starts` nothing will be started: the words need no script, and other machines no address.
+    """
     parsed = parse_flags(words, launch_options(), "launch")
     run = RunSettings(**_of(RunSettings, parsed.values))
     notes: list[str] = []
@@ -168,9 +173,10 @@ def resolve(words: Sequence[str], environment: Mapping[str, str] = os.environ) -
         {k: v for k, v in parsed.values.items() if k not in _of(RunSettings, parsed.values)},
     ):
         values = overlay(values, layer)
-    processes, engine = check_values(values, notes)
+    processes, engine = check_values(values, notes, starts=starts)
     _check_run(run)
-    _check_command(run, parsed.rest)
+    if starts:
+        _check_command(run, parsed.rest)
     keys = {one.name: one.key for one in file_options()}
     given = {keys[name]: value for name, value in values.items() if name in keys}
     return LaunchSettings(
@@ -178,12 +184,14 @@ def resolve(words: Sequence[str], environment: Mapping[str, str] = os.environ) -
     )
 
 
-def check_values(values: dict[str, Any], notes: list[str] | None = None) -> tuple[ProcessSettings, EngineSettings]:
+def check_values(
+    values: dict[str, Any], notes: list[str] | None = None, *, starts: bool = True
+) -> tuple[ProcessSettings, EngineSettings]:
     """The two typed configurations for a file's values; raises if a value is wrong."""
     if values.pop("fp16", None) and "mixed_precision" not in values:
         values["mixed_precision"] = "fp16"
     processes = ProcessSettings(**_of(ProcessSettings, values))
-    _check_processes(processes)
+    _check_processes(processes, starts)
     return processes, _engine(values, processes, notes if notes is not None else [])
 
 
@@ -228,7 +236,7 @@ def _engine(values: Mapping[str, Any], processes: ProcessSettings, notes: list[s
     return engine
 
 
-def _check_processes(processes: ProcessSettings) -> None:
+def _check_processes(processes: ProcessSettings, starts: bool) -> None:
     kind, machines, total = processes.distributed_type, processes.num_machines, processes.num_processes
     for name in ("deepspeed_config", "megatron_lm_config", "mpirun_config", "fp8_config"):
         if getattr(processes, name):
@@ -253,7 +261,7 @@ def _check_processes(processes: ProcessSettings) -> None:
             f"num_processes {total} is not divisible by num_machines {machines}; it is the total on all machines",
         ),
         (
-            machines > 1 and not processes.main_process_ip,
+            starts and machines > 1 and not processes.main_process_ip,
             f"num_machines {machines} requires main_process_ip, the address of machine 0 (--main_process_ip HOST)",
         ),
         (

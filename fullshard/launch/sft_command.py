@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from fullshard.errors import ConfigError
 from fullshard.launch import command
 from fullshard.launch.config import find_file, launch_options
 from fullshard.launch.help_text import HELP, show_help
 from fullshard.launch.machine import count_gpus
 from fullshard.launch.resolve import resolve
-from fullshard.options import FALSE, TRUE, Option
+from fullshard.options import FALSE, TRUE, Option, nearest
 from fullshard.train.cli_args import command_options
 
 MODULE = "fullshard.train"
@@ -29,6 +30,7 @@ def sft(words: Sequence[str]) -> int:
     from fullshard.train.checked_run import RUN_VARIABLE, check_command
     from fullshard.train.cli_args import parse
 
+    refuse_unknown(words, (*command_options(), *launch_options()), "sft")
     mine, launchers = split(words)
     arguments = parse(mine)
     if arguments.config.preview:
@@ -54,25 +56,41 @@ def sft(words: Sequence[str]) -> int:
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments of the run and those of the launcher. A flag that both have is the run's."""
     runs = {name for o in command_options() for name in (o.key, *o.flags)}
-    launchers: dict[str, Option] = {}
-    for one in launch_options():
-        launchers |= {name: one for name in (one.key, *one.flags) if name not in runs}
-    mine: list[str] = []
-    theirs: list[str] = []
+    theirs = {name: one for one in launch_options() for name in (one.key, *one.flags) if name not in runs}
+    for name in ("module", "m", "no_python"):
+        theirs.pop(name)
+    return separate(words, theirs)
+
+
+def refuse_unknown(words: Sequence[str], options: Iterable[Option], command: str) -> None:
+    """Refuse flags that are none of these options, with the name that comes nearest."""
+    known = {name for one in options for name in (one.key, *one.flags)}
+    for word in words:
+        flag = word.partition("=")[0]
+        name = flag.lstrip("-").replace("-", "_")
+        if flag.startswith("--") and name and not {name, name.removeprefix("no_")} & known:
+            hint = nearest(name, known) or "."
+            raise ConfigError(f"{command}: unknown flag {flag}{hint} See fullshard {command} --help.")
+
+
+def separate(words: Sequence[str], flags: Mapping[str, Option]) -> tuple[list[str], list[str]]:
+    """The words without these flags and their values, and the flags with their values."""
+    others: list[str] = []
+    taken: list[str] = []
     left = list(words)
     while left:
         word = left.pop(0)
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
-        found = launchers.get(name) or launchers.get(name.removeprefix("no_"))
-        if not word.startswith("-") or found is None or name in ("module", "m", "no_python"):
-            mine.append(word)
+        found = flags.get(name) or flags.get(name.removeprefix("no_"))
+        if not word.startswith("-") or found is None:
+            others.append(word)
             continue
-        theirs.append(word)
-        takes_value = "=" not in word and name in launchers
+        taken.append(word)
+        takes_value = "=" not in word and name in flags
         alone = found.kind is bool and not (left and left[0].lower() in (*TRUE, *FALSE))
         if takes_value and not alone and left:
-            theirs.append(left.pop(0))
-    return mine, theirs
+            taken.append(left.pop(0))
+    return others, taken
 
 
 def show_sft_help() -> None:

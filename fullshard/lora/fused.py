@@ -22,7 +22,7 @@ from fullshard.lora.fused_dropout import draw_seed
 from fullshard.lora.fused_math import Layer
 from fullshard.lora.fused_ops import lora_group
 from fullshard.quant.base_product import base_form
-from fullshard.quant.ops import compute_dtype
+from fullshard.quant.ops import autocasts, compute_dtype
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import has_hooks
 
@@ -121,14 +121,9 @@ class LoraGroup:
             return None
         if getattr(base, "compute_dtype", None) not in (None, dtype):
             return None
-        if not autocasts(x) and (a.weight.dtype != dtype or b.weight.dtype != dtype):
+        if not autocasts(x.device) and (a.weight.dtype != dtype or b.weight.dtype != dtype):
             return None
         return Layer(found.form, found.tensors, bias, a.weight, b.weight, layer.scaling[name])
-
-
-def autocasts(x: torch.Tensor) -> bool:
-    """Whether products of `x` run in the dtype of autocast."""
-    return torch.is_autocast_enabled(x.device.type)
 
 
 def in_dtype(layer: Layer, dtype: torch.dtype) -> Layer:

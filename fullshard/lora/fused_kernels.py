@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from fullshard import accelerator
+from fullshard.triton_jit import Kernel, tl, triton
 
 ROWS, COLUMNS, STAGES, WARPS = 64, 128, 2, 4
 """The tile of `x` that a program works on at a time, how many tiles are loaded ahead, and its warps."""
@@ -158,7 +157,7 @@ def _first(columns_of_tile, width: tl.constexpr, ADAPTERS: tl.constexpr, PARTS: 
     return adapter, tl.where(inner < ADAPTERS * width, adapter * width + inner, -1)
 
 
-@triton.jit
+@Kernel
 def _product(  # type: ignore[no-untyped-def]
     x, a, h, seed, tokens, threshold, scale, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, ADAPTERS: tl.constexpr,
@@ -183,7 +182,7 @@ def _product(  # type: ignore[no-untyped-def]
     tl.store(h + row.to(tl.int64)[:, None] * columns + c[None, :], (sums * scale).to(h.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@Kernel
 def _grad_weight(  # type: ignore[no-untyped-def]
     dh, x, out, seed, tokens, threshold, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr,
@@ -210,7 +209,7 @@ def _grad_weight(  # type: ignore[no-untyped-def]
     tl.store(place, sums, mask=mine[:, None] & (k < size)[None, :])
 
 
-@triton.jit
+@Kernel
 def _grad_input(  # type: ignore[no-untyped-def]
     dx, dh, a, seed, tokens, threshold, scale, size: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
     ADDS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -239,7 +238,7 @@ def _grad_input(  # type: ignore[no-untyped-def]
     tl.store(place, sums.to(dx.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@Kernel
 def _mask(out, seed, tokens, size, adapter, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     first_row, first_column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     row, k = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)

@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from fullshard.lora.fused_kernels import _kept, launch
+from fullshard.triton_jit import Kernel, tl, triton
 
 FORWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 4, "num_warps": 4}
 BACKWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 3, "num_warps": 4}
@@ -110,7 +109,7 @@ def _tile_of(matrix, row, column, rows, columns):  # type: ignore[no-untyped-def
     return tl.load(matrix + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
 
 
-@triton.jit
+@Kernel
 def _forward(  # type: ignore[no-untyped-def]
     gate, up, h, b_gate, b_up, a_down, middle, h_down, seed, tokens, gate_scale, up_scale, threshold, keep_scale,
     inner: tl.constexpr, width: tl.constexpr, gate_rank: tl.constexpr, up_rank: tl.constexpr, down_rank: tl.constexpr,
@@ -148,7 +147,7 @@ def _forward(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit
+@Kernel
 def _backward(  # type: ignore[no-untyped-def]
     d_middle, gate, up, h, b_gate, b_up, dh_down, a_down, d_gate, d_up, dh, middle, seed, tokens, gate_scale, up_scale,
     threshold, keep_scale, inner: tl.constexpr, width: tl.constexpr, gate_rank: tl.constexpr, up_rank: tl.constexpr,

@@ -23,6 +23,7 @@ from fullshard import accelerator
 from fullshard.errors import first_line
 from fullshard.models.attention_masks import dense_mask, dense_of, mask_of_model
 from fullshard.models.inner_model import causal
+from fullshard.models.kernels_on_meta import flex_attention_on_meta
 from fullshard.rank_logging import get_logger
 from fullshard.torch_private import compiler_errors
 
@@ -176,6 +177,8 @@ def without_flex() -> Iterator[None]:
 
 def _flex(*args: Any) -> torch.Tensor | None:
     """Compiled flex attention, as part of a layer that is being compiled or by itself; None if that fails."""
+    if args[0].is_meta:
+        return on_meta(*args)
     if torch.compiler.is_compiling():
         return masked_attention(*args)
     try:
@@ -204,6 +207,15 @@ def masked_attention(
     # A sink takes its share of the softmax: exp(lse) / (exp(lse) + exp(sink)) of the weight remains.
     attended, aux = out
     return attended * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None].to(attended.dtype)
+
+
+def on_meta(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scaling: float | None,
+    softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """`masked_attention` on the meta device: shapes, and what is kept for backward."""
+    out, lse = flex_attention_on_meta(query, key, value)
+    return out if sinks is None else out * torch.sigmoid(lse - sinks.float()[:, None])[..., None].to(out.dtype)
 
 
 @functools.cache

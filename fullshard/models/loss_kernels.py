@@ -8,12 +8,11 @@ torch.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from fullshard import accelerator
 from fullshard.data.pretokenized import IGNORED
 from fullshard.models.deferred_logits import SoftCap
+from fullshard.triton_jit import Kernel, tl, triton
 
 BLOCK = 4096
 """Logits that a program holds at a time."""
@@ -58,7 +57,7 @@ def _capped(raw, before, after, TANH: tl.constexpr, SCALED: tl.constexpr):  # ty
     return x
 
 
-@triton.jit
+@Kernel
 def _token_losses(  # type: ignore[no-untyped-def]
     logits, gradient, labels, found, stride, before, after, smoothing, scale,
     COLUMNS: tl.constexpr, IGNORED: tl.constexpr, TANH: tl.constexpr, SCALED: tl.constexpr, SMOOTHING: tl.constexpr,

@@ -148,7 +148,7 @@ def _shrink(config: Any, model: Any, growth: int, one_of_each: bool) -> None:
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             _shrink(value, model, growth, one_of_each)
             continue
-        if kept and _per_layer(value, layers):
+        if kept and is_per_layer(value, layers):
             changed: Any = type(value)(value[i] for i in kept)
         elif kept and _number(value) and LAYERS.search(name):
             changed = len(kept) if value == layers else _part_of(value, len(kept), layers)
@@ -219,7 +219,7 @@ def _number(value: Any) -> bool:
 
 def _kept_layers(fields: dict[str, Any], model: Any, layers: int, one_of_each: bool) -> list[int]:
     """Layers of every kind. Layers of a kind have the same structure, flags, and entries in per-layer lists."""
-    lists = [v for v in fields.values() if _per_layer(v, layers)]
+    lists = [v for v in fields.values() if is_per_layer(v, layers)]
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
     kinds: list[Any] = [
         (*(repr(one[i]) for one in lists), *(_kind(stack[i]) for stack in stacks)) for i in range(layers)
@@ -228,7 +228,7 @@ def _kept_layers(fields: dict[str, Any], model: Any, layers: int, one_of_each: b
     return first if one_of_each else list(range(first[-1] + 1))
 
 
-def _per_layer(value: Any, layers: int) -> bool:
+def is_per_layer(value: Any, layers: int) -> bool:
     """Whether this is a list with an entry for each layer, and not a list of layer indices."""
     if not isinstance(value, list | tuple) or len(value) != layers:
         return False

@@ -6,15 +6,13 @@ does not know. Elsewhere torch does it (`reference`), in fp32.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from fullshard import accelerator
+from fullshard import accelerator, triton_jit
 from fullshard.data.pretokenized import IGNORED
 from fullshard.models.deferred_logits import SoftCap, Step, apply_steps, soft_cap
 from fullshard.torch_private import version_of
@@ -42,14 +40,14 @@ class Found(NamedTuple):
 def fused(steps: tuple[Step, ...], trains_factors: bool, dtype: torch.dtype, device: torch.device) -> SoftCap | None:
     """What the kernel has to do to the logits before the loss; None if it cannot compute this loss."""
     narrow = dtype in (torch.bfloat16, torch.float16, torch.float32)
-    if trains_factors or not narrow or not accelerator.is_accelerator(device) or not _has_triton():
+    launches = device.type == "meta" or _has_triton()
+    if trains_factors or not narrow or not accelerator.is_accelerator(device) or not launches:
         return None
     return soft_cap(steps, dtype, device)
 
 
-@functools.cache
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return triton_jit.INSTALLED
 
 
 def by_kernel(

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
-from fullshard import runtime
+from fullshard import accelerator, runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp import (
     FSDPv2,
@@ -19,8 +20,11 @@ from fullshard.fsdp import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from fullshard.fsdp.plan import ShardingPlan
+from fullshard.fsdp.plan_model import plan_fsdp
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.spmd import Mesh
+from fullshard.spmd.mesh import AbsentMesh
 
 
 def shard_model(
@@ -45,6 +49,21 @@ def shard_model(
             **({} if settings.mode == "default" else {"mode": settings.mode}),
         )  # fmt: skip
     return wrapped
+
+
+def plan_sharding(
+    model: nn.Module, settings: EngineSettings, mesh: Mesh, device: torch.device, **overrides: Any
+) -> ShardingPlan:
+    """The plan by which `shard_model` would shard a model on ranks with a device of this type each. The mesh may be
+    absent."""
+    options = {**fsdp_options(model, settings), **overrides}
+    return plan_fsdp(model, mesh, point_to_point=not accelerator.is_accelerator(device), **options)
+
+
+def absent_mesh(settings: EngineSettings, processes: int, nodes: int = 1) -> AbsentMesh:
+    """The mesh of the strategy over processes that need not exist."""
+    shape = settings.mesh_shape(processes, nodes)
+    return AbsentMesh(tuple(shape.values()), tuple(shape))
 
 
 def build_mesh(settings: EngineSettings) -> Mesh:

@@ -174,7 +174,7 @@ def _without_dense(func: Any, args: Any, kwargs: Any) -> Any:
         return out.view(count, each, -1)
     if name in ("grouped_mm", "_grouped_mm", "grouped_mm_fallback") and weight.index is None and first.ndim == 2:
         offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
-        return NotImplemented if offsets is None else product(first, weight, _ends(offsets))
+        return NotImplemented if offsets is None else product(first, weight, _ends(offsets, len(first)))
     return NotImplemented
 
 
@@ -191,8 +191,11 @@ def _last_two(dims: Sequence[int], ndim: int) -> bool:
     return len(dims) == 2 and {dim % ndim for dim in dims} == {ndim - 2, ndim - 1}
 
 
-def _ends(offsets: torch.Tensor) -> list[int]:
-    """Where each expert's tokens end. Cached on the offsets, so the host waits for the device once per layer."""
+def _ends(offsets: torch.Tensor, rows: int) -> list[int]:
+    """Where each expert's tokens end. Cached on the offsets, so the host waits for the device once per layer. On the
+    meta device, where nobody knows, experts get equal parts of the rows."""
+    if offsets.is_meta:
+        return [rows * (i + 1) // len(offsets) for i in range(len(offsets))]
     known = getattr(offsets, "_fullshard_ends", None)
     if known is None:
         known = offsets._fullshard_ends = offsets.tolist()

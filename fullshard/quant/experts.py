@@ -20,6 +20,7 @@ from fullshard import runtime
 from fullshard.errors import QuantizationError
 from fullshard.quant import blocks, sharded_groups
 from fullshard.quant.expert_weights import FusedWeight, LoraFactors
+from fullshard.quant.ops import compute_dtype
 from fullshard.quant.sharded_groups import GroupRun, Parts, Scheme
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import local_of, parameters_of
@@ -159,9 +160,8 @@ class NF4Experts(nn.Module):
 
     @torch.compiler.disable
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        input_dtype, kind = hidden_states.dtype, hidden_states.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input_dtype
-        self.running_dtype = self.compute_dtype or autocast
+        input_dtype = hidden_states.dtype
+        self.running_dtype = self.compute_dtype or compute_dtype(hidden_states)
         try:
             out = self.plain.forward(self, hidden_states.to(self.running_dtype), *args, **kwargs)
         finally:

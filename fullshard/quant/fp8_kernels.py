@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 
 from fullshard import accelerator
+from fullshard.triton_jit import Kernel, tl, triton
 
 LARGEST: tl.constexpr = tl.constexpr(448.0)
 """The largest value of float8_e4m3fn."""
@@ -54,7 +53,7 @@ def quantize_rows(
             )  # fmt: skip
 
 
-@triton.jit
+@Kernel
 def _quantize_row(  # type: ignore[no-untyped-def]
     x, factors, values, scales, columns, stride, values_stride, FOLD: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -70,7 +69,7 @@ def _quantize_row(  # type: ignore[no-untyped-def]
     tl.store(values + row * values_stride + at, v.to(values.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@Kernel
 def _quantize_long_row(  # type: ignore[no-untyped-def]
     a, b, c, d, fa, fb, fc, fd, values, scales, stride_a, stride_b, stride_c, stride_d, values_stride,
     WIDE_A: tl.constexpr, WIDE_B: tl.constexpr, WIDE_C: tl.constexpr, WIDE_D: tl.constexpr, COUNT: tl.constexpr,
@@ -130,7 +129,7 @@ def transpose(matrix: torch.Tensor, out: torch.Tensor) -> None:
         )
 
 
-@triton.jit
+@Kernel
 def _transpose(matrix, out, rows, columns, stride, out_stride, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -30,15 +30,19 @@ def linear(x: torch.Tensor, parts: Packed, out_features: int, blocksize: int, qu
     return found
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast chooses the dtype of products on a device. torch has none for the meta device."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of a linear layer's product: autocast's, or that of the input."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x.device) else x.dtype
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Disable autocast: the layer has chosen the dtype of the product."""
-    if torch.is_autocast_enabled(device.type):
+    if autocasts(device):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 

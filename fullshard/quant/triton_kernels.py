@@ -7,12 +7,11 @@ a double-quantized block is computed in the kernel and never stored.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from fullshard import accelerator
 from fullshard.quant import codebooks
 from fullshard.quant.codebooks import SMALLEST_SCALE
+from fullshard.triton_jit import Kernel, tl, triton
 
 WORDS = 256
 """32-bit words (eight weights each) per program of `dequantize`."""
@@ -49,7 +48,7 @@ def dequantize(
     return out
 
 
-@triton.jit
+@Kernel
 def _dequantize(  # type: ignore[no-untyped-def]
     packed, absmax, nested, values, table, out, n,
     WORDS_PER_BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr, DOUBLE: tl.constexpr, WORDS: tl.constexpr,
@@ -90,7 +89,7 @@ def quantize(flat: torch.Tensor, blocksize: int, quant_type: str) -> tuple[torch
     return packed, absmax
 
 
-@triton.jit
+@Kernel
 def _quantize(  # type: ignore[no-untyped-def]
     flat, bounds, order, packed, absmax, n,
     SMALLEST: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, IN_ORDER: tl.constexpr,

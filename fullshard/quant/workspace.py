@@ -33,6 +33,16 @@ class _Buffer:
         return self.held[:size]
 
 
+def held(device: torch.device) -> torch.Tensor | None:
+    """The buffer of a device without streams."""
+    return _buffer(device, 0).held
+
+
+def release(device: torch.device) -> None:
+    """Free the buffer of a device without streams."""
+    _buffer(device, 0).held = None
+
+
 @functools.cache
 def _buffer(device: torch.device, stream: int) -> _Buffer:
     return _Buffer()
@@ -50,8 +60,8 @@ def dequantized(
     keep the weight.
     """
     device = packed.device
-    stream = accelerator.current_stream(device).stream_id if accelerator.is_accelerator(device) else 0
-    buffer = _buffer(device, stream)
+    has_streams = accelerator.is_accelerator(device) and not packed.is_meta
+    buffer = _buffer(device, accelerator.current_stream(device).stream_id if has_streams else 0)
     if torch.is_grad_enabled() or not buffer.lock.acquire(blocking=False):
         yield weight_of(packed, absmax, nested, shape, blocksize, quant_type, dtype)
         return

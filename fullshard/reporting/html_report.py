@@ -1,106 +1,201 @@
-"""The HTML report of a run: one self-contained file with its curves, sample answers and settings."""
+"""The HTML report of a run: one self-contained page, made from what the run's folder holds (`run_record.py`)."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fullshard.paths import replace_text
-
-WIDTH, HEIGHT, MARGIN = 640, 200, 44
-CURVES = {
-    "Loss": ("loss", "eval_loss"),
-    "Token accuracy": ("mean_token_accuracy", "eval_mean_token_accuracy"),
-    "Learning rate": ("learning_rate",),
-    "Gradient norm": ("grad_norm",),
-    "Tokens per second": ("tokens_per_second",),
-}
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:52em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse}td,th{padding:.15em .8em .15em 0;text-align:left}"
-    "svg{display:block;background:#fafafa}h2{margin-top:2em}text{font-size:11px;fill:#555}"
-    "pre{white-space:pre-wrap;background:#fafafa;padding:.5em;margin:.3em 0}th{vertical-align:top;font-weight:normal}"
+from fullshard.reporting.page import Contents, escape, fact_list, figures, folded, note, section, table, whole_page
+from fullshard.reporting.records import METRICS_FILE
+from fullshard.reporting.run_charts import (
+    communication_chart,
+    length_chart,
+    memory_charts,
+    metric_charts,
+    other_charts,
+    traffic_rows,
 )
-COLORS = ("#2563eb", "#dc2626")
+from fullshard.reporting.run_record import Record, RunRecord, read_run
+from fullshard.reporting.run_summary import summary_of
 
 
-def write_report(
-    path: Path,
-    run_name: str | None,
-    settings: dict[str, Any],
-    history: Sequence[dict[str, Any]],
-    facts: dict[str, Any],
-    samples: Sequence[dict[str, Any]] = (),
-) -> None:
-    """Write the report. `settings` are those that differ from their defaults; `history` and `samples` are the logged
-    records. Without a `run_name` the title is the name of the folder."""
-    title = html.escape(run_name or path.parent.resolve().name)
-    parts = [f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style><h1>{title}</h1>"]
-    parts.append(_table(facts))
-    for heading, names in CURVES.items():
-        lines = {
-            name: [(r["step"], r[name]) for r in history if isinstance(r.get(name), int | float)] for name in names
-        }
-        lines = {name: points for name, points in lines.items() if points}
-        if lines:
-            parts.append(f"<h2>{heading}</h2>{_chart(lines)}")
-    if samples:
-        parts.append(f"<h2>Answers</h2>{_answers(samples)}")
-    parts.append(f"<h2>Settings</h2>{_table(settings)}<p>All other settings have their default values.</p>")
-    replace_text(path, "\n".join(parts))
+def write_report(run: Path, target: Path) -> None:
+    """Write the report of the run in a folder to a file."""
+    replace_text(target, render(read_run(run)))
 
 
-def _table(rows: dict[str, Any]) -> str:
-    cells = (f"<tr><td>{html.escape(str(k))}</td><td>{html.escape(_text(v))}</td></tr>" for k, v in rows.items())
-    return f"<table>{''.join(cells)}</table>"
+def render(record: RunRecord) -> str:
+    """The page of a run."""
+    return whole_page(contents(record))
 
 
-def _answers(samples: Sequence[dict[str, Any]]) -> str:
-    """Each prompt with the model's answers, by step."""
-    by_prompt: dict[str, list[dict[str, Any]]] = {}
-    for sample in samples:
-        by_prompt.setdefault(sample["prompt"], []).append(sample)
-    out = []
-    for prompt, answers in by_prompt.items():
-        texts = [(f"step {one['step']}", one["answer"]) for one in answers]
-        if answers[-1]["reference"] is not None:
-            texts.append(("reference", answers[-1]["reference"]))
-        rows = (f"<tr><th>{html.escape(name)}</th><td><pre>{html.escape(text)}</pre></td></tr>" for name, text in texts)
-        out.append(f"<h3>Prompt</h3><pre>{html.escape(prompt)}</pre><table>{''.join(rows)}</table>")
-    return "".join(out)
+def contents(record: RunRecord) -> Contents:
+    """What the page of a run shows."""
+    curves, others, memory = metric_charts([record]), other_charts([record]), memory_charts(record)
+    traffic = communication_chart(record)
+    lengths = [chart for i, one in enumerate(record.data, 1) if (chart := length_chart(one, i)) is not None]
+    sections = {
+        "Summary": section("summary", "Summary", fact_list("summary-facts", summary_of(record)), *_missing(record)),
+        "Curves": section("curves", "Curves", figures(curves), _values(record)),
+        "Other metrics": section("other-metrics", "Other metrics", figures(others)),
+        "Answers": section("answers", "Answers", *_answers(record)),
+        "Memory": section("memory-section", "Memory of one step", figures(memory), *_memory_notes(record)),
+        "Communication": section("communication", "Communication of one step", *_traffic(record, traffic)),
+        "Data": section("data", "Data", *_data(record), figures(lengths)),
+        "Settings": section("settings", "Settings", _settings(record)),
+        "Warnings": section("warnings", "Warnings and notes", _events(record)),
+        "Versions": section("versions", "Versions", _versions(record)),
+    }
+    charts = [*curves, *others, *memory, *([traffic] if traffic else []), *lengths]
+    return Contents(record.name, sections, charts, data={"metrics": record.columns})
 
 
-def _text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _missing(run: RunRecord) -> list[str]:
+    return [note(text, bad=True) for text in run.missing]
 
 
-def _chart(lines: dict[str, list[tuple[int, float]]]) -> str:
-    """An SVG chart of named lines, each a list of (step, value). Non-finite values are left out."""
-    points = [p for line in lines.values() for p in line if p[1] == p[1] and abs(p[1]) != float("inf")]
-    if not points:
-        return "<p>no finite values</p>"
-    left, right = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
-
-    def pixel(x: float, y: float) -> tuple[float, float]:
-        across = (x - left) / (right - left or 1)
-        up = (y - low) / (high - low or 1)
-        return MARGIN + across * (WIDTH - 2 * MARGIN), HEIGHT - MARGIN / 2 - up * (HEIGHT - MARGIN)
-
-    out = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">']
-    for (name, line), color in zip(lines.items(), COLORS, strict=False):
-        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in (pixel(*p) for p in line if p in points))
-        out.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{path}"/>')
-        if len(line) == 1:
-            a, b = pixel(*line[0])
-            out.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{color}"/>')
-        legend = MARGIN + 130 * list(lines).index(name)
-        out.append(f'<text x="{legend}" y="12" style="fill:{color}">{html.escape(name)}</text>')
-    out.append(
-        f'<text x="2" y="{MARGIN / 2 + 4}">{high:.4g}</text><text x="2" y="{HEIGHT - MARGIN / 2}">{low:.4g}</text>'
+def _values(run: RunRecord) -> str:
+    if not run.metrics:
+        return note(f"There are no curves: {METRICS_FILE} has no values.")
+    return (
+        f'<p class="note">All {len(run.metrics):,} lines of {METRICS_FILE} are in this file. '
+        '<button type="button" data-csv="metrics" hidden>Save as CSV</button></p>'
     )
-    out.append(f'<text x="{MARGIN}" y="{HEIGHT - 4}">{left}</text>')
-    out.append(f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 4}" text-anchor="end">step {right}</text></svg>')
-    return "".join(out)
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def _answers(run: RunRecord) -> list[str]:
+    """Each prompt with the first and the last answer side by side, and those between folded."""
+    by_prompt: dict[str, list[Record]] = {}
+    for sample in run.samples:
+        by_prompt.setdefault(sample["prompt"], []).append(sample)
+    return [_prompt(prompt, answers) for prompt, answers in by_prompt.items()]
+
+
+def _prompt(prompt: str, answers: list[Record]) -> str:
+    first = "before" if answers[0]["step"] == 0 else "first"
+    shown = [(first, answers[0]), *([("after", answers[-1])] if len(answers) > 1 else [])]
+    columns = [(f"{name}, step {one['step']:,}", one["answer"]) for name, one in shown]
+    reference = answers[-1].get("reference")
+    columns += [("reference, from the data", reference)] if isinstance(reference, str) else []
+    between = "".join(_answer(f"step {one['step']:,}", one["answer"]) for one in answers[1:-1])
+    return (
+        f'<article class="sample"><h3>Prompt</h3><pre dir="auto">{escape(prompt)}</pre>'
+        f'<div class="answers">{"".join(_answer(name, text) for name, text in columns)}</div>'
+        + (folded(f"Between them: {len(answers) - 2:,}", f'<div class="answers">{between}</div>') if between else "")
+        + "</article>"
+    )
+
+
+def _answer(name: str, text: str) -> str:
+    return f'<div><h4>{escape(name)}</h4><pre dir="auto">{escape(text.strip()) or "(nothing)"}</pre></div>'
+
+
+# --- one step -------------------------------------------------------------------------------------------------------
+
+
+def _memory_notes(run: RunRecord) -> list[str]:
+    measured, notes = run.measured or {}, []
+    if measured.get("counted") is True:
+        notes.append(
+            "Measured on CPUs: parameters, gradients and optimizer state are counted; torch does not report what "
+            "activations take there."
+        )
+    if measured.get("timeline"):
+        notes.append(
+            f"Measured at step {measured.get('step')}, on the first rank, at the boundaries of units; in between it "
+            "may be more, up to the peak of the run."
+        )
+    if measured:
+        planned = (
+            "Planned: the most in each part of the step, for the largest batch of the run."
+            if run.plan is not None
+            else "There is no plan.json."
+        )
+        notes.append(planned)
+    return [note(text) for text in notes]
+
+
+def _traffic(run: RunRecord, chart: Any) -> list[str]:
+    rows = traffic_rows(run)
+    if run.about.get("ranks") == 1 and run.measured:
+        return [note("One rank: nothing was sent.")]
+    listed = table(("sent by one rank", "measured", "planned"), rows, "Bytes sent in one step") if rows else ""
+    return [figures([chart]) if chart is not None else "", listed]
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+COUNTS = {
+    "documents": "documents", "rows": "rows", "tokens": "tokens", "targets": "trained tokens", "fill": "rows full",
+    "row_length": "row length", "long": "too long", "cut": "tokens cut", "dropped": "dropped", "empty": "empty",
+    "bad": "unknown format", "masked": "without trained tokens",
+}  # fmt: skip
+"""The rows of the table of data sets."""
+
+
+def _data(run: RunRecord) -> list[str]:
+    if not run.data:
+        return []
+    there = {name: title for name, title in COUNTS.items() if any(one.get(name) is not None for one in run.data)}
+    rows = [[title, *(_count(one, name) for one in run.data)] for name, title in there.items()]
+    rejected = [f"{one.get('name')}: {text}" for one in run.data for text in one.get("bad_rows") or ()]
+    sources = [(one.get("name"), one.get("source")) for one in run.data if one.get("source")]
+    return [
+        table(("", *(str(one.get("name", "")) for one in run.data)), rows, "Data sets"),
+        fact_list("data-sources", {f"{name} data": source for name, source in sources}),
+        folded("Rows in an unknown format", "".join(map(note, rejected))) if rejected else "",
+    ]
+
+
+def _count(data: Record, name: str) -> Any:
+    value = data.get(name)
+    return "" if value is None else f"{value:.1%}" if name == "fill" and isinstance(value, float) else value
+
+
+# --- settings, events, versions -------------------------------------------------------------------------------------
+
+
+def _settings(run: RunRecord) -> str:
+    if run.changed is None:
+        return folded("All settings", _pairs(run.settings, "Settings")) if run.settings else ""
+    if not run.changed:
+        return note("All settings have their default values.")
+    rest = {name: value for name, value in run.settings.items() if name not in run.changed}
+    return _pairs(run.changed, "Settings that differ from their defaults") + (
+        folded(f"{len(rest):,} settings at their defaults", _pairs(rest, "Settings at their defaults")) if rest else ""
+    )
+
+
+def _pairs(values: Record, label: str) -> str:
+    return table(("setting", "value"), values.items(), label)
+
+
+def _events(run: RunRecord) -> str:
+    notes = run.about.get("notes")
+    rows = [("", "", "note", text) for text in (notes if isinstance(notes, list) else [])]
+    rows += [
+        (_clock(event.get("time")), event["step"], event.get("kind", ""), event.get("text", ""))
+        for event in run.events
+        if event.get("kind") != "checkpoint"
+    ]
+    return table(("time", "step", "what", "text"), rows, "Warnings and notes") if rows else ""
+
+
+def _clock(time: Any) -> str:
+    try:
+        return f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M:%S}"
+    except (TypeError, ValueError, OverflowError, OSError):
+        return ""
+
+
+def _versions(run: RunRecord) -> str:
+    versions = run.about.get("versions")
+    if not isinstance(versions, dict) or not versions:
+        return ""
+    names = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return folded("Versions of libraries", f"<p>{escape(names)}</p>", prints=True)

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+SETTINGS_FILE = "settings.json"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+EVENTS_FILE = "events.jsonl"
+DATA_FILE = "data.json"
+STEP_FILE = "step.json"
+PLAN_FILE = "plan.json"
+REPORT_FILE = "report.html"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)

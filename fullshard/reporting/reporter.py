@@ -19,6 +19,7 @@ from typing import Any
 from fullshard import accelerator, runtime
 from fullshard.paths import replace_text
 from fullshard.progress import resolve_progress
+from fullshard.reporting.event_log import EventLog
 from fullshard.reporting.loggers import MetricLogger, OpenLoggers, attempt, no_loggers
 from fullshard.reporting.records import METRICS_FILE, SAMPLES_FILE, Sample
 from fullshard.reporting.terminal import Clock, LiveBar, step_line, width_of_stdout
@@ -93,8 +94,7 @@ class Reporter:
         self.is_main = runtime.is_main()
         self.mode = resolve_progress(progress)
         self.history: list[dict[str, Any]] = []
-        self.answers: list[dict[str, Any]] = []
-        """The records of samples.jsonl so far; on the first rank only."""
+        self.events = EventLog(folder) if self.is_main else None
         self._open_loggers, self._loggers = open_loggers, list[MetricLogger]()
         self._file: Any = None
         self._bar: LiveBar | None = None
@@ -108,7 +108,7 @@ class Reporter:
         self.history[:] = _keep(self.folder / METRICS_FILE, step)
         self._file = (self.folder / METRICS_FILE).open("a", buffering=1)
         if (self.folder / SAMPLES_FILE).exists():
-            self.answers = _keep(self.folder / SAMPLES_FILE, step)
+            _keep(self.folder / SAMPLES_FILE, step)
         self._loggers = self._open_loggers(self.folder, step)
         if self.mode == "live":
             self._bar = LiveBar(self._clock, step)
@@ -136,7 +136,6 @@ class Reporter:
         if not self.is_main or not samples:
             return
         records = [sample.record() for sample in samples]
-        self.answers += records
         if self._file is not None:
             with (self.folder / SAMPLES_FILE).open("a") as file:
                 file.writelines(json.dumps(record) + "\n" for record in records)
@@ -176,7 +175,9 @@ class Reporter:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Close loggers, display and file."""
+        """Close loggers, display and file. An exception that is on its way is recorded."""
+        if self.events is not None:
+            self.events.close()
         self._for_each_logger(lambda logger: logger.close())
         for resource in (self._bar, self._file):
             if resource is not None:

@@ -1,4 +1,5 @@
-"""Settings of activation memory: what is kept for the backward pass, recomputed in it, or moved to the host.
+"""Settings of memory: whether it is planned, and what is kept for the backward pass, recomputed in it, or moved to the
+host.
 
 Part of `SFTConfig`. Nothing here imports torch.
 """
@@ -28,6 +29,8 @@ def memory_budget(text: str) -> str:
 class ActivationOptions:
     """Settings of activation memory."""
 
+    skip_plan: bool = False
+    """Start without planning the run: one that cannot fit is not stopped, and plan.json is not written."""
     gradient_checkpointing: bool | str = option(
         True, kind=bool, besides=memory_budget, given_as="true, false, auto, or a size such as 40GiB"
     )

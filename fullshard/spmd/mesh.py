@@ -38,6 +38,12 @@ class Mesh:
     def __init__(
         self, device_ids: Sequence[int] | np.ndarray, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None
     ):
+        self._arrange(device_ids, mesh_shape, axis_names)
+        _check_present(self.device_ids.tolist())
+
+    def _arrange(
+        self, device_ids: Sequence[int] | np.ndarray, mesh_shape: Sequence[int], axis_names: Sequence[str] | None
+    ) -> None:
         self.mesh_shape = _check_shape(mesh_shape)
         self.device_ids = _check_ids(device_ids, self.mesh_shape)
         self.axis_names = _check_names(axis_names, self.mesh_shape)
@@ -154,6 +160,23 @@ class HybridMesh(Mesh):
         self.ici_mesh_shape, self.dcn_mesh_shape = inner, outer
 
 
+class AbsentMesh(Mesh):
+    """A mesh whose devices need not exist: for plans. Nothing can be sharded or sent over it."""
+
+    def __init__(self, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None):
+        self._arrange(np.arange(math.prod(_check_shape(mesh_shape))), mesh_shape, axis_names)
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return ("absent", self.mesh_shape, self.axis_names)
+
+    def device_mesh_for(self, groups: AxisGroups) -> DeviceMesh:
+        raise MeshError(
+            f"{self} is for plans: its {self.size()} device(s) are not part of this job, so nothing can be sharded or "
+            f"sent over it; use fullshard.spmd.Mesh over the ranks of the job"
+        )
+
+
 def get_1d_mesh(axis_name: str | None = None) -> Mesh:
     """All devices along one axis."""
     count = runtime.global_runtime_device_count()
@@ -210,6 +233,10 @@ def _check_ids(device_ids: Sequence[int] | np.ndarray, shape: tuple[int, ...]) -
     if len(set(given)) != len(given):
         twice = sorted({i for i in given if given.count(i) > 1})
         raise MeshError(f"device ids {given} contain {twice} more than once; each device can have one position only")
+    return ids.astype(np.int64)
+
+
+def _check_present(given: list[int]) -> None:
     count = runtime.global_runtime_device_count()
     outside = [i for i in given if not 0 <= i < count]
     if outside:
@@ -217,7 +244,6 @@ def _check_ids(device_ids: Sequence[int] | np.ndarray, shape: tuple[int, ...]) -
             f"device ids {outside} are out of range: this job has {count} device(s), numbered 0 to {count - 1}; "
             f"start more processes (torchrun --nproc_per_node {max(given) + 1}) or use ids of existing devices"
         )
-    return ids.astype(np.int64)
 
 
 def _check_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:

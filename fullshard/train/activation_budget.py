@@ -24,12 +24,14 @@ from torch import nn
 
 from fullshard import accelerator, runtime
 from fullshard.byte_size import memory_size
+from fullshard.capacity.host_memory import margin
+from fullshard.capacity.step_trace import BatchShape
 from fullshard.data.loader import Collator, Step
 from fullshard.data.token_table import TokenTable
 from fullshard.fsdp.activation_memory import (
     Level,
-    choose_levels,
     describe_levels,
+    fitting_levels,
     full_checkpointing,
     kinds_of,
     mlp_of,
@@ -44,9 +46,6 @@ from fullshard.ranks import exchange
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.batches import StepLoader, Steps
 
-MARGIN = 0.04
-"""The part of the device's memory that is left free, because torch cannot use all free blocks again; twice this with
-several ranks."""
 SLACK = 0.01
 """The part of a given size that is left free, for what differs from step to step."""
 CHECKS = 3
@@ -63,6 +62,11 @@ class LargestBatch:
     length: int
     quadratic: bool = False
     """Whether attention keeps a value for each pair of tokens."""
+
+    def shape(self, config: SFTConfig) -> BatchShape:
+        """The same for a plan."""
+        rows = self.tokens // self.length
+        return BatchShape(rows, self.length, config.gradient_accumulation_steps, config.keeps_apart)
 
     def scale(self, step: Step) -> float:
         """How much more activation memory it needs than this step does."""
@@ -157,11 +161,16 @@ class ActivationBudget:
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether steps are no longer measured here."""
+        return self.chosen and not self._checks
+
     def run(self, train_step: Callable[[Step], Any], step: Step) -> Any:
         """Take a step. It is measured until everything is chosen, and repeated if it runs out of memory."""
         self._before_update = None
         try:
-            if self.chosen and not self._checks:
+            if self.is_settled:
                 return train_step(step)
             return self._checked_step(train_step, step) if self.chosen else self._measured_step(train_step, step)
         except torch.OutOfMemoryError:
@@ -215,8 +224,7 @@ class ActivationBudget:
             known.lean = min(known.full, peak - (sizes[Level.KEEP_ALL] - sizes[Level.RECOMPUTE]))
             known.update = whole if whole > peak else 0.0
         known.rest = self.memory.in_use()
-        margin = MARGIN * (2 if runtime.world_size() > 1 else 1)
-        known.limit = self.memory.limit() - margin * self.memory.total()
+        known.limit = self.memory.limit() - margin(runtime.world_size()) * self.memory.total()
         if isinstance(self.budget, int):
             known.limit = min(known.limit, self.budget * (1 - SLACK))
 
@@ -295,14 +303,8 @@ class ActivationBudget:
             sizes = {kind: {k: b for k, b in each.items() if k < Level.OFFLOAD} for kind, each in sizes.items()}
         room = known.limit - known.rest - self._besides(known)
         floor = known.rest + max(known.full, known.update)
-        for _ in self.layers:
-            levels = choose_levels(sizes, costs, self.kinds, room)
-            levels[-1] = min(levels[-1], Level.RECOMPUTE)
-            peak = self._peak(known, levels)
-            if peak <= known.limit:
-                return levels, max(peak, floor)
-            room -= peak - known.limit
-        return self.base, floor
+        levels = fitting_levels(sizes, costs, self.kinds, room, known.limit, lambda each: self._peak(known, each))
+        return (levels, max(self._peak(known, levels), floor)) if levels is not None else (self.base, floor)
 
     def _besides(self, known: Measured) -> float:
         """What a step needs besides what layers keep for backward."""

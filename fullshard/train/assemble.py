@@ -1,7 +1,8 @@
 """How a run is put together, in order: from checked settings to a training loop.
 
-ranks → model without weights → tokens → packing → 4 bits → adapter → data (`gather_parts`, when the trainer is made) →
-loss → sharding → weights → optimizer → loop (`build_loop`, when training or evaluation begins).
+ranks → model without weights → tokens → packing, adapter → data (`gather_parts`, when the trainer is made) → loss →
+sharding → weights → optimizer → loop (`build_loop`, when training or evaluation begins). The steps between the bare
+model and sharding are those of `model_steps.py`; `planned_model.py` takes the same ones without ranks.
 """
 
 from __future__ import annotations
@@ -13,44 +14,35 @@ from typing import Any
 
 import torch
 
-from fullshard import accelerator, runtime
+from fullshard import runtime
 from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
 from fullshard.lora.fused import report_sharded
-from fullshard.lora.trainable_tokens import keep_tables_whole
-from fullshard.models.chunked_loss import LeanHead
-from fullshard.models.neftune import add_noise
-from fullshard.models.offloaded_embedding import offload_embedding
 from fullshard.models.packed_inputs import PackingMethod
-from fullshard.models.router_loss import has_router_loss, set_router_loss
-from fullshard.models.token_loss import TokenLoss
+from fullshard.models.router_loss import has_router_loss
 from fullshard.parallelize.model import checkpointed_modules, shard_model
 from fullshard.parallelize.prepare import rebind
 from fullshard.parallelize.settings import EngineSettings
-from fullshard.quant import fp8
-from fullshard.quant.quantize import quantize_model
 from fullshard.ranks import agree, agree_locally
 from fullshard.reporting.reporter import Reporter
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import adapter, memory_check
 from fullshard.train.activation_budget import ActivationBudget, largest_batch
-from fullshard.train.adapter import Say, fuse_adapter, quantization, set_adapter_dtype, set_projection_dtype
+from fullshard.train.adapter import Say, set_projection_dtype
 from fullshard.train.batches import Steps, load_data
 from fullshard.train.checked_run import CheckedRun
-from fullshard.train.compilation import choose_compilation
 from fullshard.train.given_model import take_model
 from fullshard.train.loop import Loop
 from fullshard.train.model import (
-    choose_attention,
-    choose_packing,
     find_folders,
     has_own_tables,
-    packed_inputs,
     prepare_vocabulary,
-    read_model,
     read_tokenizer,
 )
+from fullshard.train.model_steps import adapt_model, ready_model
 from fullshard.train.optimizer import check_given, schedule_of
+from fullshard.train.plan_first import RunToPlan, plan_first
+from fullshard.train.read_model import read_model
 from fullshard.watchdog import collectives
 from fullshard.weights.fill import fill
 
@@ -78,6 +70,8 @@ class Parts:
     train: TokenTable | Stream | None
     evaluation: TokenTable | dict[str, TokenTable] | None
     """Several sets by name, where the script gave a dict."""
+    given_adapter: Any = None
+    """PEFT's configuration of the adapter, where a script or the model in memory has one."""
 
     @property
     def from_weights(self) -> bool:
@@ -103,30 +97,25 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     tokenizer = run.tokenizer
     if tokenizer is None:
         tokenizer = agree_locally(lambda: read_tokenizer(config, folders.origin, earlier), "tokenizer")
-    model = run.model
+    model, device = run.model, runtime.device()
     if base is not None:
-        model = agree_locally(lambda: read_model(config, base, say), "model without weights")
+        model = agree_locally(lambda: read_model(config, base, device, say), "model without weights")
     else:
         agree(lambda: take_model(model), "model in memory")
-    choose_attention(config, model, given=base is None)
     own_tables = any(agree(lambda: has_own_tables(model, folders), "embeddings of the adapter"))
     requested = adapter.requested_config(config, run.peft_config)
+    held = getattr(model, "peft_config", None)
+    given = held[model.active_adapters[0]] if held is not None else run.peft_config
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
     peft_config, grown = agree_locally(work, "vocabulary")
-    packing = choose_packing(config, model, say) if config.keeps_apart else None
-    if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
-        say(note)
-    if base is None and (chosen := config.base_dtype or quantization(config)) is not None:
-        model = quantize_model(model, chosen)
-    if config.base_dtype and (slower := fp8.hardware_note(runtime.device())):
-        say(f"base_dtype {config.base_dtype}: {slower}")
-    model = adapter.make_trainable(
-        config, engine.activation_checkpointing, model, tokenizer, peft_config, earlier, run.train is not None, say
-    )
+    model, packing = adapt_model(
+        config, engine, model, tokenizer, peft_config, earlier, device, say, given=base is None,
+        trains=run.train is not None,
+    )  # fmt: skip
     train, evaluation = load_data(config, model, tokenizer, run.train, run.evaluation, say)
     return Parts(
         engine, model, base, earlier, tokenizer, peft_config is not None and earlier is None, grown, own_tables,
-        packing, train, evaluation,
+        packing, train, evaluation, given,
     )  # fmt: skip
 
 
@@ -139,19 +128,10 @@ def build_loop(
     data. The trainer makes optimizer and schedule.
     """
     model = parts.model
-    engine = choose_compilation(config, parts.engine, model, reporter.total if steps is not None else 0)
-    keep_tables_whole(model)
-    fuse_adapter(config, model, runtime.device(), reporter.say)
-    if config.neftune_noise_alpha:
-        add_noise(model, config.neftune_noise_alpha)
-    packed = packed_inputs(model, parts.packing, engine.mixed_precision)
-    loss = TokenLoss(config.label_smoothing_factor, config.loss_type == "dft")
-    head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss, loss, config.measures_entropy)
-    if head.why_not:
-        reporter.say(f"chunked_loss: {head.why_not}.")
-    _place_embedding(config, model, reporter.say)
+    steps_to_run = reporter.total if steps is not None else 0
+    ready = ready_model(config, parts.engine, model, parts.packing, steps_to_run, runtime.device(), reporter.say)
+    engine, dtypes = ready.engine, ready.precision
     layers = checkpointed_modules(model, engine) if config.gradient_checkpointing else []
-    dtypes = set_adapter_dtype(config, model, engine.mixed_precision, reporter.say)
     collectives.meet("start of sharding")  # creating process groups waits for all ranks unwatched
     sharded = shard_model(model, engine, say=reporter.say, timeout=config.ddp_timeout, mixed_precision=dtypes)
     if note := report_sharded(sharded, dtypes.param_dtype).note():
@@ -162,12 +142,20 @@ def build_loop(
     reentrant = config.use_reentrant and not has_router_loss(model)
     if reentrant != config.use_reentrant:
         reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
+    largest = largest_batch(config, steps, model)
     activations = ActivationBudget(
-        layers, config.activation_budget if steps is not None else None, largest_batch(config, steps, model), sharded,
+        layers, config.activation_budget if steps is not None else None, largest, sharded,
         reporter.say, offload=config.activation_offloading, reentrant=reentrant,
     )  # fmt: skip
     optim = config.optim if trainer.makes_optimizer else None
     memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
+    if steps is not None and not config.skip_plan:
+        shape = largest.shape(config) if largest is not None else None
+        run = RunToPlan(
+            config, engine, sharded, parts.base, shape, reporter.total, parts.given_adapter, trainer.makes_optimizer,
+            trainer.makes_loss,
+        )  # fmt: skip
+        trainer.estimate = plan_first(run, reporter.say)
     if parts.base is not None:
         fill(
             sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"),
@@ -178,14 +166,6 @@ def build_loop(
     optimizer, schedule = check_given(rebind(trainer.optimizer)), schedule_of(trainer.lr_scheduler)
     activations.watch(optimizer)
     return Loop(
-        config, sharded, head, optimizer, schedule, steps, reporter, engine.mixed_precision, packed, trainer,
-        activations,
+        config, sharded, ready.head, optimizer, schedule, steps, reporter, engine.mixed_precision, ready.packed,
+        trainer, activations,
     )  # fmt: skip
-
-
-def _place_embedding(config: SFTConfig, model: Any, say: Say) -> None:
-    """Keep the input embedding on the host, if the settings or the size of the other weights say so."""
-    asked = config.offload_embedding
-    by_default = config.use_4bit_quantization and accelerator.is_accelerator(runtime.device())
-    if (by_default if asked is None else asked) and (why_not := offload_embedding(model)) and asked:
-        say(f"offload_embedding: {why_not}, so it stays on the device.")

@@ -45,16 +45,16 @@ class Arguments:
     """What was interpreted, for the user to read."""
 
 
-def parse(words: Sequence[str]) -> Arguments:
-    """Settings from `[run.yaml] [--flag value …]`; flags override the file."""
+def parse(words: Sequence[str], command: str = "sft") -> Arguments:
+    """Settings from `[run.yaml] [--flag value …]`; flags override the file. `command` names itself in errors."""
     notes, values = list[str](), dict[str, Any]()
     left = list(words)
     if left and not left[0].startswith("-"):
         values = read_yaml(left.pop(0), notes)
-    flags = parse_flags(left, command_options(), "sft")
+    flags = parse_flags(left, command_options(), command)
     if flags.rest:
         hint = "The file of settings comes first." if Path(flags.rest[0]).suffix in SUFFIXES else "Flags begin with --."
-        raise ConfigError(f"sft: {flags.rest[0]!r} is not a flag. {hint}")
+        raise ConfigError(f"{command}: {flags.rest[0]!r} is not a flag. {hint}")
     return Arguments(CommandConfig(**{**values, **flags.values}), notes)
 
 

@@ -306,6 +306,6 @@ class Saving:
         """The outcome of the run so far."""
         loop = self.loop
         return Summary(
-            self.args, loop.progress, loop.logged_steps, loop.reporter.history, loop.reporter.answers,
+            self.args, loop.progress, loop.logged_steps, loop.reporter.history,
             self.parts.base or local_folder(causal(self.parts.model)), hasattr(self.parts.model, "peft_config"),
         )  # fmt: skip

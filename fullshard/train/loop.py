@@ -64,10 +64,10 @@ class Loop:
         self.total = reporter.total
         self.progress = Progress(batch=loader.batch if loader is not None else 0)
         self.scaler = torch.amp.GradScaler(runtime.device().type, enabled=precision == "fp16")
-        self._unread: deque[LaunchedStep] = deque()
-        """Steps that were issued, and are counted, but whose values have not been read."""
+        self._unread: deque[LaunchedStep] = deque()  # issued and counted, but their values have not been read
         self._last: StepResult | None = None
         self.rate = 0.0
+        self.streamed: dict[str, Any] | None = None  # the counts of a stream so far
         self.logged_steps = 0
         """The number of steps that the last logged loss is the mean of."""
         self.scale = 1.0
@@ -107,14 +107,14 @@ class Loop:
 
     def _run_epochs(self, checkpoints: CheckpointManager) -> None:
         assert self.loader is not None
-        loader, progress, begins, facts = self.loader, self.progress, True, None
+        loader, progress, begins = self.loader, self.progress, True
         steps = loader.steps(progress.step + progress.passed_over, self._end, progress.position)
         try:
             while (step := next(steps, None)) is not None:
                 if begins:
                     self.notify("on_epoch_begin")
                 step = self.trainer.counted(step)
-                taken, facts = self.activations.run(self.train_step, step), step.pick.facts
+                taken, self.streamed = self.activations.run(self.train_step, step), step.pick.facts
                 if taken:
                     self._end_step(step)
                     self._log_evaluate_save(taken)
@@ -136,8 +136,8 @@ class Loop:
                     steps = loader.steps(progress.step + progress.passed_over, self._end, progress.position)
         finally:
             steps.close()
-        if facts is not None:
-            self.reporter.say(describe_data("streamed", facts, self.config))
+        if self.streamed is not None:
+            self.reporter.say(describe_data("streamed", self.streamed, self.config))
 
     @property
     def _end(self) -> int:

@@ -1,92 +1,24 @@
 """Whether a planned model fits into memory, checked before any weight is read.
 
-Only what is certain is counted: sharded parameters, gradients and optimizer state. Activations and gathered layers come
-on top.
+Only what is certain is counted: sharded parameters, gradients and optimizer state (`capacity/at_rest.py`). Activations
+and gathered layers come on top: `planned_memory.py`.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fullshard import accelerator, runtime
 from fullshard.byte_size import memory_size
+from fullshard.capacity.at_rest import MemoryNeed, need_of
+from fullshard.capacity.optimizer_state import OptimizerMemory, names_apart
 from fullshard.errors import ConfigError
-from fullshard.fsdp.bnb_optimizers import BLOCK
-from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, item_size
+from fullshard.fsdp.plan import ShardingPlan
 from fullshard.lora.model_size import dense_line, summary
-from fullshard.optimizers.muon import embeddings_of, is_hidden_matrix, tables_of
-from fullshard.optimizers.names import SERVED
 from fullshard.ranks import agree
-
-SMALL = 4096
-"""Parameters of fewer elements have 32-bit state with the 8-bit optimizers of bitsandbytes."""
-
-
-@dataclass(frozen=True)
-class MemoryNeed:
-    """Bytes that a rank needs between steps."""
-
-    shards: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    """The most bytes of gathered layers at once, on top of the rest."""
-
-    @property
-    def total(self) -> int:
-        return self.shards + self.gradients + self.optimizer
-
-
-def need_of(
-    plan: ShardingPlan,
-    optim: str | None,
-    apart: AbstractSet[str] = frozenset(),
-    on_host: bool = False,
-    **arguments: Any,
-) -> MemoryNeed:
-    """The memory that a plan needs with an optimizer and its `optim_args`; None stands for one of the user's, whose
-    state is unknown.
-
-    `apart` are the names of parameters that have other state than the rest: see `names_apart`. `on_host` is whether all
-    of it is in host memory, which has the embedding in any case if that is offloaded.
-    """
-    trained = [p for unit in plan.units for p in unit.parameters if p.trainable]
-    gradients = sum(p.shard_bytes for p in trained)
-    state = sum(_state_bytes(p, optim, not apart.isdisjoint(p.names), arguments) for p in trained) if optim else 0
-    shards = plan.shard_bytes - (0 if on_host else plan.host_bytes)
-    return MemoryNeed(shards, gradients, state, plan.gathered_bound())
-
-
-def names_apart(model: Any, optim: str | None) -> set[str]:
-    """The parameters whose state differs from that of most: embeddings have 32-bit state with 8-bit optimizers, and
-    `muon` updates embeddings, head and what is not a matrix with AdamW."""
-    named = list(model.named_parameters(remove_duplicate=False))
-    if optim == "muon":
-        tables = tables_of(model)
-        return {name for name, p in named if not is_hidden_matrix(name, p, tables)}
-    wide = embeddings_of(model) if optim in SERVED and SERVED[optim].bits == 8 else set()
-    return {name for name, p in named if p in wide}
-
-
-def _state_bytes(p: ParameterPlan, optim: str, apart: bool, arguments: Mapping[str, Any]) -> int:
-    """The optimizer state of this rank's piece of a parameter."""
-    kind, count = SERVED[optim], math.prod(p.piece)
-    if optim == "adafactor" and len(p.shape) > 1:
-        return (math.prod(p.piece[:-1]) + math.prod((*p.piece[:-2], p.piece[-1]))) * max(item_size(p.dtype), 4)
-    if optim == "adafactor":
-        return count * max(item_size(p.dtype), 4)
-    states = kind.states + bool(arguments.get("momentum") and optim != "muon") + bool(arguments.get("centered"))
-    if optim == "muon" and apart:
-        states = 2
-    if kind.bits == 8 and not apart and math.prod(p.shape) >= SMALL:
-        return states * (count + 4 * -(-count // BLOCK))
-    return states * count * (4 if kind.bits else item_size(p.dtype))
 
 
 def available(on_host: bool) -> tuple[int, str]:
@@ -108,7 +40,8 @@ def check_and_report(
     it."""
 
     def check() -> MemoryNeed:
-        return check_fit(need_of(model.plan, optim, names_apart(model, optim), on_host, **arguments), on_host)
+        optimizer = OptimizerMemory(optim, arguments, names_apart(model, optim))
+        return check_fit(need_of(model.plan, optimizer, on_host), on_host)
 
     need = agree(check, "memory check")[0]
     for line in (*describe(model.plan, need), dense_line(model), summary(model)):

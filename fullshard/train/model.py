@@ -1,45 +1,39 @@
-"""The model and tokenizer of a run before weights are read: made from their configuration, given a chat template and
-the tokens it needs, checked against the data.
+"""Model, tokenizer and data of a run fitted to each other before weights are read: the chat template and the tokens it
+needs, rows that the model can take, packing.
 
-Weights are read when the sharding plan is known (`assemble.py`).
+`read_model.py` makes the model; weights are read when the sharding plan is known (`assemble.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
 
-from fullshard import accelerator, runtime
 from fullshard.data.chat_template import Prepared, prepare_tokenizer
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError, first_line
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora import virtual_tokens
-from fullshard.models.attention import NAME, is_own, use_own_attention
+from fullshard.models.attention import is_own
 from fullshard.models.inner_model import causal, embedding_rows
 from fullshard.models.packed_inputs import Packed, PackingMethod, takes_positions
 from fullshard.models.packing_check import PackingVerdict, try_packing
-from fullshard.models.rope_scaling import longest_document, scale_rope
-from fullshard.quant.config import Quantization, dense_dtype
-from fullshard.quant.quantize import quantize_model
+from fullshard.models.rope_scaling import longest_document
 from fullshard.ranks import agree, on_rank_0
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
 from fullshard.train.checked_run import CheckedRun, base_of_adapter
 from fullshard.train.dataset_options import needed, templates_of
-from fullshard.weights import load as loading
-from fullshard.weights.adapter_base import check_base, lasting_name
+from fullshard.train.read_model import uses_flash
+from fullshard.weights.adapter_base import check_base
 from fullshard.weights.adapter_files import embedding_rows as adapter_rows
 from fullshard.weights.adapter_files import other_rows, stored_rows
-from fullshard.weights.dtypes import choose_dtype
-from fullshard.weights.locate import open_source, resolve
+from fullshard.weights.locate import resolve
 from fullshard.weights.resize_vocab import grow_in_memory
 
 
@@ -88,86 +82,6 @@ def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | 
         return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer could be read from {str(source)!r}: {first_line(error)[:200]}") from None
-
-
-def read_model(config: SFTConfig, folder: Path, say: Say) -> nn.Module:
-    """The causal language model in `folder`, on the meta device: its weights are not read yet."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        shape, unknown = AutoConfig.from_pretrained(
-            folder, return_unused_kwargs=True, trust_remote_code=config.trust_remote_code, **config.config_changes
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no model configuration could be read from {folder}: {first_line(error)[:200]}") from None
-    unknown.pop("trust_remote_code", None)
-    if unknown:
-        raise ConfigError(
-            f"model_init_kwargs has {', '.join(sorted(unknown))}, which is neither a setting of a {shape.model_type} "
-            f"model nor supported otherwise; expected dtype, attn_implementation, quantization_config, "
-            f"trust_remote_code, revision or settings in its config.json."
-        )
-    shape.name_or_path = lasting_name(folder)
-    if config.rope_scaling is not None:
-        assert config.max_length is not None
-        scale_rope(shape, config.rope_scaling, config.max_length, say)
-    packed = getattr(shape, "quantization_config", None)
-    if packed is not None and config.use_4bit_quantization:
-        say(f"{folder} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")
-    if packed is not None and config.base_dtype is not None:
-        raise ConfigError(
-            f"base_dtype is {config.base_dtype}, but {folder} is quantized already (quantization_config in its "
-            f"config.json); give the folder of the model before quantization, or leave base_dtype out."
-        )
-    four_bits = Quantization.of(packed) if packed is not None else adapter.quantization(config)
-    shape._attn_implementation = attention(config, say)
-    try:
-        with contextlib.closing(open_source(folder)) as source:
-            dtype = choose_dtype(config.torch_dtype, shape, source)
-            if four_bits is not None and config.torch_dtype == "auto":
-                dtype = dense_dtype(four_bits.scheme.storage) or dtype
-            model = loading.on_meta(AutoModelForCausalLM, shape, dtype, folder, config.trust_remote_code)
-            loading.untie_what_differs(model, source, None)
-            if (chosen := config.base_dtype or four_bits) is not None:
-                quantize_model(model, chosen, {name: entry.shape for name, entry in source.entries.items()})
-            return model
-    except ValueError as error:
-        if "Unrecognized configuration class" in str(error):
-            raise ConfigError(f"{folder} holds a {shape.model_type} model; expected a causal language model.") from None
-        raise
-
-
-def attention(config: SFTConfig, say: Say) -> str | None:
-    """The attention implementation that the settings ask for; None leaves the choice open."""
-    if config.attn_implementation:
-        return None if config.attn_implementation == NAME else config.attn_implementation
-    if not config.use_flash_attn:
-        return None
-    if not accelerator.is_accelerator(runtime.device()):
-        say("use_flash_attn: there is no GPU here; torch's own attention is used.")
-    elif importlib.util.find_spec("flash_attn") is None:
-        say("use_flash_attn: flash-attn is not installed; torch's own attention is used.")
-    else:
-        return "flash_attention_2"
-    return None
-
-
-def choose_attention(config: SFTConfig, model: Any, given: bool) -> None:
-    """Let a model run our own attention: if the settings ask for it, and on GPUs if they leave it open. One that was
-    `given` in memory may have been made with an implementation of the script's choice: only transformers' default is
-    replaced."""
-    if config.attn_implementation == NAME:
-        if not use_own_attention(model):
-            raise ConfigError(
-                f"attn_implementation is {NAME}, but {type(causal(model)).__name__} has an attention of its own; leave "
-                f"the setting out."
-            )
-        return
-    open_to_choice = not config.attn_implementation and not uses_flash(causal(model))
-    if given and getattr(causal(model).config, "_attn_implementation", None) != "sdpa":
-        open_to_choice = False
-    if open_to_choice and accelerator.is_accelerator(runtime.device()):
-        use_own_attention(model)
 
 
 def prepared_tokenizer(config: SFTConfig, tokenizer: Any) -> Prepared:
@@ -278,11 +192,6 @@ def end_turns(model: Any, tokenizer: Any) -> None:
         settings.eos_token_id = [*ends, tokenizer.eos_token_id] if ends else tokenizer.eos_token_id
 
 
-def uses_flash(model: Any) -> bool:
-    """Whether the model runs FlashAttention."""
-    return "flash" in str(getattr(model.config, "_attn_implementation", None))
-
-
 def check_rows(model: Any, table: TokenTable) -> None:
     """Refuse rows that are longer than the model's positions, or have tokens without an embedding row."""
     inner = causal(model)
@@ -311,9 +220,15 @@ def local_folder(model: Any) -> str | None:
 # --- packing --------------------------------------------------------------------------------------------------------
 
 
-def choose_packing(config: SFTConfig, model: Any, say: Say) -> PackingMethod:
-    """How this model receives packed rows, found by a trial on the first rank. All ranks must call it."""
-    work = functools.partial(try_packing, model, runtime.device(), uses_flash(model))
+def choose_packing(
+    config: SFTConfig, model: Any, device: torch.device, say: Say, *, present: bool = True
+) -> PackingMethod:
+    """How this model receives packed rows, found by a trial on the first rank. All ranks must call it.
+
+    Where the device is not in this machine (`present=False`), the trial runs on the CPU.
+    """
+    trial_device = device if present else torch.device("cpu")
+    work = functools.partial(try_packing, model, trial_device, uses_flash(model))
     verdict: PackingVerdict = on_rank_0(work, "packing check")
     name = type(causal(model)).__name__
     if verdict.way is not None:

@@ -21,8 +21,9 @@ from fullshard.models.inner_model import causal
 from fullshard.paths import replaced_files, save_tokenizer
 from fullshard.ranks import on_rank_0
 from fullshard.reporting.html_report import write_report
+from fullshard.reporting.loggers import attempt
 from fullshard.reporting.model_card import write_card
-from fullshard.reporting.records import METRICS_FILE
+from fullshard.reporting.records import METRICS_FILE, REPORT_FILE
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.model import local_folder
 from fullshard.train.run_dir import CHECKPOINTS, place_of
@@ -32,8 +33,6 @@ from fullshard.weights.adapter_base import lasting_name, write_record
 from fullshard.weights.adapter_files import names_in_files
 from fullshard.weights.export import save_pretrained
 from fullshard.weights.source_files import base_of
-
-REPORT = "report.html"
 
 
 class ResultWriter:
@@ -156,8 +155,6 @@ class Summary:
     """The number of steps that the last logged loss is the mean of."""
     history: Sequence[dict[str, Any]]
     """The records of metrics.jsonl."""
-    answers: Sequence[dict[str, Any]]
-    """The records of samples.jsonl."""
     base: Path | str | None
     """The base model's folder or name."""
     adapter: bool
@@ -191,14 +188,7 @@ def describe(
         "versions": versions,
     }
     write_card(place, name or config.run_name, config.changed(), facts)
-    shown = {
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "ranks": runtime.world_size(),
-        **metrics,
-        **library_versions(),
-    }
-    write_report(place / REPORT, config.run_name, config.changed(), summary.history, shown, summary.answers)
+    attempt(REPORT_FILE, lambda: write_report(place_of(config), place / REPORT_FILE))  # the model is written
 
 
 def _final_rows(summary: Summary) -> dict[str, str]:
@@ -236,7 +226,7 @@ def show(summary: Summary) -> None:
         f"{'adapter' if summary.adapter else 'model'}, tokenizer, card": str(place),
         **({"checkpoints": str(place / CHECKPOINTS)} if (place / CHECKPOINTS).is_dir() else {}),
         "metrics": str(place / METRICS_FILE),
-        "report": str(place / REPORT),
+        "report": str(place / REPORT_FILE),
         "talk to it": f"fullshard chat {place}",
     }
     width = max(map(len, rows))

@@ -26,15 +26,17 @@ from fullshard.train.dataset_options import configs_of
 from fullshard.train.run_lock import LOCK, FolderLock, refuse_occupied
 
 SETTINGS = "settings.json"
+PLAN = "plan.json"
 CHECKPOINTS = "checkpoints"
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 WRITTEN = (
     f"{CHECKPOINTS}/step-*", f"{CHECKPOINTS}/.step-*.tmp", f"{FIRST}/*", "metrics.jsonl", "samples.jsonl",
+    "events.jsonl", "data.json", "step.json",
     "runs/events.out.tfevents.*", "wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log",
     "wandb.json", "report.html", "README.md", "config.json", "generation_config.json", "model.safetensors",
     "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors",
     "adapter_base.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "trainer_state.json", "*_results.json",
+    "trainer_state.json", "*_results.json", PLAN,
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", SETTINGS,
 )  # fmt: skip
 """What a run writes into its folder; overwriting removes these and nothing else. The settings, which mark a folder as
@@ -289,7 +291,9 @@ def remove_checkpoints(config: SFTConfig) -> None:
         shutil.rmtree(path)
 
 
-def write_settings(config: SFTConfig, facts: Mapping[str, Any]) -> None:
-    """Write the resolved settings to settings.json."""
+def write_settings(config: SFTConfig, facts: Mapping[str, Any], plan: Mapping[str, Any] | None = None) -> None:
+    """Write the resolved settings to settings.json, and what was planned to plan.json."""
     text = json.dumps({"settings": config.to_dict(), **facts}, indent=1, default=str)
+    if plan is not None:
+        replace_text(place_of(config) / PLAN, json.dumps(plan, default=str))
     replace_text(place_of(config) / SETTINGS, text)

@@ -66,18 +66,20 @@ class FolderLock:
 
 def refuse_occupied(folder: Path) -> None:
     """Refuse a folder that another run is writing to."""
-    if (owner := _owner(folder / LOCK)) is not None:
+    if (owner := owner_of(folder)) is not None:
         raise ConfigError(
             f"output_dir: {folder} is in use by another run ({owner}); wait until it has ended, or choose another "
             f"folder."
         )
 
 
-def _owner(path: Path) -> str | None:
+def owner_of(folder: Path) -> str | None:
+    """The other process that holds the lock of a folder, in words; None if there is none. Reading rights are enough."""
+    path = folder / LOCK
     if _identity_of(path) in _own:
         return None
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:

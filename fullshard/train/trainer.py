@@ -21,14 +21,13 @@ from fullshard.data.prepared_rows import prepared_rows
 from fullshard.errors import ConfigError
 from fullshard.models.generate import stop_criteria
 from fullshard.models.inner_model import causal
-from fullshard.parallelize.settings import resolved_launch
 from fullshard.paths import refuse_inputs, save_tokenizer
 from fullshard.ranks import agree, on_rank_0
 from fullshard.reporting import loggers
 from fullshard.reporting.reporter import Reporter
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.settings.trainer_options import quantization_settings
-from fullshard.train import assemble, results, run_dir
+from fullshard.train import assemble, results, run_dir, run_facts
 from fullshard.train.batches import total_steps
 from fullshard.train.callbacks import Accelerator, AcceleratorState, Callbacks, Plugin, ScriptMethods, with_best_metric
 from fullshard.train.checked_run import CheckedRun, check_script
@@ -40,7 +39,7 @@ from fullshard.train.overrides import check_subclass, missing
 from fullshard.train.results import ResultWriter
 from fullshard.train.run_lock import FolderLock
 from fullshard.train.samples import Samples, choose_prompts
-from fullshard.version import library_versions
+from fullshard.train.step_record import StepRecord
 
 
 class EarlierRun(NamedTuple):
@@ -224,11 +223,12 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         writer = ResultWriter(config, parts.model, parts.tokenizer, parts.own_tables, parts.from_weights, first)
         hub = Hub(config, writer, reporter.say) if config.push_to_hub else None
         samples = Samples(*self._samples, parts.model, reporter.samples) if self._samples is not None else None
-        (events := self.callback_handler).own = [one for one in (samples, hub) if one is not None]
+        (events := self.callback_handler).own = [one for one in (reporter.events, samples, hub) if one is not None]
         events.state.log_history = reporter.history
         events.meet()
         loop = assemble.build_loop(config, parts, reporter, first, steps, self)
         events.optimizer, events.lr_scheduler = self.optimizer, self.lr_scheduler
+        events.own += [StepRecord(reporter.folder, loop)] if runtime.is_main() else []
         return loop, writer, hub
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -276,6 +276,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
                 agree(self._write_settings, "settings of the run")
             self.began, first = time.time(), loop.progress.step
             loop.run(checkpoints)
+            run_facts.write_data(self.args, self.parts, loop.streamed)
             metrics = self._closing_metrics(loop, first)
             self.log(metrics)
             self._load_best_model()
@@ -360,9 +361,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
 
     def _write_settings(self) -> None:
         if runtime.is_main():
-            engine = self.parts.engine
-            facts = {"engine": engine.describe(), "launch": resolved_launch(), "ranks": runtime.world_size()}
-            run_dir.write_settings(self.args, {**facts, "versions": library_versions()})
+            run_facts.write_facts(self.args, self.parts, self._run.notes, self.loop.total, self.planned())
             # Beside the checkpoints from the start, so that they can be used before the run has ended.
             save_tokenizer(self.parts.tokenizer, run_dir.place_of(self.args))
 

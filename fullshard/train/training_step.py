@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fullshard import accelerator, runtime
+from fullshard.capacity.estimate import Estimate
 from fullshard.data.loader import Batch, Step
 from fullshard.data.pretokenized import IGNORED
 from fullshard.errors import ConfigError
@@ -34,9 +35,9 @@ from fullshard.train.assemble import Parts
 from fullshard.train.batches import COUNTED, ScriptLoader, Steps, make_collator, make_loader
 from fullshard.train.callbacks import Accelerator, Callbacks
 from fullshard.train.loop import Loop
-from fullshard.train.model import uses_flash
 from fullshard.train.optimizer import class_and_options, make_from_class, make_optimizer, make_schedule
 from fullshard.train.overrides import SEEN, overridden
+from fullshard.train.read_model import uses_flash
 
 
 class TrainingStep:
@@ -44,6 +45,8 @@ class TrainingStep:
 
     args: SFTConfig
     parts: Parts
+    estimate: Estimate | None = None
+    """What the run was planned to need; on the first rank."""
     loop: Loop
     accelerator: Accelerator
     callback_handler: Callbacks
@@ -89,6 +92,15 @@ class TrainingStep:
     def _batches_are_seen(self) -> bool:
         """Whether code of the script gets the batches."""
         return self.compute_loss_func is not None or any(overridden(self, name) for name in SEEN)
+
+    def planned(self) -> dict[str, Any] | None:
+        """The estimate as plain data."""
+        return self.estimate.to_json() if self.estimate is not None else None
+
+    @property
+    def makes_loss(self) -> bool:
+        """Whether loss and batches are the engine's own, not a script's."""
+        return self.data_collator is None and not self._batches_are_seen
 
     @property
     def aux_loss_enabled(self) -> bool:

@@ -13,8 +13,9 @@ from fullshard.fsdp.strategy import dtype_of
 from fullshard.weights.safetensors_index import SafetensorsFiles
 
 
-def choose_dtype(given: Any, config: Any, source: SafetensorsFiles) -> torch.dtype:
-    """The dtype to load a model in: the given one, or for None and "auto" the config's, else that of the files."""
+def choose_dtype(given: Any, config: Any, source: SafetensorsFiles | None) -> torch.dtype:
+    """The dtype to load a model in: the given one, or for None and "auto" the config's, else that of the files, else
+    (for a plan without files) torch's default."""
     if given not in (None, "auto"):
         found = dtype_of(given)
         assert found is not None
@@ -22,7 +23,8 @@ def choose_dtype(given: Any, config: Any, source: SafetensorsFiles) -> torch.dty
     stated = dtype_of(getattr(config, "dtype", None))
     if stated is not None:
         return stated
-    floating = (e.dtype for e in source.entries.values() if e.dtype.is_floating_point and e.dtype.itemsize > 1)
+    entries = source.entries.values() if source is not None else ()
+    floating = (e.dtype for e in entries if e.dtype.is_floating_point and e.dtype.itemsize > 1)
     return next(floating, torch.get_default_dtype())
 
 

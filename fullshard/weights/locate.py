@@ -52,6 +52,14 @@ def weight_files(path: Path) -> list[Path]:
     raise WeightsError(_nothing_here(path))
 
 
+def has_weights(path: Path) -> bool:
+    """Whether there are safetensors files at a path, all that its index lists."""
+    try:
+        return bool(weight_files(path))
+    except WeightsError:
+        return False
+
+
 def _indexed(index: Path) -> list[Path]:
     try:
         listed = sorted(set(json.loads(index.read_text())["weight_map"].values()))

@@ -1,4 +1,4 @@
-"""What a run says: lines, JSON, nothing, a live display; its file, its report and its card."""
+"""What a run says: lines, JSON, nothing, a live display; its file and its card."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.reporting.html_report import write_report
 from fullshard.reporting.model_card import write_card
 from fullshard.reporting.reporter import Reporter
 from fullshard.reporting.terminal import step_line
@@ -123,14 +122,8 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> N
     )
 
 
-def test_report_and_card(tmp_path: Path) -> None:
+def test_card(tmp_path: Path) -> None:
     config = SFTConfig(learning_rate=3e-4, run_name="a <run>")
-    history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "eval_loss": 1.5}, {"step": 3, "loss": None}]
-    samples = [{"step": n, "prompt": "<p>", "answer": f"a{n}", "reference": "r"} for n in (1, 2)]
-    write_report(tmp_path / "report.html", config.run_name, config.changed(), history, {"steps": 3}, samples)
-    page = (tmp_path / "report.html").read_text()
-    assert "<h1>a &lt;run&gt;</h1>" in page and page.count("<polyline") == 2 and "0.0003" in page
-    assert "<pre>&lt;p&gt;</pre>" in page and page.index("<pre>a1") < page.index("<pre>a2") < page.index("<pre>r<")
     facts = {"base": "llama", "adapter": True, "data": "x.jsonl", "steps": 3, "ranks": 2, "metrics": {"loss": 1.0}}
     write_card(tmp_path, config.run_name, config.changed(), {**facts, "versions": {"torch": "2"}})
     card = (tmp_path / "README.md").read_text()

@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 
 from fullshard import runtime
 from fullshard.byte_size import parse_size
+from fullshard.capacity import host_memory
 from fullshard.data.loader import Collator
 from fullshard.errors import ConfigError
 from fullshard.fsdp.activation_memory import Level, full_checkpointing, peak_of
@@ -216,7 +217,7 @@ def test_ranks_choose_alike_by_the_one_with_the_least_memory(tmp_path: Path) -> 
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch)
         patch.setattr(Pretended, "total_bytes", 330_000 if runtime.rank() else 10**9)
-        patch.setattr(activation_budget, "MARGIN", 0.0)
+        patch.setattr(host_memory, "MARGIN", 0.0)
         levels = run(tmp_path, "auto", max_steps=4).loop.activations.levels
     assert Level.KEEP_ALL in levels and levels[0] != Level.KEEP_ALL
     assert exchange(levels, "levels")[0] == levels

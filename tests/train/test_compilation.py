@@ -16,30 +16,29 @@ from fullshard.train import compilation
 from fullshard.train.checked_run import sharding_settings
 from fullshard.train.cli_args import config_of
 from fullshard.train.compilation import choose_compilation
-from fullshard.train.model import choose_attention
+from fullshard.train.read_model import choose_attention
 from tests.pool import ranks
 from tests.train.runs import losses, settings, train
 from tests.train.tiny import make_model
 
 
 @pytest.mark.parametrize(
-    ("wanted", "on_gpu", "steps", "backend"),
+    ("wanted", "device", "steps", "backend"),
     [
-        (None, True, 100, "inductor"),
-        (None, True, 1, "no"),
-        (None, False, 100, "no"),
-        (False, True, 100, "no"),
-        (True, False, 1, "inductor"),
+        (None, "cuda", 100, "inductor"),
+        (None, "cuda", 1, "no"),
+        (None, "cpu", 100, "no"),
+        (False, "cuda", 100, "no"),
+        (True, "cpu", 1, "inductor"),
     ],
 )
 def test_layers_are_compiled_on_gpus_where_it_pays(
-    wanted: bool | None, on_gpu: bool, steps: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wanted: bool | None, device: str, steps: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, model = settings(tmp_path, torch_compile=wanted), make_model()
-    monkeypatch.setattr("fullshard.accelerator.is_accelerator", lambda device: on_gpu)
-    monkeypatch.setattr(compilation, "PAYS", 10 * compilation.operations(config, model, 1))
+    config = settings(tmp_path, torch_compile=wanted)
+    monkeypatch.setattr(compilation, "PAYS", 10 * compilation.operations(config, 1000, 1))
     engine = sharding_settings(config, None, [])
-    assert choose_compilation(config, engine, model, steps).backend == backend
+    assert choose_compilation(config, engine, 1000, steps, torch.device(device)).backend == backend
 
 
 def test_what_the_launcher_and_other_libraries_say(tmp_path: Path) -> None:
@@ -61,21 +60,20 @@ def test_what_the_launcher_and_other_libraries_say(tmp_path: Path) -> None:
     ],
 )
 def test_attention_is_our_own_on_gpus_unless_another_is_asked_for(
-    asked: str | None, made_with: str, given: bool, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: str | None, made_with: str, given: bool, own: bool, tmp_path: Path
 ) -> None:
     model = make_model(attn_implementation=made_with)
     config = settings(tmp_path, attn_implementation=asked)
-    choose_attention(config, model, given)
+    choose_attention(config, model, torch.device("cpu"), given)
     assert not is_own(model.config), "on a CPU transformers chooses"
-    monkeypatch.setattr("fullshard.accelerator.is_accelerator", lambda device: True)
-    choose_attention(config, model, given)
+    choose_attention(config, model, torch.device("cuda"), given)
     assert is_own(model.config) is own
 
 
 def test_a_model_with_an_attention_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
     model = GPTJForCausalLM(GPTJConfig(vocab_size=8, n_embd=8, n_layer=1, n_head=2, rotary_dim=4))
     with pytest.raises(ConfigError, match="GPTJForCausalLM has an attention of its own"):
-        choose_attention(settings(tmp_path, attn_implementation="fullshard"), model, False)
+        choose_attention(settings(tmp_path, attn_implementation="fullshard"), model, torch.device("cpu"), False)
 
 
 @pytest.mark.slow

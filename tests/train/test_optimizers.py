@@ -17,6 +17,8 @@ from transformers.training_args import OptimizerNames
 
 import fullshard.spmd as xs
 from fullshard import FSDPv2, runtime
+from fullshard.capacity.at_rest import need_of
+from fullshard.capacity.optimizer_state import OptimizerMemory, names_apart
 from fullshard.checkpoint import load_state, save_state
 from fullshard.errors import CheckpointError, ConfigError, FSDPError
 from fullshard.optimizers.names import REFUSED, SERVED
@@ -25,7 +27,6 @@ from fullshard.settings.sft_config import SFTConfig
 from fullshard.spmd.redistribute import layout_of
 from fullshard.spmd.tensor import full_of
 from fullshard.torch_private import local_of, spec_of
-from fullshard.train import memory_check
 from fullshard.train.optimizer import class_and_options, make_from_class, make_optimizer
 from tests.pool import ranks
 from tests.train.runs import global_batch, losses, plain_losses, settings, train
@@ -488,8 +489,8 @@ def test_predicted_state_is_what_a_step_allocates(names: tuple[str, ...]) -> Non
         model = wrapped(made(Net))
         optimizer = make_optimizer(model, config)
         take_steps(model, optimizer, range(2))
-        apart = memory_check.names_apart(model, name)
-        need = memory_check.need_of(model.plan, name, apart, **config.optimizer_arguments())
+        memory = OptimizerMemory(name, config.optimizer_arguments(), names_apart(model, name))
+        need = need_of(model.plan, memory)
         tensors = [t for state in optimizer.state.values() for key, t in state.items() if "qmap" not in key]
         held = sum(
             local.nbytes for t in tensors if isinstance(t, torch.Tensor) and t.dim() > 0

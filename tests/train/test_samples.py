@@ -78,7 +78,8 @@ def test_answers_are_those_of_generate_on_one_device(tmp_path: Path) -> None:
     trained = PeftModel.from_pretrained(base, out)
     assert after == [greedy(trained, tokenizer, ids, 12, stops) for ids in prompts] != before
     page = (out / "report.html").read_text()
-    assert "<h2>Answers</h2>" in page and page.count("<h3>Prompt</h3>") == 3 and page.count("step 3</th>") == 3
+    found = page.count("<h3>Prompt</h3>"), page.count("<h4>before, step 0</h4>"), page.count("<h4>after, step 3</h4>")
+    assert found == (3, 3, 3)
     runtime.barrier()
 
 
@@ -90,16 +91,16 @@ def test_prompts_of_the_user_s_own_and_ranks_that_end_at_different_lengths(tmp_p
         (tmp_path / "prompts.txt").write_text("the red bird\n\nold stone near\nwater and salt\n")
     runtime.barrier()
     ends = [{"text": "the red bird</s>"}] * 24
-    trainer = run(
+    run(
         tmp_path, "one", ends, text_rows(4), max_steps=12, sample_prompts=str(tmp_path / "prompts.txt"),
         sample_max_new_tokens=9,
     )  # fmt: skip
-    records = trainer.loop.reporter.answers
     out = tmp_path / "one" / "out"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), make_tokenizer()
     asked = ["the red bird", "old stone near", "water and salt"]
     expected = [greedy(model, tokenizer, tokenizer(p, add_special_tokens=False)["input_ids"], 9, [1]) for p in asked]
     if runtime.is_main():
+        records = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
         assert [r["prompt"] for r in records[-3:]] == asked and [r["answer"] for r in records[-3:]] == expected
         assert records[-3]["reference"] is None
     lengths = {len(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in expected}

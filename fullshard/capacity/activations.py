@@ -1,0 +1,323 @@
+"""What one training step allocates, found by running it on the meta device: no values, no memory, no accelerator.
+
+The planned model runs one forward pass, its loss and a backward pass, with the operators of the device that the run
+would use. `trace_storages.py` follows the memory of each tensor. The step is divided into segments: the forward and the
+backward of each layer, and what the model does around its layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fullshard import accelerator
+from fullshard.capacity.compiled_calls import CompiledCall
+from fullshard.capacity.step_trace import BatchShape, Segment, StepTrace
+from fullshard.capacity.trace_storages import Mark, StorageTrace
+from fullshard.errors import CapacityError, first_line
+from fullshard.fsdp.activation_memory import Level, set_level
+from fullshard.fsdp.strategy import MixedPrecision
+from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
+from fullshard.models.attention_masks import known_rows
+from fullshard.models.kernels_on_meta import WORKSPACES, device_kernels
+from fullshard.models.router_loss import has_router_loss
+from fullshard.parallelize.settings import EngineSettings
+from fullshard.quant import workspace
+from fullshard.torch_private import storage_id, version_of
+
+CUDA_ROUNDING = 512
+"""Bytes that torch's CUDA allocator rounds sizes up to."""
+
+
+class Traceable(Protocol):
+    """What is traced of a `PlannedModel`."""
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def head(self) -> Any: ...
+    @property
+    def packed(self) -> Any: ...
+    @property
+    def kinds(self) -> Mapping[str, str]: ...
+    @property
+    def precision(self) -> MixedPrecision: ...
+    @property
+    def engine(self) -> EngineSettings: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+def trace_step(planned: Traceable, batch: BatchShape, level: Level = Level.RECOMPUTE) -> StepTrace:
+    """The segments of one micro-batch if every layer keeps what `level` says.
+
+    Layers are those of the condensed model; see `PlannedModel.kinds`. Parameters have the dtype of gathered ones. They
+    and the model's buffers are not counted, and their gradients stay until the end. A model with values runs as it is:
+    that is how tests measure what is planned.
+    """
+    names = list(dict.fromkeys(planned.kinds.values()))
+    modules = dict(planned.model.named_modules())
+    layers = {name: modules[name] for name in names}
+    reduced = min(level, Level.RECOMPUTE)  # inputs on the host: the same step, less the inputs
+    step = _Step(planned, layers, reduced)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(accelerator.meta_stands_for(planned.device))
+        stack.enter_context(device_kernels())
+        stack.enter_context(_gathered_dtypes(planned.model, planned.precision))
+        stack.enter_context(step.compiled() if step.calls else _levels(list(layers.values()), reduced))
+        workspace.release(next(planned.model.parameters()).device)
+        try:
+            found = step.run(batch)
+        except CapacityError:
+            raise
+        except Exception as error:
+            raise CapacityError(
+                f"{type(planned.model).__name__} cannot be traced without values ({type(error).__name__}: "
+                f"{first_line(error)}), so its activations cannot be planned; measure them in a run (max_steps 2)."
+            ) from error
+    return _with_inputs_on_host(found, step.inputs) if level is Level.OFFLOAD else found
+
+
+def _with_inputs_on_host(trace: StepTrace, inputs: Mapping[str, int]) -> StepTrace:
+    """The same step if each layer's input waits on the host: it leaves with the layer's forward and is back before the
+    layer's backward."""
+    found = []
+    for segment in trace.segments:
+        moved = inputs.get(segment.unit, 0)
+        if segment.moment == "forward" and moved:
+            segment = dataclasses.replace(segment, kept=segment.kept - moved)
+        elif segment.moment == "backward" and moved:
+            segment = dataclasses.replace(segment, kept=segment.kept + moved, peak=segment.peak + moved)
+        found.append(segment)
+    return dataclasses.replace(trace, segments=tuple(found))
+
+
+# --- the model as the engine runs it ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _gathered_dtypes(model: nn.Module, precision: MixedPrecision) -> Iterator[None]:
+    """Inside, parameters have the dtypes of gathered values, and no gradients."""
+    parameters = list(model.parameters())
+    before = [(p, p.data, p.grad) for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+            if p.dtype != (dtype := precision.computed(p.dtype)):
+                p.data = p.data.to(dtype)
+        yield
+    finally:
+        for p, data, grad in before:
+            p.grad = None
+            p.data = data
+            p.grad = grad
+
+
+@contextlib.contextmanager
+def _levels(layers: list[nn.Module], level: Level) -> Iterator[None]:
+    try:
+        for layer in layers:
+            set_level(layer, level)
+        yield
+    finally:
+        for layer in layers:
+            set_level(layer, Level.KEEP_ALL)
+
+
+def make_batch(batch: BatchShape, device: torch.device) -> dict[str, torch.Tensor]:
+    """A batch of this shape as the data loader makes it; every token is trained, packed rows have two documents."""
+    ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64, device=device)
+    found = {"input_ids": ids, "labels": torch.zeros_like(ids)}
+    if batch.packed:
+        first = -(-batch.length // 2)
+        positions = torch.cat([torch.arange(first), torch.arange(batch.length - first)])
+        found["position_ids"] = positions.repeat(batch.rows, 1).to(device)
+    return found
+
+
+# --- one step -------------------------------------------------------------------------------------------------------
+
+
+class _Step:
+    """Runs a step and divides it into segments."""
+
+    def __init__(self, planned: Traceable, layers: Mapping[str, nn.Module], level: Level) -> None:
+        self.planned, self.layers, self.level = planned, layers, level
+        self.inputs: dict[str, int] = {}
+        """Bytes of each layer's input."""
+        self.trace = StorageTrace(
+            CUDA_ROUNDING if planned.device.type in accelerator.SUPPORTED else 1,
+            [*planned.model.parameters(), *planned.model.buffers()], WORKSPACES,
+        )  # fmt: skip
+        self.notes: list[str] = []
+        self.calls: dict[str, CompiledCall] = {}
+        """The layers that the run compiles."""
+        if planned.engine.backend.lower() != "no":
+            if has_router_loss(planned.model):
+                self.notes.append(
+                    "activations of compiled layers with a router loss are those of uncompiled ones, which keep more"
+                )
+            else:
+                self.calls = {name: CompiledCall(layer, self.trace.paused) for name, layer in layers.items()}
+        self.marks: list[tuple[str, str, Mark, int]] = []
+        """Where each segment begins: unit, moment, and the bytes of gradients so far."""
+        self.gradients = 0
+        self.shared: list[torch.Tensor] = []
+        """Inputs of layers that all of them get, such as positions: kept to the end, whichever layer is the last."""
+        self.moment = "forward"
+        self.embedded: torch.Tensor | None = None
+        """The first layer's input, until the last layer has run: the model holds it as long."""
+        self.last_output = 0
+        """The storage of the last layer's output."""
+        self.left = 0
+        """Layers that have not run forward yet."""
+
+    @contextlib.contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Inside, compiled layers are priced by their graphs."""
+        with contextlib.ExitStack() as stack:
+            for call in self.calls.values():
+                stack.enter_context(call.in_place())
+            yield
+
+    def begin(self, unit: str) -> None:
+        self.marks.append((unit, self.moment, self.trace.mark(), self.gradients))
+
+    def run(self, batch: BatchShape) -> StepTrace:
+        model = self.planned.model
+        device = next(model.parameters()).device
+        host = make_batch(batch, torch.device("cpu"))
+        model.train()
+        packed = self.planned.packed
+        rows = packed.rows(host) if packed is not None else known_rows(host.get("position_ids"))
+        with self.hooks(), self.trace, rows:
+            self.left = len(self.layers)
+            self.begin("")
+            inputs = {name: t.to(device, copy=True) for name, t in host.items()}
+            loss = self.forward(inputs, batch.rows * (batch.length - 1))
+            self.moment = "backward"
+            self.begin("")
+            loss.backward()
+            del loss, inputs
+            self.shared.clear()
+            end = self.trace.mark()
+        return self.result(end)
+
+    def forward(self, inputs: dict[str, Any], tokens: int) -> torch.Tensor:
+        """The loss, as `train/training_step.py` computes it."""
+        labels = inputs["labels"]
+        labels.trained_tokens = (tokens, version_of(labels))
+        with self.planned.head.loss_pass(1.0 / tokens, tokens) as measured:
+            output = self.planned.model(**inputs, use_cache=False)
+        _ = measured.sums
+        loss: torch.Tensor = output["loss"]
+        return loss
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        handles: list[Any] = [self.planned.model.register_forward_pre_hook(self._cast, with_kwargs=True)]
+        for name, layer in self.layers.items():
+            handles.append(layer.register_forward_pre_hook(self._before(name), with_kwargs=True))
+            handles.append(layer.register_forward_hook(self._after(name)))
+        for p in self.planned.model.parameters():
+            if p.requires_grad:
+                handles.append(p.register_post_accumulate_grad_hook(self._grown()))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _cast(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Inputs as the engine casts them for each unit."""
+        dtype = self.planned.precision.param_dtype if self.planned.precision.cast_forward_inputs else None
+        if dtype is None or all(t.dtype == dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()):
+            return args, kwargs
+        cast: tuple[Any, Any] = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        return cast
+
+    def _grown(self) -> Any:
+        seen: list[int] = []
+
+        def accumulated(p: torch.Tensor) -> None:
+            if not seen and p.grad is not None:
+                seen.append(1)
+                self.gradients += self.trace.size_of(p.grad)
+
+        return accumulated
+
+    def _before(self, name: str) -> Any:
+        def begins(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            args, kwargs = self._cast(layer, args, kwargs)
+            states, *others = tensors_in((args, kwargs))
+            if self.left == len(self.layers):
+                self.embedded = states
+                states = _like_a_layers_output(states)
+                args, kwargs = map_tensors(lambda t: states if t is self.embedded else t, (args, kwargs))
+            self.inputs[name] = self.trace.size_of(states)
+            if storage_id(states) != self.last_output:  # whose hook begins the backward of the layer before
+                states.register_hook(lambda _: self.begin(""))
+            self.shared += others
+            self.begin(name)
+            return args, kwargs
+
+        return begins
+
+    def _after(self, name: str) -> Any:
+        def ends(layer: nn.Module, args: Any, output: Any) -> None:
+            self.left -= 1
+            if not self.left:
+                self.moment, self.embedded = "loss", None
+            states = next((t for t in tensors_in(output) if t.requires_grad), None)
+            if states is None:
+                raise CapacityError(f"{name} returns no tensor that needs a gradient: nothing in or below it trains.")
+            states.register_hook(lambda _: self.begin(name))
+            self.last_output = storage_id(states)
+            self.begin("")
+
+        return ends
+
+    # --- results ----------------------------------------------------------------------------------------------------
+
+    def result(self, end: Mark) -> StepTrace:
+        grads = [p.grad for p in self.planned.model.parameters() if p.grad is not None]
+        recorded = [t for call in self.calls.values() for t in call.recorded]
+        numbers = {self.trace.number_of(t) for t in (*grads, *recorded)}
+        lasting = {number: size for number, size in self.trace.living().items() if number not in numbers}
+        following = [*self.marks[1:], ("", "", end, self.gradients)]
+        segments = []
+        for (unit, moment, start, before), (_, _, stop, after) in zip(self.marks, following, strict=True):
+            peak, kept = self.trace.usage(start, stop, lasting)
+            flops, read_write = stop.flops - start.flops, stop.read_write - start.read_write
+            found = Segment(unit, moment, peak, kept, after - before, flops, read_write)
+            if unit in self.calls:
+                found = self._of_graph(unit, moment)
+            if unit or any((found.peak, found.kept, found.flops, found.read_write)):
+                segments.append(found)
+        buffer = workspace.held(next(self.planned.model.parameters()).device)
+        if buffer is not None and self.trace.number_of(buffer) is None:
+            lasting[0] = self.trace.size_of(buffer)
+        return StepTrace(tuple(segments), sum(lasting.values()), tuple(self.notes))
+
+    def _of_graph(self, unit: str, moment: str) -> Segment:
+        cost = self.calls[unit].cost(self.level, self.trace.rounding)
+        if moment == "backward":
+            peak, kept, flops, read_write = cost.backward
+            return Segment(unit, moment, peak, kept, cost.gradients, flops, read_write)
+        peak, kept, flops, read_write = cost.forward
+        return Segment(unit, moment, peak, kept, 0, flops, read_write)
+
+
+def _like_a_layers_output(states: torch.Tensor) -> torch.Tensor:
+    """The first layer's input as a tensor like the other layers' inputs: one that only the layer holds, and that needs
+    a gradient even if nothing trains below it."""
+    if states.requires_grad:
+        return states.clone()
+    states = states.detach().clone().requires_grad_()
+    states.register_post_accumulate_grad_hook(lambda t: setattr(t, "grad", None))
+    return states

@@ -1,0 +1,209 @@
+"""What one device sends in a training step: to others in its node, to other nodes, and over the bus to its host.
+
+Arithmetic over a sharding plan, by the algorithms that the engine uses: rings for collectives, direct messages on
+Gloo. `fsdp/counters.py` counts the same bytes while a run sends them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan, item_size
+from fullshard.fsdp.point_to_point import SMALL_SUM
+from fullshard.fsdp.strategy import ShardingStrategy
+
+METRICS = 6
+"""Values of 8 bytes that the ranks add up in each step: loss, measurements, floating-point operations."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one device sends in one step, by kind; where ranks differ, the one that sends the most."""
+
+    inside: dict[str, int] = field(default_factory=dict)
+    """To other devices of its node."""
+    across: dict[str, int] = field(default_factory=dict)
+    """To other nodes, on average over the devices of a node."""
+    from_host: int = 0
+    """From host memory to the device."""
+    to_host: int = 0
+    """From the device to host memory."""
+    units: dict[str, int] = field(default_factory=dict)
+    """Of what is sent to other devices, the part of each unit."""
+
+    @property
+    def sent(self) -> int:
+        """To all other devices."""
+        return sum(self.inside.values()) + sum(self.across.values())
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ranks along some axes of a mesh, in order."""
+
+    size: int
+    crossing: float = 0.0
+    """The share of its hops that lead to another node."""
+    direct: bool = False
+    """Whether ranks send each other messages, as on Gloo, and not around the ring."""
+
+    def gather(self, piece: int) -> int:
+        """Bytes that a rank sends to give its piece to all others."""
+        return (self.size - 1) * piece
+
+    def scatter_sum(self, whole: int) -> int:
+        """Bytes that a rank sends until each has the sum of its own piece."""
+        return (self.size - 1) * (whole // self.size)
+
+    def sum(self, count: int, item: int) -> int:
+        """Bytes that a rank sends until all have the sum of `count` elements."""
+        if self.size == 1:
+            return 0
+        if not self.direct:
+            return 2 * (self.size - 1) * count * item // self.size
+        if count <= SMALL_SUM:
+            return (self.size - 1) * count * item
+        return (count + (self.size - 2) * -(-count // self.size)) * item  # the first slices are the longest
+
+
+def ring_along(plan: ShardingPlan, axes: Collection[str], gpus_per_node: int, direct: bool = False) -> Ring:
+    """The ring of the first rank along some axes of the plan's mesh, whose ranks fill one node after the other."""
+    shape = [size for _, size in plan.axes]
+    ranks = np.arange(math.prod(shape)).reshape(shape)
+    ranks = ranks[tuple(slice(None) if name in axes else 0 for name, _ in plan.axes)].reshape(-1)
+    nodes = ranks // gpus_per_node
+    return Ring(len(ranks), float(np.mean(nodes != np.roll(nodes, 1))), direct)
+
+
+@dataclass(frozen=True)
+class UnitTraffic:
+    """Bytes that one rank sends for one unit."""
+
+    gather: int
+    """Each time that it is gathered."""
+    reduce: int
+    """Each time that its gradients are reduced."""
+    flags: int
+    """With each reduction: which parameters have a gradient."""
+    replicas: int
+    """With each reduction, to the other replicas: sums and flags."""
+    from_host: int
+    """With offload, each time that it is gathered."""
+    to_host: int
+    """With offload, each time that its gradients are reduced."""
+
+
+def unit_traffic(unit: UnitPlan, shards: Ring, replicas: Ring) -> UnitTraffic:
+    """What a unit sends along `fsdp` and over the replicas."""
+    split = [p for p in unit.parameters if p.gathers]
+    pieces = [math.prod(p.piece) * item_size(p.compute_dtype) for p in split if p.direct]
+    pieces += [unit.gather_bucket.length] if unit.gather_bucket else []
+    trained = [p for p in unit.parameters if p.trainable]
+    reduce, flags, over_replicas = _reduction(unit, trained, shards, replicas)
+    return UnitTraffic(
+        gather=sum(map(shards.gather, pieces)),
+        reduce=reduce,
+        flags=flags,
+        replicas=over_replicas,
+        from_host=sum(p.shard_bytes for p in unit.parameters if not p.on_host),
+        to_host=sum(p.shard_bytes for p in trained),
+    )
+
+
+def _reduction(unit: UnitPlan, trained: Sequence[ParameterPlan], shards: Ring, replicas: Ring) -> tuple[int, int, int]:
+    """Bytes of gradients and of flags along `fsdp`, and of both over the replicas."""
+    if not trained:
+        return 0, 0, 0
+    whole = [(math.prod(p.whole), item_size(p.reduce_dtype), p.gathers) for p in trained if p.direct]
+    scattered = [(count, item) for count, item, gathers in whole if gathers]
+    scattered += [(shards.size * b.length, item_size(b.dtype)) for b in unit.scatter_buckets]
+    copied = [(count, item) for count, item, gathers in whole if not gathers]
+    copied += [(b.length, item_size(b.dtype)) for b in unit.copy_buckets]
+    flag = (len(trained), item_size(trained[0].reduce_dtype))
+    scatters_flags = bool(scattered) and not copied
+    sums = [(count // shards.size, item) for count, item in scattered] + copied + [flag]
+    flags = shards.scatter_sum(shards.size * flag[0] * flag[1]) if scatters_flags else shards.sum(*flag)
+    return (
+        sum(shards.scatter_sum(count * item) for count, item in scattered) + sum(shards.sum(*one) for one in copied),
+        flags,
+        sum(replicas.sum(*one) for one in sums),
+    )
+
+
+def units_without_backward(plan: ShardingPlan) -> frozenset[str]:
+    """The units that backward does not reach, as far as the plan tells: those before the first one that trains, if the
+    parameters around them (embeddings) are frozen."""
+    if any(p.trainable for p in plan.units[0].parameters):
+        return frozenset()
+    trains = [any(p.trainable for p in unit.parameters) for unit in plan.units]
+    first = trains.index(True) if any(trains) else len(trains)
+    return frozenset(unit.name for unit in plan.units[1:first])
+
+
+def step_traffic(
+    plan: ShardingPlan,
+    gpus_per_node: int,
+    accumulation: int = 1,
+    sync_each_batch: bool = True,
+    offload: bool = False,
+    tokens: int = 0,
+    direct: bool = False,
+    without_backward: frozenset[str] | None = None,
+) -> Traffic:
+    """The traffic of one step.
+
+    Each micro-batch gathers every unit for forward, and again for backward unless the strategy keeps it; recomputing
+    activations gathers nothing twice. `tokens` are those of a micro-batch: what they read from an embedding in host
+    memory crosses the bus. `direct` is for ranks that send each other messages (CPUs).
+    """
+    shards, replicas, world = (
+        ring_along(plan, axes, gpus_per_node, direct)
+        for axes in (("fsdp",), plan.replica_axes, [name for name, _ in plan.axes])
+    )
+    skipped = units_without_backward(plan) if without_backward is None else without_backward
+    again = not ShardingStrategy[plan.strategy].keeps_after_forward
+    reductions = accumulation if sync_each_batch else 1
+    totals: dict[str, int] = {}
+    crossing: dict[str, float] = {}
+
+    def add(kind: str, ring: Ring, count: int) -> None:
+        totals[kind] = totals.get(kind, 0) + count
+        crossing[kind] = crossing.get(kind, 0.0) + ring.crossing * count
+
+    from_host = accumulation * tokens * sum(_row_bytes(p) for unit in plan.units for p in unit.parameters if p.on_host)
+    to_host, units = 0, dict[str, int]()
+    for unit in plan.units:
+        sends = unit_traffic(unit, shards, replicas)
+        backward = accumulation * (again and unit is not plan.units[0] and unit.name not in skipped)
+        add("gather forward", shards, accumulation * sends.gather)
+        add("gather backward", shards, backward * sends.gather)
+        add("reduce", shards, reductions * sends.reduce)
+        add("flags", shards, reductions * sends.flags)
+        add("replica all-reduce", replicas, reductions * sends.replicas)
+        units[unit.name] = (accumulation + backward) * sends.gather
+        units[unit.name] += reductions * (sends.reduce + sends.flags + sends.replicas)
+        from_host += offload * (accumulation + backward) * sends.from_host
+        to_host += offload * reductions * sends.to_host
+    for axes in sorted({_split_over(p) for unit in plan.units for p in unit.parameters if p.trainable}):
+        for axis in axes:
+            along = ring_along(plan, (axis,), gpus_per_node)
+            add("clipping", along, along.sum(1, 8))
+    whole = Ring(world.size, world.crossing)
+    add("metrics", whole, whole.sum(METRICS, 8))
+    across = {kind: round(count) for kind, count in crossing.items()}
+    inside = {kind: count - across[kind] for kind, count in totals.items()}
+    return Traffic(inside, across, from_host, to_host, units)
+
+
+def _split_over(p: ParameterPlan) -> tuple[str, ...]:
+    """The axes that split a parameter."""
+    axes = [axis for entry in p.spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None]
+    return tuple(sorted(axes))
+
+
+def _row_bytes(p: ParameterPlan) -> int:
+    return math.prod(p.whole[1:]) * item_size(p.dtype)

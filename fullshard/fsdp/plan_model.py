@@ -1,0 +1,164 @@
+"""Planning a model: which modules are units, which unit owns each parameter, and the layout of all.
+
+Needs no processes, shards or memory: the mesh may be absent and the model on the meta device. `planner.py` has the
+arithmetic on shapes; `build.py` executes the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.errors import FSDPError
+from fullshard.fsdp import policy as policies
+from fullshard.fsdp.host_table import stays_on_host
+from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
+from fullshard.fsdp.planner import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, Terms, plan_parameter, plan_unit
+from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
+from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.sharding import sharding_of
+from fullshard.torch_private import parameters_of
+
+Site = tuple[nn.Module, str]
+"""A module and the name under which it holds a parameter."""
+
+
+class Earlier(NamedTuple):
+    """A parameter that was sharded when a part of the model was wrapped."""
+
+    plan: ParameterPlan
+    unit: nn.Module
+
+
+class Sites(NamedTuple):
+    """A parameter with all its names and the modules that hold it."""
+
+    parameter: nn.Parameter
+    names: list[str]
+    sites: list[Site]
+
+
+def plan_fsdp(
+    root: nn.Module, mesh: Mesh, *, point_to_point: bool, auto_wrap_policy: Any = None,
+    extra_data_axis: str | None = None, strategy: ShardingStrategy | str | int = ShardingStrategy.FULL_SHARD,
+    mixed_precision: Any = None, ignored_modules: Iterable[nn.Module] | None = None,
+    small_parameter_bytes: int | None = None, **options: Any,
+) -> ShardingPlan:  # fmt: skip
+    """The plan that `FSDPv2(root, mesh, …)` would make; its other `options` do not change the plan."""
+    terms = terms_of(
+        mesh, ShardingStrategy.of(strategy), MixedPrecision.of(mixed_precision), extra_data_axis, small_parameter_bytes,
+        point_to_point=point_to_point,
+    )  # fmt: skip
+    ignored = set(ignored_modules or ())
+    chosen = policies.find_units(root, policies.resolve(auto_wrap_policy, root), ignored)
+    return plan_model(root, chosen, terms, with_children(ignored))
+
+
+def with_children(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules and all modules inside them."""
+    return {below for module in modules for below in module.modules()}
+
+
+def terms_of(
+    mesh: Mesh, strategy: ShardingStrategy, precision: MixedPrecision, extra_data_axis: str | None,
+    small_bytes: int | None, *, point_to_point: bool,
+) -> Terms:  # fmt: skip
+    """What the plan depends on, from the options of `FSDPv2`. `point_to_point` is whether tensors are sent so (Gloo),
+    not in collectives (NCCL)."""
+    any_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
+    if small_bytes is None:
+        small_bytes = SMALL_BYTES if point_to_point else SMALL_BYTES_COLLECTIVE
+    return Terms(mesh, strategy, precision, replica_axes(mesh, extra_data_axis), small_bytes, any_order)
+
+
+def replica_axes(mesh: Mesh, extra_data_axis: str | None) -> tuple[str, ...]:
+    """The axes besides `fsdp` over which the batch is split."""
+    if extra_data_axis is not None:
+        return (extra_data_axis,)
+    return ("replica",) if mesh.get_axis_name_idx("replica") is not None else ()
+
+
+def plan_model(
+    root: nn.Module,
+    chosen: Iterable[nn.Module],
+    terms: Terms,
+    ignored: Collection[nn.Module] = (),
+    earlier: Mapping[int, Earlier] | None = None,
+) -> ShardingPlan:
+    """The plan of a model whose `chosen` modules are units, and the root.
+
+    `ignored` are all modules that are not sharded. `earlier` has the parameters that are sharded already: by id, those
+    that modules hold now, and the originals that other modules may still hold because they were tied.
+    """
+    earlier = earlier or {}
+    units = {root, *chosen}
+    inside = {unit: set(unit.modules()) for unit in root.modules() if unit in units}
+    around: dict[nn.Module, list[nn.Module]] = {}
+    for unit, below in inside.items():
+        for module in below:
+            around.setdefault(module, []).append(unit)
+    owned: dict[nn.Module, list[ParameterPlan]] = {module: [] for module in inside}
+    owned |= {known.unit: [] for known in earlier.values()}
+    kept = {known.unit for known in earlier.values()}
+    for found in find_sites(root, ignored, earlier):
+        known = earlier.get(id(found.parameter))
+        if known is None:
+            plan, owner = plan_for(found.names, found.parameter, terms), _owner(found.sites, around, inside)
+        else:
+            plan = dataclasses.replace(known.plan, names=tuple(found.names))
+            held = {id(parameters_of(module)[name]) for module, name in found.sites}
+            # Tied to a parameter outside the module that was wrapped: the unit around both owns it.
+            owner = known.unit if len(held) == 1 else _owner(found.sites, around, inside)
+        owned[owner].append(plan)
+    made = [
+        plan_unit(name, type(module).__name__, owned[module])
+        for name, module in root.named_modules()
+        if module is root or module in kept or owned.get(module)
+    ]
+    axes = tuple((str(name), size) for name, size in terms.mesh.shape().items())
+    return ShardingPlan(axes, terms.strategy.name, terms.replica_axes, tuple(made))
+
+
+def find_sites(
+    root: nn.Module, ignored: Collection[nn.Module], earlier: Mapping[int, Earlier] | None = None
+) -> list[Sites]:
+    """Every parameter of the module, in module order. A sharded parameter and its original are one (`earlier`)."""
+    found: dict[int, Sites] = {}
+    for prefix, module in root.named_modules():
+        for name, parameter in parameters_of(module).items():
+            known = earlier.get(id(parameter)) if earlier else None
+            if parameter is None or (module in ignored and known is None):
+                continue
+            entry = found.setdefault(id(parameter if known is None else known), Sites(parameter, [], []))
+            entry.names.append(f"{prefix}.{name}" if prefix else name)
+            entry.sites.append((module, name))
+    return list(found.values())
+
+
+def _owner(
+    sites: Iterable[Site], around: Mapping[nn.Module, list[nn.Module]], inside: Mapping[nn.Module, set[nn.Module]]
+) -> nn.Module:
+    """The smallest unit that contains all modules that hold a parameter; several modules hold a tied one."""
+    first, *others = dict.fromkeys(module for module, _ in sites)
+    containing = (unit for unit in around[first] if all(module in inside[unit] for module in others))
+    return min(containing, key=lambda unit: len(inside[unit]))
+
+
+def plan_for(names: list[str], parameter: nn.Parameter, terms: Terms) -> ParameterPlan:
+    """The plan of a parameter that is not sharded yet."""
+    annotation = sharding_of(parameter)
+    if annotation is not None and annotation.mesh != terms.mesh:
+        raise FSDPError(
+            f"{names[0]} is annotated on {annotation.mesh} and the module is wrapped over {terms.mesh}; use one mesh "
+            f"for both"
+        )
+    on_host = stays_on_host(parameter) and annotation is None
+    if on_host:
+        terms = dataclasses.replace(terms, strategy=ShardingStrategy.NO_SHARD)
+    plan = plan_parameter(names, parameter.shape, parameter.dtype, parameter.requires_grad, annotation, terms)
+    return dataclasses.replace(plan, on_host=on_host)

@@ -1,0 +1,176 @@
+"""The kernels of a device, for tensors on the meta device that stand for tensors there.
+
+torch chooses attention and dropout kernels by device, and on the meta device it takes the slowest: attention with a
+value for each pair of tokens. While a step is traced (`device_kernels`), the operators that the device would run take
+their place. They have implementations for the meta device, which tell what is kept for backward. Flex attention, which
+is compiled code, is an operator of this file there.
+
+Some kernels allocate more than their results while they run: `WORKSPACES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fullshard import accelerator
+
+aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
+WIDEST_FLASH = 256
+"""The widest heads of flash attention."""
+
+
+@contextlib.contextmanager
+def device_kernels() -> Iterator[None]:
+    """Inside, attention and dropout on the meta device are the operators of the device that it stands for (see
+    `accelerator.meta_stands_for`)."""
+    plain = F.scaled_dot_product_attention, F.dropout, F.grouped_mm
+
+    def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return (sdpa if query.is_meta else plain[0])(query, *args, **kwargs)
+
+    def drop(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        one_pass = accelerator.is_accelerator(x.device) or torch.compiler.is_compiling()
+        fused = x.is_meta and one_pass and training and 0 < p < 1 and x.requires_grad
+        return torch.native_dropout(x, p, True)[0] if fused else plain[1](x, p, training, inplace)
+
+    def multiply(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        wide = a.is_meta and a.dtype is not torch.bfloat16 and (a.dim(), b.dim()) == (2, 3)
+        return _WideGroups.apply(a, b, kwargs.get("offs")) if wide else plain[2](a, b, *args, **kwargs)
+
+    names = "scaled_dot_product_attention", "dropout", "grouped_mm"
+    vars(F).update(zip(names, (attend, drop, multiply), strict=True))
+    try:
+        yield
+    finally:
+        vars(F).update(zip(names, plain, strict=True))
+
+
+def sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Scaled dot-product attention on the meta device, by the kernel that the device would run."""
+    mask = attn_mask
+    trained_mask = mask is not None and mask.requires_grad
+    same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if accelerator.is_accelerator(query.device):
+        flash = mask is None and query.dtype in HALF and same_width and query.shape[-1] <= WIDEST_FLASH
+        if flash:
+            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        if query.shape[1] == key.shape[1] and query.dtype != torch.float64:
+            bias = None if mask is None else _additive(mask, query.dtype).expand(*query.shape[:3], key.shape[2])
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, bias, _trains(query, key, value), dropout_p, is_causal, scale=scale
+            )[0]  # fmt: skip
+    elif not dropout_p and same_width and not trained_mask:
+        bias = None if mask is None else _additive(mask, query.dtype)
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
+        )[0]  # fmt: skip
+    return aten._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]  # fmt: skip
+
+
+def _trains(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask that is added to scores, as torch makes it of one of booleans for each call."""
+    if mask.dtype != torch.bool:
+        return mask
+    zero, lowest = (torch.scalar_tensor(value, dtype=dtype, device=mask.device) for value in (0.0, -torch.inf))
+    return torch.where(mask, zero, lowest)
+
+
+class _WideGroups(torch.autograd.Function):
+    """Products of groups of rows [rows, k] with a matrix each [groups, k, n], in dtypes that torch refuses on the meta
+    device only."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(a, b, offsets)
+        return torch.mm(a, b[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
+        a, b, _ = ctx.saved_tensors
+        grad_a = torch.mm(grad_out, b[0].t()) if ctx.needs_input_grad[0] else None
+        grad_b = torch.empty_like(b) if ctx.needs_input_grad[1] else None
+        if grad_b is not None:
+            torch.mm(a.t(), grad_out, out=grad_b[0])
+        return grad_a, grad_b, None
+
+
+# --- flex attention -------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fullshard::flex_attention_on_meta", mutates_args=())
+def flex_attention_on_meta(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of flex attention, and the log of the sum of exponentials; for the meta device only."""
+    raise NotImplementedError("flex_attention_on_meta has no values")
+
+
+@flex_attention_on_meta.register_fake
+def _(query, key, value):  # type: ignore[no-untyped-def]
+    out = torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("fullshard::flex_attention_on_meta_backward", mutates_args=())
+def flex_attention_on_meta_backward(
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of query, key and value."""
+    raise NotImplementedError("flex_attention_on_meta has no values")
+
+
+@flex_attention_on_meta_backward.register_fake
+def _(grad_out, query, key, value, out, lse):  # type: ignore[no-untyped-def]
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _backward(ctx: Any, grad_out: torch.Tensor, _: Any) -> Any:
+    return flex_attention_on_meta_backward(grad_out, *ctx.saved_tensors)
+
+
+flex_attention_on_meta.register_autograd(_backward, setup_context=_keep)
+
+
+# --- memory that results do not show ----------------------------------------------------------------------------------
+
+
+def _flash_backward_bytes(grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *args: Any, **_: Any) -> int:
+    """The fp32 sums of the query's gradient and one number per query; and if heads share keys, the gradients of keys
+    and values for each head before they are added up."""
+    rows, heads, length, width = query.shape
+    length, width = -(-length // 128) * 128, -(-width // 32) * 32
+    sums = rows * heads * length * (width + 1) * 4
+    shared = 2 * rows * heads * key.shape[2] * query.shape[3] * query.element_size()
+    return sums + (shared if key.shape[1] != heads else 0)
+
+
+def _flex_backward_bytes(grad_out: torch.Tensor, *args: Any) -> int:
+    """One fp32 number per query."""
+    return grad_out.numel() // grad_out.shape[-1] * 4
+
+
+WORKSPACES: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_backward: _flash_backward_bytes,
+    torch.ops.fullshard.flex_attention_on_meta_backward: _flex_backward_bytes,
+}
+"""By operator, the bytes that its kernel allocates besides its results."""

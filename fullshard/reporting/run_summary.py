@@ -1,0 +1,112 @@
+"""The outcome of a run in a few lines: what was trained, on what, for how long, with which result."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from fullshard.reporting.run_record import Record, RunRecord, is_number
+
+
+def summary_of(run: RunRecord) -> dict[str, Any]:
+    """Names with values as text, for the top of a report; None where nothing is known."""
+    about, tokens = run.about, run.last("num_tokens")
+    return {
+        "Status": status(run),
+        "Base model": about.get("base"),
+        "Method": about.get("method"),
+        "Data": about.get("data"),
+        "Hardware": about.get("hardware"),
+        "Duration": _duration(run),
+        "Steps": _steps(run),
+        "Tokens": f"{tokens:,.0f}" if tokens is not None else None,
+        "Training loss": _loss(run),
+        "Evaluation loss": _evaluation(run),
+        "Speed": _speed(run),
+        "Peak memory": _memory(run),
+        "Result": _result(run),
+    }
+
+
+def status(run: RunRecord) -> str:
+    """Whether the run has ended, and how."""
+    last = next(
+        (e for e in reversed(run.events) if e.get("kind") in ("start", "resume", "end", "failed", "stopped")), None
+    )
+    if last is None:
+        return "finished" if run.last("train_runtime") is not None else "unknown"
+    words = {"start": "running, or interrupted", "resume": "running, or interrupted", "end": "finished"}
+    kind = str(last["kind"])
+    return words.get(kind) or f"{kind} at step {last['step']:,}: {last.get('text', '')}"
+
+
+def seconds(run: RunRecord) -> float | None:
+    """Time spent training, also before the run was resumed; None if it is not known."""
+    total, began, latest = 0.0, None, None
+    for event in run.events:
+        if not is_number(event.get("time")):
+            continue
+        if event.get("kind") in ("start", "resume"):
+            total += (latest - began) if began is not None and latest is not None else 0.0
+            began = event["time"]
+        latest = event["time"]
+        if event.get("kind") in ("end", "failed", "stopped") and began is not None:
+            total, began = total + latest - began, None
+    if began is not None and latest is not None:
+        total += max(latest, run.changed_at or latest) - began
+    return total or run.last("train_runtime")
+
+
+def _duration(run: RunRecord) -> str | None:
+    spent = seconds(run)
+    if spent is None:
+        return None
+    sessions = len(run.of_kind("resume"))
+    again = f", resumed {sessions} time{'s' * (sessions > 1)}" if sessions else ""
+    return f"{spent:.1f} s{again}" if spent < 60 else f"{timedelta(seconds=round(spent))}{again}"
+
+
+def _steps(run: RunRecord) -> str | None:
+    done = max((record["step"] for record in run.metrics), default=None)
+    if done is None:
+        return None
+    total, skipped = run.about.get("steps"), run.last("skipped_steps")
+    text = f"{done:,} of {total:,}" if is_number(total) else f"{done:,}"
+    return text + (f", {skipped:,.0f} skipped" if skipped else "")
+
+
+def _loss(run: RunRecord) -> str | None:
+    last, mean = run.last("loss"), run.last("train_loss")
+    parts = [f"{last:.4f} at the end"] if last is not None else []
+    parts += [f"{mean:.4f} on average"] if mean is not None else []
+    return ", ".join(parts) or None
+
+
+def _evaluation(run: RunRecord) -> str | None:
+    names = run.matching(r"eval_(.+_)?loss")
+    values = [(step, value) for step, value in run.series(names[0]) if value is not None] if names else []
+    if not values:
+        return None
+    best = min(values, key=lambda point: point[1])
+    text = f"{values[-1][1]:.4f} at the end"
+    return text + (f", best {best[1]:.4f} at step {best[0]:,}" if best[1] < values[-1][1] else "")
+
+
+def _speed(run: RunRecord) -> str | None:
+    values = sorted(value for _, value in run.series("tokens_per_second") if value is not None)
+    return f"{values[len(values) // 2]:,.0f} tokens per second (median)" if values else None
+
+
+def _memory(run: RunRecord) -> str | None:
+    peak = run.last("memory_gib")
+    return f"{peak:.2f} GiB on the first rank" if peak is not None else None
+
+
+def _result(run: RunRecord) -> str:
+    files: Record = {
+        "adapter_model.safetensors": "adapter",
+        "model.safetensors": "model",
+        "model.safetensors.index.json": "model",
+    }
+    what = next((name for file, name in files.items() if (run.folder / file).is_file()), None)
+    return f"{what} in {run.folder}" if what else f"none in {run.folder}"

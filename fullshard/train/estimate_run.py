@@ -1,0 +1,193 @@
+"""Prices a run on a machine: its planned model, a trace of one step, and from these memory, traffic and time.
+
+Used by `fullshard plan`, by every run before it starts, and by the search for settings that fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fullshard.capacity.activations import trace_step
+from fullshard.capacity.estimate import Estimate
+from fullshard.capacity.machines import Machine
+from fullshard.capacity.memory import MemoryOptions, estimate_memory
+from fullshard.capacity.planned_model import PlannedModel
+from fullshard.capacity.step_time import StepOptions, estimate_time, flops_per_token
+from fullshard.capacity.step_trace import BatchShape, Segment, StepTrace
+from fullshard.capacity.traffic import step_traffic
+from fullshard.capacity.verdict import judge
+from fullshard.errors import CapacityError
+from fullshard.fsdp.activation_memory import Level
+from fullshard.fsdp.strategy import dtype_name
+from fullshard.parallelize.settings import KEEPING
+from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.plan_changes import ChangeSearch
+from fullshard.train.plan_request import PlanRequest
+from fullshard.train.planned_batch import assumed_length, largest_shape
+from fullshard.train.planned_memory import memory_options, needed_levels, planned_levels
+from fullshard.train.planned_model import planned_model
+
+BATCH_SETTINGS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "activation_offloading",
+    "optim", "optim_args", "sync_each_batch", "use_reentrant",
+)  # fmt: skip
+"""Settings that neither the planned model nor its plan depends on."""
+LAYOUTS = {keeping: freeing for freeing, keeping in KEEPING.items()}
+"""Strategies that lay parameters out like another one."""
+
+
+class Pricing:
+    """Prices runs. What several of them share, models and traces, is made once."""
+
+    def __init__(self) -> None:
+        self._models: dict[Any, PlannedModel] = {}
+        self._traces: dict[Any, StepTrace] = {}
+        self.seconds: dict[str, float] = {}
+        """How long each part took."""
+
+    @contextlib.contextmanager
+    def clock(self, what: str) -> Iterator[None]:
+        """Add the time inside to a part."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+
+    def __call__(self, request: PlanRequest) -> Estimate:
+        """What a run needs and costs."""
+        config = request.config
+        with self.clock("imports"):
+            import_libraries(request)
+        with self.clock("model and plan"):
+            planned = self._planned(request)
+        if request.lengths is None:
+            length, why = assumed_length(config, planned.model)
+            lengths, note = [length] * config.per_device_train_batch_size, f"every row has {length:,} tokens ({why})"
+        else:
+            lengths, note = list(request.lengths), f"rows of up to {max(request.lengths):,} tokens, as in the data"
+        batch = largest_shape(config, planned.model, lengths)
+        return self.price(config, planned, request.machine, batch, str(request.model), (*request.notes, note))
+
+    def price(
+        self, config: SFTConfig, planned: PlannedModel, machine: Machine, batch: BatchShape, name: str,
+        assumed: Sequence[str] = (), own_optimizer: bool = True,
+    ) -> Estimate:  # fmt: skip
+        """What a run with this model needs and costs; `batch` is its largest. `own_optimizer` is whether the optimizer
+        is the one that the settings name."""
+        lines, certain = [*assumed, *planned.notes], True
+        with self.clock("trace"):
+            try:
+                traces = self._traced(planned, batch, config)
+            except CapacityError as error:
+                lines.append(str(error))
+                traces, certain = untraced(planned), False
+        with self.clock("memory"):
+            options = memory_options(config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory)
+            if not own_optimizer:
+                options = dataclasses.replace(options, optimizer=dataclasses.replace(options.optimizer, name=None))
+                lines.append("the optimizer is the script's: its state is not counted")
+            levels = planned_levels(config, planned, traces, options)
+            memory = estimate_memory(planned.plan, traces, planned.layers, planned.kinds, levels, options)
+        with self.clock("traffic and time"):
+            traffic = step_traffic(
+                planned.plan, machine.gpus_per_node, batch.accumulation, config.sync_each_batch, options.offload,
+                batch.tokens, options.point_to_point,
+            )  # fmt: skip
+            step = step_options(config, planned, options)
+            steps = estimate_time(planned.plan, machine, traces, planned.layers, planned.kinds, levels, batch, step)
+            flops = flops_per_token(traces, planned.layers, planned.kinds, batch)
+        return Estimate(
+            name, machine, config.changed(), planned.plan, planned.parameters, batch, planned.layers, tuple(levels),
+            memory, traffic, steps, flops, judge(memory, machine, certain), (*lines, *steps.assumptions),
+            dict(self.seconds),
+        )  # fmt: skip
+
+    def _planned(self, request: PlanRequest) -> PlannedModel:
+        """The planned model; strategies that lay parameters out alike, with and without offload, share one."""
+        config, engine, machine = request.config, request.engine, request.machine
+        wanted: dict[str, Any] = {"sharding_strategy": engine.strategy, "reshard_after_forward": None}
+        wanted["offload_params"] = engine.offload_params
+        alike = {**wanted, "sharding_strategy": LAYOUTS.get(engine.strategy, engine.strategy), "offload_params": False}
+        built = dataclasses.replace(engine, **alike)
+        recomputes = bool(config.gradient_checkpointing)  # some adapters exclude it
+        key = (_fixed(config), recomputes, str(built), machine.kind, machine.num_processes, machine.nodes)
+        if key not in self._models:
+            place = request.model if request.model is not None else request.adapter
+            self._models[key] = planned_model(
+                config, built, place, machine.num_processes, machine.nodes, device=machine.kind
+            )
+        found = self._models[key]
+        plan = dataclasses.replace(found.plan, strategy=engine.strategy)
+        return dataclasses.replace(found, engine=dataclasses.replace(found.engine, **wanted), plan=plan)
+
+    def _traced(self, planned: PlannedModel, batch: BatchShape, config: SFTConfig) -> dict[Level, StepTrace]:
+        """One micro-batch at each level that layers may have, and without recomputation, which counts operations.
+        How the model is sharded makes no difference to them."""
+        whole: dict[str, Any] = {"sharding_strategy": None, "reshard_after_forward": None, "offload_params": False,
+                 "dp_replicate_size": None, "dp_shard_size": None}  # fmt: skip
+        model = (_fixed(config), str(dataclasses.replace(planned.engine, **whole)), planned.device)
+        found = {}
+        for level in sorted({Level.KEEP_ALL, *needed_levels(config, planned.engine)}):
+            key = (model, batch.rows, batch.length, batch.packed, level)
+            if key not in self._traces:
+                self._traces[key] = trace_step(planned, batch, level)
+            found[level] = self._traces[key]
+        return found
+
+
+def _fixed(config: SFTConfig) -> tuple[tuple[str, str], ...]:
+    """The settings that a planned model depends on."""
+    return tuple((name, str(value)) for name, value in config.values().items() if name not in BATCH_SETTINGS)
+
+
+def estimate_with_advice(request: PlanRequest) -> Estimate:
+    """What a run needs and costs and, if it does not fit, the smallest change that would make it fit."""
+    price = Pricing()
+    return advised(price(request), request, price)
+
+
+def advised(estimate: Estimate, request: PlanRequest, price: Pricing) -> Estimate:
+    """An estimate with the smallest change that would make the run fit, if it does not."""
+    if estimate.verdict.fits is not False:
+        return estimate
+    search = ChangeSearch(request, estimate, price)
+    began = time.perf_counter()
+    changes = tuple(search.find())
+    verdict = dataclasses.replace(estimate.verdict, changes=changes, tried=search.tried)
+    seconds = {**estimate.seconds, "advice": time.perf_counter() - began}
+    return dataclasses.replace(estimate, verdict=verdict, seconds=seconds)
+
+
+def import_libraries(request: PlanRequest) -> None:
+    """Import what planning needs, which takes longer than planning."""
+    if request.config.adapter_kind is not None or request.adapter is not None:
+        importlib.import_module("peft")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with contextlib.suppress(OSError, ValueError, KeyError, ImportError):  # reported where the model is made
+        shape = AutoConfig.from_pretrained(request.model or request.adapter)
+        AutoModelForCausalLM._model_mapping[type(shape)]
+
+
+def step_options(config: SFTConfig, planned: PlannedModel, options: MemoryOptions) -> StepOptions:
+    """Settings that a step's time depends on."""
+    dtype = planned.precision.param_dtype or next(p.dtype for p in planned.model.parameters() if p.is_floating_point())
+    name = dtype_name(dtype)
+    return StepOptions(
+        "tf32" if name == "float32" and config.tf32 else name, options.offload, config.sync_each_batch,
+        options.forward_prefetch, options.backward_prefetch,
+        sum(map(options.optimizer.unit_state, planned.plan.units)),
+    )  # fmt: skip
+
+
+def untraced(planned: PlannedModel) -> dict[Level, StepTrace]:
+    """A step without activations, for models that cannot be traced."""
+    kinds = dict.fromkeys(planned.kinds.values())
+    segments = [Segment(kind, moment, 0, 0, 0, 0, 0) for moment in ("forward", "backward") for kind in kinds]
+    return dict.fromkeys(Level, StepTrace(tuple(segments)))

@@ -1,0 +1,103 @@
+"""The steps from a bare model to one that can be sharded, in order. A run and its plan take the same ones.
+
+Everything that depends on the device gets it as an argument. A plan is made for a device that need not be in this
+machine (`present=False`): then nothing runs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fullshard import accelerator
+from fullshard.fsdp import MixedPrecision
+from fullshard.lora.model_size import count_parameters
+from fullshard.lora.trainable_tokens import keep_tables_whole
+from fullshard.models.chunked_loss import LeanHead
+from fullshard.models.neftune import add_noise
+from fullshard.models.offloaded_embedding import offload_embedding
+from fullshard.models.packed_inputs import Packed, PackingMethod
+from fullshard.models.router_loss import set_router_loss
+from fullshard.models.token_loss import TokenLoss
+from fullshard.parallelize.settings import EngineSettings
+from fullshard.quant import fp8
+from fullshard.quant.quantize import quantize_model
+from fullshard.ranks import agree_locally
+from fullshard.settings.sft_config import SFTConfig
+from fullshard.train import adapter
+from fullshard.train.adapter import Say, fuse_adapter, quantization, set_adapter_dtype
+from fullshard.train.compilation import choose_compilation
+from fullshard.train.model import choose_packing, packed_inputs
+from fullshard.train.read_model import choose_attention
+
+
+class AdaptedModel(NamedTuple):
+    """A model with its attention, its quantized layers and its adapter."""
+
+    model: Any
+    packing: PackingMethod | None
+    """How the model receives packed rows; None without packing."""
+
+
+def adapt_model(
+    config: SFTConfig, engine: EngineSettings, model: Any, tokenizer: Any, peft_config: Any, earlier: Path | None,
+    device: torch.device, say: Say, *, given: bool = False, trains: bool = True, present: bool = True,
+) -> AdaptedModel:  # fmt: skip
+    """Choose attention and packing, quantize a model that was `given` in memory, add the adapter. All ranks must call
+    it."""
+    choose_attention(config, model, device, given)
+    packing = choose_packing(config, model, device, say, present=present) if config.keeps_apart else None
+    if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):
+        say(note)
+    if given and (chosen := config.base_dtype or quantization(config)) is not None:
+        model = quantize_model(model, chosen)
+    if config.base_dtype and present and (slower := fp8.hardware_note(device)):
+        say(f"base_dtype {config.base_dtype}: {slower}")
+    model = adapter.make_trainable(
+        config, engine.activation_checkpointing, model, tokenizer, peft_config, earlier, trains, say
+    )
+    return AdaptedModel(model, packing)
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """What was made of a model so that it can be sharded."""
+
+    engine: EngineSettings
+    """The sharding settings, with the compiler where the settings leave it open."""
+    packed: Packed | None
+    head: LeanHead
+    precision: MixedPrecision
+
+
+def ready_model(
+    config: SFTConfig, engine: EngineSettings, model: Any, packing: PackingMethod | None, steps: int,
+    device: torch.device, say: Say, *, size: Callable[[Any], int] = lambda model: count_parameters(model)[1],
+) -> ReadyModel:  # fmt: skip
+    """Fuse the adapter, put the loss head in place and choose dtypes, for so many optimizer steps. `size` counts the
+    model's parameters."""
+    engine = choose_compilation(config, engine, size(model), steps, device)
+    keep_tables_whole(model)
+    fuse_adapter(config, model, device, say)
+    if config.neftune_noise_alpha:
+        add_noise(model, config.neftune_noise_alpha)
+    packed = packed_inputs(model, packing, engine.mixed_precision)
+    loss = TokenLoss(config.label_smoothing_factor, config.loss_type == "dft")
+    head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss, loss, config.measures_entropy)
+    if head.why_not:
+        say(f"chunked_loss: {head.why_not}.")
+    _place_embedding(config, model, device, say)
+    precision = set_adapter_dtype(config, model, engine.mixed_precision, say)
+    return ReadyModel(engine, packed, head, precision)
+
+
+def _place_embedding(config: SFTConfig, model: Any, device: torch.device, say: Say) -> None:
+    """Keep the input embedding on the host, if the settings or the size of the other weights say so."""
+    asked = config.offload_embedding
+    by_default = config.use_4bit_quantization and accelerator.is_accelerator(device)
+    if (by_default if asked is None else asked) and (why_not := offload_embedding(model)) and asked:
+        say(f"offload_embedding: {why_not}, so it stays on the device.")

@@ -1,0 +1,29 @@
+"""What a plan is asked for: the settings of a run, its model and the machine. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.capacity.machines import Machine
+from fullshard.parallelize.settings import EngineSettings
+from fullshard.settings.sft_config import SFTConfig
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A run to plan."""
+
+    config: SFTConfig
+    engine: EngineSettings
+    """How the model is sharded."""
+    model: Any
+    """A folder, a name on the hub or a config.json; None where only the adapter names it."""
+    adapter: str | None
+    """The adapter to resume, by name or folder."""
+    machine: Machine
+    lengths: Sequence[int] | None = None
+    """The lengths of the longest rows of the data; None assumes full rows."""
+    notes: tuple[str, ...] = ()
+    """What was interpreted, for the user to read."""

@@ -1,0 +1,69 @@
+"""The largest micro-batch of a run, for its plan: from the rows of its data where they are known, else full rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fullshard.capacity.step_trace import BatchShape
+from fullshard.data.find_dataset import names_of
+from fullshard.data.loader import cached_table
+from fullshard.data.sources import hold_back
+from fullshard.errors import UserError, first_line
+from fullshard.models.attention import is_own
+from fullshard.models.attention_masks import BLOCK
+from fullshard.models.inner_model import causal
+from fullshard.models.rope_scaling import longest_document
+from fullshard.models.router_loss import has_router_loss
+from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.batches import make_collator, text_settings
+from fullshard.train.dataset_options import find
+from fullshard.train.model import prepared_tokenizer, read_tokenizer
+from fullshard.train.read_model import uses_flash
+
+CONTEXT = 2048
+"""Tokens of a row if neither the settings nor the model limit them."""
+
+
+def largest_shape(config: SFTConfig, model: Any, lengths: Sequence[int]) -> BatchShape:
+    """The shape of a micro-batch of the longest rows, as the data loader pads them."""
+    rows = config.per_device_train_batch_size
+    block = BLOCK if is_own(causal(model).config) else None
+    collator = make_collator(config, 0, uses_flash(causal(model)), has_router_loss(model), block=block)
+    longest = sorted(lengths)[-rows:]
+    length = collator.padded(int(sum(longest) if collator.flatten else longest[-1]))
+    return BatchShape(1 if collator.flatten else rows, length, config.gradient_accumulation_steps, config.keeps_apart)
+
+
+def assumed_length(config: SFTConfig, model: Any) -> tuple[int, str]:
+    """The length of rows if the data is not looked at, and where it comes from."""
+    if config.max_length is not None:
+        return config.max_length, "max_length"
+    context = longest_document(causal(model).config)
+    return (context, "the model's context") if context is not None else (CONTEXT, "neither data nor model limit it")
+
+
+def lengths_of_data(config: SFTConfig, model: Any, adapter: Any) -> tuple[Sequence[int] | None, str]:
+    """The lengths of all rows of the training data, if it is here and has been tokenized for this run; and a note for
+    the user. Nothing is downloaded or tokenized."""
+    if config.dataset_name is None:
+        return None, "no data was named"
+    places = [*names_of(config.dataset_name), config.tokenizer_name_or_path or str(model or adapter)]
+    if not all(Path(place).expanduser().exists() for place in places):
+        return None, f"{config.dataset_name} and its tokenizer are not both on this machine"
+    try:
+        tokenizer = read_tokenizer(config, model, Path(adapter).expanduser() if adapter is not None else None)
+        prepared_tokenizer(config, tokenizer)
+        source = find(config).train
+        if config.val_size:
+            source, _ = hold_back(source, config.val_size, config.seed, config.streaming)
+        settings = text_settings(config, tokenizer)
+        table = None if config.streaming else cached_table(source, tokenizer, settings, config.cache_dir)
+    except UserError as error:
+        return None, f"{config.dataset_name} cannot be read ({first_line(error)})"
+    if table is None:
+        return None, f"{config.dataset_name} has not been tokenized yet, which fullshard sft with --preview does"
+    return np.asarray(table.row_sizes).tolist(), f"rows are those of {config.dataset_name}"

@@ -1,0 +1,200 @@
+"""Runs of `SFTTrainer` whose memory is measured, beside the memory that is planned for them.
+
+A `Setting` is a model's shape with the settings of a run. `measure` trains a few steps with it on this rank, from files
+with random weights: on CPUs every byte is counted (`tests/memory_tracker.py`), on a GPU torch's allocator counts. `plan`
+makes the estimate for the same settings from the model's config.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.capacity.memory import MemoryEstimate
+from fullshard.capacity.step_trace import BatchShape
+from fullshard.fsdp.activation_memory import Level
+from fullshard.parallelize.settings import EngineSettings
+from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.checked_run import sharding_settings
+from fullshard.train.planned_memory import plan_memory
+from fullshard.train.planned_model import planned_model
+from tests.memory_tracker import MemoryTracker
+
+SIZES = {
+    "vocab_size": 1000, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+STEPS = 3
+"""Steps of a measured run: the first one makes the optimizer's state and records the order of units."""
+MOMENTS = ("forward", "loss", "backward", "optimizer step")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how."""
+
+    name: str
+    ranks: int = 1
+    architecture: str = "llama"
+    sizes: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    rows: int = 2
+    length: int = 128
+    steps: int = STEPS
+    device: str = "cpu"
+
+    @property
+    def packed(self) -> bool:
+        return bool(self.train.get("packing"))
+
+    def config(self, folder: Path) -> SFTConfig:
+        precision = {"bf16": False, "torch_dtype": "float32", "use_cpu": True} if self.device == "cpu" else {}
+        return SFTConfig(
+            output_dir=str(folder / "out"), overwrite=True, max_steps=self.steps, max_length=self.length,
+            per_device_train_batch_size=self.rows, learning_rate=1e-4, logging_strategy="no", save_strategy="no",
+            report_to="none", progress="quiet", train_sampling_strategy="sequential",
+            **{**precision, **({"skip_prepare_dataset": True} if self.packed else {}), **self.train},
+        )  # fmt: skip
+
+    def sharding(self, config: SFTConfig) -> EngineSettings:
+        return sharding_settings(config, EngineSettings(**self.engine), [])
+
+    def data(self) -> list[dict[str, Any]]:
+        """Rows of full length; packed ones hold two documents."""
+        generator = torch.Generator().manual_seed(1)
+        count = self.rows * self.ranks * self.train.get("gradient_accumulation_steps", 1) * self.steps
+        ids = torch.randint(3, 200, (count, self.length), generator=generator).tolist()
+        cut = -(-self.length // 2)
+        lengths = {"seq_lengths": [cut, self.length - cut]} if self.packed else {}
+        return [{"input_ids": row, **lengths} for row in ids]
+
+
+def write_model(setting: Setting, folder: Path) -> Path:
+    """A model's folder with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.data.tiny import make_tokenizer
+
+    config = AutoConfig.for_model(setting.architecture, **{**SIZES, **setting.sizes})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+class DeviceTracker:
+    """The peaks of moments as torch's allocator of the GPU counts them."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, int] = {}
+        self._moment, self._before = "", 0
+
+    def __enter__(self) -> DeviceTracker:
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.mark("")
+
+    def mark(self, moment: str) -> None:
+        """From here on, memory belongs to this moment. The host allocates in order, so nothing has to be waited for."""
+        found = torch.cuda.max_memory_allocated() - self._before
+        self.peaks[self._moment] = max(found, self.peaks.get(self._moment, 0))
+        self._moment = moment
+        torch.cuda.reset_peak_memory_stats()
+
+
+def measure(setting: Setting, model: Path, folder: Path, stacks: bool = False) -> Any:
+    """Train, with the memory of every moment measured. All ranks must call it."""
+    from transformers import AutoTokenizer
+
+    from fullshard.train.trainer import SFTTrainer
+
+    tokenizer, config = AutoTokenizer.from_pretrained(model), setting.config(folder)
+    with MemoryTracker(stacks) if setting.device == "cpu" else DeviceTracker() as tracker:
+        tracker.mark("load")
+        trainer = SFTTrainer(model=str(model), args=config, train_dataset=setting.data(), processing_class=tokenizer)
+        if setting.engine:
+            engine = dataclasses.replace(trainer.parts.engine, **setting.engine)
+            trainer.parts = dataclasses.replace(trainer.parts, engine=engine)
+        _mark_moments(trainer, tracker)
+        trainer.train()
+        tracker.mark("after")
+    return tracker
+
+
+def _mark_moments(trainer: Any, tracker: Any) -> None:
+    from transformers import TrainerCallback
+
+    class Marks(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            tracker.mark("between steps")
+            model = trainer.parts.model
+            layers = [unit.name for unit in model.plan.units if unit.name]
+            if layers:
+                dict(model.named_modules())[layers[-1]].register_forward_hook(lambda *_: tracker.mark("loss"))
+
+        def on_step_begin(self, *_: Any, **more: Any) -> None:
+            tracker.mark("forward")
+
+        on_substep_end = on_step_begin
+
+        def on_pre_optimizer_step(self, *_: Any, **more: Any) -> None:
+            tracker.mark("optimizer step")
+
+        def on_step_end(self, *_: Any, **more: Any) -> None:
+            tracker.mark("between steps")
+
+    plain = trainer.accelerator.backward
+
+    def backward(loss: Any, **options: Any) -> None:
+        tracker.mark("backward")
+        plain(loss, **options)
+        tracker.mark("between steps")
+
+    trainer.accelerator.backward = backward
+    trainer.add_callback(Marks())
+
+
+@contextmanager
+def released() -> Iterator[None]:
+    """Afterwards, what a run has left behind is released: runs in one process count alike."""
+    from fullshard.quant import workspace
+
+    yield
+    gc.collect()
+    on_gpu = torch.cuda.is_available()
+    workspace.release(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def plan(
+    setting: Setting, model: Path, folder: Path, nodes: int = 1, device_memory: int | None = None
+) -> tuple[list[Level], MemoryEstimate]:
+    """The estimate for a setting, from the model's config.json alone."""
+    config = setting.config(folder)
+    engine = setting.sharding(config)
+    planned = planned_model(config, engine, model / "config.json", setting.ranks, nodes, device=setting.device)
+    batch = BatchShape(setting.rows, setting.length, config.gradient_accumulation_steps, setting.packed)
+    return plan_memory(config, planned, batch, setting.ranks // nodes, device_memory)
+
+
+def compare(estimate: MemoryEstimate, measured: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Planned and measured bytes of every moment of a step."""
+    return {name: (sum(estimate.moments[name].values()), measured[name]) for name in MOMENTS}
