@@ -65,7 +65,7 @@ class Found:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """How near it comes to fitting: memory that is needed as a multiple of what there is, of the device or the host,
+        """How near it comes to fitting: the memory it needs as a multiple of what there is, on the device or the host,
         whichever is worse. What cannot be told comes last."""
         verdict = self.estimate.verdict
         return verdict.fits is None, max(verdict.needs / verdict.has, verdict.needs_host / verdict.has_host)
