@@ -79,7 +79,9 @@ ON_CPUS = [
 ]  # fmt: skip
 
 
-def _gpu(name: str, shape: str, layers: int, ranks: int = 1, rows: int = 4, length: int = 2048, **train: Any) -> Setting:
+def _gpu(
+    name: str, shape: str, layers: int, ranks: int = 1, rows: int = 4, length: int = 2048, **train: Any
+) -> Setting:
     engine = train.pop("engine", {})
     sizes = {**SHAPES[shape], "num_hidden_layers": layers}
     return Setting(name, ranks, "llama", sizes, train, engine, rows, length, device="cuda")
@@ -227,7 +229,9 @@ def line_of(setting: Setting, planned: dict[str, Any], measured: dict[str, Any] 
     print(f"| {setting.name} | {peak / 2**20:,.2f} | {there / 2**20:,.2f} | {ratio:.4f} | {mark} |")
     if moments:
         for name, (a, b) in {"load": _load(estimate, measured), **compare(estimate, measured["peaks"])}.items():
-            print(f"|   {name} | {a / 2**20:,.2f} | {b / 2**20:,.2f} | {a / max(b, 1):.4f} | {estimate.moments[name]} |")
+            print(
+                f"|   {name} | {a / 2**20:,.2f} | {b / 2**20:,.2f} | {a / max(b, 1):.4f} | {estimate.moments[name]} |"
+            )
     return ratio
 
 
@@ -250,7 +254,9 @@ def main() -> int:
         measure_jobs(options.jobs, options.found)
         sys.stdout.flush()
         os._exit(0)  # without waiting for the libraries to take themselves down
-    chosen = [s for s in (ON_GPU if options.gpu else ON_CPUS) if not options.only or any(o in s.name for o in options.only)]
+    chosen = [
+        s for s in (ON_GPU if options.gpu else ON_CPUS) if not options.only or any(o in s.name for o in options.only)
+    ]
     shared = Path("/dev/shm") if options.gpu and Path("/dev/shm").exists() else None
     folder = Path(tempfile.mkdtemp(dir=options.folder or shared))
     try:

@@ -70,7 +70,8 @@ class Pricing:
             length, why = assumed_length(config, planned.model)
             lengths, note = [length] * config.per_device_train_batch_size, f"every row has {length:,} tokens ({why})"
         else:
-            lengths, note = list(request.lengths), f"rows of up to {max(request.lengths):,} tokens, as in the data"
+            lengths, note = list(request.lengths), f"rows have up to {max(request.lengths):,} tokens"
+        note += f": {request.data}" if request.data else ""
         batch = largest_shape(config, planned.model, lengths)
         return self.price(config, planned, request.machine, batch, str(request.model), (*request.notes, note))
 
