@@ -12,11 +12,11 @@ import pytest
 from fullshard.capacity.machines import MACHINES, Machine
 from fullshard.capacity.verdict import ERROR_BOUND
 from fullshard.errors import CapacityError, ConfigError
+from fullshard.ranks import on_rank_0
 from fullshard.train import estimate_run, plan_first
 from fullshard.train.estimate_run import Pricing
 from fullshard.train.plan_request import PlanRequest
 from fullshard.train.trainer import SFTTrainer
-from fullshard.ranks import on_rank_0
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
 from tests.train.runs import losses, settings
