@@ -8,8 +8,8 @@ from __future__ import annotations
 from fullshard.lazy_names import lazy_names
 
 _HOMES = {
-    "MemoryEstimate": "memory",
     "trace_step": "activations",
+    **dict.fromkeys(("MemoryEstimate", "MemoryOptions", "estimate_memory"), "memory"),
     "PlannedModel": "planned_model",
     **dict.fromkeys(("BatchShape", "Segment", "StepTrace"), "step_trace"),
     "Estimate": "estimate",

@@ -7,6 +7,7 @@ in `engine_memory.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,13 +17,15 @@ from fullshard.capacity.host_memory import HostNeeds, host_memory, reserved_memo
 from fullshard.capacity.ledger import Ledger
 from fullshard.capacity.optimizer_state import OptimizerMemory
 from fullshard.capacity.step_trace import Segment, StepTrace
-from fullshard.capacity.unit_memory import Transport, signature, units_of
+from fullshard.capacity.unit_memory import Transport, UnitMemory, signature, units_of
 from fullshard.fsdp.activation_memory import Level
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, item_size
 from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
 
 CUBLAS = 32 * 2**20
 """Bytes of the workspace that torch gives cuBLAS on a Hopper GPU (8 MiB on those before), for each thread."""
+LOADING = 6
+"""Bytes for each byte of a quantized weight that is read: itself in bf16, and packed before its scales are."""
 MICRO_BATCHES = 3
 """Micro-batches of a step that are followed; those between the second and the last are alike."""
 
@@ -78,7 +81,7 @@ class MemoryOptions:
     in_flight: int = 1
     offload: bool = False
     """Whether shards, gradients and optimizer state are in host memory."""
-    optimizer: OptimizerMemory = OptimizerMemory("adamw_torch_fused")
+    optimizer: OptimizerMemory = field(default_factory=lambda: OptimizerMemory("adamw_torch_fused"))
     buffers: int = 0
     """Bytes of the model's buffers."""
     unsharded: Sequence[ParameterPlan] = ()
@@ -184,8 +187,13 @@ class _Estimate:
     @cached_property
     def _largest(self) -> int:
         """Bytes of the largest parameter, whole, in the dtype that it is stored in."""
-        kinds = {id(unit): unit for unit in self.units.values()}.values()
-        return max((_bytes(p.whole, p.dtype) for unit in kinds for p in unit.plan.parameters), default=0)
+        whole = [(math.prod(p.whole) * item_size(p.dtype)) for unit in self._kinds for p in unit.plan.parameters]
+        return max(whole, default=0)
+
+    @cached_property
+    def _kinds(self) -> list[UnitMemory]:
+        """The units without those that differ in names only."""
+        return list({id(unit): unit for unit in self.units.values()}.values())
 
     @cached_property
     def _saved(self) -> int:
@@ -195,14 +203,15 @@ class _Estimate:
         return shards + self.optimizer_state
 
     def _load(self) -> dict[str, int]:
-        static = self._static
-        parts = {"shards": static["shards"], "buffers": static["buffers"], "workspace": 2 * self._largest_piece}
+        """Files are read into shards directly; a weight that is quantized on the way is dense on the device first."""
+        parts = {**self._static, "optimizer": 0, "gradients": 0, "workspace": LOADING * self._largest_packed}
         return {part: size for part, size in parts.items() if size}
 
     @cached_property
-    def _largest_piece(self) -> int:
-        kinds = {id(unit): unit for unit in self.units.values()}.values()
-        return max((_bytes(p.piece, p.dtype) for unit in kinds for p in unit.plan.parameters), default=0)
+    def _largest_packed(self) -> int:
+        """Bytes of the largest piece of a weight in 4 bits or fp8."""
+        packed = [p for unit in self._kinds for p in unit.plan.parameters if item_size(p.dtype) == 1]
+        return max((p.shard_bytes for p in packed), default=0)
 
     def _save(self) -> dict[str, int]:
         parts = {**self._static, "workspace": self._static["workspace"] + self._largest}
@@ -244,8 +253,7 @@ class _Estimate:
         if self.transport.offload:
             return 0
         optimizer = self.options.optimizer
-        kinds = {id(unit): unit for unit in self.units.values()}.values()
-        return max((optimizer.updating(p) for unit in kinds for p in unit.trained), default=0)
+        return max((optimizer.updating(p) for unit in self._kinds for p in unit.trained), default=0)
 
     def _micro_batch(self, engine: EngineMemory, ledger: Ledger, root: str) -> None:
         model = self.traces[self.levels[-1] if self.levels else next(iter(self.traces))]
@@ -300,13 +308,6 @@ class _Estimate:
                 ledger.hold(part, kept)
             ledger.hold("gradients", segment.gradients)
             engine.add_gradients(unit, segment.gradients)
-
-
-def _bytes(shape: Sequence[int], dtype: str) -> int:
-    size = item_size(dtype)
-    for n in shape:
-        size *= n
-    return size
 
 
 class SplitTrace:

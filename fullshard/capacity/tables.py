@@ -14,6 +14,8 @@ from fullshard.capacity.memory import MemoryEstimate
 from fullshard.fsdp.activation_memory import describe_levels
 
 GIB, MIB = 1024**3, 1024**2
+WIDE = 76
+"""Columns that a table with all moments takes."""
 PARTS = (
     "shards", "buffers", "gathered", "communication", "gradients", "optimizer", "activations", "logits", "workspace",
 )  # fmt: skip
@@ -31,7 +33,10 @@ def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
     console.print()
     console.print(_facts(summary(estimate)))
     console.print()
-    console.print(memory_table(estimate.memory))
+    for table in memory_tables(estimate.memory, console.width):
+        console.print(table)
+    if reserved := estimate.memory.reserved:
+        console.print(f"and {memory_size(reserved)} reserved: context, communicators, and a margin for fragmentation")
     for title, rows in sections(estimate).items():
         console.print()
         console.print(Text(title, "bold"))
@@ -40,9 +45,8 @@ def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
     console.print(Text("Assumed", "bold"))
     for line in estimate.assumptions:
         console.print(_item(line))
-    spent = ", ".join(f"{what} {duration(seconds)}" for what, seconds in estimate.seconds.items())
     console.print()
-    console.print(Text(f"Planned in {duration(sum(estimate.seconds.values()))}: {spent}.", "dim"))
+    console.print(Text(spent(estimate), "dim"))
 
 
 def summary(estimate: Estimate) -> dict[str, str]:
@@ -57,31 +61,36 @@ def summary(estimate: Estimate) -> dict[str, str]:
         "machine": f"{machine}; {memory_size(machine.device_memory)} per device, "
         f"{memory_size(machine.host_memory)} of host memory per node",
         "sharding": f"{estimate.plan.strategy} on {mesh}, {len(estimate.plan.units)} units",
-        "batch": f"{batch.rows} {packed}rows × {batch.length:,} tokens{micro}{ranks}, {estimate.tokens:,} tokens a step",
+        "batch": f"{batch.rows} {packed}rows × {batch.length:,} tokens{micro}{ranks}: {estimate.tokens:,} tokens",
         "layers": describe_levels(estimate.levels),
     }
 
 
-def memory_table(memory: MemoryEstimate) -> Table:
-    """Memory of one device, by part and moment."""
+def memory_tables(memory: MemoryEstimate, width: int) -> list[Table]:
+    """Memory of one device, by part and moment; in a narrow window in two tables, one below the other."""
     unit, name = (GIB, "GiB") if memory.peak >= GIB else (MIB, "MiB")
     largest: dict[str, int] = {}
     for moment in memory.moments.values():
         for part, size in moment.items():
             largest[part] = max(size, largest.get(part, 0))
     parts = sorted((part for part in largest if largest[part] >= unit / 200), key=_place)  # others show as 0.00
-    table = Table(title=f"Memory of one device, {name}", title_style="bold", title_justify="left", box=None,
-                  padding=(0, 2, 0, 0), header_style="", pad_edge=False)  # fmt: skip
-    table.add_column("")
-    for moment in memory.moments:
-        table.add_column(moment, justify="right", style="bold" if moment == memory.peak_moment else "")
-    for part in parts:
-        table.add_row(part, *(_number(moment.get(part, 0), unit) for moment in memory.moments.values()))
-    totals = [sum(moment.values()) for moment in memory.moments.values()]
-    table.add_row("allocated", *(_number(total, unit) for total in totals), style="bold")
-    if memory.reserved:
-        table.add_row("reserved", *(_number(memory.reserved, unit) for _ in totals))
-    return table
+    moments = list(memory.moments)
+    each = len(moments) if width >= WIDE else -(-len(moments) // 2)
+    tables = []
+    for first in range(0, len(moments), each):
+        table = Table(title=f"Memory of one device, {name}", title_style="bold", title_justify="left", box=None,
+                      padding=(0, 2, 0, 0), header_style="", pad_edge=False)  # fmt: skip
+        table.add_column("", no_wrap=True)
+        shown = moments[first : first + each]
+        for moment in shown:
+            table.add_column(moment, justify="right", style="bold" if moment == memory.peak_moment else "")
+        for part in parts:
+            table.add_row(part, *(_number(memory.moments[moment].get(part, 0), unit) for moment in shown))
+        table.add_row(
+            "allocated", *(_number(sum(memory.moments[moment].values()), unit) for moment in shown), style="bold"
+        )
+        tables.append(table)
+    return tables
 
 
 def _place(part: str) -> int:
@@ -119,6 +128,14 @@ def times(estimate: Estimate) -> dict[str, str]:
 def duration(seconds: float) -> str:
     """A time such as 1.53 s or 12.4 ms."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def spent(estimate: Estimate) -> str:
+    """How long planning took."""
+    parts = {what: seconds for what, seconds in estimate.seconds.items() if what != "imports"}
+    listed = ", ".join(f"{what} {duration(seconds)}" for what, seconds in parts.items())
+    imports = f"; imports {duration(estimate.seconds['imports'])}" if "imports" in estimate.seconds else ""
+    return f"Planned in {duration(sum(parts.values()))}: {listed}{imports}."
 
 
 def count(number: float) -> str:

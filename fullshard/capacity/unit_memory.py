@@ -177,7 +177,7 @@ class UnitMemory:
         flags = (self._flags, dtype)
         repeated = bool(self._scattered) and not self._summed
         size += t.tensor([self._flags], dtype) if repeated else 0
-        scattered, summed = (self._scattered + [flags], []) if repeated else (self._scattered, self._summed + [flags])
+        scattered, summed = ([*self._scattered, flags], []) if repeated else (self._scattered, [*self._summed, flags])
         if t.ranks > 1:
             size += sum(self._received(n // t.ranks, each) for n, each in scattered)
             size += sum(self._exchanged(n, each, t.ranks) for n, each in summed)

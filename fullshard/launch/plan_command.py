@@ -14,14 +14,14 @@ from pathlib import Path
 from fullshard.capacity.machines import MACHINES, Machine, find_machine
 from fullshard.configfile import SUFFIXES, read_file
 from fullshard.errors import ConfigError
-from fullshard.launch.config import ProcessSettings
+from fullshard.launch.config import ProcessSettings, launch_options
 from fullshard.launch.help_text import HELP, show_help
 from fullshard.launch.plan_options import PlanOptions, plan_options
 from fullshard.launch.resolve import resolve
-from fullshard.launch.sft_command import separate, split
+from fullshard.launch.sft_command import refuse_unknown, separate, split
 from fullshard.options import parse_flags
 from fullshard.train.checked_run import sharding_settings, starting_point
-from fullshard.train.cli_args import parse
+from fullshard.train.cli_args import command_options, parse
 from fullshard.train.plan_request import PlanRequest
 
 DOES_NOT_FIT = 1
@@ -72,11 +72,12 @@ def with_data(request: PlanRequest) -> PlanRequest:
     from fullshard.train.planned_batch import lengths_of_data
 
     lengths, note = lengths_of_data(request.config, request.model, request.adapter)
-    return dataclasses.replace(request, lengths=lengths, notes=(*request.notes, note))
+    return dataclasses.replace(request, lengths=lengths, data=note)
 
 
 def read_request(words: Sequence[str]) -> tuple[PlanRequest, PlanOptions]:
     """What is to be planned, from the words of the command line: checked, without importing torch."""
+    refuse_unknown(words, (*plan_options(), *command_options(), *launch_options()), "plan")
     launchers_own = {"num_processes"}  # also a key of the launcher's file
     own = {name: one for one in plan_options() if one.name not in launchers_own for name in (one.key, *one.flags)}
     rest, mine = separate(words, own)
@@ -145,8 +146,8 @@ def show_plan_help() -> None:
         "fullshard plan MODEL_OR_RUN.YAML [flags] [flags of fullshard sft] [flags of fullshard launch]",
         "Shows what a training run needs and costs before it runs: memory of each device by part and by moment, host "
         "memory, traffic, floating-point operations and time of a step; whether it fits, and if not, the smallest "
-        "change that would make it fit. Nothing is started, nothing but the model's configuration is downloaded, and no "
-        "GPU, weights or data are needed.\n\n"
+        "change that would make it fit. Nothing is started, only the model's configuration is downloaded, and no GPU, "
+        "weights or data are needed.\n\n"
         "MODEL is a folder, a name on the hub, or a config.json. RUN.YAML is the file of fullshard sft. All flags of "
         "fullshard sft and fullshard launch are accepted and mean the same, for example:\n\n"
         "fullshard plan meta-llama/Llama-3.1-8B --use_peft_lora --bf16 --machine h100-80gb --num_processes 8\n\n"

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from fullshard.errors import ConfigError
 from fullshard.launch import command
 from fullshard.launch.config import find_file, launch_options
 from fullshard.launch.help_text import HELP, show_help
 from fullshard.launch.machine import count_gpus
 from fullshard.launch.resolve import resolve
-from fullshard.options import FALSE, TRUE, Option
+from fullshard.options import FALSE, TRUE, Option, nearest
 from fullshard.train.cli_args import command_options
 
 MODULE = "fullshard.train"
@@ -29,6 +30,7 @@ def sft(words: Sequence[str]) -> int:
     from fullshard.train.checked_run import RUN_VARIABLE, check_command
     from fullshard.train.cli_args import parse
 
+    refuse_unknown(words, (*command_options(), *launch_options()), "sft")
     mine, launchers = split(words)
     arguments = parse(mine)
     if arguments.config.preview:
@@ -58,6 +60,17 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     for name in ("module", "m", "no_python"):
         theirs.pop(name)
     return separate(words, theirs)
+
+
+def refuse_unknown(words: Sequence[str], options: Iterable[Option], command: str) -> None:
+    """Refuse flags that are none of these options, with the name that comes nearest."""
+    known = {name for one in options for name in (one.key, *one.flags)}
+    for word in words:
+        flag = word.partition("=")[0]
+        name = flag.lstrip("-").replace("-", "_")
+        if flag.startswith("--") and name and not {name, name.removeprefix("no_")} & known:
+            hint = nearest(name, known) or "."
+            raise ConfigError(f"{command}: unknown flag {flag}{hint} See fullshard {command} --help.")
 
 
 def separate(words: Sequence[str], flags: Mapping[str, Option]) -> tuple[list[str], list[str]]:

@@ -5,10 +5,11 @@ Used by `fullshard plan`, by every run before it starts, and by the search for s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from fullshard.capacity.activations import trace_step
@@ -49,7 +50,7 @@ class Pricing:
         self.seconds: dict[str, float] = {}
         """How long each part took."""
 
-    @contextmanager
+    @contextlib.contextmanager
     def clock(self, what: str) -> Iterator[None]:
         """Add the time inside to a part."""
         began = time.perf_counter()
@@ -61,13 +62,16 @@ class Pricing:
     def __call__(self, request: PlanRequest) -> Estimate:
         """What a run needs and costs."""
         config = request.config
+        with self.clock("imports"):
+            import_libraries(request)
         with self.clock("model and plan"):
             planned = self._planned(request)
         if request.lengths is None:
             length, why = assumed_length(config, planned.model)
             lengths, note = [length] * config.per_device_train_batch_size, f"every row has {length:,} tokens ({why})"
         else:
-            lengths, note = list(request.lengths), f"rows of up to {max(request.lengths):,} tokens, as in the data"
+            lengths, note = list(request.lengths), f"rows have up to {max(request.lengths):,} tokens"
+        note += f": {request.data}" if request.data else ""
         batch = largest_shape(config, planned.model, lengths)
         return self.price(config, planned, request.machine, batch, str(request.model), (*request.notes, note))
 
@@ -160,6 +164,17 @@ def advised(estimate: Estimate, request: PlanRequest, price: Pricing) -> Estimat
     verdict = dataclasses.replace(estimate.verdict, changes=changes, tried=search.tried)
     seconds = {**estimate.seconds, "advice": time.perf_counter() - began}
     return dataclasses.replace(estimate, verdict=verdict, seconds=seconds)
+
+
+def import_libraries(request: PlanRequest) -> None:
+    """Import what planning needs, which takes longer than planning."""
+    if request.config.adapter_kind is not None or request.adapter is not None:
+        importlib.import_module("peft")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with contextlib.suppress(OSError, ValueError, KeyError, ImportError):  # reported where the model is made
+        shape = AutoConfig.from_pretrained(request.model or request.adapter)
+        AutoModelForCausalLM._model_mapping[type(shape)]
 
 
 def step_options(config: SFTConfig, planned: PlannedModel, options: MemoryOptions) -> StepOptions:

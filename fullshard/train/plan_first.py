@@ -48,6 +48,8 @@ class RunToPlan:
     batch: BatchShape | None
     """Its largest micro-batch; None if that is unknown."""
     steps: int
+    peft_config: Any = None
+    """PEFT's configuration of the adapter, where a script or the model in memory has one."""
     own_optimizer: bool = True
     """Whether the optimizer is the one that the settings name, not a script's."""
     own_loss: bool = True
@@ -82,10 +84,9 @@ def estimate_now(run: RunToPlan) -> Estimate:
         raise CapacityError("the length of batches is not known in advance.")
     machine, price = machine_of_run(), Pricing()
     with price.clock("model and plan"), described(run) as (config, place):
-        peft = getattr(run.model, "peft_config", None)
         planned = planned_model(
             config, run.engine, place, machine.num_processes, machine.nodes, device=machine.kind, steps=run.steps,
-            peft_config=peft[run.model.active_adapters[0]] if peft else None,
+            peft_config=run.peft_config,
         )  # fmt: skip
     check_same(planned.plan, run.model.plan)
     planned = dataclasses.replace(planned, plan=run.model.plan)
@@ -98,12 +99,10 @@ def estimate_now(run: RunToPlan) -> Estimate:
 def described(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
     """The settings and the place of a model that is like the run's; for one in memory, its configuration is written to
     a temporary folder."""
-    config = copy.copy(run.config)
-    config.adapter_name_or_path = None  # the model has its adapter
     if run.base is not None:
-        yield config, run.base
+        yield run.config, run.base
         return
-    inner = causal(run.model)
+    config, inner = copy.copy(run.config), causal(run.model)
     if not hasattr(getattr(inner, "config", None), "to_json_file"):
         raise CapacityError(f"{type(inner).__name__} is not a model of transformers.")
     config.torch_dtype = dtype_name(inner.dtype)  # type: ignore[assignment]

@@ -6,6 +6,8 @@ The steps are those of the run (`read_model.py`, `model_steps.py`). Layers that 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from fullshard.parallelize.model import absent_mesh, checkpointed_modules, ignor
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.paths import held, looks_local
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.spmd.mesh import Mesh
 from fullshard.train import adapter
 from fullshard.train.adapter import set_projection_dtype
 from fullshard.train.checked_run import starting_point
@@ -53,21 +56,24 @@ def planned_model(
     requested = adapter.requested_config(config, peft_config)
     if earlier is not None:
         requested = adapter.continued_config(config, Path(earlier), _nothing)
+    # How many tokens train beside a new adapter is what counts, not which: they may be given as text.
+    tokens = list(range(len(as_list(config.trainable_token_indices or "")))) if earlier is None else []
     if place is None:
         raise ConfigError(f"{earlier} names no model here; give the model it was trained on.")
     where = find_config(place, config.revision)
+    make = functools.partial(
+        _planned, config, engine, where, absent_mesh(engine, processes, nodes), target, steps, requested, tokens
+    )
     with ranks.alone(), forked_random(torch.device("cpu")):
         if condensed and can_condense(config, engine, requested):
-            try:
-                return _planned(config, engine, where, processes, nodes, target, steps, requested, condensed=True)
-            except CannotExpandError:
-                pass  # build the whole model instead
-        return _planned(config, engine, where, processes, nodes, target, steps, requested, condensed=False)
+            with contextlib.suppress(CannotExpandError):  # then the whole model tells
+                return make(condensed=True)
+        return make(condensed=False)
 
 
 def _planned(
-    config: SFTConfig, engine: EngineSettings, place: Path, processes: int, nodes: int, device: torch.device,
-    steps: int | None, peft_config: Any, *, condensed: bool,
+    config: SFTConfig, engine: EngineSettings, place: Path, mesh: Mesh, device: torch.device, steps: int | None,
+    peft_config: Any, tokens: list[int], *, condensed: bool,
 ) -> PlannedModel:  # fmt: skip
     notes = ["The vocabulary is the model's: tokens that a chat template would add are not counted."]
     stacks: list[Stack] = []
@@ -78,8 +84,7 @@ def _planned(
             stacks.extend(condense(model))
 
     model: Any = read_model(config, place, device, notes.append, present=False, condense=leave_out)
-    tokens = list(range(len(as_list(config.trainable_token_indices or ""))))  # how many, not which, is what counts
-    if peft_config is not None and config.adapter_name_or_path is None:
+    if peft_config is not None:
         peft_config = adapter.with_tokens(peft_config, model, tokens)
     model, packing = adapt_model(config, engine, model, None, peft_config, None, device, _nothing, present=False)
     whole = Condensed(model, stacks)
@@ -88,7 +93,6 @@ def _planned(
     ready = ready_model(config, engine, model, packing, length, device, _nothing, size=lambda _: size)
     if ready.head.why_not:
         notes.append(f"chunked_loss: {ready.head.why_not}.")
-    mesh = absent_mesh(engine, processes, nodes)
     plan = plan_sharding(model, ready.engine, mesh, device, mixed_precision=ready.precision)
     set_projection_dtype(model, ready.precision.param_dtype)
     layers = list(whole.expand(_layer_names(model, ready.engine), str))

@@ -93,7 +93,7 @@ def read_shape(config: SFTConfig, place: Path, say: Say) -> Any:
         shape, unknown = AutoConfig.from_pretrained(
             place, return_unused_kwargs=True, trust_remote_code=config.trust_remote_code, **config.config_changes
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, ArithmeticError) as error:
         if named := re.search(r"model type `([^`]*)` but Transformers does not recognize", str(error)):
             raise ConfigError(
                 f"{place}: transformers {transformers.__version__} knows no model of type {named[1]!r}; expected one "

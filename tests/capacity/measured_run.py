@@ -1,14 +1,16 @@
-"""Runs of `SFTTrainer` whose memory is counted (`tests/memory_tracker.py`), beside the memory that is planned for them.
+"""Runs of `SFTTrainer` whose memory is measured, beside the memory that is planned for them.
 
 A `Setting` is a model's shape with the settings of a run. `measure` trains a few steps with it on this rank, from files
-with random weights, and `plan` makes the estimate for the same settings from the model's config.json.
+with random weights: on CPUs every byte is counted (`tests/memory_tracker.py`), on a GPU torch's allocator counts. `plan`
+makes the estimate for the same settings from the model's config.json.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from fullshard.capacity.step_trace import BatchShape
 from fullshard.fsdp.activation_memory import Level
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.checked_run import sharding_settings
 from fullshard.train.planned_memory import plan_memory
 from fullshard.train.planned_model import planned_model
 from tests.memory_tracker import MemoryTracker
@@ -30,6 +33,7 @@ SIZES = {
 }  # fmt: skip
 STEPS = 3
 """Steps of a measured run: the first one makes the optimizer's state and records the order of units."""
+MOMENTS = ("forward", "loss", "backward", "optimizer step")
 
 
 @dataclass(frozen=True)
@@ -44,31 +48,33 @@ class Setting:
     engine: dict[str, Any] = field(default_factory=dict)
     rows: int = 2
     length: int = 128
+    steps: int = STEPS
+    device: str = "cpu"
 
     @property
     def packed(self) -> bool:
         return bool(self.train.get("packing"))
 
-    def config(self, folder: Path, **more: Any) -> SFTConfig:
+    def config(self, folder: Path) -> SFTConfig:
+        precision = {"bf16": False, "torch_dtype": "float32", "use_cpu": True} if self.device == "cpu" else {}
         return SFTConfig(
-            output_dir=str(folder / "out"), overwrite=True, max_steps=STEPS, per_device_train_batch_size=self.rows,
-            max_length=self.length, learning_rate=1e-3, logging_strategy="no", save_strategy="no", report_to="none",
-            progress="quiet", train_sampling_strategy="sequential", **self.train, **more,
+            output_dir=str(folder / "out"), overwrite=True, max_steps=self.steps, max_length=self.length,
+            per_device_train_batch_size=self.rows, learning_rate=1e-4, logging_strategy="no", save_strategy="no",
+            report_to="none", progress="quiet", train_sampling_strategy="sequential",
+            **{**precision, **({"skip_prepare_dataset": True} if self.packed else {}), **self.train},
         )  # fmt: skip
 
-    def shards(self, **more: Any) -> EngineSettings:
-        return EngineSettings(**self.engine, **more)
+    def sharding(self, config: SFTConfig) -> EngineSettings:
+        return sharding_settings(config, EngineSettings(**self.engine), [])
 
-    def rows_of_data(self, accumulation: int) -> list[dict[str, Any]]:
+    def data(self) -> list[dict[str, Any]]:
+        """Rows of full length; packed ones hold two documents."""
         generator = torch.Generator().manual_seed(1)
-        count = self.rows * self.ranks * accumulation * STEPS
+        count = self.rows * self.ranks * self.train.get("gradient_accumulation_steps", 1) * self.steps
         ids = torch.randint(3, 200, (count, self.length), generator=generator).tolist()
         cut = -(-self.length // 2)
         lengths = {"seq_lengths": [cut, self.length - cut]} if self.packed else {}
         return [{"input_ids": row, **lengths} for row in ids]
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def write_model(setting: Setting, folder: Path) -> Path:
@@ -87,17 +93,41 @@ def write_model(setting: Setting, folder: Path) -> Path:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def measure(setting: Setting, model: Path, folder: Path, stacks: bool = False) -> MemoryTracker:
-    """Train, with the memory of every moment counted. All ranks must call it."""
-    from fullshard.train.trainer import SFTTrainer
-    from tests.data.tiny import make_tokenizer
+class DeviceTracker:
+    """The peaks of moments as torch's allocator of the GPU counts them."""
 
-    prepared = {"skip_prepare_dataset": True} if setting.packed else {}
-    config = setting.config(folder, use_cpu=True, **prepared)
-    data = setting.rows_of_data(config.gradient_accumulation_steps)
-    with MemoryTracker(stacks) as tracker:
+    def __init__(self) -> None:
+        self.peaks: dict[str, int] = {}
+        self._moment, self._before = "", 0
+
+    def __enter__(self) -> DeviceTracker:
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.mark("")
+
+    def mark(self, moment: str) -> None:
+        """From here on, memory belongs to this moment. The host allocates in order, so nothing has to be waited for."""
+        found = torch.cuda.max_memory_allocated() - self._before
+        self.peaks[self._moment] = max(found, self.peaks.get(self._moment, 0))
+        self._moment = moment
+        torch.cuda.reset_peak_memory_stats()
+
+
+def measure(setting: Setting, model: Path, folder: Path, stacks: bool = False) -> Any:
+    """Train, with the memory of every moment measured. All ranks must call it."""
+    from transformers import AutoTokenizer
+
+    from fullshard.train.trainer import SFTTrainer
+
+    tokenizer, config = AutoTokenizer.from_pretrained(model), setting.config(folder)
+    with MemoryTracker(stacks) if setting.device == "cpu" else DeviceTracker() as tracker:
         tracker.mark("load")
-        trainer = SFTTrainer(model=str(model), args=config, train_dataset=data, processing_class=make_tokenizer())
+        trainer = SFTTrainer(model=str(model), args=config, train_dataset=setting.data(), processing_class=tokenizer)
         if setting.engine:
             engine = dataclasses.replace(trainer.parts.engine, **setting.engine)
             trainer.parts = dataclasses.replace(trainer.parts, engine=engine)
@@ -107,11 +137,12 @@ def measure(setting: Setting, model: Path, folder: Path, stacks: bool = False) -
     return tracker
 
 
-def _mark_moments(trainer: Any, tracker: MemoryTracker) -> None:
+def _mark_moments(trainer: Any, tracker: Any) -> None:
     from transformers import TrainerCallback
 
     class Marks(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            tracker.mark("between steps")
             model = trainer.parts.model
             layers = [unit.name for unit in model.plan.units if unit.name]
             if layers:
@@ -122,6 +153,9 @@ def _mark_moments(trainer: Any, tracker: MemoryTracker) -> None:
 
         on_substep_end = on_step_begin
 
+        def on_pre_optimizer_step(self, *_: Any, **more: Any) -> None:
+            tracker.mark("optimizer step")
+
         def on_step_end(self, *_: Any, **more: Any) -> None:
             tracker.mark("between steps")
 
@@ -130,32 +164,37 @@ def _mark_moments(trainer: Any, tracker: MemoryTracker) -> None:
     def backward(loss: Any, **options: Any) -> None:
         tracker.mark("backward")
         plain(loss, **options)
-        tracker.mark("optimizer step")
+        tracker.mark("between steps")
 
     trainer.accelerator.backward = backward
     trainer.add_callback(Marks())
 
 
+@contextmanager
+def released() -> Iterator[None]:
+    """Afterwards, what a run has left behind is released: runs in one process count alike."""
+    from fullshard.quant import workspace
+
+    yield
+    gc.collect()
+    on_gpu = torch.cuda.is_available()
+    workspace.release(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+
+
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def plan(setting: Setting, model: Path, folder: Path, nodes: int = 1) -> tuple[list[Level], MemoryEstimate]:
+def plan(
+    setting: Setting, model: Path, folder: Path, nodes: int = 1, device_memory: int | None = None
+) -> tuple[list[Level], MemoryEstimate]:
     """The estimate for a setting, from the model's config.json alone."""
-    config, engine = setting.config(folder), setting.shards(use_cpu=True)
-    planned = planned_model(config, engine, model / "config.json", setting.ranks, nodes, device="cpu")
+    config = setting.config(folder)
+    engine = setting.sharding(config)
+    planned = planned_model(config, engine, model / "config.json", setting.ranks, nodes, device=setting.device)
     batch = BatchShape(setting.rows, setting.length, config.gradient_accumulation_steps, setting.packed)
-    return plan_memory(config, planned, batch, setting.ranks)
-
-
-MOMENTS = ("forward", "loss", "backward", "optimizer step")
+    return plan_memory(config, planned, batch, setting.ranks // nodes, device_memory)
 
 
 def compare(estimate: MemoryEstimate, measured: dict[str, int]) -> dict[str, tuple[int, int]]:
     """Planned and measured bytes of every moment of a step."""
     return {name: (sum(estimate.moments[name].values()), measured[name]) for name in MOMENTS}
-
-
-def describe(pairs: dict[str, tuple[int, int]], estimate: MemoryEstimate) -> Iterable[str]:
-    for moment, (planned, measured) in pairs.items():
-        parts = json.dumps(estimate.moments[moment])
-        yield f"{moment:<16}{planned:>12} planned {measured:>12} measured {planned / measured:.4f} {parts}"

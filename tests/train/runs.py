@@ -21,7 +21,7 @@ def settings(folder: Path, **changes: Any) -> SFTConfig:
     values: dict[str, Any] = {
         "output_dir": str(folder / "out"), "cache_dir": str(folder / "cache"), "max_steps": 30, "learning_rate": 5e-3,
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "progress": "quiet", "max_length": 48,
-        "add_special_tokens": False,
+        "add_special_tokens": False, "skip_plan": True,
     }  # fmt: skip
     names = names_of(CommandConfig)
     return CommandConfig(**{**values, **{names.get(name, name): value for name, value in changes.items()}})
