@@ -70,7 +70,8 @@ class Pricing:
             length, why = assumed_length(config, planned.model)
             lengths, note = [length] * config.per_device_train_batch_size, f"every row has {length:,} tokens ({why})"
         else:
-            lengths, note = list(request.lengths), f"rows of up to {max(request.lengths):,} tokens, as in the data"
+            lengths, note = list(request.lengths), f"rows have up to {max(request.lengths):,} tokens"
+        note += f": {request.data}" if request.data else ""
         batch = largest_shape(config, planned.model, lengths)
         return self.price(config, planned, request.machine, batch, str(request.model), (*request.notes, note))
 
@@ -115,7 +116,8 @@ class Pricing:
         wanted["offload_params"] = engine.offload_params
         alike = {**wanted, "sharding_strategy": LAYOUTS.get(engine.strategy, engine.strategy), "offload_params": False}
         built = dataclasses.replace(engine, **alike)
-        recomputes = bool(config.gradient_checkpointing)  # some adapters exclude it
+        some_exclude_it = config.adapter_kind not in (None, "lora")
+        recomputes = some_exclude_it and bool(config.gradient_checkpointing)
         key = (_fixed(config), recomputes, str(built), machine.kind, machine.num_processes, machine.nodes)
         if key not in self._models:
             place = request.model if request.model is not None else request.adapter
