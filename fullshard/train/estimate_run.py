@@ -119,7 +119,7 @@ class Pricing:
         recomputes = bool(config.gradient_checkpointing)  # some adapters exclude it
         key = (_fixed(config), recomputes, str(built), machine.kind, machine.num_processes, machine.nodes)
         if key not in self._models:
-            place = request.model if request.model is not None else request.adapter
+            place = request.model or str(request.adapter)
             self._models[key] = planned_model(
                 config, built, place, machine.num_processes, machine.nodes, device=machine.kind
             )
