@@ -1,4 +1,4 @@
-"""A compiled layer in a traced step: another function takes the place of its forward, and its cost comes from its graph.
+"""A compiled layer in a traced step: a function takes the place of its forward, and its cost comes from its graph.
 
 The function allocates the layer's outputs and, in backward, the gradient of its input, so that what the model does
 around the layer is traced as it is. Graphs are recorded once for each layer and batch, and divided once for each level.
@@ -106,7 +106,7 @@ class CompiledCall:
 
 def _cost(recording: Recording, level: Level, rounding: int) -> LayerCost:
     divided = divide(recording, level)
-    states, *others = recording.inputs
+    states = recording.inputs[0]
     grads = divided.backward.output_node().args[0]
     assert isinstance(grads, tuple | list)
     storages = {n.meta["val"].untyped_storage() for n in grads[1:] if n is not None}

@@ -1,9 +1,9 @@
-"""A model that has one of each kind of layer, and what it tells about the whole model.
+"""A model that has few of each kind of layer, and what it tells about the whole model.
 
 Layers are alike if they have the same modules, parameters, buffers and plain attributes (windows, kinds of attention,
-flags). `condense` keeps the first of each kind, so that quantization, adapters and the plan take a hundredth of the
-time; a `Condensed` then gives back every layer. Settings that tell layers of one kind apart (`may_name_a_layer`) rule
-it out.
+flags). `condense` keeps the first two of each kind and the last layer, so that quantization, adapters and the plan take
+a fraction of the time; a `Condensed` then gives back every layer. Settings that tell layers of one kind apart
+(`may_name_a_layer`) rule it out.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class CannotExpandError(Exception):
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of layers of which only one of each kind is left."""
+    """A list of layers of which others were left out."""
 
     layers: nn.ModuleList
     stands_for: tuple[int, ...]
-    """For each layer of the whole model, the position in `layers` of the one that is like it."""
+    """For each layer of the whole model, the position in `layers` of the one that stands for it."""
 
 
 class Condensed:
@@ -132,24 +132,38 @@ def _renamed_unit(unit: UnitPlan, rename: Callable[[str], str]) -> UnitPlan:
 
 
 def condense(model: Any) -> list[Stack]:
-    """Keep one layer of each kind in a model on the meta device, in place.
+    """Leave out layers of a model on the meta device, in place, that others stand for.
 
     The lists of layers are those of the classes that the model names as its layers (`_no_split_modules`). Layers that
     share a parameter or module with anything else stay as they are.
     """
     stacks = []
     for layers in _layer_lists(model):
-        kinds = _kinds(layers)
-        first = list(dict.fromkeys(kinds))
-        kept = [kinds.index(kind) for kind in first]
-        if len(kept) == len(kinds):
+        stands_for = _stand_ins(_kinds(layers))
+        kept = sorted(set(stands_for))
+        if len(kept) == len(layers):
             continue
-        _cut_configs(model, len(kinds), kept)
+        _cut_configs(model, len(layers), kept)
         chosen = [layers[index] for index in kept]
         del layers[:]
         layers.extend(chosen)
-        stacks.append(Stack(layers, tuple(first.index(kind) for kind in kinds)))
+        stacks.append(Stack(layers, tuple(map(kept.index, stands_for))))
     return stacks
+
+
+def _stand_ins(kinds: Sequence[Any]) -> list[int]:
+    """For each layer the index of the one that stands for it: the second of its kind.
+
+    The first of a kind and the last layer stand for themselves: they begin or end what a pass keeps for all layers,
+    such as rotary embeddings and masks, and the first may get inputs without gradients.
+    """
+    seen: dict[Any, list[int]] = {}
+    found = []
+    for index, kind in enumerate(kinds):
+        alike = seen.setdefault(kind, [])
+        alike.append(index)
+        found.append(index if len(alike) < 2 or index == len(kinds) - 1 else alike[1])
+    return found
 
 
 def _layer_lists(model: nn.Module) -> list[nn.ModuleList]:

@@ -21,7 +21,10 @@ from fullshard.torch_private import (
     compiling_flag,
     decomposition_table,
     min_cut_partition,
+    operator_packet,
+    overload_name,
     recomputed_node_meta,
+    schema_of,
     storage_id,
     tree_map,
 )
@@ -94,7 +97,7 @@ class JointGraph(DispatchMode):
         if len(leaves) == 1 and _key(leaves[0]) in self.nodes and not _writes(func):
             return out  # a view of everything, such as `detach`
         given = tree_map(lambda v: self.node_of(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
-        node = self._add(func, *given, out)
+        node = self._add(_functional(func), *given, out)
         if isinstance(out, torch.Tensor):
             self.nodes[_key(out)] = node
         else:
@@ -107,7 +110,8 @@ class JointGraph(DispatchMode):
         node = self.graph.call_function(target, args, kwargs)
         self._first = self._first or node
         node.meta["val"] = value
-        if self._recomputing and target is not aten.randint.low:
+        source = args[0] if target is operator.getitem else node
+        if self._recomputing and torch.Tag.nondeterministic_seeded not in getattr(source.target, "tags", ()):
             self.recomputed.append(node)
         return node
 
@@ -117,7 +121,15 @@ def _key(t: torch.Tensor) -> Key:
 
 
 def _writes(func: Any) -> bool:
-    return str(func).split(".")[1].endswith("_")
+    return bool(schema_of(func).is_mutable)
+
+
+def _functional(func: Any) -> Any:
+    """The operator that returns what another one writes: the compiler's graphs write nothing."""
+    packet = getattr(aten, str(operator_packet(func)).rpartition(".")[2].rstrip("_"), None) if _writes(func) else None
+    if packet is None:
+        return func
+    return getattr(packet, overload_name(func), None) or getattr(packet, packet.overloads()[0])
 
 
 class Recording(NamedTuple):

@@ -33,7 +33,7 @@ class HeldTensor:
 class PlannedModel:
     """A run's model on the meta device and its sharding plan.
 
-    The model is condensed: of layers that are alike it has one. Everything else here is about the whole model.
+    The model is condensed: of many layers that are alike it has a few. Everything else here is about the whole model.
     """
 
     model: Any
@@ -46,7 +46,7 @@ class PlannedModel:
     layers: tuple[str, ...]
     """The names of the layers that activation checkpointing can recompute, in order."""
     kinds: dict[str, str]
-    """For each of these layers, the layer of the condensed model that is like it."""
+    """For each of these layers, the layer of the condensed model that stands for it."""
     buffers: dict[str, HeldTensor]
     ignored: dict[str, HeldTensor]
     """Parameters of modules that are not sharded (`fsdp_ignored_modules`)."""

@@ -35,7 +35,8 @@ def device_kernels() -> Iterator[None]:
         return (sdpa if query.is_meta else plain[0])(query, *args, **kwargs)
 
     def drop(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-        fused = x.is_meta and accelerator.is_accelerator(x.device) and training and 0 < p < 1 and x.requires_grad
+        one_pass = accelerator.is_accelerator(x.device) or torch.compiler.is_compiling()
+        fused = x.is_meta and one_pass and training and 0 < p < 1 and x.requires_grad
         return torch.native_dropout(x, p, True)[0] if fused else plain[1](x, p, training, inplace)
 
     def multiply(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

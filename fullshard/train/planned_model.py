@@ -1,6 +1,6 @@
 """The model of a run that need not happen: built and planned like the run's, without weights, devices or processes.
 
-The steps are those of the run (`read_model.py`, `model_steps.py`). Layers that are alike are built once
+The steps are those of the run (`read_model.py`, `model_steps.py`). Of layers that are alike few are built
 (`capacity/condensed.py`) unless the settings tell them apart.
 """
 
@@ -49,7 +49,7 @@ def planned_model(
     - `processes`, `nodes`: how many there would be
     - `device`: the type of their devices, "cuda" or "cpu"; `EngineSettings.use_cpu` means "cpu"
     - `steps`: optimizer steps, which decide whether layers are compiled; None for a long run
-    - `condensed`: whether layers that are alike are built once; the plan is the same, but takes longer without
+    - `condensed`: whether layers that are alike stand for each other; the plan is the same without, but takes longer
     """
     target = torch.device("cpu" if engine.use_cpu else device)
     place, earlier = starting_point(place, config.adapter_name_or_path)

@@ -60,6 +60,6 @@ def planned(
     layers = [n for n, m in model.named_modules() if type(m).__name__ in block._no_split_modules]
     return SimpleNamespace(
         model=model, head=head, kinds={n: n for n in layers}, precision=MixedPrecision.of(precision),
-        device=torch.device(target),
-        engine=SimpleNamespace(backend="inductor" if compiled else "no"), packed=None if packing is None else Packed(model, packing, dtype),
+        packed=None if packing is None else Packed(model, packing, dtype), device=torch.device(target),
+        engine=SimpleNamespace(backend="inductor" if compiled else "no"),
     )  # fmt: skip
