@@ -186,9 +186,14 @@ class _Estimate:
 
     @cached_property
     def _largest(self) -> int:
-        """Bytes of the largest parameter, whole, in the dtype that it is stored in."""
-        whole = [(math.prod(p.whole) * item_size(p.dtype)) for unit in self._kinds for p in unit.plan.parameters]
-        return max(whole, default=0)
+        """Bytes of the largest parameter that is saved, whole, in the dtype that it is stored in."""
+        saved = [p for unit in self._kinds for p in (unit.trained if self._adapts else unit.plan.parameters)]
+        return max((math.prod(p.whole) * item_size(p.dtype) for p in saved), default=0)
+
+    @cached_property
+    def _adapts(self) -> bool:
+        """Whether some parameters are frozen, so that only the others are saved."""
+        return any(not p.trainable for unit in self._kinds for p in unit.plan.parameters)
 
     @cached_property
     def _kinds(self) -> list[UnitMemory]:
@@ -198,8 +203,8 @@ class _Estimate:
     @cached_property
     def _saved(self) -> int:
         """Bytes of a checkpoint that this rank writes."""
-        trained = any(not p.trainable for unit in self.plan.units for p in unit.parameters)
-        shards = sum(unit.pieces if trained else unit.shards + unit.host_shards for unit in self.units.values())
+        every = self.units.values()
+        shards = sum(unit.pieces if self._adapts else unit.shards + unit.host_shards for unit in every)
         return shards + self.optimizer_state
 
     def _load(self) -> dict[str, int]:
@@ -253,7 +258,9 @@ class _Estimate:
         if self.transport.offload:
             return 0
         optimizer = self.options.optimizer
-        return max((optimizer.updating(p) for unit in self._kinds for p in unit.trained), default=0)
+        return max(
+            (optimizer.updating(p, self.options.accelerator) for unit in self._kinds for p in unit.trained), default=0
+        )
 
     def _micro_batch(self, engine: EngineMemory, ledger: Ledger, root: str) -> None:
         model = self.traces[self.levels[-1] if self.levels else next(iter(self.traces))]

@@ -53,25 +53,23 @@ class OptimizerMemory:
         """Whether the state is in memory that moves between host and device as it is needed."""
         return self.name is not None and self.name.startswith("paged_")
 
-    def updating(self, p: ParameterPlan) -> int:
+    def updating(self, p: ParameterPlan, accelerator: bool) -> int:
         """Bytes that the update of a parameter needs while it runs."""
         if self.name is None or not p.trainable:
             return 0
-        piece = math.prod(p.piece) * item_size(p.dtype)
         if self.name == "muon" and self.apart.isdisjoint(p.names):
-            # A whole matrix in bf16: received, put together, and multiplied by its transpose.
+            # A whole matrix in bf16: before and after, with momentum, and its products with its transpose.
             rows, columns = p.shape
-            small = min(rows, columns)
-            return 2 * (3 * rows * columns + 2 * small * small)
-        return UPDATE_COPIES.get(self.name, 2) * piece
+            return 2 * (4 * rows * columns + 2 * min(rows, columns) ** 2)
+        copies = UPDATE_COPIES.get(self.name, UPDATE_COPIES["adamw_torch"] if self.name == "muon" else 0)
+        if SERVED[self.name].package == "bitsandbytes" and not accelerator:  # no kernels
+            copies = 3 if SERVED[self.name].bits == 32 or "rmsprop" in self.name else 5
+        return copies * math.prod(p.piece) * item_size(p.dtype)
 
 
-UPDATE_COPIES = {
-    "adamw_torch_fused": 0, "adamw_torch": 2, "muon": 2, "sgd": 0, "adagrad": 2, "rmsprop": 2, "adafactor": 3,
-    "lion_32bit": 2,
-    **{name: 0 for name, kind in SERVED.items() if kind.package == "bitsandbytes"},
-}  # fmt: skip
-"""Copies of a parameter's piece that its update needs at a time. Optimizers update sharded parameters one by one."""
+UPDATE_COPIES = {"adamw_torch": 3, "adagrad": 2, "rmsprop": 2, "adafactor": 3, "lion_32bit": 1}
+"""Copies of a parameter's piece that its update needs at a time, for optimizers that need any. torch updates sharded
+parameters one by one; AdamW still holds what it needed for the one before."""
 
 
 def names_apart(model: Any, optim: str | None) -> set[str]:

@@ -19,6 +19,10 @@ MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 """The names of the feed-forward part in the layers of language models."""
 
 
+HALVINGS = 6
+"""How often the interval is halved in which the room lies that just fits."""
+
+
 class Level(enum.IntEnum):
     """What a layer keeps for backward; a higher level keeps less."""
 
@@ -118,16 +122,38 @@ def fitting_levels(
     """The levels with the least recomputation whose peak is at most `limit`; None if there are none.
 
     `room` is what all layers together may keep, if the peak comes when they all do. Where a layer's backward takes more
-    than that, the room is reduced by the excess. The input of the last layer is needed again at once and stays.
+    than that, the room is reduced until the peak fits, and then raised as far as it still does. The input of the last
+    layer is needed again at once and stays.
     """
+    found, below, above = None, 0.0, room
     for _ in layers:
-        levels = choose_levels(bytes_by_level, costs, layers, room)
-        levels[-1] = min(levels[-1], Level.RECOMPUTE)
+        levels = _levels_for(bytes_by_level, costs, layers, room)
         excess = peak(levels) - limit
         if excess <= 0:
-            return levels
-        room -= excess
-    return None
+            found, below = levels, room
+            break
+        above, room = room, room - excess
+    if found is None:
+        return None
+    for _ in range(HALVINGS if above > below else 0):
+        middle = (below + above) / 2
+        levels = _levels_for(bytes_by_level, costs, layers, middle)
+        if peak(levels) <= limit:
+            found, below = levels, middle
+        else:
+            above = middle
+    return found
+
+
+def _levels_for(
+    bytes_by_level: Mapping[Kind, Mapping[Level, float]],
+    costs: Mapping[Kind, Mapping[Level, float]],
+    layers: Sequence[Kind],
+    room: float,
+) -> list[Level]:
+    levels = choose_levels(bytes_by_level, costs, layers, room)
+    levels[-1] = min(levels[-1], Level.RECOMPUTE)
+    return levels
 
 
 def choose_levels(
