@@ -116,7 +116,8 @@ class Pricing:
         wanted["offload_params"] = engine.offload_params
         alike = {**wanted, "sharding_strategy": LAYOUTS.get(engine.strategy, engine.strategy), "offload_params": False}
         built = dataclasses.replace(engine, **alike)
-        recomputes = bool(config.gradient_checkpointing)  # some adapters exclude it
+        some_exclude_it = config.adapter_kind not in (None, "lora")
+        recomputes = some_exclude_it and bool(config.gradient_checkpointing)
         key = (_fixed(config), recomputes, str(built), machine.kind, machine.num_processes, machine.nodes)
         if key not in self._models:
             place = request.model or str(request.adapter)
