@@ -97,8 +97,8 @@ def _gpu(
 
 
 # Memory is what torch sees of it (`torch.cuda.mem_get_info`, and the "total capacity" in out-of-memory errors), the
-# least that was seen where drivers differ. Links are those of the datasheets in one direction: NVLink, Infinity Fabric or
-# PCIe; half of it for GeForce cards, which have no peer access and send through host memory.
+# least that was seen where drivers differ. Links are those of the datasheets in one direction: NVLink, Infinity Fabric
+# or PCIe; half of it for GeForce cards, which have no peer access and send through host memory.
 PCIE3, PCIE4, PCIE5 = 15.75, 31.5, 63.0
 _GPUS = (
     #     name          GiB    16-bit fp8    TF32   fp32   memory  node   network host link
