@@ -120,7 +120,7 @@ class Pricing:
         recomputes = some_exclude_it and bool(config.gradient_checkpointing)
         key = (_fixed(config), recomputes, str(built), machine.kind, machine.num_processes, machine.nodes)
         if key not in self._models:
-            place = request.model if request.model is not None else request.adapter
+            place = request.model or str(request.adapter)
             self._models[key] = planned_model(
                 config, built, place, machine.num_processes, machine.nodes, device=machine.kind
             )
@@ -129,13 +129,12 @@ class Pricing:
         return dataclasses.replace(found, engine=dataclasses.replace(found.engine, **wanted), plan=plan)
 
     def _traced(self, planned: PlannedModel, batch: BatchShape, config: SFTConfig) -> dict[Level, StepTrace]:
-        """One micro-batch at each level that layers may have, and without recomputation, which counts operations.
-        How the model is sharded makes no difference to them."""
+        """One micro-batch at each level that layers may have. How the model is sharded makes no difference to them."""
         whole: dict[str, Any] = {"sharding_strategy": None, "reshard_after_forward": None, "offload_params": False,
                  "dp_replicate_size": None, "dp_shard_size": None}  # fmt: skip
         model = (_fixed(config), str(dataclasses.replace(planned.engine, **whole)), planned.device)
         found = {}
-        for level in sorted({Level.KEEP_ALL, *needed_levels(config, planned.engine)}):
+        for level in needed_levels(config, planned.engine):
             key = (model, batch.rows, batch.length, batch.packed, level)
             if key not in self._traces:
                 self._traces[key] = trace_step(planned, batch, level)
