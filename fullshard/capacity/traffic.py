@@ -32,6 +32,8 @@ class Traffic:
     """From host memory to the device."""
     to_host: int = 0
     """From the device to host memory."""
+    units: dict[str, int] = field(default_factory=dict)
+    """Of what is sent to other devices, the part of each unit."""
 
     @property
     def sent(self) -> int:
@@ -173,7 +175,7 @@ def step_traffic(
         crossing[kind] = crossing.get(kind, 0.0) + ring.crossing * count
 
     from_host = accumulation * tokens * sum(_row_bytes(p) for unit in plan.units for p in unit.parameters if p.on_host)
-    to_host = 0
+    to_host, units = 0, dict[str, int]()
     for unit in plan.units:
         sends = unit_traffic(unit, shards, replicas)
         backward = accumulation * (again and unit is not plan.units[0] and unit.name not in skipped)
@@ -182,6 +184,8 @@ def step_traffic(
         add("reduce", shards, reductions * sends.reduce)
         add("flags", shards, reductions * sends.flags)
         add("replica all-reduce", replicas, reductions * sends.replicas)
+        units[unit.name] = (accumulation + backward) * sends.gather
+        units[unit.name] += reductions * (sends.reduce + sends.flags + sends.replicas)
         from_host += offload * (accumulation + backward) * sends.from_host
         to_host += offload * reductions * sends.to_host
     for axes in sorted({_split_over(p) for unit in plan.units for p in unit.parameters if p.trainable}):
@@ -192,7 +196,7 @@ def step_traffic(
     add("metrics", whole, whole.sum(METRICS, 8))
     across = {kind: round(count) for kind, count in crossing.items()}
     inside = {kind: count - across[kind] for kind, count in totals.items()}
-    return Traffic(inside, across, from_host, to_host)
+    return Traffic(inside, across, from_host, to_host, units)
 
 
 def _split_over(p: ParameterPlan) -> tuple[str, ...]:

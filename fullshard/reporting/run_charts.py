@@ -115,6 +115,8 @@ def markers(run: RunRecord) -> list[Marker]:
 
 MOMENTS = ("forward", "loss", "backward", "optimizer step")
 """The moments of a step; loading and saving are planned too."""
+ROOT = "(root)"
+"""The name of the unit that has none."""
 PARTS = (
     "shards", "optimizer", "gradients", "gathered", "activations", "logits", "workspace", "buffers", "communication",
     "other",
@@ -185,7 +187,7 @@ def _measured_rows(measured: Record) -> list[tuple[str, str, dict[str, float]]]:
         if moment in MOMENTS:
             row = {name: column[i] for name, column in parts.items() if i < len(column) and is_number(column[i])}
             label = moment if operation in ("", moment) else f"{moment}: {operation}"
-            found.append((str(moment), f"{label} {unit or '(root)'}".strip(), row))
+            found.append((str(moment), f"{label} {unit or ROOT}".strip(), row))
     return found
 
 
@@ -238,14 +240,28 @@ def _part_bars(planned: Mapping[str, Any], measured: Mapping[str, Any], size: fl
 
 
 def communication_chart(run: RunRecord) -> Chart | None:
-    """Bytes that one rank sent in the measured step, by unit."""
+    """Bytes that one rank sent in the measured step, by unit; ticks mark what was planned."""
     units = unit_traffic(run)
     size, unit = byte_unit(max((sum(parts.values()) for parts in units.values()), default=0.0))
-    short = _short(list(units))
-    bars = [Bar(short[name], {part: sent / size for part, sent in parts.items()}) for name, parts in units.items()]
+    short, planned = _short(list(units)), _planned_traffic(run).get("units")
+    planned = {name or ROOT: sent for name, sent in planned.items()} if isinstance(planned, dict) else {}
+    bars = [
+        Bar(
+            short[name],
+            {part: sent / size for part, sent in parts.items()},
+            planned[name] / size if is_number(planned.get(name)) else None,
+        )
+        for name, parts in units.items()
+    ]
     if not any(bar.parts for bar in bars):
         return None
-    return bar_chart("communication-units", "Sent by the first rank in one step, by unit", bars, unit=unit, x="unit")
+    title = "Sent by the first rank in one step, by unit"
+    return bar_chart("communication-units", title, bars, unit=unit, x="unit", target="planned")
+
+
+def _planned_traffic(run: RunRecord) -> Record:
+    found = (run.plan or {}).get("traffic")
+    return found if isinstance(found, dict) else {}
 
 
 def unit_traffic(run: RunRecord) -> dict[str, dict[str, float]]:
@@ -253,17 +269,17 @@ def unit_traffic(run: RunRecord) -> dict[str, dict[str, float]]:
     units = (run.measured or {}).get("units")
     found = {str(name): one for name, one in units.items() if isinstance(one, dict)} if isinstance(units, dict) else {}
     return {
-        name or "(root)": {part: float(counts[key]) for part, key in SENT.items() if is_number(counts.get(key))}
+        name or ROOT: {part: float(counts[key]) for part, key in SENT.items() if is_number(counts.get(key))}
         for name, counts in found.items()
     }
 
 
 def traffic_rows(run: RunRecord) -> list[list[Any]]:
     """What the first rank sent in the measured step, beside the plan: rows of (what, measured, planned)."""
-    units, plan = unit_traffic(run), (run.plan or {}).get("traffic")
+    units, plan = unit_traffic(run), _planned_traffic(run)
     planned: Counter[str] = Counter()
     for place in ("inside", "across"):
-        kinds = plan.get(place) if isinstance(plan, dict) else None
+        kinds = plan.get(place)
         for kind, sent in kinds.items() if isinstance(kinds, dict) else ():
             what = "gathered parameters" if str(kind).startswith("gather") else PLANNED.get(str(kind))
             planned[what or "metrics and clipping"] += sent if is_number(sent) else 0
@@ -273,12 +289,12 @@ def traffic_rows(run: RunRecord) -> list[list[Any]]:
 
 
 def _short(names: Sequence[str]) -> dict[str, str]:
-    """Names of units without the beginning that they share."""
-    parts = [name.split(".") for name in names if name != "(root)"]
+    """Names of units without the beginning that they share, but its last part."""
+    parts = [name.split(".") for name in names if name != ROOT]
     shared = 0
     while len({tuple(one[: shared + 1]) for one in parts}) == 1 and all(len(one) > shared + 1 for one in parts):
         shared += 1
-    return {name: ".".join(name.split(".")[shared:]) if name != "(root)" else name for name in names}
+    return {name: ".".join(name.split(".")[max(0, shared - 1) :]) if name != ROOT else name for name in names}
 
 
 SENT = {"gathered parameters": "gather_sent", "reduced gradients": "reduce_sent"}

@@ -20,7 +20,7 @@ from fullshard.reporting import page as pages
 from fullshard.reporting.chart_library import PACKAGE
 from fullshard.reporting.charts import DRAWN
 from fullshard.reporting.html_report import contents, render, write_report
-from fullshard.reporting.run_charts import memory_charts, metric_charts, traffic_rows
+from fullshard.reporting.run_charts import communication_chart, memory_charts, metric_charts, traffic_rows
 from fullshard.reporting.run_record import read_run
 from fullshard.reporting.run_summary import seconds, status, summary_of
 from tests.reporting.made_run import HOSTILE, full_run, hostile_run, made_metrics, made_run, write_lines
@@ -281,6 +281,7 @@ def planned_run(folder: Path) -> Path:
     traffic = {
         "inside": {"gather forward": 2**20, "gather backward": 2**20, "reduce": 1000, "flags": 24},
         "across": {"reduce": 0},
+        "units": {"": 2**20, "layers.0": 2**19},
     }
     (run / "plan.json").write_text(json.dumps({"memory": memory, "traffic": traffic}))
     return run
@@ -304,7 +305,11 @@ def test_memory_is_shown_measured_beside_planned(tmp_path: Path) -> None:
 
 
 def test_traffic_is_shown_measured_beside_planned(tmp_path: Path) -> None:
-    assert traffic_rows(read_run(planned_run(tmp_path / "run"))) == [
+    record = read_run(planned_run(tmp_path / "run"))
+    chart = communication_chart(record)
+    assert chart is not None and chart.header[-2:] == ("total", "planned") and chart.names[-1] == "planned"
+    assert [row[-1] * 2**20 if row[-1] != "" else None for row in chart.rows[:3]] == [2**20, 2**19, None]
+    assert traffic_rows(record) == [
         ["gathered parameters", "2.9 MiB", "2.0 MiB"], ["reduced gradients", "293.0 KiB", "1.0 KiB"],
     ]  # fmt: skip
 

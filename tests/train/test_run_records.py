@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fullshard import runtime
+from fullshard.capacity.traffic import step_traffic
 from fullshard.data.token_table import TokenTable
 from fullshard.errors import TrainingError
 from fullshard.reporting import html_report
@@ -84,6 +85,8 @@ def test_what_two_ranks_send_is_counted_by_unit(tmp_path: Path) -> None:
     runtime.barrier()
     if runtime.is_main():
         units = read_run(tmp_path / "out").measured["units"]  # type: ignore[index]
+        planned = step_traffic(trainer.model.plan, gpus_per_node=2, direct=True)
+        assert planned.units == {name: one["gather_sent"] + one["reduce_sent"] for name, one in units.items()}
         for unit in engine.units:
             found = units[unit.name]
             pieces = sum(p.plan.shard_bytes for p in unit.parameters)
