@@ -66,6 +66,19 @@ def faint_texts(page: Page) -> list[str]:
             const color = bytes(getComputedStyle(one).backgroundColor);
             return color[3] == 255 ? color.slice(0, 3) : over(color, background(above(one)));
         };
+        // Text in a drawing: the edge drawn around its letters, or the last shape below it.
+        const behind = (one, style) => {
+            if (style.paintOrder.startsWith('stroke') && style.stroke != 'none') return bytes(style.stroke).slice(0, 3);
+            const box = one.getBoundingClientRect(), x = box.x + box.width / 2, y = box.y + box.height / 2;
+            const covers = shape => { const b = shape.getBoundingClientRect();
+                return b.left <= x && x <= b.right && b.top <= y && y <= b.bottom; };
+            const before = shape => shape.compareDocumentPosition(one) & Node.DOCUMENT_POSITION_FOLLOWING;
+            const plain = shape => /^(rgb|color)/.test(getComputedStyle(shape).fill);
+            const shapes = [...(one.ownerSVGElement ?? one).querySelectorAll('rect')].filter(
+                shape => before(shape) && plain(shape) && seen(shape) && covers(shape));
+            const under = shapes.length ? bytes(getComputedStyle(shapes.at(-1)).fill) : [0, 0, 0, 0];
+            return over(under, background(one));
+        };
         const light = rgb => rgb.map(c => c / 255).map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
             .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
         const faint = [];
@@ -74,7 +87,8 @@ def faint_texts(page: Page) -> list[str]:
             if (!own || !seen(one) || one.matches(':disabled, script, style, title, option')) continue;
             const box = one.getBoundingClientRect();
             if (box.width < 2 || box.height < 2) continue;
-            const style = getComputedStyle(one), back = background(one), svg = one instanceof SVGElement;
+            const style = getComputedStyle(one), svg = one instanceof SVGElement;
+            const back = svg ? behind(one, style) : background(one);
             const [a, b] = [light(over(bytes(svg ? style.fill : style.color), back)), light(back)];
             const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), size = parseFloat(style.fontSize);
             const large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
@@ -108,8 +122,12 @@ def keyboard_faults(page: Page) -> list[str]:
     """)  # fmt: skip
     for _ in range(MOST_STOPS):
         page.press("Tab")
-        if not asked(page, FOCUSED):
+        found = asked(page, FOCUSED)
+        if not found:
             break
+        while found == "in a list":  # there, arrow keys move the focus
+            page.press("ArrowDown")
+            found = asked(page, FOCUSED)
     else:
         return [f"Tab has not come around after {MOST_STOPS} stops"]
     return asked(page, """
@@ -125,16 +143,17 @@ FOCUSED = """
     while (one?.shadowRoot?.activeElement) one = one.shadowRoot.activeElement;
     if (!one || one == document.body || one == document.documentElement || __reached.has(one)) return false;
     __reached.add(one);
-    const look = () => { const s = getComputedStyle(one);
+    const style = part => { const s = getComputedStyle(part);
         const outlined = s.outlineStyle != 'none' && parseFloat(s.outlineWidth);
-        return [outlined ? s.outlineColor : '', s.boxShadow, s.borderColor].join(); };
+        return [outlined ? s.outlineColor : '', s.boxShadow, s.borderColor, s.backgroundColor, s.stroke]; };
+    const look = () => [one, ...one.querySelectorAll('*')].slice(0, 40).map(style).join();
     const box = one.getBoundingClientRect(), focused = look();
     one.blur();
     const plain = look();
     one.focus({focusVisible: true, preventScroll: true});
     const inView = box.bottom > 0 && box.top < innerHeight && box.right > 0 && box.left < innerWidth;
     if (focused == plain || !inView) __hidden.push(label(one));
-    return true;
+    return one.parentElement?.querySelector(':scope > [tabindex="-1"]') ? 'in a list' : 'alone';
 """
 
 

@@ -11,6 +11,11 @@ SOUND = """<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport 
 <title>sound</title><style>:root { color-scheme: light dark } main { max-width: 100% }</style>
 <main><h1>A page</h1><p>Text with <a href="#end">a link</a> and <button id=pressed>a button</button>.</p>
 <svg id=chart width=300 height=80><path d="M0 70 L150 20 L300 40" stroke="#2563eb" stroke-width=2 fill=none /></svg>
+<svg width=300 height=60><rect width=140 height=50 fill="#234" /><text x=9 y=30 fill="#fff">on a shape</text>
+<g tabindex=0 id=one><rect x=150 width=60 height=50 fill="#eee" /></g>
+<g tabindex=-1 id=two><rect x=220 width=60 height=50 fill="#eee" /></g></svg>
+<style>g:focus { outline: none } g:focus rect { stroke: #2563eb; stroke-width: 2 }</style>
+<script>one.onkeydown = event => event.key == 'ArrowDown' && two.focus()</script>
 <p id=end>The end.</p>SPOILT</main></html>"""
 
 
@@ -47,6 +52,12 @@ FAULTS = [
     ("<img alt='' src=other.png>", "left", "/other.png"),
     ("<pre>" + "x" * 200 + "</pre>", "wide", "xxx"),
     ("<p style='color: #999; background: white'>too light</p>", "faint", "too light"),
+    (
+        "<svg width=99 height=30><rect width=90 height=30 fill='#fff' /><text y=20 fill='#eee'>on white</text></svg>",
+        "faint",
+        "on white",
+    ),
+    ("<style>#two:focus rect { stroke: none }</style>", "keyboard", "no visible focus: g#two"),
     ("<div id=hit>press me</div><script>hit.onclick = () => 0</script>", "keyboard", "not reached: div#hit"),
     ("<button tabindex=-1>skipped</button>", "keyboard", 'not reached: button "skipped"'),
     ("<style>a { outline: none }</style>", "keyboard", 'no visible focus: a "a link"'),

@@ -1,7 +1,7 @@
 "use strict";
 // Keeps a served page up to date. Only what differs is touched: scroll positions, open parts, focus and charts stay.
 (() => {
-  const SECONDS = 1, PATIENT = 5, MISSES = 3;
+  const MISSES = 3, PATIENT = 5; // after so many questions without an answer, it asks so much less often
   const own = (node) => node.nodeName === "SCRIPT" && !node.type; // this script and its like
   const charts = () => fullshard.draw(fullshard.json("charts"));
 
@@ -41,34 +41,33 @@
     }
   };
 
-  let tag = "", misses = 0;
   const say = (text) => {
     const place = document.querySelector("#live [role=status]");
-    if (place && place.textContent !== text) place.textContent = text;
+    if (place.textContent !== text) place.textContent = text;
+  };
+  const show = async (text) => {
+    const before = document.getElementById("charts").textContent;
+    children(document.body, new DOMParser().parseFromString(text, "text/html").body);
+    if (document.getElementById("charts").textContent !== before) await charts();
+  };
+
+  let tag = "", misses = 0;
+  const question = async () => {
+    const answer = await fetch("update", { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+    return { status: answer.status, tag: answer.headers.get("ETag"), text: await answer.text() };
   };
   const ask = async () => {
-    try {
-      const answer = await fetch("update", { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
-      if (answer.status === 200) {
-        const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-        const before = document.getElementById("charts").textContent;
-        children(document.body, fresh.body);
-        tag = answer.headers.get("ETag");
-        if (document.getElementById("charts").textContent !== before) await charts();
-      }
-      misses = 0;
-      if (answer.status >= 400) {
-        tag = "";
-        say("The run's folder cannot be read.");
-      }
-    } catch (error) {
-      if (!(error instanceof TypeError)) throw error; // fetch raises this one if nobody answers
-      misses += 1;
-      tag = ""; // what is written here now is replaced when somebody answers again
-      if (misses >= MISSES) say("Not connected: fullshard report --serve has ended, or the connection is lost.");
+    const answer = await question().catch(() => null); // nobody answers, or not to the end
+    misses = answer ? 0 : misses + 1;
+    if (answer?.status === 200) await show(answer.text);
+    else if (answer?.status !== 304) {
+      if (answer) say("The run's folder cannot be read.");
+      else if (misses >= MISSES) say("Not connected: fullshard report --serve has ended, or the connection is lost.");
     }
-    const over = document.querySelector("#live")?.dataset.state === "over";
-    if (!over) setTimeout(ask, 1000 * (misses < MISSES ? SECONDS : PATIENT));
+    // What was written here instead is replaced by the next answer.
+    tag = answer?.status === 200 ? answer.tag : answer?.status === 304 ? tag : "";
+    const { state, every } = document.getElementById("live").dataset;
+    if (state !== "over") setTimeout(ask, 1000 * every * (misses < MISSES ? 1 : PATIENT));
   };
   ask();
 })();

@@ -29,8 +29,11 @@ PORT = 8765
 """The port if none is given, where it is free."""
 EVERY = 0.5
 """Seconds between looks at the runs."""
-RESTART = 60.0
-"""How long a run that has not finished may be away: a launcher restarts a run that has crashed."""
+PAGE_ASKS = 1.0
+"""Seconds between the questions of an open page."""
+RESTART = 300.0
+"""How long a run that has not finished may be away: a launcher restarts a run that has crashed, and it reads data and
+model before it is seen again."""
 MOST_OF_THE_TIME = 0.1
 """The part of the time that may be spent on making the page: the run needs the processors."""
 LINGER = 3.0
@@ -166,10 +169,9 @@ def lead(runs: Sequence[RunRecord], over: bool) -> str:
         if state is RunState.RUNNING
     ]
     rest = " This page is no longer updated." if over else ""
-    return (
-        f'<div id="live" data-state="{"over" if over else "live"}"><p><strong role="status">{escape(headline)}.{rest}'
-        f"</strong></p>{''.join(rows)}</div>"
-    )
+    status = f'<p><strong role="status">{escape(headline)}.{rest}</strong></p>'
+    state = "over" if over else "live"
+    return f'<div id="live" data-state="{state}" data-every="{PAGE_ASKS:g}">{status}{"".join(rows)}</div>'
 
 
 def _progress(run: RunRecord) -> str:

@@ -210,12 +210,19 @@ def test_hostile_texts_are_shown_and_executed_nowhere(browser, pages):
 # --- live -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """Pages ask more often than they would, and get an answer at once."""
+    monkeypatch.setattr("fullshard.results.serve.PAGE_ASKS", 0.1)
+    monkeypatch.setattr("fullshard.results.serve.MOST_OF_THE_TIME", float("inf"))
+
+
 def append(folder, *records):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
-def test_the_live_page_follows_a_run(browser, tmp_path, monkeypatch):
+def test_the_live_page_follows_a_run(browser, tmp_path, monkeypatch, impatient):
     running = {"is": "process 1"}
     for module in ("serve", "run_state"):
         monkeypatch.setattr(f"fullshard.results.{module}.owner_of", lambda folder: running["is"])
@@ -251,8 +258,7 @@ def test_the_live_page_follows_a_run(browser, tmp_path, monkeypatch):
         assert not page.problems and page.pages == [server.url]
 
 
-@pytest.mark.slow
-def test_the_live_page_says_that_nobody_answers(browser, tmp_path):
+def test_the_live_page_says_that_nobody_answers(browser, tmp_path, impatient):
     run = made_run(tmp_path / "run")
     live = LivePage([run])
     with browser.page() as page:
