@@ -135,11 +135,14 @@ def condense(model: Any) -> list[Stack]:
     """Leave out layers of a model on the meta device, in place, that others stand for.
 
     The lists of layers are those of the classes that the model names as its layers (`_no_split_modules`). Layers that
-    share a parameter or module with anything else stay as they are.
+    share a parameter or module with anything else, or point to another layer, stay as they are.
     """
     stacks = []
     for layers in _layer_lists(model):
-        stands_for = _stand_ins(_kinds(layers))
+        parts = [_Parts(layer) for layer in layers]
+        if not _stand_alone(model, layers, parts):
+            continue
+        stands_for = _stand_ins(_kinds(parts))
         kept = sorted(set(stands_for))
         if len(kept) == len(layers):
             continue
@@ -167,63 +170,63 @@ def _stand_ins(kinds: Sequence[Any]) -> list[int]:
 
 
 def _layer_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """The outermost lists of layers."""
     names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     found = [
         m for m in model.modules()
         if type(m) is nn.ModuleList and len(m) > 1 and all(type(layer).__name__ in names for layer in m)
     ]  # fmt: skip
-    inside = {below for stack in found for layer in stack for below in layer.modules()}
-    held: dict[int, int] = {}
-    for part in [*_parts_outside(model, found), *(parts for stack in found for parts in map(_parts, stack))]:
-        for one in part:
-            held[one] = held.get(one, 0) + 1
-    return [m for m in found if m not in inside and all(held[one] == 1 for layer in m for one in _parts(layer))]
+    inside = {below for layers in found for layer in layers for below in layer.modules()}
+    return [layers for layers in found if layers not in inside]
 
 
-def _parts(layer: nn.Module) -> set[int]:
-    """The ids of everything in a layer."""
-    return {id(one) for one in (*layer.modules(), *layer.parameters(), *layer.buffers())}
+class _Parts:
+    """What a layer is made of."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        modules = list(layer.named_modules())
+        self.ids = {id(module) for _, module in modules}
+        self.attributes: dict[tuple[str, str], Any] = {}
+        """The public attributes of its modules, by the module's name and their own."""
+        self.structure: list[Any] = []
+        for path, module in modules:
+            self.structure.append((path, type(module)))
+            for tensors in (parameters_of(module), buffers_of(module)):
+                for key, t in tensors.items():
+                    if t is not None:
+                        self.structure.append((key, t.shape, t.dtype, t.requires_grad))
+                        self.ids.add(id(t))
+            self.attributes |= {(path, key): value for key, value in vars(module).items() if key[0] != "_"}
 
 
-def _parts_outside(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> Iterator[set[int]]:
-    """The ids of everything in the model that is not in a layer."""
-    lists, waiting, seen = set(stacks), [model], set()
+def _stand_alone(model: nn.Module, layers: nn.ModuleList, parts: Sequence[_Parts]) -> bool:
+    """Whether layers share nothing with each other or with the rest of the model, and use nothing of each other."""
+    outside: set[int] = set()
+    waiting, seen = [model], {layers}
     while waiting:
         module = waiting.pop()
-        if module in seen or module in lists:
-            continue
-        seen.add(module)
-        waiting += module.children()
-    held = {id(t) for m in seen for t in (*parameters_of(m).values(), *buffers_of(m).values()) if t is not None}
-    yield {id(m) for m in seen} | held
+        if module not in seen:
+            seen.add(module)
+            waiting += module.children()
+            held = (*parameters_of(module).values(), *buffers_of(module).values())
+            outside |= {id(module), *(id(t) for t in held if t is not None)}
+    together = set().union(*(part.ids for part in parts))
+    if outside & together or len(together) < sum(len(part.ids) for part in parts):
+        return False
+    if any("per_layer" in name and id(p) in outside for name, p in model.named_parameters()):
+        return False  # Gemma 3n: one table with the inputs of all layers, which the forward pass divides among them
+    return not any("shared_layer" in key and value for part in parts for (_, key), value in part.attributes.items())
 
 
-def _kinds(layers: nn.ModuleList) -> list[tuple[Any, ...]]:
+def _kinds(parts: Sequence[_Parts]) -> list[tuple[Any, ...]]:
     """For each layer everything that decides how it runs and what it holds, but its values and its index."""
-    attributes = [_attributes(layer) for layer in layers]
-    index_keys = {key for found in attributes for key in found}
-    for index, found in enumerate(attributes):
-        index_keys -= {key for key, value in found.items() if type(value) is not int or value != index}
-    kinds = []
-    for index, (layer, found) in enumerate(zip(layers, attributes, strict=True)):
-        plain = tuple((key, _plain(value, index)) for key, value in found.items() if key not in index_keys)
-        kinds.append((_structure(layer), plain))
-    return kinds
-
-
-def _attributes(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """The public attributes of a layer's modules, by the module's name and their own."""
-    modules = layer.named_modules()
-    return {(path, key): value for path, m in modules for key, value in vars(m).items() if key[0] != "_"}
-
-
-def _structure(layer: nn.Module) -> tuple[Any, ...]:
-    found: list[Any] = []
-    for path, module in layer.named_modules():
-        found.append((path, type(module)))
-        for held in (parameters_of(module), buffers_of(module)):
-            found += [(key, t.shape, t.dtype, t.requires_grad) for key, t in held.items() if t is not None]
-    return tuple(found)
+    index_keys = {key for part in parts for key in part.attributes}
+    for index, part in enumerate(parts):
+        index_keys -= {key for key, value in part.attributes.items() if type(value) is not int or value != index}
+    return [
+        (*part.structure, *((k, _plain(v, i)) for k, v in part.attributes.items() if k not in index_keys))
+        for i, part in enumerate(parts)
+    ]
 
 
 def _plain(value: Any, index: int) -> Any:

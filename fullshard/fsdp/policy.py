@@ -102,9 +102,12 @@ def find_units(root: nn.Module, policy: Policy | None, ignored: set[nn.Module]) 
     chosen: list[nn.Module] = []
     seen: set[nn.Module] = {root}
     taken: set[int] = set()
+    counts = getattr(policy, "func", policy) not in (transformer_auto_wrap_policy, lambda_auto_wrap_policy)
 
     def free_numel(module: nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters() if id(p) not in taken)
+        """The elements of parameters outside of units; those of one parameter for a policy that does not count them."""
+        sizes = (p.numel() for p in module.parameters() if id(p) not in taken)
+        return sum(sizes) if counts else next((size for size in sizes if size), 0)
 
     def visit(module: nn.Module) -> None:
         for child in module.children():

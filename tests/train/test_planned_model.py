@@ -67,7 +67,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "frozen layers": ({"freeze": "layers.[0-2]"}, {"mixed_precision": "bf16"}),
     "one layer": ({**LORA, "lora_target_modules": "layers.3.self_attn.q_proj"}, {}),
     "pattern": ({**LORA, "lora_target_modules": "q_proj,v_proj"}, {"auto_wrap_policy": "NO_WRAP"}),
-    "by size": (LORA, {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 4000}),
+    "by size": ({}, {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 40000}),
     "by class": ({}, {"transformer_layer_cls_to_wrap": ("LlamaMLP", "LlamaDecoderLayer")}),
     "whole model": ({}, {"transformer_layer_cls_to_wrap": ("LlamaModel",)}),
     "no wrap": (QLORA, {"auto_wrap_policy": "NO_WRAP", "sharding_strategy": "SHARD_GRAD_OP"}),
@@ -123,26 +123,22 @@ def compare(folder: Path, model: str, name: str, **more: Any) -> PlannedModel:
 @pytest.mark.parametrize(
     ("model", "built"),
     [
-        ("gpt2", 3), ("windows", 5), ("gemma3", 5), ("mixed", 5),
+        ("gemma3", 5), ("mixed", 5),
         *(pytest.param(name, built, marks=pytest.mark.slow) for name, built in (
             ("llama", 3), ("tied", 3), ("qwen3", 3), ("gemma2", 5), ("mixtral", 3), ("sparse", 5), ("opt", 3),
-            ("neox", 3),
+            ("neox", 3), ("gpt2", 3), ("windows", 5),
         )),
     ],
 )  # fmt: skip
 def test_two_of_each_kind_of_layer_and_the_last_are_built(model: str, built: int, tmp_path: Path) -> None:
-    planned = compare(tmp_path, model, "qlora", processes=48, nodes=6)
+    planned = compare(tmp_path, model, "qlora", processes=48, nodes=6, device="cpu")
     assert len(set(planned.kinds.values())) == built
     assert len(planned.layers) == 7
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("saved", "no wrap", "one layer", "hybrid") else pytest.param(name, marks=pytest.mark.slow)
-        for name in SETTINGS
-    ],
+    "name", [n if n in ("no wrap", "one layer") else pytest.param(n, marks=pytest.mark.slow) for n in SETTINGS]
 )
 def test_settings_that_tell_layers_apart_get_the_whole_model(name: str, device: str, tmp_path: Path) -> None:
     planned = compare(tmp_path, "llama", name, device=device, nodes=2)
@@ -161,7 +157,7 @@ def test_settings_that_tell_layers_apart_get_the_whole_model(name: str, device: 
     ],
 )  # fmt: skip
 def test_layers_that_stand_for_others_run_like_them(model: str, name: str, tmp_path: Path) -> None:
-    made = [plan(tmp_path, model, name, device="cuda", condensed=condensed) for condensed in (True, False)]
+    made = [plan(tmp_path, model, name, device="cpu", condensed=condensed) for condensed in (True, False)]
     assert made[0].kinds != made[1].kinds
     few, every = (segments(one) for one in made)
     assert {layer: few[made[0].kinds[layer]] for layer in made[0].layers} == every
@@ -189,9 +185,9 @@ def real_plan(folder: Path, model: str, name: str) -> ShardingPlan:
     return shard_model(made, ready.engine, mixed_precision=ready.precision).plan
 
 
-@ranks(1, 2)
-def test_the_plan_is_that_of_the_engine(tmp_path: Path, world_size: int) -> None:
-    for model, name in (("mixed", "qlora"), ("tied", "full"), ("llama", "ignored"), ("llama", "no wrap")):
+@ranks(2)
+def test_the_plan_is_that_of_the_engine(tmp_path: Path) -> None:
+    for model, name in (("mixed", "qlora"), ("tied", "ignored")):
         planned = plan(tmp_path, model, name, runtime.world_size(), device="cpu")
         assert not differences(planned.plan, real_plan(tmp_path, model, name))
 
