@@ -122,14 +122,9 @@ class TracedStep:
 def flops_per_token(
     traces: Mapping[Level, StepTrace], layers: Sequence[str], kinds: Mapping[str, str], batch: BatchShape
 ) -> float:
-    """Floating-point operations per token of forward and backward, without recomputation."""
-    level = min(traces)
-    step = TracedStep(traces, layers, kinds, [level] * len(layers), batch)
-    total = step.flops()
-    if level >= Level.RECOMPUTE:  # a layer's backward has its forward once more
-        reached = [index for index in range(len(layers)) if step.of_layer(index, "backward")]
-        total -= sum(s.flops for index in reached for s in step.of_layer(index, "forward"))
-    return total / batch.tokens
+    """Floating-point operations per token of forward and backward, without recomputation if `traces` has such a
+    trace."""
+    return TracedStep(traces, layers, kinds, [min(traces)] * len(layers), batch).flops() / batch.tokens
 
 
 def estimate_time(
