@@ -141,6 +141,15 @@ def test_the_page_follows_the_files(tmp_path, monkeypatch):
     assert "Finished at step 100. This page is no longer updated." in page.update().text
 
 
+def test_several_runs_are_compared_live(tmp_path):
+    folders = [started(tmp_path / "a"), made_run(tmp_path / "b")]
+    page = LivePage(folders)
+    assert "0 of 2 runs are going on." in page.update().text
+    with held(folders[0]):
+        text = page.update().text
+        assert "1 of 2 runs are going on." in text and "<p>a: step 20 of 100" in text and "2 runs compared" in text
+
+
 def test_an_update_is_the_body_of_the_page(tmp_path):
     page = LivePage([started(tmp_path / "run")])
     whole, update = page.whole().text, page.update().text
