@@ -6,23 +6,20 @@ its light, dark and print styles. `page.py` puts charts into a page.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from fullshard.reporting import vega_lite
+from fullshard.reporting.vega_lite import COLORS, DASHES
 
 DRAWN = 1000
 """The most points of a series that are drawn."""
 LISTED = 60
 """The most rows in the table beside a chart."""
-COLORS = 10
-"""The number of colors in the page's style; series beyond are told apart by their dashes."""
 TARGET_STYLE = (7, 0)
 """Color and dash of what ticks mark."""
-DASHES = ((1, 0), (6, 3), (2, 3), (8, 3, 2, 3))
-X_FORMS = {"step": ",~d", "tokens": "~s"}
-"""d3's formats of numbers on x axes."""
 FEW = 40
 """A series of so few points has a dot at each."""
 
@@ -85,61 +82,46 @@ def line_chart(
     replaces the numbers on the x axis. `form` is d3's format of values."""
     series = [one for one in series if one.points]
     styles = tuple(_style(one, number) for number, one in enumerate(series))
-    kept = [kept_points(one.points) for one in series]
-    drawn = [[one.points[i] for i in those] for one, those in zip(series, kept, strict=True)]
-    finite = [y for points in drawn for _, y in points if y is not None]
-    log = log and bool(finite) and min(finite) > 0
-    columns: dict[str, list[Any]] = {"x": [], "y": [], "s": [], "d": []}
-    for number, points in enumerate(drawn):
-        columns["x"] += [x for x, _ in points]
-        columns["y"] += [y for _, y in points]
-        columns["s"] += [number] * len(points)
-        columns["d"] += _dots(points)
-    if labelled := any(one.labels for one in series):
-        columns["l"] = [
-            one.labels[i] if one.labels else "" for one, those in zip(series, kept, strict=True) for i in those
-        ]
-    scale = {"type": "log"} if log else {"zero": zero}
-    axis_x: dict[str, Any] = {"title": x, "format": X_FORMS.get(x, ",.4~r"), "tickMinStep": 1}
-    if x_labels is not None:
-        axis_x = {"title": x, "values": list(x_labels), "labelExpr": _labels(x_labels), "labelOverlap": False}
-    places = {at for points in drawn for at, _ in points}
-    scale_x: dict[str, Any] = {"nice": False, "zero": False}
-    if len(places) == 1:
-        scale_x["domain"] = [min(places) - 1, max(places) + 1]
-    encoding = {
-        "x": {"field": "x", "type": "quantitative", "scale": scale_x, "axis": axis_x},
-        "y": {"field": "y", "type": "quantitative", "scale": scale, "axis": {"title": unit or None, "format": form}},
-        "color": _color(styles),
-    }
-    dashes: dict[str, Any] = {"field": "s", "type": "ordinal", "legend": None}
-    dashes["scale"] = {"domain": list(range(len(styles))), "range": [list(DASHES[dash]) for _, dash in styles]}
-    where = _text("l") if labelled else {"field": "x", "type": "quantitative", "title": x}
-    tooltip = [where, _text("n"), {**_text("y"), "type": "quantitative", "format": form}]
-    nearest = {"type": "point", "nearest": True, "on": "pointermove", "clear": "pointerout"}
-    layers: list[dict[str, Any]] = [
-        {"mark": {"type": "line", "strokeWidth": 1.8}, "encoding": {"strokeDash": dashes}},
-        {"mark": {"type": "point", "filled": True, "size": 60, "aria": False},
-         "transform": [{"filter": "isValid(datum.y)"}],
-         "params": [{"name": "hover", "select": nearest}],
-         "encoding": {"opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
-                      "tooltip": tooltip}},
-    ]  # fmt: skip
-    if any(columns["d"]):
-        dot = {"type": "point", "filled": True, "size": 26, "opacity": 1, "aria": False}
-        layers.insert(1, {"mark": dot, "transform": [{"filter": "datum.d && isValid(datum.y)"}]})
-    if markers:
-        layers.append(_marker_layer(markers))
-    spec = _spec({"encoding": encoding, "layer": layers}, 220)
-    notes = [f"{one.name}: {_missing(one.points)}" for one in series if any(y is None for _, y in one.points)]
-    if any(len(points) < len(one.points) for one, points in zip(series, drawn, strict=True)):
-        most = max(len(one.points) for one in series)
-        notes.append(f"{max(map(len, drawn)):,} of {most:,} points are drawn, extremes included.")
+    columns = _drawn_points(series)
+    finite = [y for y in columns["y"] if y is not None]
+    spec = vega_lite.lines(
+        styles, vega_lite.Axes(x, unit, form, zero, log and bool(finite) and min(finite) > 0, x_labels),
+        only_x=columns["x"][0] if len(set(columns["x"])) == 1 else None, dots=any(columns["d"]),
+        labelled="l" in columns, markers=[(one.at, one.label) for one in markers],
+    )  # fmt: skip
     header, rows, count = _by_x(series, x)
     return Chart(
         id, title, spec, columns, tuple(one.name for one in series), styles, _describe_lines(title, series, x, unit),
-        header, rows, count, tuple(notes),
+        header, rows, count, tuple(_line_notes(series)),
     )  # fmt: skip
+
+
+def _drawn_points(series: Sequence[Series]) -> dict[str, list[Any]]:
+    """The points to draw, by column: x, y, the series' number, whether it needs a dot, and its label if points have
+    one."""
+    columns: dict[str, list[Any]] = {"x": [], "y": [], "s": [], "d": []}
+    if any(one.labels for one in series):
+        columns["l"] = []
+    for number, one in enumerate(series):
+        kept = kept_points(one.points)
+        points = [one.points[i] for i in kept]
+        columns["x"] += [at for at, _ in points]
+        columns["y"] += [y for _, y in points]
+        columns["s"] += [number] * len(points)
+        columns["d"] += _dots(points)
+        if "l" in columns:
+            columns["l"] += [one.labels[i] if one.labels else "" for i in kept]
+    return columns
+
+
+def _line_notes(series: Sequence[Series]) -> Iterator[str]:
+    for one in series:
+        if any(y is None for _, y in one.points):
+            yield f"{one.name}: {_missing(one.points)}"
+    most = max((len(one.points) for one in series), default=0)
+    if most > DRAWN:
+        drawn = max(len(kept_points(one.points)) for one in series)
+        yield f"{drawn:,} of {most:,} points are drawn, extremes included."
 
 
 def kept_points(points: Sequence[tuple[float, float | None]], most: int = DRAWN) -> list[int]:
@@ -170,19 +152,6 @@ def _dots(points: Sequence[tuple[float, float | None]]) -> list[int]:
 def _style(series: Series, number: int) -> tuple[int, int]:
     color = number if series.color is None else series.color
     return color % COLORS, int(series.dashed) or (color // COLORS) % len(DASHES)
-
-
-def _marker_layer(markers: Sequence[Marker]) -> dict[str, Any]:
-    values = [{"x": one.at, "n": one.label} for one in markers]
-    return {
-        "data": {"values": values},
-        "mark": {"type": "point", "shape": "triangle-up", "filled": True, "size": 45, "opacity": 0.9, "aria": False},
-        "encoding": {
-            "x": {"field": "x", "type": "quantitative"}, "y": {"value": 215},
-            "color": {"value": "var(--muted)"},
-            "tooltip": [{"field": "x", "type": "quantitative", "title": "step"}, _text("n")],
-        },
-    }  # fmt: skip
 
 
 def _missing(points: Sequence[tuple[float, float | None]]) -> str:
@@ -262,11 +231,7 @@ def bar_chart(
             columns["b"].append(bar.name)
             columns["y"].append(bar.target)
             columns["s"].append(parts)
-    shapes = _bar_shapes(
-        parts, ticked, across="y" if horizontal else "x", many=len(bars) > 24, x=x, unit=unit, form=form
-    )
-    shapes["encoding"]["color"] = _color(styles)
-    spec = _spec(shapes, 26 * len(bars) if horizontal else 220)
+    spec = vega_lite.bars(styles, vega_lite.Axes(x, unit, form), len(bars), horizontal, parts if ticked else None)
     totals = [(bar.name, sum(bar.parts.values())) for bar in bars]
     most = max(totals, key=lambda one: one[1], default=("", 0.0))
     described = (
@@ -279,58 +244,3 @@ def bar_chart(
         for bar in _spread(bars)
     ]  # fmt: skip
     return Chart(id, title, spec, columns, names, styles, described, header, rows, len(bars))
-
-
-def _bar_shapes(parts: int, ticked: bool, across: str, many: bool, x: str, unit: str, form: str) -> dict[str, Any]:
-    """Marks and encoding of bars along the axis `across`, and of ticks for the series after their parts."""
-    axis: dict[str, Any] = {"title": x or None, "labelAngle": 0, "labelLimit": 160, "labelOverlap": "greedy"}
-    axis |= {"labels": not many, "ticks": not many}
-    scale = {"paddingInner": 0.05 if many else 0.25}
-    up = "x" if across == "y" else "y"
-    amount: dict[str, Any] = {"field": "y", "type": "quantitative", "axis": {"title": unit or None, "format": form}}
-    shared = {
-        across: {"field": "b", "type": "ordinal", "sort": None, "axis": axis, "scale": scale},
-        "tooltip": [_text("b"), _text("n"), {**_text("y"), "type": "quantitative", "format": form}],
-    }
-    stacked = {up: {**amount, "stack": "zero"}, "order": {"field": "s", "type": "ordinal"}}
-    bars = {
-        "mark": {"type": "bar", "aria": False},
-        "transform": [{"filter": f"datum.s < {parts}"}],
-        "encoding": stacked,
-    }
-    if not ticked:
-        return {"mark": bars["mark"], "encoding": {**shared, **stacked}}
-    tick = {"type": "tick", "thickness": 3, "aria": False}
-    ticks = {"mark": tick, "transform": [{"filter": f"datum.s == {parts}"}], "encoding": {up: amount}}
-    return {"layer": [bars, ticks], "encoding": shared}
-
-
-# --- parts of specifications ----------------------------------------------------------------------------------------
-
-
-def _spec(body: dict[str, Any], height: int) -> dict[str, Any]:
-    axis = {
-        "labelColor": "var(--muted)", "titleColor": "var(--muted)", "gridColor": "var(--grid)",
-        "domainColor": "var(--rule)", "tickColor": "var(--rule)", "titleFontWeight": "normal", "labelFontSize": 11,
-        "titleFontSize": 11,
-    }  # fmt: skip
-    config = {"font": "system-ui, sans-serif", "view": {"stroke": None}, "axis": axis, "background": None}
-    autosize = {"type": "fit-x", "contains": "padding"}
-    return {"width": "container", "height": height, "autosize": autosize, "data": {"name": "values"}, "config": config,
-            **body}  # fmt: skip
-
-
-def _color(styles: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    colors = [f"var(--s{color})" for color, _ in styles]
-    scale = {"domain": list(range(len(styles))), "range": colors}
-    return {"field": "s", "type": "ordinal", "scale": scale, "legend": None}
-
-
-def _text(name: str) -> dict[str, Any]:
-    """A line of a tooltip that shows the value alone: its title is the field's name (`page.js`)."""
-    return {"field": name, "type": "nominal", "title": name}
-
-
-def _labels(labels: Mapping[float, str]) -> str:
-    """An expression that gives an axis its labels: JSON, whose strings no text in them can end."""
-    return f"{json.dumps({str(at): text for at, text in labels.items()})}['' + datum.value]"

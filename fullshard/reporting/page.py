@@ -17,7 +17,8 @@ from importlib.resources import files
 from typing import Any
 
 from fullshard.reporting.chart_library import PACKAGE, chart_library
-from fullshard.reporting.charts import DASHES, Chart
+from fullshard.reporting.charts import Chart
+from fullshard.reporting.vega_lite import DASHES
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 

@@ -138,6 +138,7 @@ def test_a_run_that_fails_and_is_resumed(tmp_path: Path) -> None:
     assert status(record) == "finished"
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_among_the_events(tmp_path: Path) -> None:
     def broken() -> Any:
         model = make_model()
