@@ -21,6 +21,9 @@ from fullshard.errors import MeshError
 from fullshard.launch import environment_report, worker
 from fullshard.launch.config import launch_options
 from fullshard.launch.help_text import NEEDS_SCRIPT
+from fullshard.launch.plan_options import plan_options
+from fullshard.launch.show_command import ShowOptions
+from fullshard.options import options_of
 from fullshard.train.cli_args import command_options
 from tests.pool import ROOT
 
@@ -141,8 +144,9 @@ def test_help_is_whole(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert max(map(len, lines)) <= width, name
         assert re.search(rf"^Usage: .*fullshard {name} ", lines[0])
         wanted = {flag for one in commands[name].params for flag in one.opts if flag.startswith("-")}
-        if name in ("launch", "test", "sft"):
+        if name in ("launch", "test", "sft", "plan", "show"):
             options = [o for o in command_options() if not o.refused] if name == "sft" else launch_options()
+            options = {"plan": plan_options(), "show": options_of(ShowOptions)}.get(name, options)
             wanted = {f"--{one.key}" for one in options if name != "test" or one.name not in NEEDS_SCRIPT}
             texts = {one.key: one.help or one.no_op for one in options}
             assert not [one.key for one in options if f"--{one.key}" in wanted and texts[one.key][:20] not in text]
@@ -157,7 +161,8 @@ WRONG = [
     ["chat", "/nowhere", "--json"], ["export", "x"], ["export", "/nowhere", "out"], ["merge-weights", "/nowhere", "o"],
     ["inspect", "/nowhere"], ["config", "ask", "now"], ["config", "maybe"], ["config", "--config_file", "a.txt"],
     ["env", "--what"], ["launch"], ["launch", "/nowhere.py"], ["launch", "--what", "x.py"], ["launch", "-n", "x", "y"],
-    ["test", "--what"], ["test", "x.py"], ["sft"], ["sft", "/nowhere.yaml"], ["sft", "--what"],
+    ["show", "/nowhere"], ["show", "x", "--out", "x.pdf"], ["test", "--what"], ["test", "x.py"],
+    ["sft"], ["sft", "/nowhere.yaml"], ["sft", "--what"],
     ["sft", "--model_name_or_path", "/nowhere", "--dataset_name", "x"],
 ]  # fmt: skip
 

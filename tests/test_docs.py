@@ -21,8 +21,11 @@ import yaml
 from fullshard.cli import app
 from fullshard.configfile import read_file, sort_keys
 from fullshard.launch.config import file_options, launch_options
+from fullshard.launch.plan_command import read_request
+from fullshard.launch.plan_options import plan_options
 from fullshard.launch.sft_command import split
-from fullshard.options import parse_flags
+from fullshard.launch.show_command import ShowOptions, read_options
+from fullshard.options import options_of, parse_flags
 from fullshard.train.cli_args import CommandConfig, command_options
 from tests.pool import ranks
 
@@ -138,6 +141,8 @@ def check_fullshard(words: list[str]) -> None:
         assert file or parsed.values.get("model_name_or_path")
         CommandConfig(**parsed.values)
         assert not parse_flags(launchers, launch_options(), "launch").rest
+    elif name in ("plan", "show"):
+        read_request(read_options(left)[1] if name == "show" else left)
     elif name in ("launch", "test"):
         parsed = parse_flags(left, launch_options(), name)
         assert bool(parsed.rest) == (name == "launch")
@@ -151,7 +156,7 @@ FOREIGN = {"help", "version", "nproc_per_node", "ntasks_per_node", "no"}
 
 def test_flags_mentioned_in_the_text_exist():
     known = set(FOREIGN)
-    for one in (*command_options(), *launch_options()):
+    for one in (*command_options(), *launch_options(), *plan_options(), *options_of(ShowOptions)):
         known |= {one.key, *one.flags, f"no_{one.key}"}
     for command in COMMANDS.values():
         for parameter in command.params:

@@ -97,8 +97,9 @@ def _gpu(
 
 
 # Memory is what torch sees of it (`torch.cuda.mem_get_info`, and the "total capacity" in out-of-memory errors), the
-# least that was seen where drivers differ. Links: NVLink or Infinity Fabric in one direction, else PCIe at 80 %.
-PCIE3, PCIE4, PCIE5 = 12.5, 25.0, 50.0
+# least that was seen where drivers differ. Links are those of the datasheets in one direction: NVLink, Infinity Fabric
+# or PCIe; half of it for GeForce cards, which have no peer access and send through host memory.
+PCIE3, PCIE4, PCIE5 = 15.75, 31.5, 63.0
 _GPUS = (
     #     name          GiB    16-bit fp8    TF32   fp32   memory  node   network host link
     _gpu("b200",        178.3, (2250, 4500, 1100, 80.0),   8000, 900.0, 50.0, PCIE5, host=2048),
@@ -113,9 +114,9 @@ _GPUS = (
     _gpu("a10g",        22.0,  (70, 0, 35, 31.2),          600, PCIE4, 1.5, PCIE4, host=384),
     _gpu("rtx-a6000",   47.4,  (154.8, 0, 77.4, 38.7),     768, PCIE4, 1.25, PCIE4, host=256),
     _gpu("rtx6000-ada", 47.4,  (364.2, 728.5, 182.1, 91.1), 960, PCIE4, 1.25, PCIE4, host=256),
-    _gpu("rtx5090",     31.3,  (209.5, 419, 104.8, 104.8), 1792, PCIE5, 1.25, PCIE5, host=256),
-    _gpu("rtx4090",     23.5,  (165.2, 330.3, 82.6, 82.6), 1008, PCIE4, 1.25, PCIE4, host=256),
-    _gpu("rtx3090",     23.5,  (71, 0, 35.6, 35.6),        936, PCIE4, 1.25, PCIE4, host=256),
+    _gpu("rtx5090",     31.3,  (209.5, 419, 104.8, 104.8), 1792, PCIE5 / 2, 1.25, PCIE5, host=256),
+    _gpu("rtx4090",     23.5,  (165.2, 330.3, 82.6, 82.6), 1008, PCIE4 / 2, 1.25, PCIE4, host=256),
+    _gpu("rtx3090",     23.5,  (71, 0, 35.6, 35.6),        936, PCIE4 / 2, 1.25, PCIE4, host=256),
     _gpu("v100-32gb",   31.7,  (125, 0, 0, 15.7),          900, 150.0, 1.5, PCIE3, host=768, bf16=False),
     _gpu("v100-16gb",   15.7,  (125, 0, 0, 15.7),          900, 150.0, 1.5, PCIE3, host=768, bf16=False),
     _gpu("t4",          14.5,  (65, 0, 0, 8.1),            320, PCIE3, 1.5, PCIE3, host=192, per_node=4, bf16=False),

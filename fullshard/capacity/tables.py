@@ -70,8 +70,8 @@ def memory_tables(memory: MemoryEstimate, width: int) -> list[Table]:
     """Memory of one device, by part and moment; in a narrow window in two tables, one below the other."""
     unit, name = (GIB, "GiB") if memory.peak >= GIB else (MIB, "MiB")
     largest: dict[str, int] = {}
-    for moment in memory.moments.values():
-        for part, size in moment.items():
+    for sizes in memory.moments.values():
+        for part, size in sizes.items():
             largest[part] = max(size, largest.get(part, 0))
     parts = sorted((part for part in largest if largest[part] >= unit / 200), key=_place)  # others show as 0.00
     moments = list(memory.moments)

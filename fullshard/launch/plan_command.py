@@ -72,7 +72,7 @@ def with_data(request: PlanRequest) -> PlanRequest:
     from fullshard.train.planned_batch import lengths_of_data
 
     lengths, note = lengths_of_data(request.config, request.model, request.adapter)
-    return dataclasses.replace(request, lengths=lengths, notes=(*request.notes, note))
+    return dataclasses.replace(request, lengths=lengths, data=note)
 
 
 def read_request(words: Sequence[str]) -> tuple[PlanRequest, PlanOptions]:

@@ -69,8 +69,7 @@ def show(words: Sequence[str]) -> int:
     if not words or any(word in HELP for word in words):
         show_show_help()
         return 0
-    rest, mine = separate(words, _by_name(options_of(ShowOptions)))
-    options = ShowOptions(**parse_flags(mine, options_of(ShowOptions), "show").values)
+    options, rest = read_options(words)
     out = check_out(options.out) if options.out is not None else None
     stored = find_plan(rest[0]) if rest and not rest[0].startswith("-") else None
     if stored is not None and out is not None and within(out, stored.place):
@@ -80,6 +79,12 @@ def show(words: Sequence[str]) -> int:
     shown = _from_store(stored, rest[1:]) if stored is not None else _from_estimate(read_request(rest)[0])
     _draw(shown, options, out)
     return 0
+
+
+def read_options(words: Sequence[str]) -> tuple[ShowOptions, list[str]]:
+    """The command's own options, and the words that `fullshard plan` reads."""
+    rest, mine = separate(words, _by_name(options_of(ShowOptions)))
+    return ShowOptions(**parse_flags(mine, options_of(ShowOptions), "show").values), rest
 
 
 def _by_name(options: Sequence[Option]) -> dict[str, Option]:

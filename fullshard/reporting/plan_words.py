@@ -21,12 +21,13 @@ def summary(view: PlanView) -> list[str]:
     nodes = f" on {grid.nodes} nodes of {grid.ranks_per_node}" if grid.nodes > 1 else ""
     tensors = [p for unit in plan.units for p in unit.parameters]
     trained = [p for p in tensors if p.trainable]
+    on_host = f", {memory_size(plan.host_bytes)} of it in host memory" if plan.host_bytes else ""
     shown = sum(unit.count for unit in view.units)
     of_all = "" if shown == len(plan.units) else f" ({shown} of them shown)"
     return [
         f"{plan.strategy} over {axes}: {grid.world:,} {'rank' if grid.world == 1 else 'ranks'}{nodes}",
         f"{len(plan.units):,} units{of_all}, {len(tensors):,} parameters, {len(trained):,} of them train "
-        f"({sum(math.prod(p.shape) for p in trained):,} elements); {memory_size(plan.shard_bytes)} per rank",
+        f"({sum(math.prod(p.shape) for p in trained):,} elements); {memory_size(plan.shard_bytes)} per rank{on_host}",
     ]
 
 
@@ -124,8 +125,8 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def spec_text(p: ParameterPlan) -> str:
-    """The layout as it is written in `mark_sharding`."""
-    return "(" + ", ".join(" + ".join(axes_of(entry)) or "–" for entry in p.spec) + ")"
+    """The layout as it is written for `mark_sharding`."""
+    return str(p.spec)
 
 
 def split_text(p: ParameterPlan, grid: RankGrid) -> str:
@@ -144,8 +145,10 @@ def split_text(p: ParameterPlan, grid: RankGrid) -> str:
 
 
 def slice_text(cell: Cell, p: ParameterPlan) -> str:
-    """The part of the parameter that a column holds: the slices of the dims that are split."""
+    """The part of the parameter that a column holds, as an index: `0:512`, or `:, 0:512` where dim 1 is split."""
     if not cell.bytes and all(p.shape):
         return "nothing"
-    split = [f"{start}:{stop}" for (start, stop), entry in zip(cell.slices, p.spec, strict=True) if entry is not None]
-    return ", ".join(split) or "whole"
+    split = [dim for dim, entry in enumerate(p.spec) if axes_of(entry)]
+    if not split:
+        return "whole"
+    return ", ".join(f"{a}:{b}" if dim in split else ":" for dim, (a, b) in enumerate(cell.slices[: split[-1] + 1]))

@@ -34,7 +34,7 @@ PAGE_ASKS = 1.0
 RESTART = 300.0
 """How long a run that has not finished may be away: a launcher restarts a run that has crashed, and it reads data and
 model before it is seen again."""
-MOST_OF_THE_TIME = 0.1
+SHARE_OF_TIME = 0.1
 """The part of the time that may be spent on making the page: the run needs the processors."""
 LINGER = 3.0
 """How long the last state is served, so that every open page gets it."""
@@ -45,7 +45,8 @@ def serve(folders: Sequence[Path], port: int | None = None) -> str:
     watches, page = [RunWatch(folder) for folder in folders], LivePage(folders)
     with _open(page, port) as server:
         live = any(owner_of(folder) is not None for folder in folders)
-        until = "the run ends, or until Ctrl-C" if live else "Ctrl-C; the run is not going on"
+        end, going = ("the run ends", "the run is") if len(folders) == 1 else ("the runs end", "the runs are")
+        until = f"{end}, or until Ctrl-C" if live else f"Ctrl-C; {going} not going on"
         print(f"{server.url} shows {', '.join(map(str, folders))} until {until}.", flush=True)
         while not over(watches):
             time.sleep(EVERY)
@@ -75,6 +76,7 @@ class RunWatch:
         self.was_running = False
         self._first = _stamp(folder / METRICS_FILE)
         self._gone: float | None = None
+        self._read: tuple[object, bool] | None = None
 
     def has_ended(self) -> bool:
         """Whether it has ended. One that was over from the start has not."""
@@ -84,11 +86,17 @@ class RunWatch:
         # Where there are no locks, a run shows itself by its metrics.
         if not self.was_running and _stamp(self.folder / METRICS_FILE) == self._first:
             return False
-        if has_finished(read_run(self.folder)):
+        if self._has_finished():
             self.was_running = True
             return True
         self._gone = time.monotonic() if self._gone is None else self._gone
         return self.was_running and time.monotonic() - self._gone >= RESTART
+
+    def _has_finished(self) -> bool:
+        there = _files(self.folder)
+        if self._read is None or self._read[0] != there:
+            self._read = there, has_finished(read_run(self.folder))
+        return self._read[1]
 
 
 def over(watches: Sequence[RunWatch]) -> bool:
@@ -148,11 +156,15 @@ class LivePage:
         self._update = Content("text/html", body(self._contents))
         self._known = known
         now = time.monotonic()
-        self._due = now + (now - began) / MOST_OF_THE_TIME
+        self._due = now + (now - began) / SHARE_OF_TIME
 
 
 def _files(folder: Path) -> list[tuple[str, object]]:
-    return sorted((path.name, _stamp(path)) for path in folder.iterdir())
+    """The files of a run as they are now; none if the folder has vanished."""
+    try:
+        return sorted((path.name, _stamp(path)) for path in folder.iterdir())
+    except OSError:
+        return []
 
 
 def lead(runs: Sequence[RunRecord], over: bool) -> str:

@@ -90,8 +90,10 @@ def full_shard(request: PlanRequest) -> Iterator[Variant]:
     """Shards over all devices, gathered layer by layer."""
     if request.engine.strategy == "FULL_SHARD" or request.machine.num_processes == 1:
         return
-    changes = {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": None, "dp_replicate_size": None,
-               "dp_shard_size": None}  # fmt: skip
+    changes: dict[str, Any] = {
+        "sharding_strategy": "FULL_SHARD", "reshard_after_forward": None, "dp_replicate_size": None,
+        "dp_shard_size": None,
+    }  # fmt: skip
     changed = dataclasses.replace(request, engine=dataclasses.replace(request.engine, **changes))
     settings = {"fsdp_sharding_strategy": "FULL_SHARD"}
     yield Variant(changed, "fsdp_sharding_strategy FULL_SHARD", settings, ACTIVATIONS)

@@ -24,6 +24,8 @@ class PlanRequest:
     """The adapter to resume, by name or folder."""
     machine: Machine
     lengths: Sequence[int] | None = None
-    """The lengths of the longest rows of the data; None assumes full rows."""
+    """The lengths of the rows of the data; None assumes full rows."""
+    data: str = ""
+    """Where these lengths come from, or why they are not known."""
     notes: tuple[str, ...] = ()
     """What was interpreted, for the user to read."""

@@ -64,10 +64,11 @@ class Found:
         return bool(self.estimate.verdict.fits)
 
     @property
-    def shortage(self) -> float:
-        """Memory that is needed, as a multiple of what there is: of the device or the host, whichever is worse."""
+    def rank(self) -> tuple[bool, float]:
+        """How near it comes to fitting: the memory it needs as a multiple of what there is, on the device or the host,
+        whichever is worse. What cannot be told comes last."""
         verdict = self.estimate.verdict
-        return max(verdict.needs / verdict.has, verdict.needs_host / verdict.has_host)
+        return verdict.fits is None, max(verdict.needs / verdict.has, verdict.needs_host / verdict.has_host)
 
     def yaml(self) -> str:
         """The file that runs these settings with `fullshard sft`."""
@@ -85,7 +86,7 @@ class Found:
         and the sharding settings that the search chose, which override the launcher's."""
         config, engine = self.request.config, self.request.engine
         values = {name: value for name, value in config.changed().items() if name not in ("fsdp", "fsdp_config")}
-        given = {**read_section(config.fsdp_config, []), **read_words(config.fsdp)}  # type: ignore[arg-type]
+        given = {**read_section(config.fsdp_config, []), **read_words(config.fsdp)}
         kept = {name: value for name, value in given.items() if name not in FSDP_KEYS}
         chosen: dict[str, Any] = {"sharding_strategy": engine.strategy, "offload_params": engine.offload_params}
         if self.asked.engine.activation_checkpointing:
@@ -259,12 +260,16 @@ class _Search:
 
     def _largest(self, request: PlanRequest, words: list[str], kind: int, start: int = 0) -> int:
         """Keep the largest micro-batches that fit; returns their index, or the number of splits if none fit."""
-        for index in range(start, len(self.splits)):
-            found = self._try(request, words, kind, index)
+        low, high, best = start, len(self.splits), None
+        while low < high:
+            middle = (low + high) // 2 if low > start else start  # often the first one fits
+            found = self._try(request, words, kind, middle)
             if found is not None and found.fits:
-                self._keep(found)
-                return index
-        return len(self.splits)
+                high, best = middle, found
+            else:
+                low = middle + 1
+        self._keep(best)
+        return high
 
     def _keep(self, found: Found | None) -> None:
         if found is None or not found.fits:
@@ -289,7 +294,7 @@ class _Search:
             found = Found(changed, self.asked, said, self.price(changed))
         except UserError:  # settings that this model or strategy excludes
             return None
-        if self.nearest is None or found.shortage < self.nearest.shortage:
+        if self.nearest is None or found.rank < self.nearest.rank:
             self.nearest = found
         return found
 

@@ -66,4 +66,4 @@ def lengths_of_data(config: SFTConfig, model: Any, adapter: Any) -> tuple[Sequen
         return None, f"{config.dataset_name} cannot be read ({first_line(error)})"
     if table is None:
         return None, f"{config.dataset_name} has not been tokenized yet, which fullshard sft with --preview does"
-    return np.asarray(table.row_sizes).tolist(), f"rows are those of {config.dataset_name}"
+    return np.asarray(table.row_sizes).tolist(), f"they are those of {config.dataset_name}"

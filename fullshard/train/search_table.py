@@ -38,6 +38,9 @@ def nothing_fits(result: SearchResult) -> list[str]:
     if found is None:
         return [f"Nothing fits: the model excludes all {result.tried} settings that were tried."]
     verdict = found.estimate.verdict
+    if verdict.fits is None:
+        return ["The activations of this model cannot be planned, so its settings cannot be ranked. Its plan without "
+                "search says why."]  # fmt: skip
     lines = [
         f"Nothing fits ({result.tried} settings were tried). What comes nearest: {found.words}. It needs "
         f"{memory_size(verdict.needs)} on each device, which has {memory_size(verdict.has)}, and "

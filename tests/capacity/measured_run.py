@@ -1,16 +1,17 @@
 """Runs of `SFTTrainer` whose memory is measured, beside the memory that is planned for them.
 
 A `Setting` is a model's shape with the settings of a run. `measure` trains a few steps with it on this rank, from files
-with random weights: on CPUs every byte is counted (`tests/memory_tracker.py`), on a GPU torch's allocator counts. `plan`
-makes the estimate for the same settings from the model's config.json.
+with random weights: on CPUs every byte is counted (`tests/memory_tracker.py`), on a GPU torch's allocator counts.
+`plan` makes the estimate for the same settings from the model's config.json.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,14 +119,25 @@ class DeviceTracker:
         torch.cuda.reset_peak_memory_stats()
 
 
-def measure(setting: Setting, model: Path, folder: Path, stacks: bool = False) -> Any:
-    """Train, with the memory of every moment measured. All ranks must call it."""
+class NoTracker(contextlib.nullcontext[Any]):
+    """For ranks other than the first, which hold no more than it."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def mark(self, moment: str) -> None: ...
+
+
+def measure(setting: Setting, model: Path, folder: Path) -> Any:
+    """Train, with the memory of every moment measured on the first rank. All ranks must call it."""
     from transformers import AutoTokenizer
 
     from fullshard.train.trainer import SFTTrainer
 
     tokenizer, config = AutoTokenizer.from_pretrained(model), setting.config(folder)
-    with MemoryTracker(stacks) if setting.device == "cpu" else DeviceTracker() as tracker:
+    first = int(os.environ.get("RANK", "0")) == 0
+    kind = NoTracker if not first else MemoryTracker if setting.device == "cpu" else DeviceTracker
+    with kind() as tracker:
         tracker.mark("load")
         trainer = SFTTrainer(model=str(model), args=config, train_dataset=setting.data(), processing_class=tokenizer)
         if setting.engine:
@@ -170,7 +182,7 @@ def _mark_moments(trainer: Any, tracker: Any) -> None:
     trainer.add_callback(Marks())
 
 
-@contextmanager
+@contextlib.contextmanager
 def released() -> Iterator[None]:
     """Afterwards, what a run has left behind is released: runs in one process count alike."""
     from fullshard.quant import workspace

@@ -1,6 +1,7 @@
 """Machines to plan for: names, numbers, and what cannot be one."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -106,6 +107,24 @@ def test_devices_are_recognized_by_their_own_name(device, gib, name):
 
 def test_an_unknown_device_is_not_mistaken_for_another():
     assert recognize("NVIDIA A2", 16 * GIB) is None
+
+
+def test_the_documentation_has_the_same_numbers():
+    text = (Path(__file__).parents[2] / "docs/planning.md").read_text()
+    lines = text[text.index("## Machines") :].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    found = {row[0].strip("`"): row[1:] for row in rows[: len(MACHINES) - 1]}
+    assert found.keys() == MACHINES.keys() - {"cpu"}
+    for name, (memory, half, fp8, bandwidth, inside, across, to_host, devices, host) in found.items():
+        machine = MACHINES[name]
+        assert memory == f"{machine.device_memory / GIB:.1f} GiB"
+        assert float(half.split()[0].replace(",", "")) == pytest.approx(machine.flops["float16"] / 1e12, abs=0.5)
+        assert ("(no bf16)" in half) == ("bfloat16" not in machine.flops)
+        assert (fp8 == "–") == ("float8" not in machine.flops)
+        speeds = (machine.memory_bandwidth, machine.node_link, machine.network, machine.host_link)
+        shown = [float(text.replace(",", "")) for text in (bandwidth, inside, across, to_host)]
+        assert shown == pytest.approx([speed / 1e9 for speed in speeds], rel=1e-3)
+        assert (int(devices), host) == (machine.gpus_per_node, f"{machine.host_memory // GIB:,} GiB")
 
 
 def test_this_machine():

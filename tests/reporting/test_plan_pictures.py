@@ -87,7 +87,7 @@ def test_every_row_says_all_of_it() -> None:
     for fact in (
         "67 × 32",
         "float32 → bfloat16",
-        "(fsdp, –)",
+        "('fsdp', None)",
         "2,944 B",
         "tied: lm_head.weight",
         "padded by 2",

@@ -214,7 +214,7 @@ def test_hostile_texts_are_shown_and_executed_nowhere(browser, pages):
 def impatient(monkeypatch):
     """Pages ask more often than they would, and get an answer at once."""
     monkeypatch.setattr("fullshard.results.serve.PAGE_ASKS", 0.1)
-    monkeypatch.setattr("fullshard.results.serve.MOST_OF_THE_TIME", float("inf"))
+    monkeypatch.setattr("fullshard.results.serve.SHARE_OF_TIME", float("inf"))
 
 
 def append(folder, *records):

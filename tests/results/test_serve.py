@@ -12,6 +12,8 @@ import urllib.request
 
 import pytest
 
+from fullshard.errors import ConfigError
+from fullshard.reporting.run_record import read_run
 from fullshard.results import serve as serving
 from fullshard.results.loopback_server import LoopbackServer
 from fullshard.results.serve import LivePage, RunWatch, over
@@ -99,8 +101,25 @@ def test_a_page_that_takes_long_is_made_less_often(tmp_path, monkeypatch):
     assert "no longer updated" in page.update().text  # the state itself is always shown at once
 
 
+def test_it_ends_if_the_folder_is_removed(tmp_path):
+    watch = RunWatch(started(tmp_path / "run"))
+    assert not over([watch])
+    watch.folder.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="is not a folder; expected the output_dir of a run"):
+        over([watch])
+
+
+def test_a_run_that_is_away_is_read_once(tmp_path, monkeypatch):
+    watch, reads = RunWatch(started(tmp_path / "run")), []
+    append(watch.folder, training_record(25))
+    monkeypatch.setattr(serving, "read_run", lambda folder: reads.append(folder) or read_run(folder))
+    assert not over([watch]) and not over([watch]) and len(reads) == 1
+    append(watch.folder, training_record(30))
+    assert not over([watch]) and len(reads) == 2
+
+
 def test_the_page_follows_the_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "MOST_OF_THE_TIME", float("inf"))
+    monkeypatch.setattr(serving, "SHARE_OF_TIME", float("inf"))
     folder = started(tmp_path / "run")
     page = LivePage([folder])
     assert "ended at step 20 of 100, before it had finished" in page.update().text.lower()
@@ -120,6 +139,15 @@ def test_the_page_follows_the_files(tmp_path, monkeypatch):
         write_lines(folder / "metrics.jsonl", [training_record(5), {"step": 100, **CLOSING}])
     page.over = True
     assert "Finished at step 100. This page is no longer updated." in page.update().text
+
+
+def test_several_runs_are_compared_live(tmp_path):
+    folders = [started(tmp_path / "a"), made_run(tmp_path / "b")]
+    page = LivePage(folders)
+    assert "0 of 2 runs are going on." in page.update().text
+    with held(folders[0]):
+        text = page.update().text
+        assert "1 of 2 runs are going on." in text and "<p>a: step 20 of 100" in text and "2 runs compared" in text
 
 
 def test_an_update_is_the_body_of_the_page(tmp_path):
