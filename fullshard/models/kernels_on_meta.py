@@ -174,3 +174,10 @@ WORKSPACES: dict[Any, Callable[..., int]] = {
     torch.ops.fullshard.flex_attention_on_meta_backward: _flex_backward_bytes,
 }
 """By operator, the bytes that its kernel allocates besides its results."""
+
+
+def product_workspace(capability: tuple[int, int]) -> int:
+    """The bytes that cuBLAS keeps for products on GPUs of this compute capability: torch allocates them once for each
+    thread that multiplies, here the main thread and that of backward passes."""
+    each = {9: 32 * 2**20, 10: 12 * 2**20, 12: 12 * 2**20}.get(capability[0], 8 * 2**20 + 128 * 2**10)
+    return 2 * each
