@@ -39,6 +39,7 @@ SLOW: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("qwen2", {**HALF, "lora": {"lora_dropout": 0.1}}),
     "packed": ("llama", {"packing": MASKS}),
     "experts": ("mixtral", {}),
+    "experts with a router loss": ("mixtral", {"output_router_logits": True}),
     "eager gpt2": ("gpt2", {"attention": "eager"}),
     "eager gemma2": ("gemma2", {"attention": "eager"}),
     "lora gpt2": ("gpt2", {"lora": {}}),
