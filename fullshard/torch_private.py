@@ -40,8 +40,9 @@ Attributes of other libraries that fullshard replaces, and why nothing else does
   needs the whole matrix.
 - `peft.tuners.lora.layer.ParamWrapper._activate_lora`, by `quant.experts`: PEFT adds the adapter to a dense weight
   there, and a 4-bit weight is not dense.
-- `torch.nn.functional.scaled_dot_product_attention`, `dropout` and `grouped_mm`, by `models.kernels_on_meta` while a
-  step is traced on the meta device: torch chooses other kernels there than on the device that it stands for.
+- `torch.nn.functional.scaled_dot_product_attention`, `dropout`, `grouped_mm` and `torch.bincount`, by
+  `models.kernels_on_meta` while a step is traced on the meta device: torch has other kernels there than on the device
+  that it stands for, or none.
 - `datasets.config.HF_HUB_OFFLINE`, by `data.find_dataset` during one call: `load_dataset` has no argument for it.
 
 On single modules of the user's model (never on a class): `forward` (activation checkpointing, chunked loss, packing,
@@ -399,6 +400,50 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+# Lets `torch.compiler.is_compiling()` say yes in a block. 2.11, 2.13. `fullshard plan` prices compiled layers as if
+# they were not.
+@contextlib.contextmanager
+def compiling_flag() -> Iterator[None]:
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+# The compiler's choice of what forward saves for backward: a joint graph as one of forward and one of backward; the
+# outputs of forward come first. 2.11, 2.13. The same.
+def min_cut_partition(joint: torch.fx.Graph, outputs: int) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    module = torch.fx.GraphModule(torch.nn.Module(), joint)
+    forward, backward = min_cut_rematerialization_partition(module, (), num_fwd_outputs=outputs)
+    return forward.graph, backward.graph
+
+
+# The operators that the compiler fuses with others, without the names of overloads. 2.11, 2.13. The same.
+@functools.cache
+def fusible_operators() -> frozenset[Any]:
+    from torch._functorch.partitioners import get_default_op_list
+
+    return frozenset(get_default_op_list().fusible_ops)
+
+
+# The function behind an operator of `torch.library.custom_op`; None for other operators. 2.11, 2.13. The same.
+def implementation_of(op: Any) -> Callable[..., Any] | None:
+    from torch._library.custom_ops import OPDEFS
+
+    found = OPDEFS.get(op._schema.name) if hasattr(op, "_schema") else None
+    return None if found is None else found._init_fn
+
+
+# How the compiler marks the nodes of a checkpointed module in a graph. 2.11, 2.13. The same.
+def recomputed_node_meta() -> dict[str, Any]:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 0}
 
 
 # Buffers that a state dict leaves out. 2.11, 2.13. They are looked for in the model's files.

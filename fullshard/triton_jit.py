@@ -20,7 +20,7 @@ if INSTALLED:
     import triton.language as tl
 else:
 
-    class tl:
+    class tl:  # type: ignore[no-redef]
         """What files with kernels use of Triton's language when they are imported."""
 
         @staticmethod

@@ -6,6 +6,7 @@ tells when it is released. This works alike for real tensors and on the meta dev
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -71,6 +72,7 @@ class StorageTrace(DispatchMode):
         self.changes: list[Change] = []
         self.flops = self.read_write = 0
         self._workspaces = workspaces or {}
+        self._paused = False
         self._operators: dict[Any, _Operator] = {}
         self._numbers = itertools.count(1)
         self._known = {storage_id(t) for t in known}
@@ -78,6 +80,8 @@ class StorageTrace(DispatchMode):
         """By storage, its number, size and a weak reference."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # its own operators come here afterwards
         kwargs = kwargs or {}
@@ -96,6 +100,15 @@ class StorageTrace(DispatchMode):
         read = sum(t.numel() * t.element_size() for t in _tensors((args, kwargs)))
         self.read_write += read + sum(t.numel() * t.element_size() for t in made)
         return out
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is recorded."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def _look_up(self, func: Any) -> _Operator:
         schema, packet = schema_of(func), operator_packet(func)

@@ -33,6 +33,11 @@ class _Buffer:
         return self.held[:size]
 
 
+def held(device: torch.device) -> torch.Tensor | None:
+    """The buffer of a device without streams."""
+    return _buffer(device, 0).held
+
+
 def release(device: torch.device) -> None:
     """Free the buffer of a device without streams."""
     _buffer(device, 0).held = None

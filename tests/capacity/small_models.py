@@ -42,7 +42,8 @@ def bare(name: str, device: str, dtype: torch.dtype, attention: str, **changes: 
 def planned(
     name: str, device: str, *, dtype: torch.dtype = torch.float32, target: str = "cpu", attention: str = "sdpa",
     lora: dict[str, Any] | None = None, fused: bool = False, quantize: Any = None, precision: Any = None,
-    packing: PackingMethod | None = None, chunked: bool = True, chunk_tokens: int = 0, **changes: Any,
+    packing: PackingMethod | None = None, chunked: bool = True, chunk_tokens: int = 0, compiled: bool = False,
+    **changes: Any,
 ) -> Any:  # fmt: skip
     """What `trace_step` takes of a `PlannedModel`, for a run on `target`."""
     model = bare(name, device, dtype, attention, **changes)
@@ -59,5 +60,6 @@ def planned(
     layers = [n for n, m in model.named_modules() if type(m).__name__ in block._no_split_modules]
     return SimpleNamespace(
         model=model, head=head, kinds={n: n for n in layers}, precision=MixedPrecision.of(precision),
-        device=torch.device(target), packed=None if packing is None else Packed(model, packing, dtype),
+        packed=None if packing is None else Packed(model, packing, dtype), device=torch.device(target),
+        engine=SimpleNamespace(backend="inductor" if compiled else "no"),
     )  # fmt: skip
