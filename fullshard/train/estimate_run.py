@@ -102,7 +102,7 @@ class Pricing:
             )  # fmt: skip
             step = step_options(config, planned, options)
             steps = estimate_time(planned.plan, machine, traces, planned.layers, planned.kinds, levels, batch, step)
-            flops = flops_per_token(traces, planned.layers, planned.kinds, batch)
+            flops = flops_per_token(planned.plan, traces, planned.layers, planned.kinds, batch)
         return Estimate(
             name, machine, config.changed(), planned.plan, planned.parameters, batch, planned.layers, tuple(levels),
             memory, traffic, steps, flops, judge(memory, machine, certain), (*lines, *steps.assumptions),
