@@ -120,33 +120,11 @@ class TracedStep:
 
 
 def flops_per_token(
-    plan: ShardingPlan,
-    traces: Mapping[Level, StepTrace],
-    layers: Sequence[str],
-    kinds: Mapping[str, str],
-    batch: BatchShape,
+    traces: Mapping[Level, StepTrace], layers: Sequence[str], kinds: Mapping[str, str], batch: BatchShape
 ) -> float:
-    """Floating-point operations per token of forward and backward, without recomputation."""
-    level = min(traces)
-    step = TracedStep(traces, layers, kinds, [level] * len(layers), batch)
-    again: dict[str, float] = {}
-    if level >= Level.RECOMPUTE:
-        units = _units_by_layer(plan, layers)
-        for index, name in enumerate(layers):
-            again.setdefault(kinds[name], _recomputed(step, index, units[name]))
-    return (step.flops() - sum(again.get(kinds[name], 0.0) for name in layers)) / batch.tokens
-
-
-def _recomputed(step: TracedStep, index: int, units: Sequence[UnitPlan]) -> float:
-    """Operations that a recomputed layer's backward does once more: what is not for gradients. The compiler leaves out
-    what nothing depends on, so that it may be less than the layer's forward."""
-    forward, backward = (sum(s.flops for s in step.of_layer(index, moment)) for moment in ("forward", "backward"))
-    weights = _sum_weights(map(matrix_weights, units))
-    if weights.experts:  # which of them compute is not known here
-        return min(forward, backward)
-    products = 2 * step.batch.tokens * weights.all
-    gradients = products + 2 * step.batch.tokens * weights.trained + BACKWARD * max(0, forward - products)
-    return min(max(0.0, backward - gradients), forward)
+    """Floating-point operations per token of forward and backward, without recomputation if `traces` has such a
+    trace."""
+    return TracedStep(traces, layers, kinds, [min(traces)] * len(layers), batch).flops() / batch.tokens
 
 
 def estimate_time(
@@ -339,12 +317,10 @@ class Weights(NamedTuple):
     fp8: int = 0
     experts: int = 0
     """Weights of several experts, of which a token uses some."""
-    trained: int = 0
-    """Those that get a gradient."""
 
     @property
     def all(self) -> int:
-        return self.plain + self.four_bit + self.fp8 + self.experts
+        return sum(self)
 
 
 def matrix_weights(unit: UnitPlan) -> Weights:
@@ -361,7 +337,6 @@ def matrix_weights(unit: UnitPlan) -> Weights:
             found["fp8" if eight else "four_bit"] += count if eight else 2 * count
         elif len(p.shape) == 2 and p.dtype != "uint8":
             found["plain"] += count
-            found["trained"] += count if p.trainable else 0
     return Weights(**found)
 
 

@@ -84,10 +84,13 @@ class Pricing:
         lines, certain = [*assumed, *planned.notes], True
         with self.clock("trace"):
             try:
-                traces = self._traced(planned, batch, config)
+                needed = needed_levels(config, planned.engine)
+                traces = {level: self._trace(config, planned, batch, level) for level in needed}
+                plain = traces if Level.KEEP_ALL in traces else self._plain_step(config, planned, batch)
             except CapacityError as error:
                 lines.append(str(error))
                 traces, certain = untraced(planned), False
+                plain = traces
         with self.clock("memory"):
             options = memory_options(config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory)
             if not own_optimizer:
@@ -102,7 +105,7 @@ class Pricing:
             )  # fmt: skip
             step = step_options(config, planned, options)
             steps = estimate_time(planned.plan, machine, traces, planned.layers, planned.kinds, levels, batch, step)
-            flops = flops_per_token(planned.plan, traces, planned.layers, planned.kinds, batch)
+            flops = flops_per_token(plain, planned.layers, planned.kinds, batch)
         return Estimate(
             name, machine, config.changed(), planned.plan, planned.parameters, batch, planned.layers, tuple(levels),
             memory, traffic, steps, flops, judge(memory, machine, certain), (*lines, *steps.assumptions),
@@ -120,26 +123,29 @@ class Pricing:
         recomputes = some_exclude_it and bool(config.gradient_checkpointing)
         key = (_fixed(config), recomputes, str(built), machine.kind, machine.num_processes, machine.nodes)
         if key not in self._models:
-            place = request.model or str(request.adapter)
             self._models[key] = planned_model(
-                config, built, place, machine.num_processes, machine.nodes, device=machine.kind
+                config, built, request.model, machine.num_processes, machine.nodes, device=machine.kind, started=True
             )
         found = self._models[key]
         plan = dataclasses.replace(found.plan, strategy=engine.strategy)
         return dataclasses.replace(found, engine=dataclasses.replace(found.engine, **wanted), plan=plan)
 
-    def _traced(self, planned: PlannedModel, batch: BatchShape, config: SFTConfig) -> dict[Level, StepTrace]:
-        """One micro-batch at each level that layers may have. How the model is sharded makes no difference to them."""
-        whole: dict[str, Any] = {"sharding_strategy": None, "reshard_after_forward": None, "offload_params": False,
-                 "dp_replicate_size": None, "dp_shard_size": None}  # fmt: skip
+    def _trace(self, config: SFTConfig, planned: PlannedModel, batch: BatchShape, level: Level) -> StepTrace:
+        """One micro-batch at a level. How the model is sharded makes no difference to it."""
+        whole: dict[str, Any] = {
+            "sharding_strategy": None, "reshard_after_forward": None, "offload_params": False,
+            "dp_replicate_size": None, "dp_shard_size": None,
+        }  # fmt: skip
         model = (_fixed(config), str(dataclasses.replace(planned.engine, **whole)), planned.device)
-        found = {}
-        for level in needed_levels(config, planned.engine):
-            key = (model, batch.rows, batch.length, batch.packed, level)
-            if key not in self._traces:
-                self._traces[key] = trace_step(planned, batch, level)
-            found[level] = self._traces[key]
-        return found
+        key = (model, batch.rows, batch.length, batch.packed, level)
+        if key not in self._traces:
+            self._traces[key] = trace_step(planned, batch, level)
+        return self._traces[key]
+
+    def _plain_step(self, config: SFTConfig, planned: PlannedModel, batch: BatchShape) -> dict[Level, StepTrace]:
+        """One micro-batch without recomputation and compilation, which counts operations."""
+        plain = dataclasses.replace(planned, engine=dataclasses.replace(planned.engine, backend="no"))
+        return {Level.KEEP_ALL: self._trace(config, plain, batch, Level.KEEP_ALL)}
 
 
 def _fixed(config: SFTConfig) -> tuple[tuple[str, str], ...]:
@@ -172,7 +178,7 @@ def import_libraries(request: PlanRequest) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with contextlib.suppress(OSError, ValueError, KeyError, ImportError):  # reported where the model is made
-        shape = AutoConfig.from_pretrained(request.model or request.adapter)
+        shape = AutoConfig.from_pretrained(request.model)
         AutoModelForCausalLM._model_mapping[type(shape)]
 
 

@@ -57,7 +57,7 @@ def read_model(
     shape._attn_implementation = attention(config, device, say, present=present)
     with contextlib.ExitStack() as stack:
         source = None
-        if present or has_weights(place):
+        if present or (_depends_on_files(config, shape) and has_weights(place)):
             source = stack.enter_context(contextlib.closing(open_source(place)))
         dtype = choose_dtype(config.torch_dtype, shape, source)
         if four_bits is not None and config.torch_dtype == "auto":
@@ -82,6 +82,14 @@ def read_model(
             entries = source.entries if source is not None else {}
             quantize_model(model, chosen, {name: entry.shape for name, entry in entries.items()})
         return model
+
+
+def _depends_on_files(config: SFTConfig, shape: Any) -> bool:
+    """Whether a plan depends on the weight files: on a dtype that only they state, on weights that are quantized there,
+    or on tied weights, which may have different values there."""
+    stated = config.torch_dtype not in (None, "auto") or getattr(shape, "dtype", None) is not None
+    tied = getattr(shape.get_text_config(), "tie_word_embeddings", True)
+    return not stated or tied or getattr(shape, "quantization_config", None) is not None
 
 
 def read_shape(config: SFTConfig, place: Path, say: Say) -> Any:

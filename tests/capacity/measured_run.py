@@ -1,8 +1,8 @@
 """Runs of `SFTTrainer` whose memory is measured, beside the memory that is planned for them.
 
 A `Setting` is a model's shape with the settings of a run. `measure` trains a few steps with it on this rank, from files
-with random weights: on CPUs every byte is counted (`tests/memory_tracker.py`), on a GPU torch's allocator counts. `plan`
-makes the estimate for the same settings from the model's config.json.
+with random weights: on CPUs every byte is counted (`tests/memory_tracker.py`), on a GPU torch's allocator counts.
+`plan` makes the estimate for the same settings from the model's config.json.
 """
 
 from __future__ import annotations

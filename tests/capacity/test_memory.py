@@ -1,0 +1,214 @@
+"""Planned memory is what a run allocates: arithmetic on small plans, and runs whose every byte is counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard import runtime
+from fullshard.capacity.memory import MemoryEstimate, MemoryOptions, estimate_memory
+from fullshard.capacity.optimizer_state import OptimizerMemory
+from fullshard.capacity.step_trace import Segment, StepTrace
+from fullshard.fsdp.activation_memory import Level
+from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
+from fullshard.fsdp.strategy import BackwardPrefetch
+from fullshard.ranks import exchange
+from tests.capacity.measured_run import MOMENTS, Setting, compare, measure, plan, released, write_model
+from tests.pool import ranks
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+LAYERS = ("layers.0", "layers.1", "layers.2")
+WEIGHT, KEPT, INSIDE, LOGITS = 1 << 20, 1000, 300, 5000
+"""Bytes of a layer's weight, of what its forward keeps and what it needs on top, and of the loss."""
+
+
+def unit(name: str, parts: int, dtype: str = "float32", compute: str = "float32", trainable: bool = True) -> UnitPlan:
+    shape = (512, 512)
+    p = ParameterPlan(
+        (f"{name}.weight".lstrip("."),), shape, dtype, compute, "float32", trainable, ("fsdp", None), 0, parts, shape,
+        True,
+    )  # fmt: skip
+    return UnitPlan(name, "Layer", (p,), None, (), ())
+
+
+def sharded(parts: int, strategy: str = "FULL_SHARD", **changes: Any) -> ShardingPlan:
+    units = tuple(unit(name, parts, **changes) for name in ("", *LAYERS))
+    return ShardingPlan((("fsdp", parts),), strategy, (), units)
+
+
+def trace(kept: int = KEPT) -> StepTrace:
+    def segment(name: str, moment: str, peak: int, left: int, gradients: int = 0) -> Segment:
+        return Segment(name, moment, peak, left, gradients, 0, 0)
+
+    return StepTrace((
+        segment("layers.0", "forward", KEPT + INSIDE, kept), segment("", "loss", LOGITS, 0),
+        segment("", "backward", WEIGHT, WEIGHT, WEIGHT),
+        segment("layers.0", "backward", WEIGHT, WEIGHT - kept, WEIGHT),
+    ))  # fmt: skip
+
+
+def estimated(given: ShardingPlan, levels: dict[Level, StepTrace] | None = None, **options: Any) -> MemoryEstimate:
+    chosen = MemoryOptions(**{"accelerator": False, "optimizer": OptimizerMemory("sgd"), **options})
+    traces = levels or {Level.KEEP_ALL: trace()}
+    return estimate_memory(given, traces, LAYERS, dict.fromkeys(LAYERS, "layers.0"), [Level.KEEP_ALL] * 3, chosen)
+
+
+def test_one_rank_holds_parameters_gradients_and_activations() -> None:
+    found = estimated(sharded(1)).moments
+    assert found["forward"] == {"shards": 4 * WEIGHT, "activations": 3 * KEPT + INSIDE}
+    assert found["loss"] == {"shards": 4 * WEIGHT, "activations": 3 * KEPT, "logits": LOGITS}
+    assert sum(found["backward"].values()) == 4 * WEIGHT + 4 * WEIGHT + KEPT  # in the first layer's backward
+    assert found["optimizer step"] == {"shards": 4 * WEIGHT, "gradients": 4 * WEIGHT}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "prefetch", "gathered"),
+    [("FULL_SHARD", True, 3), ("FULL_SHARD", False, 2), ("SHARD_GRAD_OP", True, 4), ("HYBRID_SHARD", True, 3)],
+)
+def test_gathered_units(strategy: str, prefetch: bool, gathered: int) -> None:
+    found = estimated(sharded(4, strategy), forward_prefetch=prefetch, backward_prefetch=BackwardPrefetch.NONE)
+    assert found.moments["forward"]["gathered"] == gathered * WEIGHT  # the root, the layer, and the next one
+    assert found.moments["forward"]["shards"] == WEIGHT
+
+
+def test_backward_prefetch_gathers_one_unit_more() -> None:
+    peaks = {}
+    for way in BackwardPrefetch:
+        peaks[way] = estimated(sharded(4), backward_prefetch=way).moments["backward"]["gathered"]
+    assert peaks[BackwardPrefetch.BACKWARD_PRE] == 3 * WEIGHT
+    assert peaks[BackwardPrefetch.NONE] == peaks[BackwardPrefetch.BACKWARD_POST] == 2 * WEIGHT
+
+
+def test_accumulation_keeps_whole_or_sharded_gradients() -> None:
+    for sync, held in ((True, WEIGHT), (False, 4 * WEIGHT)):
+        more = estimated(sharded(4), accumulation=4, sync_each_batch=sync).moments["forward"]
+        assert more["gradients"] == held, sync
+
+
+def test_the_allocator_rounds_and_other_memory_is_added() -> None:
+    on_gpu = estimated(sharded(2, compute="bfloat16"), accelerator=True, device_memory=80 * 2**30)
+    assert on_gpu.moments["forward"]["gathered"] == 3 * WEIGHT // 2
+    assert on_gpu.reserved > 0.08 * 80 * 2**30 and on_gpu.device == on_gpu.peak + on_gpu.reserved
+    assert on_gpu.host["processes"] > 0
+
+
+def test_offload_leaves_gathered_values_on_the_device() -> None:
+    here = estimated(sharded(2), accelerator=True, optimizer=OptimizerMemory("adamw_torch"))
+    there = estimated(sharded(2), accelerator=True, optimizer=OptimizerMemory("adamw_torch"), offload=True)
+    assert "shards" not in there.moments["backward"] and "optimizer" not in there.moments["backward"]
+    assert there.host["shards"] == 2 * WEIGHT and there.host["optimizer"] == 4 * WEIGHT
+    assert there.moments["forward"]["gathered"] == here.moments["forward"]["gathered"]
+    assert there.peak < here.peak
+
+
+def test_copies_are_kept_where_most_of_the_device_is_unused() -> None:
+    plain = sharded(1, compute="bfloat16")
+    without = estimated(plain, accelerator=True)
+    kept = estimated(plain, accelerator=True, device_memory=80 * 2**30)
+    assert kept.moments["loss"]["gathered"] == 4 * WEIGHT // 2
+    assert without.moments["loss"]["gathered"] == WEIGHT // 2  # the root
+    assert estimated(plain, accelerator=True, device_memory=without.peak * 3 // 2).peak == without.peak
+
+
+def test_the_timeline_goes_through_every_layer() -> None:
+    found = estimated(sharded(2))
+    names = [what for what, _ in found.timeline]
+    assert [f"forward {name}" for name in LAYERS] == names[:3]
+    assert [f"backward {name}" for name in reversed(LAYERS)] == [n for n in names if n.startswith("backward layers")]
+    assert max(size for _, size in found.timeline) == found.peak == sum(found.moments[found.peak_moment].values())
+
+
+# --- against runs -----------------------------------------------------------------------------------------------------
+
+FREE = {"gradient_checkpointing": False}
+LORA = {"use_peft_lora": True, "lora_r": 8, "lora_target_modules": "all-linear", "lora_dropout": 0.0}
+NF4 = {"bf16": True, "torch_dtype": "bfloat16", "use_4bit_quantization": True, "use_nested_quant": True, **LORA}
+CLOSE = 0.03
+SMALL = {"num_hidden_layers": 3, "hidden_size": 96, "intermediate_size": 256}
+
+
+def check(setting: Setting, folder: Path, world_size: int, tolerance: float) -> None:
+    setting = dataclasses.replace(setting, ranks=world_size)
+    model = folder / "model"
+    if runtime.rank() == 0:
+        write_model(setting, model)
+    exchange(None, "model written")
+    with released():
+        _, estimate = plan(setting, model, folder)
+        tracker = measure(setting, model, folder)
+    assert max(tracker.peaks[moment] for moment in MOMENTS) == pytest.approx(_peak(estimate), rel=tolerance)
+    for moment, (planned, measured) in compare(estimate, tracker.peaks).items():
+        assert measured == pytest.approx(planned, rel=CLOSE), moment
+
+
+def _peak(estimate: MemoryEstimate) -> int:
+    return max(sum(estimate.moments[moment].values()) for moment in MOMENTS)
+
+
+@ranks(1)
+def test_a_step_of_one_rank_allocates_what_is_planned(tmp_path: Path, world_size: int) -> None:
+    check(Setting("full", sizes=SMALL, train=FREE), tmp_path, world_size, 0.002)
+
+
+@ranks(2)
+def test_a_step_of_two_ranks_allocates_what_is_planned(tmp_path: Path, world_size: int) -> None:
+    check(Setting("full", sizes=SMALL, train={"bf16": True}), tmp_path, world_size, 0.005)
+
+
+ON_ONE_RANK = [
+    Setting("recompute", sizes=SMALL),
+    Setting("bf16", sizes=SMALL, train={**FREE, "bf16": True}),
+    Setting("lora", train={**LORA, "bf16": True, "torch_dtype": "bfloat16"}),
+    Setting("qlora", train=NF4),
+    Setting("packed", sizes=SMALL, train={**FREE, "packing": True}),
+    Setting("accumulation", sizes=SMALL, train={**FREE, "gradient_accumulation_steps": 2, "optim": "adamw_torch"}),
+]
+ON_TWO_RANKS = [
+    Setting("kept", sizes=SMALL, train={**FREE, "bf16": True}, engine={"sharding_strategy": "SHARD_GRAD_OP"}),
+    Setting("whole", sizes=SMALL, train=FREE, engine={"sharding_strategy": "NO_SHARD"}),
+    Setting("no sync", sizes=SMALL, train={"bf16": True, "gradient_accumulation_steps": 2, "sync_each_batch": False}),
+    Setting("one unit", sizes=SMALL, engine={"auto_wrap_policy": "NO_WRAP"}),
+    Setting("after", sizes=SMALL, engine={"backward_prefetch": "BACKWARD_POST", "forward_prefetch": False}),
+]
+
+
+@pytest.mark.slow
+@ranks(1, timeout=240)
+@pytest.mark.parametrize("setting", ON_ONE_RANK, ids=lambda s: s.name)
+def test_one_rank(setting: Setting, tmp_path: Path, world_size: int) -> None:
+    check(setting, tmp_path, world_size, CLOSE)
+
+
+@pytest.mark.slow
+@ranks(2, timeout=240)
+@pytest.mark.parametrize("setting", ON_TWO_RANKS, ids=lambda s: s.name)
+def test_two_ranks(setting: Setting, tmp_path: Path, world_size: int) -> None:
+    check(setting, tmp_path, world_size, CLOSE)
+
+
+@pytest.mark.slow
+@ranks(4, timeout=240)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+def test_four_ranks(strategy: str, tmp_path: Path, world_size: int) -> None:
+    replicas = {"dp_replicate_size": 2} if strategy.startswith("HYBRID") else {}
+    engine = {"sharding_strategy": strategy, **replicas}
+    setting = Setting(strategy, sizes=SMALL, train={**FREE, "bf16": True}, engine=engine)
+    check(setting, tmp_path, world_size, CLOSE)
+
+
+@pytest.mark.slow
+@ranks(1, timeout=240)
+def test_a_run_that_keeps_too_much_is_caught(tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fullshard.fsdp.activation_memory import set_level
+    from fullshard.train import activation_budget
+
+    def keeps_all(layer: Any, level: Level, **more: Any) -> None:
+        set_level(layer, Level.KEEP_ALL)
+
+    monkeypatch.setattr(activation_budget, "set_level", keeps_all)  # although the settings say: recompute
+    with pytest.raises(AssertionError):
+        check(Setting("recompute", sizes=SMALL), tmp_path, world_size, CLOSE)
