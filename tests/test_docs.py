@@ -141,7 +141,7 @@ def check_fullshard(words: list[str]) -> None:
         CommandConfig(**parsed.values)
         assert not parse_flags(launchers, launch_options(), "launch").rest
     elif name == "plan":
-        read_request(left)
+        read_request(["model" if word == "run.yaml" else word for word in left])
     elif name in ("launch", "test"):
         parsed = parse_flags(left, launch_options(), name)
         assert bool(parsed.rest) == (name == "launch")
