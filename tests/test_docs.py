@@ -142,7 +142,9 @@ def check_fullshard(words: list[str]) -> None:
         CommandConfig(**parsed.values)
         assert not parse_flags(launchers, launch_options(), "launch").rest
     elif name in ("plan", "show"):
-        read_request(read_options(left)[1] if name == "show" else left)
+        read_request(
+            ["model" if word == "run.yaml" else word for word in (read_options(left)[1] if name == "show" else left)]
+        )
     elif name in ("launch", "test"):
         parsed = parse_flags(left, launch_options(), name)
         assert bool(parsed.rest) == (name == "launch")

@@ -92,6 +92,7 @@ def read_request(words: Sequence[str]) -> tuple[PlanRequest, PlanOptions]:
     model, adapter = starting_point(config.model_name_or_path, config.adapter_name_or_path)
     if model is None and adapter is None:
         raise ConfigError("plan: there is no model; expected fullshard plan MODEL, or model_name_or_path in RUN.YAML.")
+    config.adapter_name_or_path = adapter  # it may have been given as the model
     engine = sharding_settings(config, launch.engine, notes)
     machine = _machine(options, launch.processes, engine.use_cpu)
     engine = dataclasses.replace(engine, use_cpu=machine.shares_host_memory)

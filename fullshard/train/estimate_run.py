@@ -123,9 +123,8 @@ class Pricing:
         recomputes = some_exclude_it and bool(config.gradient_checkpointing)
         key = (_fixed(config), recomputes, str(built), machine.kind, machine.num_processes, machine.nodes)
         if key not in self._models:
-            place = request.model or str(request.adapter)
             self._models[key] = planned_model(
-                config, built, place, machine.num_processes, machine.nodes, device=machine.kind
+                config, built, request.model, machine.num_processes, machine.nodes, device=machine.kind, started=True
             )
         found = self._models[key]
         plan = dataclasses.replace(found.plan, strategy=engine.strategy)
@@ -179,7 +178,7 @@ def import_libraries(request: PlanRequest) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with contextlib.suppress(OSError, ValueError, KeyError, ImportError):  # reported where the model is made
-        shape = AutoConfig.from_pretrained(request.model or request.adapter)
+        shape = AutoConfig.from_pretrained(request.model)
         AutoModelForCausalLM._model_mapping[type(shape)]
 
 

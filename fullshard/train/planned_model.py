@@ -42,6 +42,7 @@ MANY_STEPS = 10**9
 def planned_model(
     config: SFTConfig, engine: EngineSettings, place: str | Path, processes: int, nodes: int = 1, *,
     device: str = "cuda", steps: int | None = None, peft_config: Any = None, condensed: bool = True,
+    started: bool = False,
 ) -> PlannedModel:  # fmt: skip
     """The planned model of a run with these checked settings.
 
@@ -50,9 +51,12 @@ def planned_model(
     - `device`: the type of their devices, "cuda" or "cpu"; `EngineSettings.use_cpu` means "cpu"
     - `steps`: optimizer steps, which decide whether layers are compiled; None for a long run
     - `condensed`: whether layers that are alike stand for each other; the plan is the same without, but takes longer
+    - `started`: whether `starting_point` has told model and adapter apart already
     """
     target = torch.device("cpu" if engine.use_cpu else device)
-    place, earlier = starting_point(place, config.adapter_name_or_path)
+    earlier = config.adapter_name_or_path
+    if not started:
+        place, earlier = starting_point(place, earlier)
     requested = adapter.requested_config(config, peft_config)
     if earlier is not None:
         requested = adapter.continued_config(config, Path(earlier), _nothing)

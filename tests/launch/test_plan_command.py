@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from peft import LoraConfig
 
 from fullshard.launch import agent
 from fullshard.launch.plan_command import read_request
 from tests.test_cli import command
 from tests.train.tiny import make_folder
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 416, "dtype": "bfloat16",
 }  # fmt: skip
@@ -90,6 +91,7 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would_help(
     assert capsys.readouterr().out.startswith("Does not fit: each device needs")
 
 
+@pytest.mark.slow
 def test_rows_of_data_that_has_been_tokenized_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +105,16 @@ def test_rows_of_data_that_has_been_tokenized_are_used(
     second = planned(monkeypatch, capsys, *flags, "--machine", "t4")
     assert second["batch"]["length"] < 64 and any("they are those of data" in line for line in second["assumptions"])
     assert second["memory"]["peak"] < first["memory"]["peak"]
+
+
+def test_an_adapter_to_resume_is_planned_with_its_base(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LoraConfig(r=4, target_modules=["q_proj"], base_model_name_or_path=str(place / "model")).save_pretrained("adapter")
+    (place / "adapter" / "adapter_model.safetensors").touch()
+    found = planned(monkeypatch, capsys, "adapter", "--machine", "t4")
+    assert found["model"] == str(place / "model")
+    assert found["parameters"]["trained"] == SIZES["num_hidden_layers"] * 4 * (32 + 32)
 
 
 def test_machines_of_several_nodes(place: Path) -> None:

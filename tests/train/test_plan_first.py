@@ -37,7 +37,13 @@ def small_gpu(bytes_: int) -> Machine:
 
 
 @ranks(1, 2, slow=(2,))
-@pytest.mark.parametrize("changes", [LORA, {"packing": True, "gradient_checkpointing": True}], ids=["lora", "packed"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(LORA, id="lora"),
+        pytest.param({"packing": True, "gradient_checkpointing": True}, id="packed", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_records_what_fullshard_plan_would_say(tmp_path: Path, changes: dict[str, Any]) -> None:
     trainer = trainer_of(tmp_path, **changes)
     trainer.train()
@@ -57,6 +63,7 @@ def test_a_run_records_what_fullshard_plan_would_say(tmp_path: Path, changes: di
     assert written["machine"]["num_processes"] == machine.num_processes and written["memory"]["timeline"]
 
 
+@pytest.mark.slow
 @ranks(1)
 @pytest.mark.parametrize("kind", ["full", "lora", "settings"])
 def test_a_model_in_memory_is_planned_too(tmp_path: Path, kind: str) -> None:
@@ -91,6 +98,7 @@ def test_a_run_that_cannot_fit_stops_with_advice(tmp_path: Path) -> None:
         trainer_of(tmp_path, skip_plan=True).train()
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_a_run_within_the_error_of_the_estimate_starts(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -128,6 +136,7 @@ def test_what_cannot_be_traced_is_only_noted(tmp_path: Path, error: Exception) -
         assert trainer.estimate is None
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_a_script_s_own_loss_never_stops_a_run(tmp_path: Path) -> None:
     class Own(SFTTrainer):
