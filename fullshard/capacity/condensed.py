@@ -213,6 +213,8 @@ def _stand_alone(model: nn.Module, layers: nn.ModuleList, parts: Sequence[_Parts
     together = set().union(*(part.ids for part in parts))
     if outside & together or len(together) < sum(len(part.ids) for part in parts):
         return False
+    if any("per_layer" in name and id(p) in outside for name, p in model.named_parameters()):
+        return False  # Gemma 3n: one table with the inputs of all layers, which the forward pass divides among them
     return not any("shared_layer" in key and value for part in parts for (_, key), value in part.attributes.items())
 
 
