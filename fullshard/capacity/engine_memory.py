@@ -58,6 +58,7 @@ class EngineMemory:
         unit = self.units[name]
         if name not in self._kept:
             self.ledger.hold("gathered", unit.gathered)
+        self.ledger.pass_through("communication", unit.copying)
         self.ledger.hold("communication", unit.gathering)
         self._gathering[name] = unit.gathering
         if self._keeps_memory(name):
