@@ -40,8 +40,9 @@ Attributes of other libraries that fullshard replaces, and why nothing else does
   needs the whole matrix.
 - `peft.tuners.lora.layer.ParamWrapper._activate_lora`, by `quant.experts`: PEFT adds the adapter to a dense weight
   there, and a 4-bit weight is not dense.
-- `torch.nn.functional.scaled_dot_product_attention`, `dropout` and `grouped_mm`, by `models.kernels_on_meta` while a
-  step is traced on the meta device: torch chooses other kernels there than on the device that it stands for.
+- `torch.nn.functional.scaled_dot_product_attention`, `dropout`, `grouped_mm` and `torch.bincount`, by
+  `models.kernels_on_meta` while a step is traced on the meta device: torch has other kernels there than on the device
+  that it stands for, or none.
 - `datasets.config.HF_HUB_OFFLINE`, by `data.find_dataset` during one call: `load_dataset` has no argument for it.
 
 On single modules of the user's model (never on a class): `forward` (activation checkpointing, chunked loss, packing,

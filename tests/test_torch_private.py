@@ -293,6 +293,49 @@ def dispatch_mode() -> None:
     assert seen == [aten.ones.default, aten.add.Tensor]
 
 
+@check("compiling_flag")
+def flag_of_the_compiler() -> None:
+    with torch_private.compiling_flag():
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()
+
+
+@check("min_cut_partition", "recomputed_node_meta")
+def partitioner() -> None:
+    def saved(meta: dict[str, Any]) -> int:
+        graph = torch.fx.Graph()
+        x, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
+        product = graph.call_function(aten.mm.default, (x, x))
+        y = graph.call_function(aten.cos.default, (product,))
+        slope = graph.call_function(aten.sin.default, (product,))
+        gradient = graph.call_function(aten.mul.Tensor, (slope, tangent))
+        graph.output([y, gradient])
+        for node in (x, tangent, product, y, slope, gradient):
+            node.meta["val"] = torch.empty(4, 4, device="meta")
+        product.meta.update(meta)
+        forward, backward = torch_private.min_cut_partition(graph, 1)
+        assert backward.output_node().args[0]
+        results = forward.output_node().args[0]
+        assert isinstance(results, tuple | list) and len(results) == 2
+        return results[1].op == "placeholder"
+
+    assert not saved({}) and saved(torch_private.recomputed_node_meta())
+
+
+@check("fusible_operators")
+def operators_that_are_fused() -> None:
+    found = torch_private.fusible_operators()
+    assert {aten.mul, aten.silu, aten.sum} <= found and aten.mm not in found
+
+
+@check("implementation_of")
+def functions_behind_operators() -> None:
+    from fullshard.quant import ops
+
+    assert torch_private.implementation_of(torch.ops.fullshard.linear_4bit.default).__module__ == ops.__name__
+    assert torch_private.implementation_of(aten.mm.default) is None
+
+
 @check("schema_of", "overload_name", "is_composite", "operator_packet")
 def schemas() -> None:
     assert torch_private.operator_packet(aten.add_.Tensor) is aten.add_

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fullshard import accelerator
-from fullshard.capacity.compiled_calls import CompiledCall
+from fullshard.capacity.compiled_calls import CompiledCall, LayerCost
 from fullshard.capacity.step_trace import BatchShape, Segment, StepTrace
 from fullshard.capacity.trace_storages import Mark, StorageTrace
 from fullshard.errors import CapacityError, first_line
@@ -24,7 +24,7 @@ from fullshard.fsdp.activation_memory import Level, set_level
 from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
 from fullshard.models.attention_masks import known_rows
-from fullshard.models.kernels_on_meta import WORKSPACES, device_kernels
+from fullshard.models.kernels_on_meta import WORKSPACES, device_kernels, product_workspace
 from fullshard.models.router_loss import has_router_loss
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant import workspace
@@ -53,8 +53,12 @@ class Traceable(Protocol):
     def device(self) -> torch.device: ...
 
 
-def trace_step(planned: Traceable, batch: BatchShape, level: Level = Level.RECOMPUTE) -> StepTrace:
+def trace_step(
+    planned: Traceable, batch: BatchShape, level: Level = Level.RECOMPUTE, *, capability: tuple[int, int] = (9, 0)
+) -> StepTrace:
     """The segments of one micro-batch if every layer keeps what `level` says.
+
+    `capability` is the compute capability of the GPUs: whether they multiply in fp8, and what cuBLAS needs.
 
     Layers are those of the condensed model; see `PlannedModel.kinds`. Parameters have the dtype of gathered ones. They
     and the model's buffers are not counted, and their gradients stay until the end. A model with values runs as it is:
@@ -66,7 +70,7 @@ def trace_step(planned: Traceable, batch: BatchShape, level: Level = Level.RECOM
     reduced = min(level, Level.RECOMPUTE)  # inputs on the host: the same step, less the inputs
     step = _Step(planned, layers, reduced)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(accelerator.meta_stands_for(planned.device))
+        stack.enter_context(accelerator.meta_stands_for(planned.device, capability >= (8, 9)))
         stack.enter_context(device_kernels())
         stack.enter_context(_gathered_dtypes(planned.model, planned.precision))
         stack.enter_context(step.compiled() if step.calls else _levels(list(layers.values()), reduced))
@@ -80,12 +84,14 @@ def trace_step(planned: Traceable, batch: BatchShape, level: Level = Level.RECOM
                 f"{type(planned.model).__name__} cannot be traced without values ({type(error).__name__}: "
                 f"{first_line(error)}), so its activations cannot be planned; measure them in a run (max_steps 2)."
             ) from error
+    if planned.device.type in accelerator.SUPPORTED:
+        found = dataclasses.replace(found, workspace=found.workspace + product_workspace(capability))
     return _with_inputs_on_host(found, step.inputs) if level is Level.OFFLOAD else found
 
 
 def _with_inputs_on_host(trace: StepTrace, inputs: Mapping[str, int]) -> StepTrace:
     """The same step if each layer's input waits on the host: it leaves with the layer's forward and is back before the
-    layer's backward."""
+    layer's backward. (The input that the next backward needs is copied back meanwhile, and not counted here.)"""
     found = []
     for segment in trace.segments:
         moved = inputs.get(segment.unit, 0)
@@ -163,10 +169,13 @@ class _Step:
                     "activations of compiled layers with a router loss are those of uncompiled ones, which keep more"
                 )
             else:
-                self.calls = {name: CompiledCall(layer, self.trace.paused) for name, layer in layers.items()}
+                pause = self.trace.paused
+                self.calls = {name: CompiledCall(planned.model, layer, pause) for name, layer in layers.items()}
         self.marks: list[tuple[str, str, Mark, int]] = []
         """Where each segment begins: unit, moment, and the bytes of gradients so far."""
         self.gradients = 0
+        self.counted: set[int] = set()
+        """The storages of gradients so far."""
         self.shared: list[torch.Tensor] = []
         """Inputs of layers that all of them get, such as positions: kept to the end, whichever layer is the last."""
         self.moment = "forward"
@@ -226,7 +235,7 @@ class _Step:
             handles.append(layer.register_forward_hook(self._after(name)))
         for p in self.planned.model.parameters():
             if p.requires_grad:
-                handles.append(p.register_post_accumulate_grad_hook(self._grown()))
+                handles.append(p.register_post_accumulate_grad_hook(self._accumulated))
         try:
             yield
         finally:
@@ -241,15 +250,11 @@ class _Step:
         cast: tuple[Any, Any] = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
         return cast
 
-    def _grown(self) -> Any:
-        seen: list[int] = []
-
-        def accumulated(p: torch.Tensor) -> None:
-            if not seen and p.grad is not None:
-                seen.append(1)
-                self.gradients += self.trace.size_of(p.grad)
-
-        return accumulated
+    def _accumulated(self, p: torch.Tensor) -> None:
+        assert p.grad is not None
+        if (storage := storage_id(p.grad)) not in self.counted:  # gradients of a LoRA group share memory
+            self.counted.add(storage)
+            self.gradients += self.trace.size_of(p.grad)
 
     def _before(self, name: str) -> Any:
         def begins(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -257,7 +262,7 @@ class _Step:
             states, *others = tensors_in((args, kwargs))
             if self.left == len(self.layers):
                 self.embedded = states
-                states = _like_a_layers_output(states)
+                states = _LikeALayersOutput.apply(states, states.new_empty(0, requires_grad=True))
                 args, kwargs = map_tensors(lambda t: states if t is self.embedded else t, (args, kwargs))
             self.inputs[name] = self.trace.size_of(states)
             if storage_id(states) != self.last_output:  # whose hook begins the backward of the layer before
@@ -299,13 +304,14 @@ class _Step:
                 found = self._of_graph(unit, moment)
             if unit or any((found.peak, found.kept, found.flops, found.read_write)):
                 segments.append(found)
-        buffer = workspace.held(next(self.planned.model.parameters()).device)
-        if buffer is not None and self.trace.number_of(buffer) is None:
-            lasting[0] = self.trace.size_of(buffer)
-        return StepTrace(tuple(segments), sum(lasting.values()), tuple(self.notes))
+        buffers = [self._cost(unit).workspace for unit in self.calls]
+        return StepTrace(tuple(segments), sum(lasting.values()) + max(buffers, default=0), tuple(self.notes))
+
+    def _cost(self, unit: str) -> LayerCost:
+        return self.calls[unit].cost(self.level, self.trace.rounding)
 
     def _of_graph(self, unit: str, moment: str) -> Segment:
-        cost = self.calls[unit].cost(self.level, self.trace.rounding)
+        cost = self._cost(unit)
         if moment == "backward":
             peak, kept, flops, read_write = cost.backward
             return Segment(unit, moment, peak, kept, cost.gradients, flops, read_write)
@@ -313,11 +319,14 @@ class _Step:
         return Segment(unit, moment, peak, kept, 0, flops, read_write)
 
 
-def _like_a_layers_output(states: torch.Tensor) -> torch.Tensor:
+class _LikeALayersOutput(torch.autograd.Function):
     """The first layer's input as a tensor like the other layers' inputs: one that only the layer holds, and that needs
     a gradient even if nothing trains below it."""
-    if states.requires_grad:
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
         return states.clone()
-    states = states.detach().clone().requires_grad_()
-    states.register_post_accumulate_grad_hook(lambda t: setattr(t, "grad", None))
-    return states
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad if ctx.needs_input_grad[0] else None, None

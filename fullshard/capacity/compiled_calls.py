@@ -1,7 +1,8 @@
 """A compiled layer in a traced step: a function takes the place of its forward, and its cost comes from its graph.
 
 The function allocates the layer's outputs and, in backward, the gradient of its input, so that what the model does
-around the layer is traced as it is. Graphs are recorded once for each layer and batch, and divided once for each level.
+around the layer is traced as it is. Graphs are recorded once for each kind of layer and batch, and divided once for
+each level.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from fullshard.capacity.compiled_layers import Cost, backward_cost, forward_cost
 from fullshard.capacity.joint_graph import JointGraph, Recording, divide, record
 from fullshard.fsdp.activation_memory import Level, mlp_of
 from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
+from fullshard.quant import workspace
+from fullshard.torch_private import storage_id
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class LayerCost:
     backward: Cost
     gradients: int
     """Bytes of the parameters' gradients."""
+    workspace: int
+    """Bytes of the buffer for dequantized weights, which all layers share."""
 
 
 @dataclass
@@ -42,13 +47,16 @@ class _Known:
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Known]] = weakref.WeakKeyDictionary()
+"""By model, what is known of the calls of its layers, by kind and shapes."""
 
 
 class CompiledCall:
     """Takes the place of a layer's forward."""
 
-    def __init__(self, layer: nn.Module, pause: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self.layer, self.pause = layer, pause
+    def __init__(
+        self, model: nn.Module, layer: nn.Module, pause: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self.model, self.layer, self.pause = model, layer, pause
         self.known: _Known | None = None
 
     @contextlib.contextmanager
@@ -74,8 +82,9 @@ class CompiledCall:
 
     def _look_up(self, plain: Any, args: Any, kwargs: Any, states: torch.Tensor, others: list[torch.Tensor]) -> _Known:
         parameters = list(self.layer.parameters())
-        shape = tuple((t.shape, t.dtype, t.requires_grad) for t in (states, *others, *parameters))
-        found = _known.setdefault(self.layer, {})
+        shapes = tuple((t.shape, t.dtype, t.requires_grad) for t in (states, *others, *parameters))
+        shape = type(self.layer), *shapes
+        found = _known.setdefault(self.model, {})
         if shape not in found:
             # Copies, because the recording holds them longer than the step does.
             given = map_tensors(lambda t: torch.empty_like(t).requires_grad_(t is states), (args, kwargs))
@@ -109,12 +118,16 @@ def _cost(recording: Recording, level: Level, rounding: int) -> LayerCost:
     states = recording.inputs[0]
     grads = divided.backward.output_node().args[0]
     assert isinstance(grads, tuple | list)
-    storages = {n.meta["val"].untyped_storage() for n in grads[1:] if n is not None}
-    return LayerCost(
-        forward_cost(divided, recording.inputs, states, rounding),
-        backward_cost(divided, recording.inputs, states, rounding),
-        sum(-(-s.nbytes() // rounding) * rounding for s in storages),
-    )
+    sizes = {storage_id(t): _rounded(t, rounding) for n in grads[1:] if n is not None for t in [n.meta["val"]]}
+    workspace.release(states.device)
+    forward = forward_cost(divided, recording.inputs, states, rounding)
+    backward = backward_cost(divided, recording.inputs, states, rounding)
+    buffer = workspace.held(states.device)
+    return LayerCost(forward, backward, sum(sizes.values()), 0 if buffer is None else _rounded(buffer, rounding))
+
+
+def _rounded(t: torch.Tensor, rounding: int) -> int:
+    return -(-t.untyped_storage().nbytes() // rounding) * rounding
 
 
 @contextlib.contextmanager

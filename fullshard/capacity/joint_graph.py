@@ -96,8 +96,8 @@ class JointGraph(DispatchMode):
             return out
         if len(leaves) == 1 and _key(leaves[0]) in self.nodes and not _writes(func):
             return out  # a view of everything, such as `detach`
-        given = tree_map(lambda v: self.node_of(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
-        node = self._add(_functional(func), *given, out)
+        args, kwargs = tree_map(lambda v: self.node_of(v) if isinstance(v, torch.Tensor) else v, (args, kwargs))
+        node = self._add(_functional(func), args, kwargs, out)
         if isinstance(out, torch.Tensor):
             self.nodes[_key(out)] = node
         else:

@@ -56,6 +56,6 @@ class StepTrace:
 
     segments: tuple[Segment, ...]
     workspace: int = 0
-    """Bytes that are allocated in the first step and kept for the next: the buffer for dequantized weights."""
+    """Bytes that are allocated in the first step and kept: the buffer for dequantized weights, and cuBLAS's."""
     notes: tuple[str, ...] = ()
     """What was assumed because it cannot be traced."""

@@ -29,7 +29,7 @@ WIDEST_FLASH = 256
 def device_kernels() -> Iterator[None]:
     """Inside, attention and dropout on the meta device are the operators of the device that it stands for (see
     `accelerator.meta_stands_for`)."""
-    plain = F.scaled_dot_product_attention, F.dropout, F.grouped_mm
+    plain = F.scaled_dot_product_attention, F.dropout, F.grouped_mm, torch.bincount
 
     def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return (sdpa if query.is_meta else plain[0])(query, *args, **kwargs)
@@ -43,12 +43,17 @@ def device_kernels() -> Iterator[None]:
         wide = a.is_meta and a.dtype is not torch.bfloat16 and (a.dim(), b.dim()) == (2, 3)
         return _WideGroups.apply(a, b, kwargs.get("offs")) if wide else plain[2](a, b, *args, **kwargs)
 
+    def count(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+        return x.new_empty(minlength) if x.is_meta else plain[3](x, weights, minlength)
+
     names = "scaled_dot_product_attention", "dropout", "grouped_mm"
-    vars(F).update(zip(names, (attend, drop, multiply), strict=True))
+    vars(F).update(zip(names, (attend, drop, multiply), strict=False))
+    vars(torch)["bincount"] = count
     try:
         yield
     finally:
-        vars(F).update(zip(names, plain, strict=True))
+        vars(F).update(zip(names, plain, strict=False))
+        vars(torch)["bincount"] = plain[3]
 
 
 def sdpa(
@@ -174,3 +179,10 @@ WORKSPACES: dict[Any, Callable[..., int]] = {
     torch.ops.fullshard.flex_attention_on_meta_backward: _flex_backward_bytes,
 }
 """By operator, the bytes that its kernel allocates besides its results."""
+
+
+def product_workspace(capability: tuple[int, int]) -> int:
+    """The bytes that cuBLAS keeps for products on GPUs of this compute capability: torch allocates them once for each
+    thread that multiplies, here the main thread and that of backward passes."""
+    each = {9: 32 * 2**20, 10: 12 * 2**20, 12: 12 * 2**20}.get(capability[0], 8 * 2**20 + 128 * 2**10)
+    return 2 * each
