@@ -223,7 +223,7 @@ def line_of(setting: Setting, planned: dict[str, Any], measured: dict[str, Any] 
     if measured is None:
         print(f"| {setting.name} | {peak / 2**20:,.1f} | not measured | | |")
         return None
-    there = max(measured["peaks"][moment] for moment in MOMENTS)
+    there = max(measured["peaks"].get(moment, 0) for moment in MOMENTS)
     ratio = peak / there
     mark = "" if abs(ratio - 1) <= ALLOWED else f"more than {ALLOWED:.0%}"
     print(f"| {setting.name} | {peak / 2**20:,.2f} | {there / 2**20:,.2f} | {ratio:.4f} | {mark} |")

@@ -138,6 +138,8 @@ class EngineMemory:
         self.finish_reduction()
         self.ledger.release("communication", self._landing)
         self._landing = 0
+        for name in self.order:
+            self._free(name)
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 

@@ -162,8 +162,11 @@ def check(setting: Setting, folder: Path, world_size: int, tolerance: float) -> 
         tracker = measure(setting, model, folder)
     if runtime.rank():
         return
-    assert max(tracker.peaks[moment] for moment in MOMENTS) == pytest.approx(_peak(estimate), rel=tolerance)
-    for moment, (planned, measured) in compare(estimate, tracker.peaks).items():
+    pairs = compare(estimate, tracker.peaks)
+    assert max(measured for _, measured in pairs.values()) == pytest.approx(_peak(estimate), rel=tolerance)
+    if len(pairs) < len(MOMENTS):  # one unit: where the forward ends and the loss begins is not marked
+        del pairs["forward"]
+    for moment, (planned, measured) in pairs.items():
         assert measured == pytest.approx(planned, rel=CLOSE), moment
 
 
