@@ -255,7 +255,7 @@ class _Estimate:
 
     @cached_property
     def _updating(self) -> int:
-        """What an update needs, with what is left of the one before: tables, in the root, are updated between others."""
+        """What an update needs, with what is left of the one before it: that of a layer, before a table of the root."""
         if self.transport.offload:
             return 0
         optimizer, trained = self.options.optimizer, [p for unit in self._kinds for p in unit.trained]
