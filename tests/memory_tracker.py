@@ -3,7 +3,7 @@
 torch's profiler records each allocation and release where it happens, whoever asks for it: operators, their internal
 workspaces, autograd, optimizers, and storages that are resized in place, as the engine does with gathered values.
 Nothing is derived from shapes, and a tensor that is kept too long counts for as long as it is kept. Memory that torch
-does not allocate is not seen: buffers of Gloo and of numpy, pages of files.
+does not allocate is not seen: buffers of Gloo and of numpy. Files that torch maps into memory count while they are.
 
     with MemoryTracker() as tracker:
         tracker.mark("forward")
@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 MARK = "moment: "
@@ -35,17 +34,24 @@ class Change:
     time: int
     address: int
     bytes: int
-    where: str
-    """The operators that were running, outermost first."""
+    event: Any
+    """The profiler's event."""
+
+    @property
+    def where(self) -> str:
+        """The operators that were running, outermost first."""
+        names, event = [], self.event.parent
+        while event is not None:
+            names.append(event.name)
+            event = event.parent
+        return " › ".join(reversed(names))
 
 
 class MemoryTracker:
     """Follows torch's CPU memory inside a `with` block."""
 
-    def __init__(self, stacks: bool = False) -> None:
-        self._profile = profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=stacks, acc_events=True
-        )
+    def __init__(self) -> None:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self.changes: list[Change] = []
         self.marks: list[tuple[int, str]] = []
 
@@ -63,16 +69,18 @@ class MemoryTracker:
         self.mark("end")
         self._profile.__exit__(*error)
         results: Any = self._profile.profiler
-        for event, path in _walk(results.kineto_results.experimental_event_tree(), ()):
+        waiting = list(results.kineto_results.experimental_event_tree())
+        while waiting:
+            event = waiting.pop()
+            waiting += event.children
             if event.typed[0].name == "Allocation":
                 found = event.extra_fields
                 if found.device.type == "cpu":
-                    self.changes.append(Change(event.start_time_ns, found.ptr, found.alloc_size, " › ".join(path)))
+                    self.changes.append(Change(event.start_time_ns, found.ptr, found.alloc_size, event))
             elif event.name.startswith(MARK):
                 self.marks.append((event.start_time_ns, event.name.removeprefix(MARK)))
         self.changes.sort(key=lambda change: change.time)
         self.marks.sort()
-        self._profile = None  # type: ignore[assignment]  # its events take more memory than what they describe
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -115,27 +123,15 @@ class MemoryTracker:
     def held_at_peak(self, moment: str | None = None) -> Counter[str]:
         """What was held when the most was (during one moment), by the operators that allocated it."""
         held: dict[int, Change] = {}
-        most, found = -1, Counter[str]()
+        most, found, snapshot = -1, Counter[str](), list[Change]()
         for now, total, change in self.timeline():
             if change.bytes > 0:
                 held[change.address] = change
             else:
                 held.pop(change.address, None)
             if total > most and moment in (None, now):
-                most, found = total, Counter()
-                for each in held.values():
-                    found[each.where] += each.bytes
+                most = total
+                snapshot = list(held.values())
+        for each in snapshot:
+            found[each.where] += each.bytes
         return found
-
-
-def _walk(events: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    stack = [(event, path) for event in events]
-    while stack:
-        event, above = stack.pop()
-        yield event, above
-        stack += [(child, (*above, event.name)) for child in event.children]
-
-
-def tensor_bytes(*tensors: torch.Tensor) -> int:
-    """Bytes of the tensors' storages, each counted once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

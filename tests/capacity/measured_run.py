@@ -7,10 +7,11 @@ with random weights: on CPUs every byte is counted (`tests/memory_tracker.py`), 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,14 +119,25 @@ class DeviceTracker:
         torch.cuda.reset_peak_memory_stats()
 
 
-def measure(setting: Setting, model: Path, folder: Path, stacks: bool = False) -> Any:
-    """Train, with the memory of every moment measured. All ranks must call it."""
+class NoTracker(contextlib.nullcontext[Any]):
+    """For ranks other than the first, which hold no more than it."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def mark(self, moment: str) -> None: ...
+
+
+def measure(setting: Setting, model: Path, folder: Path) -> Any:
+    """Train, with the memory of every moment measured on the first rank. All ranks must call it."""
     from transformers import AutoTokenizer
 
     from fullshard.train.trainer import SFTTrainer
 
     tokenizer, config = AutoTokenizer.from_pretrained(model), setting.config(folder)
-    with MemoryTracker(stacks) if setting.device == "cpu" else DeviceTracker() as tracker:
+    first = int(os.environ.get("RANK", "0")) == 0
+    kind = NoTracker if not first else MemoryTracker if setting.device == "cpu" else DeviceTracker
+    with kind() as tracker:
         tracker.mark("load")
         trainer = SFTTrainer(model=str(model), args=config, train_dataset=setting.data(), processing_class=tokenizer)
         if setting.engine:
@@ -138,39 +150,43 @@ def measure(setting: Setting, model: Path, folder: Path, stacks: bool = False) -
 
 
 def _mark_moments(trainer: Any, tracker: Any) -> None:
+    """Mark the moments of all steps but the first, in which compilers and autotuning need memory of their own."""
     from transformers import TrainerCallback
+
+    def mark(moment: str) -> None:
+        tracker.mark(moment if trainer.state.global_step else "first step")
 
     class Marks(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            tracker.mark("between steps")
+            mark("between steps")
             model = trainer.parts.model
             layers = [unit.name for unit in model.plan.units if unit.name]
             if layers:
-                dict(model.named_modules())[layers[-1]].register_forward_hook(lambda *_: tracker.mark("loss"))
+                dict(model.named_modules())[layers[-1]].register_forward_hook(lambda *_: mark("loss"))
 
         def on_step_begin(self, *_: Any, **more: Any) -> None:
-            tracker.mark("forward")
+            mark("forward")
 
         on_substep_end = on_step_begin
 
         def on_pre_optimizer_step(self, *_: Any, **more: Any) -> None:
-            tracker.mark("optimizer step")
+            mark("optimizer step")
 
         def on_step_end(self, *_: Any, **more: Any) -> None:
-            tracker.mark("between steps")
+            mark("between steps")
 
     plain = trainer.accelerator.backward
 
     def backward(loss: Any, **options: Any) -> None:
-        tracker.mark("backward")
+        mark("backward")
         plain(loss, **options)
-        tracker.mark("between steps")
+        mark("between steps")
 
     trainer.accelerator.backward = backward
     trainer.add_callback(Marks())
 
 
-@contextmanager
+@contextlib.contextmanager
 def released() -> Iterator[None]:
     """Afterwards, what a run has left behind is released: runs in one process count alike."""
     from fullshard.quant import workspace
@@ -196,5 +212,5 @@ def plan(
 
 
 def compare(estimate: MemoryEstimate, measured: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Planned and measured bytes of every moment of a step."""
-    return {name: (sum(estimate.moments[name].values()), measured[name]) for name in MOMENTS}
+    """Planned and measured bytes of every moment of a step; "loss" is part of "forward" where there is one unit."""
+    return {name: (sum(estimate.moments[name].values()), measured[name]) for name in MOMENTS if name in measured}
