@@ -216,7 +216,7 @@ class _Clock:
             fp8 = 2 * tokens * weights.fp8 * passes
             stage.products += fp8 / (self.machine.flops["float8"] * FP8_PRODUCTS) - fp8 / (self.rate * PRODUCTS)
         if not weights.experts:  # what is left of the operations is attention
-            attention = max(0, forward - 2 * tokens * weights.all)
+            attention = max(0.0, forward - 2 * tokens * weights.all)
             attention *= (BACKWARD if moment == "backward" else 1) + recomputed
             stage.products += attention * (1 / ATTENTION - 1 / PRODUCTS) / self.rate
         # 4-bit weights are written out in 16 bits for a product.

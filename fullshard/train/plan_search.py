@@ -86,7 +86,7 @@ class Found:
         and the sharding settings that the search chose, which override the launcher's."""
         config, engine = self.request.config, self.request.engine
         values = {name: value for name, value in config.changed().items() if name not in ("fsdp", "fsdp_config")}
-        given = {**read_section(config.fsdp_config, []), **read_words(config.fsdp)}  # type: ignore[arg-type]
+        given = {**read_section(config.fsdp_config, []), **read_words(config.fsdp)}
         kept = {name: value for name, value in given.items() if name not in FSDP_KEYS}
         chosen: dict[str, Any] = {"sharding_strategy": engine.strategy, "offload_params": engine.offload_params}
         if self.asked.engine.activation_checkpointing:
