@@ -34,6 +34,6 @@ def chosen_levels(
     `kinds` are the kinds of all layers in order, `costs` what recomputing a layer of each costs, `base` the levels with
     the least memory, and `peak` the peak that levels lead to.
     """
-    sizes = {kind: dict(levels) for kind, levels in kept_bytes(traces).items()}
-    least = sum(sizes[kind][level] for kind, level in zip(kinds, base, strict=True))
-    return fitting_levels(sizes, costs, kinds, limit - peak(base) + least, limit, peak) or list(base)
+    sizes = kept_bytes(traces)
+    everything = sum(max(sizes[kind].values()) for kind in kinds)
+    return fitting_levels(sizes, costs, kinds, everything, limit, peak) or list(base)

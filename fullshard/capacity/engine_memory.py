@@ -58,6 +58,7 @@ class EngineMemory:
         unit = self.units[name]
         if name not in self._kept:
             self.ledger.hold("gathered", unit.gathered)
+        self.ledger.pass_through("communication", unit.copying)
         self.ledger.hold("communication", unit.gathering)
         self._gathering[name] = unit.gathering
         if self._keeps_memory(name):
@@ -137,6 +138,8 @@ class EngineMemory:
         self.finish_reduction()
         self.ledger.release("communication", self._landing)
         self._landing = 0
+        for name in self.order:
+            self._free(name)
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 

@@ -9,16 +9,17 @@ from fullshard.fsdp.plan import ShardingPlan
 
 GIB = 2**30
 CONTEXT = 600 * 2**20
-"""Bytes of a device that CUDA and the kernels of torch take in each process (H200, torch 2.11)."""
+"""Bytes of a device that CUDA and the kernels of torch take in each process: an assumption, about what recent GPUs show
+in nvidia-smi before a tensor is made."""
 COMMUNICATOR = 256 * 2**20
-"""Bytes of a device that NCCL takes for one communicator: its buffers are 4 MiB for each channel, protocol and
-neighbor; more on machines with many links."""
+"""Bytes of a device that NCCL takes for one communicator: an assumption; its buffers are 4 MiB for each channel and
+neighbor by default, and machines with many links have more channels."""
 MARGIN = 0.04
 """The part of a device's memory that is left free, because torch cannot use all free blocks again; twice this with
 several ranks, which cannot repeat a step that ran out of memory."""
 PROCESS = 3 * GIB // 2
-"""Host memory of a rank's process besides tensors, libraries not counted twice: Python, torch, CUDA."""
-"""(1.1 to 1.7 GB measured; `benchmarks/qlora_70b.py`.)"""
+"""Host memory of a rank's process besides tensors: Python, torch, CUDA, without the libraries' files, which processes
+share (1.1 to 1.7 GB in `benchmarks/qlora_70b.py`)."""
 STAGING = 256 * 2**20
 """Host buffers of a rank that reads weights."""
 

@@ -255,12 +255,14 @@ class _Estimate:
 
     @cached_property
     def _updating(self) -> int:
+        """What an update needs, with what is left of the one before it: that of a layer, before a table of the root."""
         if self.transport.offload:
             return 0
-        optimizer = self.options.optimizer
-        return max(
-            (optimizer.updating(p, self.options.accelerator) for unit in self._kinds for p in unit.trained), default=0
-        )
+        optimizer, trained = self.options.optimizer, [p for unit in self._kinds for p in unit.trained]
+        root = self.units[self.plan.units[0].name]
+        in_layers = [p for unit in self._kinds if unit is not root for p in unit.trained]
+        own = max((optimizer.updating(p, self.options.accelerator) for p in trained), default=0)
+        return own + max(map(optimizer.left_behind, in_layers or trained), default=0)
 
     def _micro_batch(self, engine: EngineMemory, ledger: Ledger, root: str) -> None:
         model = self.traces[self.levels[-1] if self.levels else next(iter(self.traces))]

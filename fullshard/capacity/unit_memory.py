@@ -7,7 +7,7 @@ the rank that holds the most. Units that differ in names only are counted once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -117,6 +117,14 @@ class UnitMemory:
                 sent += sum(self.transport.tensor(p.piece, p.dtype) for p in self.plan.parameters if p.name in inside)
         return sent
 
+    @cached_property
+    def copying(self) -> int:
+        """What a shard in host memory that is not split takes on the device before it is cast; one at a time."""
+        if not self.transport.offload:
+            return 0
+        copied = [p for p in self.plan.parameters if not p.gathers and not p.on_host]
+        return max((self.transport.tensor(p.piece, p.dtype) for p in copied), default=0)
+
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     @property
@@ -223,7 +231,7 @@ class UnitMemory:
         across = self.transport.ranks > 1 and self.transport.replicas > 1
         again = [(n // self.transport.ranks, dtype) for n, dtype in self._scattered] + self._summed
         sums = sum(self._exchanged(n, dtype, self.transport.replicas) for n, dtype in again) if across else 0
-        return self._results + max(sums, 0 if self._kept_as_reduced and not self.transport.offload else self.pieces)
+        return self._results + max(sums, 0 if self._kept_as_reduced else self.pieces)
 
 
 def signature(unit: UnitPlan) -> Any:
@@ -244,7 +252,3 @@ def units_of(plan: ShardingPlan, transport: Transport) -> dict[str, UnitMemory]:
     """The memory of every unit by its name."""
     known: dict[Any, UnitMemory] = {}
     return {unit.name: known.setdefault(signature(unit), UnitMemory(unit, transport)) for unit in plan.units}
-
-
-def total(units: Sequence[UnitMemory], part: str) -> int:
-    return sum(getattr(unit, part) for unit in units)

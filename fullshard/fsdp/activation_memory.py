@@ -19,7 +19,7 @@ MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 """The names of the feed-forward part in the layers of language models."""
 
 
-HALVINGS = 6
+HALVINGS = 10
 """How often the interval is halved in which the room lies that just fits."""
 
 

@@ -174,7 +174,14 @@ def _flex_backward_bytes(grad_out: torch.Tensor, *args: Any) -> int:
     return grad_out.numel() // grad_out.shape[-1] * 4
 
 
+def _product_bytes(a: torch.Tensor, b: Any, out: torch.Tensor | None = None) -> int:
+    """On the CPU a result of another dtype is computed first in its own."""
+    converts = out is not None and out.dtype != a.dtype and not accelerator.is_accelerator(a.device)
+    return a.numel() * a.element_size() if converts else 0
+
+
 WORKSPACES: dict[Any, Callable[..., int]] = {
+    aten.mul: _product_bytes,
     aten._scaled_dot_product_flash_attention_backward: _flash_backward_bytes,
     torch.ops.fullshard.flex_attention_on_meta_backward: _flex_backward_bytes,
 }

@@ -62,8 +62,8 @@ def whole_names(names: set[str], kinds: Mapping[str, str]) -> frozenset[str]:
         alike.setdefault(f"{kind}.", []).append(f"{layer}.")
     found = set()
     for name in names:
-        kind = next((kind for kind in alike if name.startswith(kind)), None)
-        found |= {name} if kind is None else {layer + name.removeprefix(kind) for layer in alike[kind]}
+        prefix = next((kind for kind in alike if name.startswith(kind)), "")
+        found |= {layer + name.removeprefix(prefix) for layer in alike[prefix]} if prefix else {name}
     return frozenset(found)
 
 

@@ -150,33 +150,37 @@ def measure(setting: Setting, model: Path, folder: Path) -> Any:
 
 
 def _mark_moments(trainer: Any, tracker: Any) -> None:
+    """Mark the moments of all steps but the first, in which compilers and autotuning need memory of their own."""
     from transformers import TrainerCallback
+
+    def mark(moment: str) -> None:
+        tracker.mark(moment if trainer.state.global_step else "first step")
 
     class Marks(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            tracker.mark("between steps")
+            mark("between steps")
             model = trainer.parts.model
             layers = [unit.name for unit in model.plan.units if unit.name]
             if layers:
-                dict(model.named_modules())[layers[-1]].register_forward_hook(lambda *_: tracker.mark("loss"))
+                dict(model.named_modules())[layers[-1]].register_forward_hook(lambda *_: mark("loss"))
 
         def on_step_begin(self, *_: Any, **more: Any) -> None:
-            tracker.mark("forward")
+            mark("forward")
 
         on_substep_end = on_step_begin
 
         def on_pre_optimizer_step(self, *_: Any, **more: Any) -> None:
-            tracker.mark("optimizer step")
+            mark("optimizer step")
 
         def on_step_end(self, *_: Any, **more: Any) -> None:
-            tracker.mark("between steps")
+            mark("between steps")
 
     plain = trainer.accelerator.backward
 
     def backward(loss: Any, **options: Any) -> None:
-        tracker.mark("backward")
+        mark("backward")
         plain(loss, **options)
-        tracker.mark("between steps")
+        mark("between steps")
 
     trainer.accelerator.backward = backward
     trainer.add_callback(Marks())
@@ -208,5 +212,5 @@ def plan(
 
 
 def compare(estimate: MemoryEstimate, measured: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Planned and measured bytes of every moment of a step."""
-    return {name: (sum(estimate.moments[name].values()), measured[name]) for name in MOMENTS}
+    """Planned and measured bytes of every moment of a step; "loss" is part of "forward" where there is one unit."""
+    return {name: (sum(estimate.moments[name].values()), measured[name]) for name in MOMENTS if name in measured}

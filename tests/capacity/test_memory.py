@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fullshard import runtime
+from fullshard.capacity.activation_levels import chosen_levels
 from fullshard.capacity.memory import MemoryEstimate, MemoryOptions, estimate_memory
 from fullshard.capacity.optimizer_state import OptimizerMemory
 from fullshard.capacity.step_trace import Segment, StepTrace
@@ -122,6 +124,24 @@ def test_the_timeline_goes_through_every_layer() -> None:
     assert max(size for _, size in found.timeline) == found.peak == sum(found.moments[found.peak_moment].values())
 
 
+def test_a_budget_is_filled_by_the_layers_that_cost_the_most_to_recompute() -> None:
+    levels = {Level.KEEP_ALL: trace(), Level.RECOMPUTE: trace(kept=100)}
+    costs = {"layers.0": {Level.KEEP_ALL: 0.0, Level.RECOMPUTE: 1.0}}
+    given = sharded(1)
+    options = MemoryOptions(accelerator=False, optimizer=OptimizerMemory("sgd"))
+
+    def peak(chosen: Sequence[Level]) -> float:
+        return estimate_memory(given, levels, LAYERS, dict.fromkeys(LAYERS, "layers.0"), chosen, options).peak
+
+    base = [Level.RECOMPUTE] * 3
+    least, most = peak(base), peak([Level.KEEP_ALL] * 3)
+    assert least < most
+    for limit, kept in ((most, 3), (most - 1, 2), (least, 0), (least - 1, 0)):
+        found = chosen_levels(levels, costs, ["layers.0"] * 3, base, limit, peak)
+        assert found.count(Level.KEEP_ALL) >= kept and (peak(found) <= limit or found == base), limit
+    assert chosen_levels(levels, costs, ["layers.0"] * 3, base, least, peak)[0] is Level.RECOMPUTE
+
+
 # --- against runs -----------------------------------------------------------------------------------------------------
 
 FREE = {"gradient_checkpointing": False}
@@ -142,8 +162,11 @@ def check(setting: Setting, folder: Path, world_size: int, tolerance: float) -> 
         tracker = measure(setting, model, folder)
     if runtime.rank():
         return
-    assert max(tracker.peaks[moment] for moment in MOMENTS) == pytest.approx(_peak(estimate), rel=tolerance)
-    for moment, (planned, measured) in compare(estimate, tracker.peaks).items():
+    pairs = compare(estimate, tracker.peaks)
+    assert max(measured for _, measured in pairs.values()) == pytest.approx(_peak(estimate), rel=tolerance)
+    if len(pairs) < len(MOMENTS):  # one unit: where the forward ends and the loss begins is not marked
+        del pairs["forward"]
+    for moment, (planned, measured) in pairs.items():
         assert measured == pytest.approx(planned, rel=CLOSE), moment
 
 
