@@ -209,14 +209,18 @@ def test_the_plan_is_that_of_the_engine_for_all_settings(name: str, tmp_path: Pa
     assert not differences(planned.plan, real_plan(tmp_path, "llama", name))
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path, num_hidden_layers=4)
+
+
 @pytest.mark.slow
 @ranks(2)
-def test_the_plan_is_that_of_a_run(tmp_path: Path) -> None:
-    make_folder(tmp_path, num_hidden_layers=4)
+def test_the_plan_is_that_of_a_run(folder: Path) -> None:
     for changes in ({}, {**QLORA, "lora_r": 4}, {**LORA, "bf16": True, "packing": True}):
-        config = settings(tmp_path / str(len(changes)), **{"max_steps": 1, "use_cpu": True, **changes})
-        trainer = train(str(tmp_path / "model"), config)
-        planned = planned_model(trainer.args, trainer.parts.engine, tmp_path / "model", 2, steps=1)
+        config = settings(folder / str(len(changes)), **{"max_steps": 1, "use_cpu": True, **changes})
+        trainer = train(str(folder / "model"), config)
+        planned = planned_model(trainer.args, trainer.parts.engine, folder / "model", 2, steps=1)
         assert not differences(planned.plan, trainer.model.plan)
 
 
