@@ -174,6 +174,7 @@ def _peak(estimate: MemoryEstimate) -> int:
     return max(sum(estimate.moments[moment].values()) for moment in MOMENTS)
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_a_step_of_one_rank_allocates_what_is_planned(tmp_path: Path, world_size: int) -> None:
     check(Setting("full", sizes=SMALL, train=FREE), tmp_path, world_size, 0.002)
