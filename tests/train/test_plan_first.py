@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from fullshard.capacity.estimate import Estimate
 from fullshard.capacity.machines import MACHINES, Machine
-from fullshard.capacity.verdict import ERROR_BOUND
+from fullshard.capacity.verdict import ERROR_BOUND, Change
 from fullshard.errors import CapacityError, ConfigError
 from fullshard.ranks import on_rank_0
 from fullshard.train import estimate_run, plan_first
@@ -30,6 +31,11 @@ def trainer_of(place: Path, model: Any = None, **changes: Any) -> SFTTrainer:
         on_rank_0(lambda: (place / "model").exists() or make_folder(place), "folder")
     config = settings(place, **{"max_steps": 2, "skip_plan": False, **changes})
     return SFTTrainer(model or str(place / "model"), config, train_dataset=text_rows(60), tokenizer=make_tokenizer())
+
+
+def with_change(estimate: Estimate, change: Change) -> Estimate:
+    verdict = dataclasses.replace(estimate.verdict, changes=(change,))
+    return dataclasses.replace(estimate, verdict=verdict)
 
 
 def small_gpu(bytes_: int) -> Machine:
@@ -89,11 +95,14 @@ def test_planning_changes_nothing_about_the_run(tmp_path: Path) -> None:
 def test_a_run_that_cannot_fit_stops_with_advice(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_first, "machine_of_run", lambda: small_gpu(2**20))
+        help_ = Change("gradient_checkpointing true", {"gradient_checkpointing": True}, 2**19)
+        patch.setattr(plan_first, "advised", lambda found, *_: with_change(found, help_))  # test_plan_changes has more
         trainer = trainer_of(tmp_path, per_device_train_batch_size=8, max_length=48)
         with pytest.raises(ConfigError) as stopped:
             trainer.train()
         text = str(stopped.value)
         assert "Does not fit: each device needs" in text and "--skip_plan starts the run all the same" in text
+        assert "Smallest change that fits: gradient_checkpointing true (512.0 KiB per device)." in text
         assert not (tmp_path / "out" / "plan.json").exists() and not (tmp_path / "out" / "settings.json").exists()
         trainer_of(tmp_path, skip_plan=True).train()
 
