@@ -137,7 +137,7 @@ def describe(estimate: Estimate) -> str:
     tight = "" if verdict.fits is not False else "; this may not fit"
     where = MOMENTS.get(memory.peak_moment, memory.peak_moment)
     of = f"{memory_size(memory.peak)} of {memory_size(verdict.has)}"
-    return f"plan: at most {of} allocated on each rank, {where}{tight}"
+    return f"      memory at the peak: {of}, {where}{tight}"
 
 
 def machine_of_run() -> Machine:
