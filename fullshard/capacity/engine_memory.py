@@ -123,8 +123,8 @@ class EngineMemory:
 
     def end_backward(self, name: str) -> None:
         self._free(name)
-        if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            self._prefetch(name, self._next(name))
+        if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST and name != self.order[0]:
+            self._prefetch(name, self._next(name))  # that of the root ends last
         if not self.sync:
             self._take(name)
             self._held.add(name)

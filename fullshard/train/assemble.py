@@ -70,8 +70,8 @@ class Parts:
     train: TokenTable | Stream | None
     evaluation: TokenTable | dict[str, TokenTable] | None
     """Several sets by name, where the script gave a dict."""
-    given_adapter: Any = None
-    """PEFT's configuration of the adapter, where a script or the model in memory has one."""
+    adapter_config: Any = None
+    """PEFT's configuration of the adapter, with the tokens that train beside it."""
 
     @property
     def from_weights(self) -> bool:
@@ -104,8 +104,7 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
         agree(lambda: take_model(model), "model in memory")
     own_tables = any(agree(lambda: has_own_tables(model, folders), "embeddings of the adapter"))
     requested = adapter.requested_config(config, run.peft_config)
-    held = getattr(model, "peft_config", None)
-    given = held[model.active_adapters[0]] if held is not None else run.peft_config
+    held = model.peft_config[model.active_adapters[0]] if hasattr(model, "peft_config") else None
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
     peft_config, grown = agree_locally(work, "vocabulary")
     model, packing = adapt_model(
@@ -115,7 +114,7 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     train, evaluation = load_data(config, model, tokenizer, run.train, run.evaluation, say)
     return Parts(
         engine, model, base, earlier, tokenizer, peft_config is not None and earlier is None, grown, own_tables,
-        packing, train, evaluation, given,
+        packing, train, evaluation, peft_config if held is None else held,
     )  # fmt: skip
 
 
@@ -152,8 +151,8 @@ def build_loop(
     if steps is not None and not config.skip_plan:
         shape = largest.shape(config) if largest is not None else None
         run = RunToPlan(
-            config, engine, sharded, parts.base, shape, reporter.total, parts.given_adapter, trainer.makes_optimizer,
-            trainer.makes_loss,
+            config, engine, sharded, parts.base, shape, reporter.total, parts.grown, parts.adapter_config,
+            trainer.makes_optimizer, trainer.makes_loss,
         )  # fmt: skip
         trainer.estimate = plan_first(run, reporter.say)
     if parts.base is not None:

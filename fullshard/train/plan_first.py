@@ -48,8 +48,10 @@ class RunToPlan:
     batch: BatchShape | None
     """Its largest micro-batch; None if that is unknown."""
     steps: int
+    grown: bool = False
+    """Whether the model has more token rows than its files."""
     peft_config: Any = None
-    """PEFT's configuration of the adapter, where a script or the model in memory has one."""
+    """PEFT's configuration of the adapter."""
     own_optimizer: bool = True
     """Whether the optimizer is the one that the settings name, not a script's."""
     own_loss: bool = True
@@ -97,12 +99,14 @@ def estimate_now(run: RunToPlan) -> Estimate:
 
 @contextlib.contextmanager
 def described(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
-    """The settings and the place of a model that is like the run's; for one in memory, its configuration is written to
-    a temporary folder."""
-    if run.base is not None:
-        yield run.config, run.base
-        return
+    """The settings and the place of a model that is like the run's, with as many token rows; for one in memory, its
+    configuration is written to a temporary folder."""
     config, inner = copy.copy(run.config), causal(run.model)
+    if run.base is not None:
+        if run.grown:
+            config.model_init_kwargs = {**config.config_changes, "vocab_size": inner.config.vocab_size}
+        yield config, run.base
+        return
     if not hasattr(getattr(inner, "config", None), "to_json_file"):
         raise CapacityError(f"{type(inner).__name__} is not a model of transformers.")
     config.torch_dtype = dtype_name(inner.dtype)  # type: ignore[assignment]
@@ -137,7 +141,7 @@ def describe(estimate: Estimate) -> str:
     tight = "" if verdict.fits is not False else "; this may not fit"
     where = MOMENTS.get(memory.peak_moment, memory.peak_moment)
     of = f"{memory_size(memory.peak)} of {memory_size(verdict.has)}"
-    return f"      memory at the peak: {of}, {where}{tight}"
+    return f"planned peak: {of}, {where}{tight}"
 
 
 def machine_of_run() -> Machine:

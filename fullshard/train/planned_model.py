@@ -51,7 +51,7 @@ def planned_model(
     - `device`: the type of their devices, "cuda" or "cpu"; `EngineSettings.use_cpu` means "cpu"
     - `steps`: optimizer steps, which decide whether layers are compiled; None for a long run
     - `condensed`: whether layers that are alike stand for each other; the plan is the same without, but takes longer
-    - `started`: whether `starting_point` has told model and adapter apart already
+    - `started`: whether a run has found model and adapter apart, and `peft_config` has its new tokens
     """
     target = torch.device("cpu" if engine.use_cpu else device)
     earlier = config.adapter_name_or_path
@@ -61,7 +61,8 @@ def planned_model(
     if earlier is not None:
         requested = adapter.continued_config(config, Path(earlier), _nothing)
     # How many tokens train beside a new adapter is what counts, not which: they may be given as text.
-    tokens = list(range(len(as_list(config.trainable_token_indices or "")))) if earlier is None else []
+    known = started or earlier is not None
+    tokens = [] if known else list(range(len(as_list(config.trainable_token_indices or ""))))
     if place is None:
         raise ConfigError(f"{earlier} names no model here; give the model it was trained on.")
     where = find_config(place, config.revision)

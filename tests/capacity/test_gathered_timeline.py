@@ -46,6 +46,7 @@ def watch(model: Any) -> list[tuple[str, str, int]]:
     return seen
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize(
     ("strategy", "forward", "backward", "in_flight"),

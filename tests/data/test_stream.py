@@ -360,6 +360,7 @@ for _ in chunks:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_program_leaves_nothing_for_long(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])}
     job = subprocess.Popen(
@@ -388,6 +389,7 @@ def streamed(folder: Path, **changes: Any) -> SFTConfig:
     return settings(folder, **{**values, **changes})
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resumed_streamed_run_is_as_never_stopped(tmp_path: Path, workers: int) -> None:

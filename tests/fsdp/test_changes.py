@@ -40,6 +40,7 @@ def _initialise(m, step):
         m.out.weight.add_(torch.randn_like(m.out.weight) * torch.rand_like(m.out.weight))
 
 
+@pytest.mark.slow
 @ranks(2)
 @every_strategy
 @pytest.mark.parametrize("change", [_assign, _swap, _vector, _initialise])

@@ -99,6 +99,7 @@ def test_layers_of_a_kind_share_a_graph(name: str) -> None:
     assert graphs.count == FAMILIES[name][0] and said == ["compiling the layers (first step)."]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_fused_adapters_in_recomputed_layers_share_a_graph_and_have_the_gradients_of_plain_ones(kept: int) -> None:
     model, graphs = family("llama", 3), Graphs()

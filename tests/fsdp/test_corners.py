@@ -207,6 +207,7 @@ def _drop(model, optimizer, how):
         optimizer.zero_grad(set_to_none=False)
 
 
+@pytest.mark.slow
 @ranks(2)
 @every_strategy
 @pytest.mark.parametrize("how", thinned(["module", "optimizer", "by hand", "zeros", "zeros-foreach"]))

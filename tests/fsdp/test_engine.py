@@ -203,6 +203,7 @@ def test_prefetch_gathers_nothing_that_is_not_used(backward_prefetch):
         assert dict(model.meter.gathers) == {"": 1, **{f"model.layers.{i}": 2 for i in range(3)}}
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 @pytest.mark.parametrize("forward_prefetch", [True, False])

@@ -273,6 +273,7 @@ def test_muon(strategy):
         train_both(Stack, strategy, lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2], lr=0.1))
 
 
+@pytest.mark.slow
 @ranks(2)
 @every_strategy
 @pytest.mark.parametrize("options", [{}, {"lr": 0.1, "relative_step": False, "scale_parameter": False, "beta1": 0.9}])
@@ -306,6 +307,7 @@ IN_LISTS = {
 }
 
 
+@pytest.mark.slow
 @ranks(2)
 @every_strategy
 @pytest.mark.parametrize(
@@ -561,6 +563,7 @@ def _counting():
     return compiled, backend
 
 
+@pytest.mark.slow
 @ranks(2)
 @every_strategy
 @pytest.mark.parametrize("how", thinned(["torch.compile", "module.compile", "compile_units", "step"]))

@@ -96,6 +96,7 @@ def test_other_architectures(name, strategy, policy, checkpointed):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @ranks(2, 4, slow=(2,))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_first_gradients_in_fp32(strategy):

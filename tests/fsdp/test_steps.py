@@ -341,6 +341,7 @@ def test_odd_shapes_tied_units_and_modules_called_twice(strategy, small):
         torch.testing.assert_close(q.full_tensor(), p.detach(), rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_permuted_and_hybrid_meshes():
     for ids, shape, names in [

@@ -69,6 +69,7 @@ class _Auxiliaries(nn.Module):
         return self.out(x)
 
 
+@pytest.mark.slow
 @ranks(2)
 @every_strategy
 @pytest.mark.parametrize("late", [False, True])

@@ -128,6 +128,7 @@ def test_files_that_bitsandbytes_wrote_are_loaded_as_they_are(tmp_path, double, 
         load_pretrained(tmp_path / "packed", mesh_for("FULL_SHARD"), quantization_config=other, progress=False)
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_resumes_bit_for_bit_and_its_adapter_works_in_peft(tmp_path):
     """Trained on four ranks, saved, resumed; the exported adapter on a plain model gives the same logits."""

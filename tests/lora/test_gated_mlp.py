@@ -164,6 +164,7 @@ def test_compiled() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_the_down_projection_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled layer that is checkpointed recomputes up to the product of the branches."""
     from fullshard.lora import gated_mlp_ops

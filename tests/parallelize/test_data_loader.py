@@ -327,6 +327,7 @@ def sums(model, batches):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", [accumulate, sum_before_backward, through_itself, own_class, parts_alone, sums])
 @ranks(1, 2, 4)
 def test_other_loops_train_as_on_one_device(loop, world_size):

@@ -62,6 +62,7 @@ SUMS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @ranks(4)
 @pytest.mark.parametrize("run", thinned(SUMS))
 def test_sums_in_narrow_types(run):
@@ -100,6 +101,7 @@ EXTREMES = {
 }
 
 
+@pytest.mark.slow
 @ranks(4)
 @pytest.mark.parametrize("run", thinned(EXTREMES))
 def test_extremes(run):

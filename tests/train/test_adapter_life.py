@@ -96,6 +96,7 @@ def after(kind: str, place: Path, out: Path, got: torch.Tensor) -> None:
             write_adapter(out / CHECKPOINTS / "step-4", made)
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("kind", [LIVES[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in LIVES[1:])])
 def test_a_run_resumes_exports_and_talks(kind: str, tmp_path: Path) -> None:

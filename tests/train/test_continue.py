@@ -29,6 +29,7 @@ from tests.train.test_tokens_train import NEW, folder, logits_of, start
 from tests.train.tiny import make_folder, make_model
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_training_goes_on_from_the_adapter_s_values(tmp_path: Path) -> None:
     folder(tmp_path)

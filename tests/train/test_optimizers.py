@@ -418,6 +418,7 @@ def _resume(names: list[str], folder: Path, exact: bool, strategy: str, world_si
             assert float((full_of(p) - values[key]).abs().max()) <= limit, (name, key)
 
 
+@pytest.mark.slow
 def test_checkpoints_continue_exactly(tmp_path: Path) -> None:
     _save(list(KINDS), tmp_path, world_size=2)
     _resume(list(KINDS), tmp_path, True, "FULL_SHARD", world_size=2)
@@ -537,6 +538,7 @@ def test_a_class_is_tried_on_shards() -> None:
             make_from_class(model, kind, options, weight_decay=0.0)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_optimizers_of_a_script(tmp_path: Path) -> None:
     """Made before the model is sharded, they have the losses of one device; what cannot work is refused at once."""

@@ -55,6 +55,7 @@ def lora_model() -> Any:
     return get_peft_model(made, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2, task_type="CAUSAL_LM"))
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "lora with dropout"])
 def test_stopped_in_mid_epoch_and_resumed_is_as_never_stopped(kind: str, tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_new_tokens_train_and_travel(tied: bool, strategy: str, tmp_path: Path) 
         assert all(torch.equal(v, merged[k]) for k, v in got.state_dict().items())
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_new_tokens_beside_4_bits(tmp_path: Path) -> None:
     trainer = check_against_one_device(tmp_path, {}, **FOUR_BITS)
@@ -205,6 +206,7 @@ def test_new_tokens_in_bf16(storage: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(trainer.model, tokenizer), logits_of(loaded, tokenizer), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_resumed_run_ends_bit_for_bit_alike(tmp_path: Path) -> None:
     folder(tmp_path)
