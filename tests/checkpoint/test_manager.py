@@ -135,6 +135,7 @@ def test_no_file_holds_a_pickle(tmp_path):
                 assert all(opened.get_tensor(key) is not None for key in opened.keys())  # noqa: SIM118
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_copies_are_written_once_and_by_every_rank(tmp_path):
     for strategy in ("NO_SHARD", "HYBRID_SHARD", "FULL_SHARD"):

@@ -92,6 +92,7 @@ def test_nothing_to_learn_is_said(tmp_path: Path) -> None:
     assert len(table(both, tmp_path, tokenizer, template=BUILT_IN["chatml"].text, assistant_only_loss=True)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path, workers: int) -> None:
     source = file_source([write_rows(tmp_path / "train.jsonl", text_rows(1500))])

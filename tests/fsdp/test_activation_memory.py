@@ -172,6 +172,7 @@ def test_compiled_layers_share_one_variant_per_level(monkeypatch):
 # --- inputs on the host ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_inputs_wait_in_buffers_that_are_used_again(monkeypatch):
     monkeypatch.setattr(activation_offload, "_movable", lambda t: t.is_floating_point())
     buffers = activation_offload.HostBuffers()

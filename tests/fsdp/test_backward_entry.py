@@ -80,6 +80,7 @@ class _Taken:
             handle.remove()
 
 
+@pytest.mark.slow
 @ranks(2)
 @every_strategy
 @pytest.mark.parametrize("output", [False, True])

@@ -143,6 +143,7 @@ def test_other_sizes_compile_once_more_and_a_single_row_not_at_all() -> None:
     assert graphs.count == 3, "one for evaluation"
 
 
+@pytest.mark.slow
 def test_packed_batches_share_a_graph() -> None:
     """With any number of documents; a row that is one block of the mask long runs uncompiled."""
     model, graphs, counts = family("llama", 1), Graphs(), []
@@ -165,6 +166,7 @@ def test_generation_with_a_cache_runs_uncompiled() -> None:
     assert graphs.count == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["backend", pytest.param("limit", marks=pytest.mark.slow)])
 def test_a_failure_is_reported_once_and_the_layers_run_uncompiled(
     fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -93,6 +93,7 @@ def test_quantized_while_loading(tmp_path, world_size, strategy, offload, double
     torch.testing.assert_close(logits, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 @ranks(2, 4)
 @pytest.mark.parametrize(
     ("double", "storage"), [(True, "bfloat16"), pytest.param(False, "uint8", marks=pytest.mark.slow)]

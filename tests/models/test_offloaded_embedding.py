@@ -42,6 +42,7 @@ def sharded(model: Any, **options: Any) -> Any:
     return FSDPv2(model, mesh, auto_wrap_policy=transformer_auto_wrap_policy, **options)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_run_has_the_same_losses_and_gathers_no_embedding(tmp_path: Path) -> None:
     options = {"max_steps": 4, "gradient_checkpointing": True, **global_batch(2)}

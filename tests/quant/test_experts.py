@@ -231,6 +231,7 @@ def with_meta_lora(model):
     )
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize(
     ("strategy", "offload"),

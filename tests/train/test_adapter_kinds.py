@@ -173,6 +173,7 @@ def check(kind: str, place: Path) -> None:
     assert ours == pytest.approx(alone, abs=1e-5), (ours, alone)
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("kind", FEW)
 def test_an_adapter_begins_trains_and_loads_as_peft_s(kind: str, tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_a_line_of_the_log_that_a_stop_cuts_in_two_is_about_all_its_steps(tmp_pa
     assert "ranks" not in manifest.states["progress"], "the same on every rank, so that any number can go on"
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_on_another_number_of_micro_batches_the_curve_goes_on(tmp_path: Path) -> None:
     """A checkpoint does not depend on how the global batch was cut."""

@@ -83,6 +83,7 @@ def test_answers_are_those_of_generate_on_one_device(tmp_path: Path) -> None:
     runtime.barrier()
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_prompts_of_the_user_s_own_and_ranks_that_end_at_different_lengths(tmp_path: Path) -> None:
     """Running text, full fine-tuning: an odd number of prompts, some of whose answers end at once."""
