@@ -73,6 +73,7 @@ def trace_step(
         stack.enter_context(accelerator.meta_stands_for(planned.device, capability >= (8, 9)))
         stack.enter_context(device_kernels())
         stack.enter_context(_gathered_dtypes(planned.model, planned.precision))
+        stack.enter_context(_unread_tokens(planned.model))
         stack.enter_context(step.compiled() if step.calls else _levels(list(layers.values()), reduced))
         workspace.release(next(planned.model.parameters()).device)
         try:
@@ -104,6 +105,20 @@ def _with_inputs_on_host(trace: StepTrace, inputs: Mapping[str, int]) -> StepTra
 
 
 # --- the model as the engine runs it ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _unread_tokens(model: nn.Module) -> Iterator[None]:
+    """Inside, models of transformers do not look for padding among the tokens of a batch without a mask."""
+    name = "warn_if_padding_and_no_attention_mask"
+    parts = [part for part in model.modules() if hasattr(part, name)]
+    for part in parts:
+        part.__dict__[name] = lambda *args: None
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.__dict__[name]
 
 
 @contextlib.contextmanager

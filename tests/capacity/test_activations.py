@@ -194,6 +194,13 @@ def test_a_model_that_reads_values_is_an_error() -> None:
     assert all(p.dtype == torch.float32 for p in model.model.parameters())
 
 
+def test_a_model_that_looks_for_padding_is_traced() -> None:
+    model = planned("gpt2", "meta")
+    model.model.config.pad_token_id = model.model.config.eos_token_id = 1
+    assert trace_step(model, BATCH).segments
+    assert all("warn_if_padding_and_no_attention_mask" not in part.__dict__ for part in model.model.modules())
+
+
 # --- following storages -----------------------------------------------------------------------------------------------
 
 
