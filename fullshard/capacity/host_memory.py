@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fullshard.capacity.ledger import Ledger
@@ -65,9 +66,7 @@ def reserved_memory(plan: ShardingPlan, accelerator: bool, ledger: Ledger, devic
     if not accelerator:
         return 0
     sizes = dict(plan.axes)
-    ranks = 1
-    for size in sizes.values():
-        ranks *= size
+    ranks = math.prod(sizes.values())
     communicators = 0 if ranks == 1 else 3 + sum(sizes[axis] > 1 for axis in plan.replica_axes)
     peak = max(sum(parts.values()) for parts in ledger.moments.values())
     return CONTEXT + communicators * COMMUNICATOR + int(margin(ranks) * (device_memory or peak))

@@ -125,9 +125,15 @@ def fitting_levels(
     than that, the room is reduced until the peak fits, and then raised as far as it still does. The input of the last
     layer is needed again at once and stays.
     """
+
+    def within(room: float) -> list[Level]:
+        levels = choose_levels(bytes_by_level, costs, layers, room)
+        levels[-1] = min(levels[-1], Level.RECOMPUTE)
+        return levels
+
     found, below, above = None, 0.0, room
     for _ in layers:
-        levels = _levels_for(bytes_by_level, costs, layers, room)
+        levels = within(room)
         excess = peak(levels) - limit
         if excess <= 0:
             found, below = levels, room
@@ -137,23 +143,12 @@ def fitting_levels(
         return None
     for _ in range(HALVINGS if above > below else 0):
         middle = (below + above) / 2
-        levels = _levels_for(bytes_by_level, costs, layers, middle)
+        levels = within(middle)
         if peak(levels) <= limit:
             found, below = levels, middle
         else:
             above = middle
     return found
-
-
-def _levels_for(
-    bytes_by_level: Mapping[Kind, Mapping[Level, float]],
-    costs: Mapping[Kind, Mapping[Level, float]],
-    layers: Sequence[Kind],
-    room: float,
-) -> list[Level]:
-    levels = choose_levels(bytes_by_level, costs, layers, room)
-    levels[-1] = min(levels[-1], Level.RECOMPUTE)
-    return levels
 
 
 def choose_levels(

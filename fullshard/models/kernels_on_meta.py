@@ -117,30 +117,25 @@ class _WideGroups(torch.autograd.Function):
 # --- flex attention -------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("fullshard::flex_attention_on_meta", mutates_args=())
-def flex_attention_on_meta(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of flex attention, and the log of the sum of exponentials; for the meta device only."""
-    raise NotImplementedError("flex_attention_on_meta has no values")
+# Operators without a kernel: they have shapes, and no values on any device.
+torch.library.define(
+    "fullshard::flex_attention_on_meta", "(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)"
+)
+torch.library.define(
+    "fullshard::flex_attention_on_meta_backward",
+    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse) -> (Tensor, Tensor, Tensor)",
+)
+flex_attention_on_meta = torch.ops.fullshard.flex_attention_on_meta
+"""The output of flex attention, and the log of the sum of exponentials."""
 
 
-@flex_attention_on_meta.register_fake
+@torch.library.register_fake("fullshard::flex_attention_on_meta")
 def _(query, key, value):  # type: ignore[no-untyped-def]
     out = torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("fullshard::flex_attention_on_meta_backward", mutates_args=())
-def flex_attention_on_meta_backward(
-    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of query, key and value."""
-    raise NotImplementedError("flex_attention_on_meta has no values")
-
-
-@flex_attention_on_meta_backward.register_fake
+@torch.library.register_fake("fullshard::flex_attention_on_meta_backward")
 def _(grad_out, query, key, value, out, lse):  # type: ignore[no-untyped-def]
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
@@ -150,10 +145,10 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad_out: torch.Tensor, _: Any) -> Any:
-    return flex_attention_on_meta_backward(grad_out, *ctx.saved_tensors)
+    return torch.ops.fullshard.flex_attention_on_meta_backward(grad_out, *ctx.saved_tensors)
 
 
-flex_attention_on_meta.register_autograd(_backward, setup_context=_keep)
+torch.library.register_autograd("fullshard::flex_attention_on_meta", _backward, setup_context=_keep)
 
 
 # --- memory that results do not show ----------------------------------------------------------------------------------

@@ -7,28 +7,16 @@ from collections.abc import Mapping, Sequence
 
 from fullshard import accelerator
 from fullshard.capacity.activation_levels import chosen_levels
-from fullshard.capacity.activations import trace_step
 from fullshard.capacity.memory import MemoryEstimate, MemoryOptions, estimate_memory
 from fullshard.capacity.optimizer_state import OptimizerMemory, names_apart
 from fullshard.capacity.planned_model import HeldTensor, PlannedModel
-from fullshard.capacity.step_trace import BatchShape, StepTrace
+from fullshard.capacity.step_trace import StepTrace
 from fullshard.fsdp.activation_memory import Level, full_checkpointing, recompute_costs
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import BackwardPrefetch
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.activation_budget import SLACK
-
-
-def plan_memory(
-    config: SFTConfig, planned: PlannedModel, batch: BatchShape, ranks_per_node: int = 1,
-    device_memory: int | None = None,
-) -> tuple[list[Level], MemoryEstimate]:  # fmt: skip
-    """What the layers of a run keep for backward, and the memory that it needs; `batch` is its largest."""
-    traces = {level: trace_step(planned, batch, level) for level in needed_levels(config, planned.engine)}
-    options = memory_options(config, planned, batch.accumulation, ranks_per_node, device_memory)
-    levels = planned_levels(config, planned, traces, options)
-    return levels, estimate_memory(planned.plan, traces, planned.layers, planned.kinds, levels, options)
 
 
 def memory_options(

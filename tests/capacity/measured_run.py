@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from fullshard.capacity.memory import MemoryEstimate
+from fullshard.capacity.activations import trace_step
+from fullshard.capacity.memory import MemoryEstimate, estimate_memory
 from fullshard.capacity.step_trace import BatchShape
 from fullshard.fsdp.activation_memory import Level
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.checked_run import sharding_settings
-from fullshard.train.planned_memory import plan_memory
+from fullshard.train.planned_memory import memory_options, needed_levels, planned_levels
 from fullshard.train.planned_model import planned_model
 from tests.memory_tracker import MemoryTracker
 
@@ -208,7 +209,10 @@ def plan(
     engine = setting.sharding(config)
     planned = planned_model(config, engine, model / "config.json", setting.ranks, nodes, device=setting.device)
     batch = BatchShape(setting.rows, setting.length, config.gradient_accumulation_steps, setting.packed)
-    return plan_memory(config, planned, batch, setting.ranks // nodes, device_memory)
+    traces = {level: trace_step(planned, batch, level) for level in needed_levels(config, planned.engine)}
+    options = memory_options(config, planned, batch.accumulation, setting.ranks // nodes, device_memory)
+    levels = planned_levels(config, planned, traces, options)
+    return levels, estimate_memory(planned.plan, traces, planned.layers, planned.kinds, levels, options)
 
 
 def compare(estimate: MemoryEstimate, measured: dict[str, int]) -> dict[str, tuple[int, int]]:
