@@ -188,7 +188,13 @@ def describe(
         "versions": versions,
     }
     write_card(place, name or config.run_name, config.changed(), facts)
-    attempt(REPORT_FILE, lambda: write_report(place_of(config), place / REPORT_FILE))  # the model is written
+    report_run(config, place)
+
+
+def report_run(config: SFTConfig, place: Path) -> None:
+    """Write the report from the files of the run. A fault in it is a warning: it must not hide or undo what the run
+    has come to."""
+    attempt(REPORT_FILE, lambda: write_report(place_of(config), place / REPORT_FILE))
 
 
 def _final_rows(summary: Summary) -> dict[str, str]:
