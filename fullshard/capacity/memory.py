@@ -22,8 +22,6 @@ from fullshard.fsdp.activation_memory import Level
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, item_size
 from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
 
-CUBLAS = 32 * 2**20
-"""Bytes of the workspace that torch gives cuBLAS on a Hopper GPU (8 MiB on those before), for each thread."""
 LOADING = 6
 """Bytes for each byte of a quantized weight that is read: itself in bf16, and packed before its scales are."""
 MICRO_BATCHES = 3
@@ -159,10 +157,8 @@ class _Estimate:
 
     @cached_property
     def _workspace(self) -> int:
-        """What kernels keep from step to step: the buffer for dequantized weights, and the workspaces of cuBLAS for
-        the thread of forward and that of backward."""
-        own = max((trace.workspace for trace in self.traces.values()), default=0)
-        return own + (2 * CUBLAS if self.options.accelerator else 0)
+        """What kernels keep from step to step: the buffer for dequantized weights, and the workspaces of cuBLAS."""
+        return max((trace.workspace for trace in self.traces.values()), default=0)
 
     @cached_property
     def _static(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.capacity.machines import Machine
+from fullshard.capacity.operator_flops import BACKWARD
 from fullshard.capacity.overlap import Stage, overlapped
 from fullshard.capacity.step_trace import BatchShape, Segment, StepTrace
 from fullshard.capacity.traffic import Ring, ring_along, unit_traffic, units_without_backward
@@ -21,14 +22,15 @@ from fullshard.fsdp.plan import ShardingPlan, UnitPlan, item_size
 from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
 
 # Measured on one H200; other devices are taken to reach the same shares of their datasheets.
-PRODUCTS, FP8_PRODUCTS, ATTENTION = 0.70, 0.60, 0.40
-"""The shares of the dense rates that matrix products, those with fp8 weights, and attention reach."""
-MEMORY = 0.74
+PRODUCTS, FP8_PRODUCTS = 0.694, 0.585
+"""The shares of the dense rates that matrix products reach; in fp8 with the conversion of their operands: alone, such a
+product reaches 0.66."""
+ATTENTION, ATTENTION_BACKWARD = 0.485, 0.38
+"""The shares of the dense rates that attention and its backward reach."""
+MEMORY = 0.708
 """The share of the memory bandwidth that a copy reaches."""
-BACKWARD = 2.5
-"""Operations of attention's backward, as a multiple of those of its forward."""
-LINK = 0.80
-"""The share of a link's bandwidth that a collective reaches."""
+LINK, HOST_LINK = 0.80, 0.875
+"""The shares of a link's bandwidth that collectives and copies from and to the host reach."""
 HOP = 3e-6
 """Seconds for each hop of a ring."""
 HOST_PASS, HOST_PARAMETER = 2.2e-3, 0.09e-3
@@ -217,8 +219,9 @@ class _Clock:
             stage.products += fp8 / (self.machine.flops["float8"] * FP8_PRODUCTS) - fp8 / (self.rate * PRODUCTS)
         if not weights.experts:  # what is left of the operations is attention
             attention = max(0.0, forward - 2 * tokens * weights.all)
-            attention *= (BACKWARD if moment == "backward" else 1) + recomputed
-            stage.products += attention * (1 / ATTENTION - 1 / PRODUCTS) / self.rate
+            forwards, backwards = (recomputed, BACKWARD) if moment == "backward" else (1, 0)
+            slower = forwards * (1 / ATTENTION - 1 / PRODUCTS) + backwards * (1 / ATTENTION_BACKWARD - 1 / PRODUCTS)
+            stage.products += attention * slower / self.rate
         # 4-bit weights are written out in 16 bits for a product.
         stage.memory += passes * 2.5 * weights.four_bit / self.bandwidth
         stage.bus = self._bus(step.moved_input(index))
@@ -263,7 +266,7 @@ class _Clock:
 
     def _bus(self, count: int) -> float:
         """Seconds of a copy between device and host."""
-        return count / (self.machine.host_link * LINK)
+        return count / (self.machine.host_link * HOST_LINK)
 
     def optimizer_seconds(self) -> float:
         """The update reads parameters, gradients and state and writes parameters and state; clipping reads gradients
@@ -298,7 +301,7 @@ class _Clock:
             yield f"links reach {LINK:.0%} of {machine.node_link / 1e9:,.4g} GB/s inside a node{across}"
         if self.options.offload:
             yield (
-                f"transfers to the host reach {LINK:.0%} of {machine.host_link / 1e9:,.4g} GB/s, the optimizer there "
+                f"transfers to the host reach {HOST_LINK:.0%} of {machine.host_link / 1e9:,.4g} GB/s, the optimizer there "
                 f"{HOST_BANDWIDTH / 1e9:,.4g} GB/s per node"
             )
         yield "the data is ready in time; no evaluation, checkpoint or compilation falls into the step"

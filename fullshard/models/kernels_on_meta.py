@@ -29,31 +29,44 @@ WIDEST_FLASH = 256
 def device_kernels() -> Iterator[None]:
     """Inside, attention and dropout on the meta device are the operators of the device that it stands for (see
     `accelerator.meta_stands_for`)."""
-    plain = F.scaled_dot_product_attention, F.dropout, F.grouped_mm, torch.bincount
+    attention, dropout, grouped = F.scaled_dot_product_attention, F.dropout, F.grouped_mm
+    bincount, addmm = torch.bincount, torch.addmm
 
     def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return (sdpa if query.is_meta else plain[0])(query, *args, **kwargs)
+        return (sdpa if query.is_meta else attention)(query, *args, **kwargs)
 
     def drop(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         one_pass = accelerator.is_accelerator(x.device) or torch.compiler.is_compiling()
         fused = x.is_meta and one_pass and training and 0 < p < 1 and x.requires_grad
-        return torch.native_dropout(x, p, True)[0] if fused else plain[1](x, p, training, inplace)
+        return torch.native_dropout(x, p, True)[0] if fused else dropout(x, p, training, inplace)
 
     def multiply(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         wide = a.is_meta and a.dtype is not torch.bfloat16 and (a.dim(), b.dim()) == (2, 3)
-        return _WideGroups.apply(a, b, kwargs.get("offs")) if wide else plain[2](a, b, *args, **kwargs)
+        return _WideGroups.apply(a, b, kwargs.get("offs")) if wide else grouped(a, b, *args, **kwargs)
 
     def count(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
-        return x.new_empty(minlength) if x.is_meta else plain[3](x, weights, minlength)
+        return x.new_empty(minlength) if x.is_meta else bincount(x, weights, minlength)
 
-    names = "scaled_dot_product_attention", "dropout", "grouped_mm"
-    vars(F).update(zip(names, (attend, drop, multiply), strict=False))
-    vars(torch)["bincount"] = count
+    def add_product(total: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # torch 2.11 takes `out_dtype` for a factor on the meta device only.
+        widened = total.is_meta and "out_dtype" in kwargs
+        return torch.mm(*args, **kwargs) if widened else addmm(total, *args, **kwargs)
+
+    with (
+        _replaced(F, scaled_dot_product_attention=attend, dropout=drop, grouped_mm=multiply),
+        _replaced(torch, bincount=count, addmm=add_product),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, **functions: Any) -> Iterator[None]:
+    before = {name: vars(module)[name] for name in functions}
+    vars(module).update(functions)
     try:
         yield
     finally:
-        vars(F).update(zip(names, plain, strict=False))
-        vars(torch)["bincount"] = plain[3]
+        vars(module).update(before)
 
 
 def sdpa(

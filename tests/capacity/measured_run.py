@@ -11,10 +11,12 @@ import contextlib
 import dataclasses
 import gc
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -36,6 +38,8 @@ SIZES = {
 STEPS = 3
 """Steps of a measured run: the first one makes the optimizer's state and records the order of units."""
 MOMENTS = ("forward", "loss", "backward", "optimizer step")
+LITTLE = 2**20
+"""Bytes that a run may leave on a GPU: tables of constants."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +83,20 @@ class Setting:
         return [{"input_ids": row, **lengths} for row in ids]
 
 
+def model_config(setting: Setting) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(setting.architecture, **{**SIZES, **setting.sizes})
+
+
 def write_model(setting: Setting, folder: Path) -> Path:
     """A model's folder with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from tests.data.tiny import make_tokenizer
 
-    config = AutoConfig.for_model(setting.architecture, **{**SIZES, **setting.sizes})
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(model_config(setting)).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 
@@ -96,28 +105,63 @@ def write_model(setting: Setting, folder: Path) -> Path:
 
 
 class DeviceTracker:
-    """The peaks of moments as torch's allocator of the GPU counts them."""
+    """The peaks of moments as torch's allocator of the GPU counts them.
+
+    The allocator has one peak, which the run also reads and begins anew: a memory budget does. Inside, the run and the
+    tracker have one each.
+    """
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
-        self._moment, self._before = "", 0
+        self.before = 0
+        """Bytes that were allocated before the run."""
+        self._moment, self._of_moment, self._of_run = "", 0, 0
+        self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> DeviceTracker:
-        gc.collect()
-        torch.cuda.empty_cache()
-        self._before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        self.before = _settled_memory()
+        self._read, self._reset = torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats
+        self._reset()
+        self._patches.enter_context(mock.patch.object(torch.cuda, "max_memory_allocated", self._peak_of_run))
+        self._patches.enter_context(mock.patch.object(torch.cuda, "reset_peak_memory_stats", self._new_peak_of_run))
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.mark("")
+        self._patches.close()
 
     def mark(self, moment: str) -> None:
         """From here on, memory belongs to this moment. The host allocates in order, so nothing has to be waited for."""
-        found = torch.cuda.max_memory_allocated() - self._before
-        self.peaks[self._moment] = max(found, self.peaks.get(self._moment, 0))
-        self._moment = moment
-        torch.cuda.reset_peak_memory_stats()
+        self._take()
+        self.peaks[self._moment] = max(self._of_moment - self.before, self.peaks.get(self._moment, 0))
+        self._moment, self._of_moment = moment, 0
+
+    def _take(self) -> None:
+        found = self._read()
+        self._reset()
+        self._of_moment, self._of_run = max(self._of_moment, found), max(self._of_run, found)
+
+    def _peak_of_run(self, device: Any = None) -> int:
+        self._take()
+        return self._of_run
+
+    def _new_peak_of_run(self, device: Any = None) -> None:
+        self._take()
+        self._of_run = 0
+
+
+def _settled_memory() -> int:
+    """Bytes that are allocated once what earlier runs of this process have left is released. Threads of torch and of
+    the watchdog hold collectives, and these their tensors, for a moment after the run."""
+    until = time.monotonic() + 5
+    while True:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        if (left := torch.cuda.memory_allocated()) < LITTLE or time.monotonic() > until:
+            return left
+        time.sleep(0.2)
 
 
 class NoTracker(contextlib.nullcontext[Any]):

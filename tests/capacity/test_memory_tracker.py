@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard import accelerator
+from tests.capacity import measured_run
 from tests.memory_tracker import MemoryTracker
 
 MIB = 2**20
@@ -57,3 +60,41 @@ def test_a_leak_and_a_missed_free_are_seen() -> None:
     leak_peak, leak_end = _backward(leaked=kept)
     assert leak_end == 2 * 64 * 512 * 4 and leak_peak == peak + 2 * 64 * 512 * 4
     assert _backward(frees=False)[1] == MIB
+
+
+class FakeAllocator:
+    """What torch.cuda says of memory, without a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocated = self.peak = 0
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: self.allocated)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        monkeypatch.setattr(measured_run, "_settled_memory", lambda: self.allocated)
+        monkeypatch.setattr(accelerator, "_peaks", {})
+
+    def allocate(self, size: int) -> None:
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
+    def reset(self, *_: object) -> None:
+        self.peak = self.allocated
+
+
+def test_a_budget_sees_the_peak_of_its_step_while_moments_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, device = FakeAllocator(monkeypatch), torch.device("cuda:0")
+    memory.allocate(100)
+    with measured_run.DeviceTracker() as tracker:
+        tracker.mark("forward")
+        accelerator.mark_peak(device)
+        memory.allocate(50)
+        tracker.mark("backward")
+        memory.allocate(30)
+        memory.allocate(-70)
+        tracker.mark("optimizer step")
+        assert accelerator.peak_since_mark(device) == 180  # not only since the last moment
+        accelerator.mark_peak(device)
+        assert accelerator.peak_since_mark(device) == 110 and accelerator.peak_memory(device) == 180
+        memory.allocate(5)
+    assert tracker.peaks == {"": 0, "forward": 50, "backward": 80, "optimizer step": 15} and tracker.before == 100
+    assert torch.cuda.max_memory_allocated() == memory.peak
