@@ -102,8 +102,10 @@ def compare_rates() -> list[dict[str, Any]]:
         "attention": (step_time.ATTENTION, 2 * 8 * 32 * 2048**2 * 128, machine.flops["bfloat16"], lambda: (
             torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True))),
         "copies": (step_time.MEMORY, 2 * x.nbytes, machine.memory_bandwidth, x.clone),
-        "from the host": (step_time.HOST_LINK, host.nbytes, machine.host_link, lambda: there.copy_(host, non_blocking=True)),
-        "to the host": (step_time.HOST_LINK, host.nbytes, machine.host_link, lambda: host.copy_(there, non_blocking=True)),
+        "from the host": (step_time.HOST_LINK, host.nbytes, machine.host_link,
+                          lambda: there.copy_(host, non_blocking=True)),
+        "to the host": (step_time.HOST_LINK, host.nbytes, machine.host_link,
+                        lambda: host.copy_(there, non_blocking=True)),
     }  # fmt: skip
     if "float8" in machine.flops:
         a, b = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)

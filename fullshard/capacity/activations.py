@@ -195,7 +195,7 @@ class _Step:
         """Inputs of layers that all of them get, such as positions: kept to the end, whichever layer is the last."""
         self.moment = "forward"
         self.embedded: torch.Tensor | None = None
-        """The first layer's input, until the last layer has run: the model holds it as long."""
+        """The first layer's input if the layers are compiled: their graphs say when it is released."""
         self.last_output = 0
         """The storage of the last layer's output."""
         self.left = 0
@@ -275,12 +275,13 @@ class _Step:
         def begins(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             args, kwargs = self._cast(layer, args, kwargs)
             states, *others = tensors_in((args, kwargs))
-            if self.left == len(self.layers):
-                self.embedded = states
-                states = _LikeALayersOutput.apply(states, states.new_empty(0, requires_grad=True))
-                args, kwargs = map_tensors(lambda t: states if t is self.embedded else t, (args, kwargs))
+            if self.calls and self.left == len(self.layers):
+                self.embedded = given = states
+                states = _Trained.apply(given, torch.empty(0, device=given.device, requires_grad=True))
+                args, kwargs = map_tensors(lambda t: states if t is given else t, (args, kwargs))
             self.inputs[name] = self.trace.size_of(states)
-            if storage_id(states) != self.last_output:  # whose hook begins the backward of the layer before
+            # The hook of a layer's output begins its backward, and so ends that of the next one.
+            if states.requires_grad and storage_id(states) != self.last_output:
                 states.register_hook(lambda _: self.begin(""))
             self.shared += others
             self.begin(name)
@@ -292,7 +293,7 @@ class _Step:
         def ends(layer: nn.Module, args: Any, output: Any) -> None:
             self.left -= 1
             if not self.left:
-                self.moment, self.embedded = "loss", None
+                self.moment = "loss"
             states = next((t for t in tensors_in(output) if t.requires_grad), None)
             if states is None:
                 raise CapacityError(f"{name} returns no tensor that needs a gradient: nothing in or below it trains.")
@@ -307,7 +308,8 @@ class _Step:
     def result(self, end: Mark) -> StepTrace:
         grads = [p.grad for p in self.planned.model.parameters() if p.grad is not None]
         recorded = [t for call in self.calls.values() for t in call.recorded]
-        numbers = {self.trace.number_of(t) for t in (*grads, *recorded)}
+        held = [] if self.embedded is None else [self.embedded]
+        numbers = {self.trace.number_of(t) for t in (*grads, *recorded, *held)}
         lasting = {number: size for number, size in self.trace.living().items() if number not in numbers}
         following = [*self.marks[1:], ("", "", end, self.gradients)]
         segments = []
@@ -334,13 +336,12 @@ class _Step:
         return Segment(unit, moment, peak, kept, 0, flops, read_write)
 
 
-class _LikeALayersOutput(torch.autograd.Function):
-    """The first layer's input as a tensor like the other layers' inputs: one that only the layer holds, and that needs
-    a gradient even if nothing trains below it."""
+class _Trained(torch.autograd.Function):
+    """The same tensor as one that needs a gradient, even if nothing trains below it: compiled layers share a graph."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
-        return states.clone()
+        return states.view_as(states)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -301,8 +301,8 @@ class _Clock:
             yield f"links reach {LINK:.0%} of {machine.node_link / 1e9:,.4g} GB/s inside a node{across}"
         if self.options.offload:
             yield (
-                f"transfers to the host reach {HOST_LINK:.0%} of {machine.host_link / 1e9:,.4g} GB/s, the optimizer there "
-                f"{HOST_BANDWIDTH / 1e9:,.4g} GB/s per node"
+                f"transfers to the host reach {HOST_LINK:.0%} of {machine.host_link / 1e9:,.4g} GB/s, the optimizer "
+                f"there {HOST_BANDWIDTH / 1e9:,.4g} GB/s per node"
             )
         yield "the data is ready in time; no evaluation, checkpoint or compilation falls into the step"
 
