@@ -54,7 +54,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -206,6 +206,11 @@ def skips_on_device(optimizer: Any) -> bool:
 # How often a tensor was written in place. 2.11, 2.13. Stale gathered parameters are not noticed.
 def version_of(t: torch.Tensor) -> int:
     return t._version
+
+
+# The same of many sharded tensors and of their shards, with the tensors' identities. 2.11, 2.13. The same.
+def versions_of(tensors: Iterable[Any]) -> list[tuple[int, int, int]]:
+    return [(id(t), t._version, t._local_tensor._version) for t in tensors]
 
 
 # Whether two tensors share memory: the address of the storage object. 2.11, 2.13. An output may alias freed memory.

@@ -21,6 +21,7 @@ from fullshard.fsdp.parameter import ShardedParameter, copy_together
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.fsdp.streams import SideStream, StreamWork
+from fullshard.fsdp.write_count import writes_of_all
 
 
 @dataclass
@@ -82,6 +83,8 @@ class Unit:
         self.holds_units = holds_units
         """Whether there are units inside its module."""
         self._views_made = False
+        self._gathered_at: list[tuple[int, int, int]] | None = None
+        """The shards and their write counts at the last gather."""
 
     @property
     def name(self) -> str:
@@ -103,13 +106,10 @@ class Unit:
                 f"param_init_fn=…"
             )
         means = self.means
-        for p in self.parameters:
-            p.note_writes()
-        means.meter.allocated(sum(p.allocate() for p in self.parameters))
+        self._note_writes()
+        means.meter.allocated(sum([p.allocate() for p in self.parameters]))
         self.state = UnitState.GATHERING
-        copies = [p for p in self.parameters if not p.plan.gathers and not p.shares]
-        if not copies and not any(p.plan.gathers for p in self.parameters):
-            return
+        copies = [p for p in self.parameters if p.is_copy]
         if self.only_casts:  # nothing to overlap with compute, so compute does it
             self._copy(copies)
             return
@@ -182,7 +182,23 @@ class Unit:
 
     def is_fresh(self) -> bool:
         """Whether the shards are unchanged since the unit was gathered."""
-        return all(p.is_fresh() for p in self.parameters)
+        return self._gathered_at == self._writes()
+
+    def _writes(self) -> list[tuple[int, int, int]]:
+        return writes_of_all([p.shard for p in self.parameters])
+
+    def _note_writes(self) -> None:
+        """Before a gather: count writes to shards as writes to the gathered values.
+
+        Autograd checks these counts and refuses a backward through a value that has changed since it was saved.
+        """
+        before, now = self._gathered_at, self._writes()
+        if before is not None and before != now:
+            written = [p for p, then, count in zip(self.parameters, before, now, strict=True) if then != count]
+            leaves = [leaf for p in written for leaf in (p.full, p.full_global) if leaf is not None]
+            torch.autograd.graph.increment_version(leaves)
+            now = self._writes()  # a gathered value may be the shard itself
+        self._gathered_at = now
 
     def free(self) -> None:
         """Release the memory of the gathered values, unless it is kept for the next gather."""
