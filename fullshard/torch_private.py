@@ -361,6 +361,11 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
+def set_parameters(values: Iterable[tuple[nn.Module, str, Any]]) -> None:
+    for module, name, value in values:
+        module._parameters[name] = value
+
+
 def replace_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
     module._parameters = parameters
 

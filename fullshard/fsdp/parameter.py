@@ -26,7 +26,16 @@ from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.redistribute import torch_layout
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded
-from fullshard.torch_private import DTensorSpec, TensorMeta, foreach_copy_, local_of, parameters_of, set_local, spec_of
+from fullshard.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    foreach_copy_,
+    local_of,
+    parameters_of,
+    set_local,
+    set_parameters,
+    spec_of,
+)
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """Target and source."""
@@ -266,20 +275,11 @@ class ShardedParameter:
 
     # --- what modules hold --------------------------------------------------------------------------------------------
 
-    def show_gathered(self, as_global: bool) -> None:
-        value = self._global() if as_global else self.full
-        for module, name in self.sites:
-            parameters_of(module)[name] = value
-            if self.view is not None:
-                module.__dict__[name] = self.view  # Python finds this before it looks for parameters
-
     def show_shard(self) -> None:
-        for module, name in self.sites:
-            parameters_of(module)[name] = self.shard
-            if self.view is not None:
-                module.__dict__.pop(name, None)
+        """Let modules hold the shard."""
+        show_shards([self])
 
-    def _global(self) -> nn.Parameter:
+    def as_global(self) -> nn.Parameter:
         """The gathered value as a global tensor: replicated along `fsdp`, split as annotated along other axes."""
         assert self.full is not None
         if self.full_global is None:
@@ -294,6 +294,25 @@ class ShardedParameter:
         if local_of(self.full_global).data_ptr() != self.full.data_ptr():
             set_local(self.full_global, self.full.data)
         return self.full_global
+
+
+def show_gathered(parameters: Sequence[ShardedParameter], as_global: bool) -> None:
+    """Let modules hold the gathered values."""
+    values = [(p.as_global() if as_global else p.full, p) for p in parameters]
+    set_parameters([(module, name, value) for value, p in values for module, name in p.sites])
+    for p in parameters:
+        if p.view is not None:
+            for module, name in p.sites:
+                module.__dict__[name] = p.view  # Python finds this before it looks for parameters
+
+
+def show_shards(parameters: Sequence[ShardedParameter]) -> None:
+    """Let modules hold the shards."""
+    set_parameters([(module, name, p.shard) for p in parameters for module, name in p.sites])
+    for p in parameters:
+        if p.view is not None:
+            for module, name in p.sites:
+                module.__dict__.pop(name, None)
 
 
 def _dtype(name: str) -> torch.dtype:

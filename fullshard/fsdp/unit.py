@@ -17,7 +17,7 @@ from fullshard.errors import FSDPError
 from fullshard.fsdp.comm import Link, Pending
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.offload import HostTraffic
-from fullshard.fsdp.parameter import ShardedParameter, copy_together
+from fullshard.fsdp.parameter import ShardedParameter, copy_together, show_gathered, show_shards
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.fsdp.streams import SideStream, StreamWork
@@ -77,7 +77,7 @@ class Unit:
 
     def join(self, plan: UnitPlan, index: int, means: Means, holds_units: bool) -> None:
         """Become a unit of a model; again when a module around that model is wrapped."""
-        self.plan, self.means = plan, means
+        self.plan, self.means, self.name = plan, means, plan.name
         self.index = index
         """Its place in the model's plan, the same on every rank."""
         self.holds_units = holds_units
@@ -85,10 +85,6 @@ class Unit:
         self._views_made = False
         self._gathered_at: list[tuple[int, int, int]] | None = None
         """The shards and their write counts at the last gather."""
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
 
     def __repr__(self) -> str:
         return f"Unit({self.name or '(root)'}, {self.state.value})"
@@ -234,14 +230,12 @@ class Unit:
     # --- what modules hold --------------------------------------------------------------------------------------------
 
     def show_gathered(self, as_global: bool) -> None:
-        for p in self.parameters:
-            p.show_gathered(as_global)
+        show_gathered(self.parameters, as_global)
         self.shown = True
 
     def show_shards(self) -> None:
         if self.shown:
-            for p in self.parameters:
-                p.show_shard()
+            show_shards(self.parameters)
             self.shown = False
 
     def in_slots(self, bucket: Bucket) -> list[tuple[ShardedParameter, slice]]:
