@@ -54,7 +54,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +208,11 @@ def version_of(t: torch.Tensor) -> int:
     return t._version
 
 
+# The same of many sharded tensors and of their shards, with the tensors' identities. 2.11, 2.13. The same.
+def versions_of(tensors: Iterable[Any]) -> list[tuple[int, int, int]]:
+    return [(id(t), t._version, t._local_tensor._version) for t in tensors]
+
+
 # Whether two tensors share memory: the address of the storage object. 2.11, 2.13. An output may alias freed memory.
 def storage_id(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
@@ -354,6 +359,11 @@ def muon_learning_rate(lr: float, adjust: str | None, shape: torch.Size) -> floa
 # another tensor. 2.11, 2.13. Parameters cannot be swapped for gathered ones.
 def parameters_of(module: nn.Module) -> dict[str, Any]:
     return module._parameters
+
+
+def set_parameters(values: Iterable[tuple[nn.Module, str, Any]]) -> None:
+    for module, name, value in values:
+        module._parameters[name] = value
 
 
 def replace_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:

@@ -241,7 +241,8 @@ def _sharded(
     held = [parameters_of(module)[name] for module, name in sites]
     known = next((earlier[id(p)] for p in held if id(p) in earlier), None)
     if known is not None:
-        known.plan, known.sites = plan, sites
+        known.sites = sites
+        known.follow(plan)
         known.show_shard()
         return known
     parameter: Any = held[0]

@@ -50,12 +50,14 @@ class FSDPv2(metaclass=_Factory):
     _fullshard_output: OutputRule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        engine, unit = self._fullshard_engine, self._fullshard_unit
         forward = super().__call__  # type: ignore[misc]
-        with engine.compiler.suspended():
-            if not unit.holds_units:
-                forward = engine.compiler.resumed(forward)
-            return engine.run(unit, forward, args, kwargs, self._fullshard_output)
+        return self._fullshard_engine.compiler.uncompiled(self._fullshard_run, forward, args, kwargs)
+
+    def _fullshard_run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        engine, unit = self._fullshard_engine, self._fullshard_unit
+        if not unit.holds_units:
+            forward = engine.compiler.resumed(forward)
+        return engine.run(unit, forward, args, kwargs, self._fullshard_output)
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
@@ -146,8 +148,9 @@ class FSDPv2(metaclass=_Factory):
         """transformers' `generate`. The module's own parameters stay gathered throughout, because parts of the model
         that are no units (an encoder) are called on their own."""
         engine, unit = self._fullshard_engine, self._fullshard_unit
-        with torch.no_grad(), engine.compiler.suspended():
-            return engine.run(unit, super().generate, args, kwargs, lambda output, as_global: output)  # type: ignore[misc]
+        forward = super().generate  # type: ignore[misc]
+        with torch.no_grad():
+            return engine.compiler.uncompiled(engine.run, unit, forward, args, kwargs, lambda output, as_global: output)
 
     # --- refusals ---------------------------------------------------------------------------------------------------
 
