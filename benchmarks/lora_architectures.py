@@ -52,10 +52,12 @@ MORE: dict[str, dict[str, Any]] = {
 def build(name: str, ours: bool, tiny: bool) -> Any:
     model = bare(name, **({} if tiny else {**WIDE, **MORE.get(name, {})})).to(torch.bfloat16)
     known = (shared_inputs(model), gated_mlps(model)) if ours else None
-    model = adapted(model, r=8, lora_alpha=16, lora_dropout=0.0)
+    # PEFT makes adapters in fp32, and LoRA layers of another dtype than their adapter run PEFT's forward.
+    model = adapted(model, r=8, lora_alpha=16, lora_dropout=0.0).to(torch.bfloat16)
     if known is not None:
         use_own_attention(model)
-        fuse_lora(model, known[0])
+        if not fuse_lora(model, known[0]).groups:
+            raise ValueError("no LoRA layers were fused")
         fuse_mlps(model, known[1])
     return model
 
