@@ -121,10 +121,14 @@ class Collectives(Link):
 
     @contextlib.contextmanager
     def _coalesced(self) -> Iterator[Any]:
-        """Issue the collectives inside as one launch; a communicator that lost a rank may refuse them."""
+        """Issue the collectives inside as one launch; a communicator that lost a rank may refuse them.
+
+        No device is given: with one, torch issues two works and returns the second. Nobody waits for the first, so it
+        holds its tensors until a thread of torch finds it done and the next collective is issued.
+        """
         with watching.issuing():
             try:
-                with coalescing_manager(group=self.group, device=self.device, async_ops=True) as issued:
+                with coalescing_manager(group=self.group, async_ops=True) as issued:
                     yield issued
                 return
             except dist.DistError as error:
