@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import runtime
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.dcp_planner import LoadTarget, mismatch
+from fullshard.checkpoint.load_target import TensorToLoad, mismatch, to_load
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.shard_index import TensorShard, shard_of
+from fullshard.checkpoint.shard_index import TensorShard, shards_of
 from fullshard.errors import CheckpointError, UserError
 from fullshard.spmd.marked import unmarked
 from fullshard.spmd.mesh import Mesh
@@ -45,9 +45,7 @@ class StateDescription:
     def put(self, name: str, tensor: torch.Tensor) -> dict[str, Any]:
         """Add a tensor; returns the reference that takes its place in the JSON entry."""
         tensor = unmarked(tensor)
-        piece = shard_of(name, tensor)
-        if piece is not None:
-            self.pieces.append(piece)
+        self.pieces += shards_of(name, tensor)
         ref: dict[str, Any] = {"name": name}
         if is_sharded(tensor):
             ref["spec"] = layout_of(spec_of(tensor)).spec
@@ -61,25 +59,22 @@ class RestorePlan:
     """What one rank reads, what does not match, and what to do once the tensors are read."""
 
     manifest: Manifest
-    targets: list[LoadTarget] = field(default_factory=list)
+    tensors: list[TensorToLoad] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
     casts: set[str] = field(default_factory=set)
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Read a stored tensor into `tensor`; each rank reads its own shard."""
+        """Read a stored tensor into `tensor`; each rank reads its own shards."""
         tensor = unmarked(tensor)
-        piece = shard_of(name, tensor)
-        if piece is None:
-            return
-        target = LoadTarget(self.manifest.rank_name(name, runtime.rank()), piece.local, piece.offsets)
-        if problem := mismatch(target, piece.shape, self.manifest):
+        stored_name = self.manifest.rank_name(name, runtime.rank())
+        if problem := mismatch(stored_name, tensor, self.manifest):
             self.problems.append(problem)
             return
-        stored = DTYPES[self.manifest.tensors[target.name].dtype]
-        if stored != piece.local.dtype:
-            self.casts.add(f"{str(stored)[6:]} to {str(piece.local.dtype)[6:]}")
-        self.targets.append(target)
+        stored = DTYPES[self.manifest.tensors[stored_name].dtype]
+        if stored != tensor.dtype:
+            self.casts.add(f"{str(stored)[6:]} to {str(tensor.dtype)[6:]}")
+        self.tensors.append(to_load(stored_name, tensor))
 
     def make(self, ref: dict[str, Any], like: torch.Tensor | None, mesh: Mesh | None, now: Any = None) -> torch.Tensor:
         """A tensor to read a stored one into: `now` if it has the right shape, dtype and kind, else a new one.

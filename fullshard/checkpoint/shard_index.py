@@ -1,7 +1,9 @@
-"""A rank's shard of each tensor: its position in the whole tensor, and the number of ranks with the same shard.
+"""The shards of each tensor that this process holds: their position in the whole tensor, and who else holds them.
 
-Nothing here communicates or copies. If several ranks hold the same shard, each of them writes a part of it, so that
-every tensor is written once and the ranks share the work.
+Nothing here communicates. If several ranks hold the same shard, each of them writes a part of it, so that every tensor
+is written once and the ranks share the work. On the torch engine a process holds at most one shard of a tensor, in
+memory that the host or the GPU can address. On XLA it holds one for each of its devices; `xla/shards.py` copies them to
+host memory.
 """
 
 from __future__ import annotations
@@ -41,18 +43,38 @@ class TensorShard:
     """How many ranks hold this same shard by the tensor's layout; 0 for a plain tensor, whose layout is unknown."""
     copy: int = 0
     """This rank's index among them."""
+    own: bool = False
+    """Whether `local` is a copy made for this save, which nothing else writes to."""
 
     @property
     def is_plain(self) -> bool:
         return self.copies == 0
 
 
+def on_xla(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is on XLA devices: one process may then hold several of its shards, and values go through host
+    memory."""
+    return tensor.device.type == "xla"
+
+
+def shards_of(name: str, tensor: torch.Tensor) -> list[TensorShard]:
+    """The shards of a tensor that this process holds, with their values. Those of XLA devices are copied."""
+    if tensor.dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"{name} has dtype {tensor.dtype}, which safetensors files cannot hold")
+    if on_xla(tensor):
+        from fullshard.xla import shards as xla
+
+        return [
+            TensorShard(name, tuple(tensor.shape), part.value, xla.starts(part.cuts), part.copies, part.copy, own=True)
+            for part in xla.read(tensor)
+        ]
+    shard = shard_of(name, tensor)
+    return [] if shard is None else [shard]
+
+
 def shard_of(name: str, tensor: torch.Tensor) -> TensorShard | None:
-    """This rank's shard of a tensor; None if it holds no part of it."""
+    """This rank's shard of a tensor of the torch engine; None if it holds no part of it."""
     tensor = unmarked(tensor.detach() if type(tensor) is torch.nn.Parameter else tensor)
-    dtype = tensor.dtype
-    if dtype not in DTYPE_NAMES:
-        raise CheckpointError(f"{name} has dtype {dtype}, which safetensors files cannot hold")
     if not is_sharded(tensor):
         if tensor.is_meta:
             raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialize it first")
