@@ -91,6 +91,7 @@ def _describe_request(request: tuple[str, int | None, list[str]]) -> str:
 
 def describe(state: Mapping[str, Any], omitted: Mapping[str, set[str]]) -> StateDescription:
     """Split the state into JSON entries and tensor shards."""
+    runtime.flush()  # on XLA: what was recorded so far is part of the state
     description = StateDescription()
     names = objects.parameter_names(state)
     for name, value in state.items():

@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from fullshard import runtime
+from fullshard import runtime, spmd
 from fullshard.errors import CheckpointError
 from fullshard.spmd.marked import unmarked
-from fullshard.spmd.redistribute import layout_of
-from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import local_of, spec_of
+from fullshard.spmd.redistribute import layout_of, torch_layout
+from fullshard.spmd.spec import Layout
+from fullshard.spmd.tensor import ShardedTensor, is_sharded
+from fullshard.torch_private import DTensorSpec, TensorMeta, local_of, spec_of
 from fullshard.weights.safetensors_index import DTYPE_NAMES
 
 SMALL = 4096
@@ -101,6 +103,40 @@ def shard_of(name: str, tensor: torch.Tensor) -> TensorShard | None:
     copies = layout.mesh.size() // pieces
     offsets = tuple(cut.start for cut in cuts)
     return TensorShard(name, tuple(tensor.shape), local.detach(), offsets, copies, layout.replica_id(me))
+
+
+def layout_to_save(tensor: torch.Tensor) -> Layout | None:
+    """The layout that a checkpoint records for a tensor; None for a plain one."""
+    layout = spmd.sharding_of(tensor) if spmd.is_sharded(tensor) else None
+    # On XLA every computed value has a layout, most often copies on all devices: that is what a plain tensor is there.
+    return None if layout is not None and on_xla(tensor) and not any(layout.dims) else layout
+
+
+def has_layout(tensor: torch.Tensor, layout: Layout | None) -> bool:
+    """Whether values for a tensor with this layout (None: a plain one) can be read into `tensor`."""
+    if on_xla(tensor) and layout is not None:  # otherwise it would keep what the compiler chose
+        return spmd.sharding_of(tensor) == layout
+    return spmd.is_sharded(tensor) == (layout is not None)
+
+
+def empty_sharded(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor | None) -> Any:
+    """A sharded tensor with uninitialized values, on the device and of the class of `like` if that is sharded."""
+    if runtime.device().type == "xla":
+        from fullshard.xla import shards as xla
+
+        return xla.empty(shape, dtype, layout)
+    like = like if like is not None and is_sharded(like) else None
+    device = local_of(like).device if like is not None else runtime.device()
+    device_mesh, placements = torch_layout(layout, shape)
+    if layout.mesh.coordinate(runtime.rank()) is None:
+        local = torch.empty(0, dtype=dtype, device=device)
+    else:
+        cuts = layout.slices(shape, runtime.rank())
+        local = torch.empty([cut.stop - cut.start for cut in cuts], dtype=dtype, device=device)
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, dtype)
+    kind: Any = DTensor if like is not None and type(like.detach()) is DTensor else ShardedTensor
+    return kind(local, DTensorSpec(device_mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
 def part_to_write(piece: TensorShard) -> TensorShard | None:

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch_xla.core.xla_model as xm
 
 from fullshard import runtime
 from fullshard.spmd.spec import Layout
@@ -141,15 +140,3 @@ def load(t: torch.Tensor, value: torch.Tensor) -> None:
     for cuts, memory in staging.parts():
         memory.copy_(value[cuts])
     staging.commit()
-
-
-# --- the devices' random generator ------------------------------------------------------------------------------------
-
-
-def rng_seed() -> int:
-    """The state of the devices' generator: the seed of the program that is recorded next."""
-    return int(xm.get_rng_state())
-
-
-def set_rng_seed(seed: int) -> None:
-    xm.set_rng_state(seed)
