@@ -24,7 +24,7 @@ ROWS, LENGTH, VOCAB = 8, 12, 61
 
 
 def config(**options: Any) -> LlamaConfig:
-    sizes = {"vocab_size": VOCAB, "hidden_size": 20, "intermediate_size": 36, "num_hidden_layers": 2}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 20, "intermediate_size": 36, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 10, "max_position_embeddings": 64}
     return LlamaConfig(**{**sizes, **heads, "tie_word_embeddings": True, **options})
 
