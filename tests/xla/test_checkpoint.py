@@ -229,13 +229,13 @@ def test_torch_distributed_checkpoint_reads_it(reference: tuple[Path, list[float
     assert torch.equal(state["model/model.embed_tokens.weight"], whole(model.model.embed_tokens.weight))
 
 
-def test_scalar_and_replicated_parameters_with_adam(tmp_path: Path) -> None:
-    def made(seed: int, mesh: xs.Mesh) -> tuple[Any, Any]:
+def test_scalars_with_adam_and_modules_that_are_not_wrapped(tmp_path: Path) -> None:
+    def made(seed: int, mesh: xs.Mesh | None) -> tuple[Any, Any]:
         torch.manual_seed(seed)
-        module = nn.Linear(5, 7)
+        module: Any = nn.Linear(5, 8)
         module.scale = nn.Parameter(torch.randn(()))
-        module.forward = lambda x: nn.functional.linear(x, module.weight, module.bias) * module.scale  # type: ignore[method-assign]
-        module = FSDPv2(module, mesh)
+        module.forward = lambda x: nn.functional.linear(x, module.weight, module.bias) * module.scale
+        module = module.to(xr.device()) if mesh is None else FSDPv2(module, mesh)
         return module, torch.optim.AdamW(module.parameters(), 1e-2)
 
     def steps(module: Any, optimizer: Any) -> list[float]:
@@ -249,13 +249,18 @@ def test_scalar_and_replicated_parameters_with_adam(tmp_path: Path) -> None:
             out.append(float(whole(loss)))
         return out
 
-    first = made(0, grid(4))
-    steps(*first)
-    save_state(tmp_path / "c", model=first[0], optimizer=first[1])
-    expected = steps(*first)
-    again = made(1, grid(4))
-    load_state(tmp_path / "c", model=again[0], optimizer=again[1])
-    assert steps(*again) == expected
+    for before in (grid(4), None):
+        first = made(0, before)
+        steps(*first)
+        place = tmp_path / str(before)
+        save_state(place, model=first[0], optimizer=first[1])
+        expected = steps(*first)
+        for after in (grid(4), None):
+            again = made(1, after)
+            load_state(place, model=again[0], optimizer=again[1])
+            for p, state in again[1].state.items():
+                assert xs.sharding_of(state["exp_avg"]) == xs.sharding_of(p)
+            torch.testing.assert_close(steps(*again), expected, rtol=0, atol=0 if before == after else 1e-6)
 
 
 # --- values and generators --------------------------------------------------------------------------------------------
