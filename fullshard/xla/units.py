@@ -17,6 +17,7 @@ from torch import nn
 from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp import shard
+from fullshard.fsdp.backward_entry import in_backward
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.plan_model import Site, find_sites
 from fullshard.fsdp.planner import plan_unit, replan
@@ -24,11 +25,9 @@ from fullshard.fsdp.strategy import MixedPrecision, dtype_name, dtype_of
 from fullshard.fsdp.tensor_tree import cast_tensors, map_tensors, tensors_in
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
-from fullshard.fsdp.backward_entry import in_backward
 from fullshard.torch_private import parameters_of, share_hooks
 from fullshard.xla.recomputation import checkpoint, kept_for_recomputation
-from fullshard.xla.sharding import annotate
-from fullshard.xla.tensor import is_xla_tensor, sharding_of
+from fullshard.xla.tensor import annotate, is_xla_tensor, sharding_of
 
 
 @dataclass(eq=False)
@@ -56,6 +55,8 @@ class Annotated:
         dtype = dtype_of(self.plan.dtype)
         if parameter.is_meta:
             return
+        if parameter in shard.replaced:  # tied to one of another module that was wrapped alone
+            parameter = shard.replaced[parameter].parameter
         if not is_xla_tensor(parameter) or parameter.dtype != dtype:
             value = parameter.detach().to(dtype=dtype).to(runtime.device())
             placed = nn.Parameter(value, requires_grad=parameter.requires_grad)
@@ -77,7 +78,7 @@ class Annotated:
             annotate(p, self.layout)
         if p.requires_grad and not getattr(p, "_fullshard_hooked", False):
             p.register_post_accumulate_grad_hook(self._annotate_gradient)
-            p._fullshard_hooked = True  # type: ignore[attr-defined]
+            p._fullshard_hooked = True
         if (dtype_name(p.dtype), p.requires_grad) != (self.plan.dtype, self.plan.trainable):
             self.plan = replan(self.plan, p.dtype, p.requires_grad, precision)
 
@@ -214,8 +215,7 @@ class ShardedModel:
     def plan(self) -> ShardingPlan:
         axes = tuple((str(name), size) for name, size in self.mesh.shape().items())
         units = (
-            plan_unit(self.names[u.module], type(u.module).__name__, [p.plan for p in u.parameters])
-            for u in self.units
+            plan_unit(self.names[u.module], type(u.module).__name__, [p.plan for p in u.parameters]) for u in self.units
         )
         return ShardingPlan(axes, self.strategy, self.replica_axes, tuple(units))
 
@@ -239,6 +239,12 @@ class ShardedModel:
             if getattr(module, "gradient_checkpointing", False):  # of transformers: torch's own does not know XLA
                 module._gradient_checkpointing_func = checkpoint
 
+    def settle(self) -> None:
+        """Compute values that were written, and give them their layouts: the compiler may choose another one for the
+        result of a copy."""
+        runtime.sync()
+        self.follow()
+
     def follow(self) -> None:
         """Keep layouts and plans true after changes to parameters from outside."""
         for unit in self.units:
@@ -253,4 +259,3 @@ class ShardedModel:
                     f"parameter {names[0]} was added after the module was wrapped, so it is not sharded; add "
                     f"parameters (adapters, new heads) before FSDPv2(…)"
                 )
-
