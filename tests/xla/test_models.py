@@ -65,8 +65,9 @@ def test_four_devices_equal_one_device_and_the_torch_engine(mesh, on_torch, name
     found = train(model, sharded_batch(mesh))
     assert_same(found, expected)
     assert_same(found, np.load(on_torch / f"{name}-torch.npz"))
+    values = model.full_state_dict()
     for key, value in one.state_dict().items():
-        torch.testing.assert_close(model.full_state_dict()[key], value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(values[key], value, rtol=0, atol=1e-5)
     assert list(model.state_dict()) == list(one.state_dict())
     if name == "gpt2":
         assert model.lm_head.weight is model.transformer.wte.weight  # tied
