@@ -41,7 +41,7 @@ def test_processes_and_devices_are_counted_separately():
     xr.barrier()
     with pytest.raises(UnsupportedError, match="auto=True"):
         xr.use_spmd(auto=True)
-    with pytest.raises(RuntimeSetupError, match="use_spmd.. is not available on the XLA engine.*torch 2.11 or newer"):
+    with pytest.raises(RuntimeSetupError, match=r"use_spmd.. is not available on the XLA engine.*torch 2.11 or newer"):
         engines.require_torch_engine("use_spmd()")
 
 
@@ -131,7 +131,6 @@ def test_names_are_torch_xlas_own_or_refused(known_as):
                 getattr(MODULES[known_as], name)
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         _ = MODULES[known_as].no_such_name
-    assert xm.xla_real_devices() == [f"CPU:{index}" for index in range(4)]
 
 
 def test_every_public_name_is_there():
@@ -149,9 +148,7 @@ def test_batches_are_sharded():
     spec = xs.ShardingSpec(mesh(), (("data", "model"), None))
     (placed,) = xs.ShardedLoader([dict(batch)], input_sharding=spec)
     assert placed["x"].sharding_spec == (("data", "model"), None) and placed["name"] == "a"
-    assert placed["y"].device.type == placed["n"].device.type == "xla" and not any(
-        shard.data.numel() != 8 for shard in xs.wrap_if_sharded(placed["y"] + 0).local_shards
-    )
+    assert placed["y"].device.type == placed["n"].device.type == "xla" and torch.equal(placed["y"].cpu(), batch["y"])
     assert [shard.data.shape for shard in placed["x"].local_shards] == [(2, 4)] * 4
 
     specs = {"x": xs.ShardingSpec(mesh(), ("data", None), minibatch=True), "y": None}

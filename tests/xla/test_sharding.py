@@ -1,4 +1,4 @@
-"""`mark_sharding` and its variants on XLA: the scenarios of PyTorch/XLA's own sharding tests, compared with host values."""
+"""`mark_sharding` and its variants on XLA: the scenarios of PyTorch/XLA's sharding tests, compared with host values."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_kinds_of_sharding_and_placements():
         moved = t.redistribute(placements=(Shard(1), Replicate()))
         assert moved is not t and moved.sharding_spec == (None, "data") and t.sharding_spec == spec
         assert torch.equal(moved.full_tensor(), value(4, 4))
-    with pytest.raises(UnsupportedError, match="to_local.*several devices"):
+    with pytest.raises(UnsupportedError, match=r"to_local.*several devices"):
         t.to_local()
 
 
@@ -110,7 +110,7 @@ def test_shards_are_copies_and_can_be_loaded():
     partial = xs.mark_sharding(on_devices(value(4)), mesh_2x2(), ("data",))
     with pytest.raises(LayoutError, match="several devices, and they were given different data"):
         partial.load_local_shards_([torch.full((2,), float(device)) for device in range(4)])
-    with pytest.raises(LayoutError, match="1 shard.* given; this process holds 4"):
+    with pytest.raises(LayoutError, match=r"1 shard.* given; this process holds 4"):
         t.load_local_shards_(shards[:1])
     with pytest.raises(LayoutError, match=r"shard given has shape \(5,\); that of device 0"):
         t.load_local_shards_([torch.ones(5)] * 4)
@@ -206,7 +206,7 @@ def test_tied_parameters_stay_tied_and_marks_on_two_meshes_are_refused():
     assert model[0].weight is model[1].weight and model[0].weight.sharding_spec == ("data", None)
     other = nn.Linear(4, 4)
     xs.mark_sharding(other.weight, xs.get_1d_mesh("data"), ("data", None))
-    with pytest.raises(LayoutError, match="weight is marked on .* use the same mesh"):
+    with pytest.raises(LayoutError, match=r"weight is marked on .* use the same mesh"):
         xs.distribute_module(other, mesh_2x2())
 
 
@@ -373,7 +373,7 @@ def test_every_error_of_a_mesh():
     half = xs.Mesh([0, 1], (2,), ("data",))
     with pytest.raises(UnsupportedError, match=r"Mesh\(data=2\) has 2 of the job's 4 devices"):
         xs.mark_sharding(on_devices(value(4)), half, ("data",))
-    with pytest.raises(RuntimeSetupError, match="Mesh.device_mesh is not available on the XLA engine"):
+    with pytest.raises(RuntimeSetupError, match=r"Mesh.device_mesh is not available on the XLA engine"):
         _ = mesh_2x2().device_mesh
     hybrid = xs.HybridMesh(ici_mesh_shape=(1, 2), dcn_mesh_shape=(2, 1), axis_names=DATA_MODEL)
     assert hybrid.shape() == {"data": 2, "model": 2} and xs.get_1d_mesh().shape() == {0: 4}
