@@ -389,10 +389,8 @@ def _settle_on_xla(settings: LaunchSettings) -> LaunchSettings:
     """One process drives all XLA devices of this machine; `num_processes` is their number."""
     processes, slurm = settings.processes, settings.slurm
     if processes.num_machines > 1 or (slurm is not None and slurm.tasks > 1):
-        raise ConfigError(
-            f"num_machines is {max(processes.num_machines, slurm.tasks if slurm is not None else 1)}: on the XLA engine "
-            "one process on one machine is supported"
-        )
+        count = max(processes.num_machines, slurm.tasks if slurm is not None else 1)
+        raise ConfigError(f"num_machines is {count}: on the XLA engine one process on one machine is supported")
     if processes.num_processes is not None:
         settings.engine.mesh_shape(processes.num_processes, 1)
     return dataclasses.replace(settings, device="xla")

@@ -157,7 +157,7 @@ class Evaluation(TrainingStep):
     def _speed(self, prefix: str, began: float, rows: int) -> dict[str, float]:
         from transformers.trainer_utils import speed_metrics
 
-        steps = -(-rows // (self.args.per_device_eval_batch_size * runtime.world_size()))
+        steps = -(-rows // (self.args.per_device_eval_batch_size * runtime.global_device_count()))
         return speed_metrics(prefix, began, num_samples=rows, num_steps=steps)
 
     def _closing_metrics(self, loop: Loop, first: int) -> dict[str, float]:
@@ -219,6 +219,7 @@ class Evaluation(TrainingStep):
             found.add(batch, stands_in, loss)
             if not loss_only:
                 self._gather(found, logits, labels, stands_in)
+            runtime.sync()
             self.callback_handler("on_prediction_step")
         if self.is_in_train:
             loop.model.train()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fullshard import accelerator, runtime
+from fullshard import runtime
 from fullshard.capacity.estimate import Estimate
 from fullshard.data.loader import Batch, Step
 from fullshard.data.pretokenized import IGNORED
@@ -38,6 +38,7 @@ from fullshard.train.loop import Loop
 from fullshard.train.optimizer import class_and_options, make_from_class, make_optimizer, make_schedule
 from fullshard.train.overrides import SEEN, overridden
 from fullshard.train.read_model import uses_flash
+from fullshard.train.step_device import place
 
 
 class TrainingStep:
@@ -173,8 +174,7 @@ class TrainingStep:
             return type(data)(self._prepare_input(value) for value in data)
         if not isinstance(data, torch.Tensor) or data.device == runtime.device():
             return data
-        pinned = self.args.dataloader_pin_memory and accelerator.is_accelerator(runtime.device())
-        return (data.pin_memory() if pinned else data).to(runtime.device(), non_blocking=pinned)
+        return place(data, getattr(self.parts.model, "_fullshard_mesh", None), self.args.dataloader_pin_memory)
 
     # --- loss and gradients -----------------------------------------------------------------------------------------
 

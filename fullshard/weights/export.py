@@ -19,7 +19,6 @@ from fullshard import runtime
 from fullshard.byte_size import file_size
 from fullshard.errors import WeightsError
 from fullshard.fsdp import state_dict
-from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_name, dtype_of
 from fullshard.paths import refuse_inputs
@@ -27,6 +26,7 @@ from fullshard.progress import Bar
 from fullshard.ranks import agree, any_of, host_group
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import local_of
+from fullshard.weights import stored
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.key_mapping import ReverseMapping, TensorGroup
 from fullshard.weights.model_dir_writer import ModelDirWriter
@@ -96,7 +96,7 @@ def save_pretrained(
 
 def _check(model: nn.Module) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     """The model and its tensors to write, tied ones once. Raises `WeightsError` if the model cannot be written."""
-    if not isinstance(getattr(model, "_fullshard_engine", None), Engine):
+    if stored.stored_units(model) is None:
         raise WeightsError(f"save_pretrained needs a wrapped model, FSDPv2(module, mesh); got {type(model).__name__}")
     if not isinstance(model, PreTrainedModel):
         raise WeightsError(
@@ -163,8 +163,7 @@ def _stream(
     bar: Bar,
 ) -> None:
     """Gather one group after another on rank 0, which writes it."""
-    engine: Engine = model._fullshard_engine
-    by_shard: dict[int, ShardedParameter] = {id(p.shard): p for unit in engine.units for p in unit.parameters}
+    by_shard = {id(p.shard): p for unit in stored.stored_units(model).units for p in unit.parameters}
     failure: Exception | None = None
     done = 0
     with bar:
@@ -172,7 +171,8 @@ def _stream(
             values = {}
             for name in group.members:
                 p, dtype = by_shard.get(id(tensors[name])), dtype_in_file(name)
-                whole = _whole(p, dtype) if p is not None else tensors[name].detach().to("cpu", dtype)
+                sharded = p is not None and is_sharded(p.shard)
+                whole = _whole(p, dtype) if sharded else tensors[name].detach().to("cpu", dtype)
                 values[name] = torch.empty(0) if whole is None else whole
                 del whole
             for w in writing:

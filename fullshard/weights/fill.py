@@ -13,19 +13,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard import runtime
 from fullshard.errors import WeightsError
-from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.progress import Bar
 from fullshard.ranks import agree, agree_locally
 from fullshard.torch_private import buffers_of
-from fullshard.weights import adapter_init, init
+from fullshard.weights import adapter_init, init, stored
 from fullshard.weights.adapter_files import adapter_readers, open_adapter
 from fullshard.weights.load_report import LoadReport
 from fullshard.weights.locate import open_source
@@ -64,8 +64,8 @@ def fill(
     - `seed`: new parameters depend only on it and their name.
     - `threads`: number of reader threads; by default the number of cores per rank, between 2 and 8.
     """
-    engine = getattr(model, "_fullshard_engine", None)
-    if not isinstance(engine, Engine) or engine.units[0].module is not model:
+    engine = stored.stored_units(model)
+    if engine is None or engine.units[0].module is not model:
         raise WeightsError(
             f"fill() needs the outermost wrapped model, FSDPv2(module, mesh); got {type(model).__name__}. Build the "
             f"module under torch.device('meta'), wrap it, then call fill(); load_pretrained does all three"
@@ -116,7 +116,7 @@ def _adapter_values(
 
 def _load(
     model: nn.Module,
-    engine: Engine,
+    engine: Any,
     plan: LoadPlan,
     transform: Transform | None,
     seed: int,
@@ -147,6 +147,7 @@ def _load(
     adapter_init.derive(model, plan.parameters, plan.derived, seed, progress)
     if transform is not None:
         agree(lambda: _transform(plan, transform), "transform", error=WeightsError)
+    stored.finish_loading(engine)
     if plan.plain is not None and plan.conversions is not None:
         plan.plain._weight_conversions = plan.conversions
     made = [p for _, _, parameters in plan.self_loading for p in parameters.values()]

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.lora.virtual_tokens import encoders, init_rows
 from fullshard.torch_private import buffers_of, non_persistent_buffers
@@ -76,7 +75,7 @@ class LoadPlan:
 
 
 def match(
-    model: nn.Module, engine: Engine, source: SafetensorsFiles, key_mapping: Any, new: set[str], resize_vocab: bool,
+    model: nn.Module, engine: Any, source: SafetensorsFiles, key_mapping: Any, new: set[str], resize_vocab: bool,
     adapter: Mapping[str, TensorReader] | None = None, first: Mapping[str, TensorReader] | None = None,
 ) -> LoadPlan:  # fmt: skip
     """Compare names and shapes, and plan the load."""
@@ -92,7 +91,7 @@ class _Matcher:
     """The comparison of one model with its files, and with an adapter's (`from_adapter`, by name in the model)."""
 
     def __init__(
-        self, model: nn.Module, engine: Engine, source: SafetensorsFiles, key_mapping: Any,
+        self, model: nn.Module, engine: Any, source: SafetensorsFiles, key_mapping: Any,
         from_adapter: Mapping[str, TensorReader],
     ):  # fmt: skip
         self.model, self.from_adapter = model, from_adapter

@@ -81,7 +81,9 @@ def test_a_mapping_json_and_a_json_file_mean_the_same(on_xla, tmp_path):
 
 
 def test_processes_get_the_settings(on_xla):
-    made = EngineSettings(xla=True, xla_fsdp_v2=True, xla_fsdp_grad_ckpt=True, xla_fsdp_settings={"sharding_rank": None})
+    made = EngineSettings(
+        xla=True, xla_fsdp_v2=True, xla_fsdp_grad_ckpt=True, xla_fsdp_settings={"sharding_rank": None}
+    )
     assert made.activation_checkpointing
     assert EngineSettings.from_environment(made.to_environment()) == made
 
