@@ -51,7 +51,7 @@ def test_dtypes_are_used(on_xla):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"xla_fsdp_settings": {"compute_dtyp": "bfloat16"}}, "unknown key 'compute_dtyp'; did you mean compute_dtype?"),
+        ({"xla_fsdp_settings": {"compute_dtyp": "bf16"}}, "unknown key 'compute_dtyp'; did you mean compute_dtype?"),
         ({"xla_fsdp_settings": {"compute_dtype": "float16"}}, "compute_dtype is 'float16'; choose float32 or bfloat16"),
         ({"xla_fsdp_settings": {"compute_dtype": "float32"}, "mixed_precision": "bf16"}, "contradict each other"),
         ({"mixed_precision": "fp16"}, "fp16 needs a loss scaler"),
@@ -111,4 +111,4 @@ def test_one_process_drives_the_devices(on_xla, tmp_path):
     sent = settle(resolve(["--tpu", "--dry_run"], home), gpus=0).environment({"PJRT_DEVICE": "TPU"})
     assert sent["PJRT_DEVICE"] == "TPU" and "CPU_NUM_DEVICES" not in sent
     with pytest.raises(ConfigError, match="one process on one machine is supported"):
-        settle(resolve("--tpu --num_machines 2 --main_process_ip a --dry_run".split(), home), gpus=0)
+        settle(resolve(["--tpu", "--num_machines", "2", "--main_process_ip", "a", "--dry_run"], home), gpus=0)
