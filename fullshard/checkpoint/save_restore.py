@@ -39,6 +39,7 @@ from fullshard.errors import CheckpointError
 from fullshard.ranks import agree, agree_locally, by_rank, connection_lost, describe_error
 from fullshard.version import library_versions
 from fullshard.watchdog import watch
+from fullshard.weights.wrapped import wrapped
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def _prepare(manifest: Manifest, state: MutableMapping[str, Any], rng: bool) -> 
     objects.check_state(state)
     plan = RestorePlan(manifest)
     names = objects.parameter_names(state)
-    mesh = next((m.mesh for m in objects.models_in(state).values() if hasattr(m, "_fullshard_engine")), None)
+    mesh = next((m.mesh for m in objects.models_in(state).values() if wrapped(m) is not None), None)
     for name, value in state.items():
         entry = manifest.states.get(name)
         if entry is None:

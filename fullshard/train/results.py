@@ -32,7 +32,7 @@ from fullshard.weights.adapter_base import lasting_name, write_record
 from fullshard.weights.adapter_files import names_in_files
 from fullshard.weights.export import save_pretrained
 from fullshard.weights.source_files import base_of
-from fullshard.weights.stored import stored_units, whole_value
+from fullshard.weights.wrapped import whole_value, wrapped
 
 
 class ResultWriter:
@@ -81,12 +81,13 @@ def export_adapter(
     names = set(model.peft_config)
     whole_tables = {n for a in names for n in names_in_files(model, a)[1].values()} if tables else set()
     values: dict[str, torch.Tensor] = {}
-    for unit in stored_units(model).units:
-        for p in unit.parameters:
-            if names & set(p.plan.name.split(".")) or whole_tables & set(p.plan.names):
-                whole = whole_value(p)
-                if runtime.is_main():
-                    values[p.plan.name] = whole.detach().cpu().to(dtype or whole.dtype).clone()
+    found = wrapped(model)
+    assert found is not None
+    for p in found.parameters:
+        if names & set(p.plan.name.split(".")) or whole_tables & set(p.plan.names):
+            whole = whole_value(p)
+            if runtime.is_main():
+                values[p.plan.name] = whole.detach().cpu().to(dtype or whole.dtype).clone()
     shared = dict(model.named_buffers(remove_duplicate=False))
     for name in {name for adapter in names for name in names_in_files(model, adapter)[0].values()} & shared.keys():
         values[name] = shared[name].cpu().to(dtype or shared[name].dtype).clone()

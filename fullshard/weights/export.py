@@ -26,7 +26,6 @@ from fullshard.progress import Bar
 from fullshard.ranks import agree, any_of, host_group
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import local_of
-from fullshard.weights import stored
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.key_mapping import ReverseMapping, TensorGroup
 from fullshard.weights.model_dir_writer import ModelDirWriter
@@ -34,6 +33,7 @@ from fullshard.weights.safetensors_writer import total_bytes
 from fullshard.weights.slice_reader import lengths
 from fullshard.weights.source_files import base_of
 from fullshard.weights.transforms import WritesFiles, own_readers
+from fullshard.weights.wrapped import wrapped
 
 
 def save_pretrained(
@@ -96,7 +96,7 @@ def save_pretrained(
 
 def _check(model: nn.Module) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     """The model and its tensors to write, tied ones once. Raises `WeightsError` if the model cannot be written."""
-    if stored.stored_units(model) is None:
+    if wrapped(model) is None:
         raise WeightsError(f"save_pretrained needs a wrapped model, FSDPv2(module, mesh); got {type(model).__name__}")
     if not isinstance(model, PreTrainedModel):
         raise WeightsError(
@@ -163,7 +163,9 @@ def _stream(
     bar: Bar,
 ) -> None:
     """Gather one group after another on rank 0, which writes it."""
-    by_shard = {id(p.shard): p for unit in stored.stored_units(model).units for p in unit.parameters}
+    whole_model = wrapped(model)
+    assert whole_model is not None
+    by_shard = {id(p.shard): p for p in whole_model.parameters}
     failure: Exception | None = None
     done = 0
     with bar:
@@ -171,8 +173,7 @@ def _stream(
             values = {}
             for name in group.members:
                 p, dtype = by_shard.get(id(tensors[name])), dtype_in_file(name)
-                sharded = p is not None and is_sharded(p.shard)
-                whole = _whole(p, dtype) if sharded else tensors[name].detach().to("cpu", dtype)
+                whole = _whole(p, dtype) if p is not None else tensors[name].detach().to("cpu", dtype)
                 values[name] = torch.empty(0) if whole is None else whole
                 del whole
             for w in writing:
@@ -196,6 +197,11 @@ def _stream(
 
 def _whole(p: ShardedParameter, dtype: torch.dtype) -> torch.Tensor | None:
     """Gather a parameter in rank 0's host memory; other ranks send their shards and get None."""
+    if p.shard.device.type == "xla":
+        from fullshard.xla.shards import whole as whole_on_xla
+
+        value = whole_on_xla(p.shard)  # all processes take part
+        return value.to(dtype) if runtime.is_main() else None
     mine = p.local.detach().to("cpu", dtype).contiguous()
     shape, group, layout = p.plan.shape, host_group(), p.layout
     if lengths(layout.slices(shape, 0)) == shape:

@@ -1,97 +1,66 @@
-"""Weights of a model on XLA, read in host memory. `weights/stored.py` takes the names in `REPLACES` from here.
-
-The host holds a parameter whole from the moment its file is read until it is on the devices.
-"""
+"""The parameters of a wrapped model on XLA as loading and saving see them: the interface of
+`fsdp.parameter.ShardedParameter`, with the values of all devices of this process."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.fsdp.strategy import MixedPrecision, dtype_of
-from fullshard.xla.tensor import full_tensor
-from fullshard.xla.units import Annotated, ShardedModel
-
-REPLACES = ("finish_loading", "stored_units", "whole_value")
+from fullshard.fsdp.strategy import dtype_of
+from fullshard.torch_private import parameters_of
+from fullshard.xla import shards
 
 
-class _Whole:
-    """The layout of a value in host memory."""
+class LoadableParameter:
+    """A parameter of the plan, and host memory for its values while they are read or written."""
 
-    @staticmethod
-    def slices(shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
-        return tuple(slice(0, size) for size in shape)
-
-
-class HostParameter:
-    """A parameter of the plan, whose value is read in host memory."""
-
-    layout = _Whole()
-
-    def __init__(self, annotated: Annotated) -> None:
-        self.annotated, self.sites = annotated, annotated.sites
-        self.shard = annotated.parameter
-        self.local: torch.Tensor = self.shard
-        """The value in host memory; on the meta device before it is read."""
+    def __init__(self, annotated: Any):
+        self.plan, self.layout, self.sites = annotated.plan, annotated.layout, annotated.sites
+        self.shard: nn.Parameter = annotated.parameter
+        self._staging: shards.Staging | None = None
 
     @property
-    def plan(self) -> Any:
-        return self.annotated.plan
+    def is_meta(self) -> bool:
+        """Whether the parameter has no memory yet."""
+        return self.shard.is_meta
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of host memory that `parts` takes, at most."""
+        return self.shard.numel() * self.shard.element_size()
+
+    @property
+    def held(self) -> int:
+        """The number of values of the parameter that the devices of this process hold, copies counted once."""
+        return shards.Staging(self.shard).numel
 
     def give_memory(self) -> None:
-        """Allocate the value."""
-        if self.local.is_meta:
-            self.local = torch.empty(self.plan.shape, dtype=dtype_of(self.plan.dtype))
+        """Move a parameter from the meta device to the devices; its values are not defined until they are loaded."""
+        if self.is_meta:
+            dtype = dtype_of(self.plan.dtype)
+            assert dtype is not None
+            empty = nn.Parameter(shards.empty(self.plan.shape, dtype, None), self.shard.requires_grad)
+            torch.utils.swap_tensors(self.shard, shards.annotate(empty, self.layout))  # an optimizer may hold it
+
+    def parts(self, keep: bool = False) -> list[tuple[shards.Cuts, torch.Tensor]]:
+        """The parts of the parameter on the devices of this process, each once, in host memory."""
+        self._staging = shards.Staging(self.shard)
+        parts = self._staging.parts()
+        if keep:
+            values = {shards.key(piece.cuts): piece.value for piece in shards.read(self.shard)}
+            for cuts, memory in parts:
+                memory.copy_(values[shards.key(cuts)])
+        return parts
+
+    def written(self) -> None:
+        """Move the values of `parts` to the devices."""
+        assert self._staging is not None
+        self._staging.commit()
+        self._staging = None
 
     def show_shard(self) -> None:
-        """Let the modules hold the parameter itself."""
-        self.annotated.hold(self.shard)
-
-    def place(self) -> None:
-        """Move the value to the devices."""
-        if self.shard.is_meta and not self.local.is_meta:
-            self.annotated.place(nn.Parameter(self.local, requires_grad=self.shard.requires_grad))
-            self.local = self.shard = self.annotated.parameter
-
-
-@dataclass
-class HostUnit:
-    """A unit while its weights are read."""
-
-    module: nn.Module
-    precision: MixedPrecision
-    parameters: list[HostParameter]
-
-
-@dataclass
-class HostModel:
-    """A wrapped model while its weights are read."""
-
-    model: ShardedModel
-    units: list[HostUnit] = field(default_factory=list)
-
-
-def stored_units(model: nn.Module) -> HostModel | None:
-    """The units of a wrapped model; None if the model is not wrapped."""
-    found = getattr(model, "_fullshard_model", None)
-    if not isinstance(found, ShardedModel):
-        return None
-    return HostModel(
-        found, [HostUnit(u.module, u.precision, list(map(HostParameter, u.parameters))) for u in found.units]
-    )
-
-
-def finish_loading(read: HostModel) -> None:
-    """Move the values that were read to the devices."""
-    for unit in read.units:
-        for p in unit.parameters:
-            p.place()
-    read.model.follow()
-
-
-def whole_value(p: HostParameter) -> torch.Tensor:
-    """The whole stored value, in host memory."""
-    return full_tensor(p.shard)
+        """Let the modules hold the parameter again."""
+        for module, name in self.sites:
+            parameters_of(module)[name] = self.shard

@@ -37,7 +37,8 @@ def _parts(layout: Layout) -> int:
     return math.prod(layout.parts(dim) for dim in range(len(layout.dims)))
 
 
-def _key(cuts: Cuts) -> Key:
+def key(cuts: Cuts) -> Key:
+    """A part as a key of a dict."""
     return tuple((cut.start, cut.stop) for cut in cuts)
 
 
@@ -74,7 +75,7 @@ def read(t: torch.Tensor) -> list[HostPiece]:
         cuts = layout.slices(t.shape, _device_id(name))
         inside = padded[tuple(slice(0, cut.stop - cut.start) for cut in cuts)].contiguous()
         value = inside.view(t.dtype)  # uint16 arrives as int16
-        held.setdefault(_key(cuts), []).append(HostPiece(cuts, value, copies, layout.replica_id(_device_id(name))))
+        held.setdefault(key(cuts), []).append(HostPiece(cuts, value, copies, layout.replica_id(_device_id(name))))
     pieces = []
     for same in held.values():
         alone = len({piece.copy for piece in same}) == copies  # no other process holds this part
@@ -91,6 +92,20 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout | None) -> 
     return t if layout is None else annotate(t, layout)
 
 
+def whole(t: torch.Tensor) -> torch.Tensor:
+    """The whole value in host memory. On the devices it takes no memory if this process holds all of it; otherwise all
+    processes take part."""
+    pieces = read(t)
+    if len(pieces) == 1 and pieces[0].value.shape == t.shape:
+        return pieces[0].value
+    if sum(piece.value.numel() for piece in pieces if piece.copies == 1) < t.numel():
+        return t.detach().cpu()
+    out = torch.empty(t.shape, dtype=t.dtype)
+    for piece in pieces:
+        out[piece.cuts] = piece.value
+    return out
+
+
 class Staging:
     """Host memory for the values of one tensor; `commit` moves them to the devices of this process."""
 
@@ -100,16 +115,21 @@ class Staging:
         self._cuts = [self._cuts_on(_device_id(name)) for name in self._devices]
         self._memory: dict[Key, torch.Tensor] = {}
 
+    @property
+    def numel(self) -> int:
+        """The number of values."""
+        return sum(math.prod(stop - start for start, stop in part) for part in {key(cuts) for cuts in self._cuts})
+
     def _cuts_on(self, device: int) -> Cuts:
         shape = self._tensor.shape
         return tuple(slice(0, n) for n in shape) if self._layout is None else self._layout.slices(shape, device)
 
     def parts(self) -> list[tuple[Cuts, torch.Tensor]]:
         """The parts that this process holds, each once, with uninitialized memory for its values."""
-        distinct = {_key(cuts): cuts for cuts in self._cuts}
+        distinct = {key(cuts): cuts for cuts in self._cuts}
         dtype = self._tensor.dtype
-        self._memory = {key: torch.empty([stop - start for start, stop in key], dtype=dtype) for key in distinct}
-        return [(cuts, self._memory[key]) for key, cuts in distinct.items()]
+        self._memory = {part: torch.empty([stop - start for start, stop in part], dtype=dtype) for part in distinct}
+        return [(cuts, self._memory[part]) for part, cuts in distinct.items()]
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -119,8 +139,9 @@ class Staging:
             (value,) = memory.values()
             self._tensor.copy_(value)
             return
-        padded = {key: _padded(value, self._layout.shard_shape(self._tensor.shape)) for key, value in memory.items()}
-        shards = [padded[_key(cuts)] for cuts in self._cuts]
+        shape = self._layout.shard_shape(self._tensor.shape)
+        padded = {part: _padded(value, shape) for part, value in memory.items()}
+        shards = [padded[key(cuts)] for cuts in self._cuts]
         _compiler._load_local_shards(self._tensor, shards, self._devices)
         torch.autograd.graph.increment_version(self._tensor)
 
