@@ -17,6 +17,7 @@ from torch import nn
 from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp import shard
+from fullshard.fsdp.backward_entry import in_backward
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.plan_model import Site, find_sites
 from fullshard.fsdp.planner import plan_unit, replan
@@ -24,7 +25,6 @@ from fullshard.fsdp.strategy import MixedPrecision, dtype_name, dtype_of
 from fullshard.fsdp.tensor_tree import cast_tensors, map_tensors, tensors_in
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
-from fullshard.fsdp.backward_entry import in_backward
 from fullshard.torch_private import parameters_of, share_hooks
 from fullshard.xla.recomputation import checkpoint, kept_for_recomputation
 from fullshard.xla.sharding import annotate
@@ -120,7 +120,8 @@ def _first_tensor(output: Any) -> torch.Tensor | None:
     if isinstance(output, tuple) and output:
         output = output[0]
     elif isinstance(output, Mapping):
-        output = next((value for value in output.values() if isinstance(value, torch.Tensor) and value.ndim), None)
+        tensors = [value for value in output.values() if isinstance(value, torch.Tensor)]
+        output = next((t for t in tensors if t.ndim), tensors[0] if tensors else None)  # a loss alone is not split
     return output if isinstance(output, torch.Tensor) else None
 
 
@@ -214,8 +215,7 @@ class ShardedModel:
     def plan(self) -> ShardingPlan:
         axes = tuple((str(name), size) for name, size in self.mesh.shape().items())
         units = (
-            plan_unit(self.names[u.module], type(u.module).__name__, [p.plan for p in u.parameters])
-            for u in self.units
+            plan_unit(self.names[u.module], type(u.module).__name__, [p.plan for p in u.parameters]) for u in self.units
         )
         return ShardingPlan(axes, self.strategy, self.replica_axes, tuple(units))
 
@@ -253,4 +253,3 @@ class ShardedModel:
                     f"parameter {names[0]} was added after the module was wrapped, so it is not sharded; add "
                     f"parameters (adapters, new heads) before FSDPv2(…)"
                 )
-
