@@ -1,4 +1,4 @@
-"""What a training step asks of the device: where batches go, how far the host is ahead, who guards an update.
+"""What a training step asks of the device: how far the host is ahead, random numbers, who guards an update.
 
 On XLA the names in `fullshard.xla.training.REPLACES` are that file's.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fullshard import accelerator, engines, runtime
+from fullshard import engines, runtime
 from fullshard.accelerator import HostCopy as HostCopy
 from fullshard.torch_private import skips_on_device
 from fullshard.watchdog import watch
@@ -23,12 +23,6 @@ FIXED_SHAPES = False
 def seed_device(number: int) -> None:
     """Seed the random numbers that the device draws from here on."""
     torch.manual_seed(number)
-
-
-def place(value: torch.Tensor, mesh: Any, pin: bool) -> torch.Tensor:
-    """A tensor of a batch on this rank's device; a model's `mesh` matters where one process has several devices."""
-    pinned = pin and accelerator.is_accelerator(runtime.device())
-    return (value.pin_memory() if pinned else value).to(runtime.device(), non_blocking=pinned)
 
 
 class UpdateGuard:

@@ -27,6 +27,7 @@ from fullshard.models.chunked_loss import whole_cross_entropy
 from fullshard.models.inner_model import causal
 from fullshard.models.router_loss import has_router_loss
 from fullshard.models.token_loss import known_count
+from fullshard.parallelize.placement import place
 from fullshard.parallelize.prepare import rebind
 from fullshard.ranks import exchange
 from fullshard.settings.sft_config import SFTConfig
@@ -38,7 +39,6 @@ from fullshard.train.loop import Loop
 from fullshard.train.optimizer import class_and_options, make_from_class, make_optimizer, make_schedule
 from fullshard.train.overrides import SEEN, overridden
 from fullshard.train.read_model import uses_flash
-from fullshard.train.step_device import place
 
 
 class TrainingStep:
@@ -174,7 +174,7 @@ class TrainingStep:
             return type(data)(self._prepare_input(value) for value in data)
         if not isinstance(data, torch.Tensor) or data.device == runtime.device():
             return data
-        return place(data, getattr(self.parts.model, "_fullshard_mesh", None), self.args.dataloader_pin_memory)
+        return place(data, self.args.dataloader_pin_memory)
 
     # --- loss and gradients -----------------------------------------------------------------------------------------
 

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 import torch
 
 from fullshard import runtime
-from fullshard.spmd.mesh import Mesh
-from fullshard.xla.sharding import annotate, mark_sharding
+from fullshard.xla.sharding import annotate
 from fullshard.xla.tensor import is_xla_tensor, sharding_of
 
-REPLACES = ("AHEAD", "FIXED_SHAPES", "HostCopy", "UpdateGuard", "place", "seed_device")
+REPLACES = ("AHEAD", "FIXED_SHAPES", "HostCopy", "UpdateGuard", "seed_device")
 
 AHEAD = None
 FIXED_SHAPES = True
@@ -28,15 +27,6 @@ def seed_device(number: int) -> None:
 
     torch.manual_seed(number)
     xm.set_rng_state(number % 2**31)
-
-
-def place(value: torch.Tensor, mesh: Mesh, pin: bool) -> torch.Tensor:
-    """A tensor of a batch on the devices, its rows split over all axes of the mesh that batches are split over."""
-    placed = value.to(runtime.device())
-    if not value.ndim:
-        return placed
-    axes = tuple(name for name in ("replica", "fsdp") if mesh.get_axis_name_idx(name) is not None)
-    return mark_sharding(placed, mesh, (axes, *(None for _ in value.shape[1:])))
 
 
 class HostCopy:

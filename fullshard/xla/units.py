@@ -46,6 +46,15 @@ class Annotated:
         assert held is not None
         return held
 
+    @property
+    def shard(self) -> nn.Parameter:
+        """The parameter, under its name on the torch engine."""
+        return self.parameter
+
+    def as_shard(self, value: torch.Tensor) -> torch.Tensor:
+        """A whole value that belongs to the parameter, such as an optimizer's state, in the parameter's layout."""
+        return annotate(value.to(runtime.device()), self.layout) if value.shape == self.plan.shape else value
+
     def hold(self, value: Any) -> None:
         """Let every module that holds the parameter hold `value`."""
         for module, name in self.sites:
