@@ -1,4 +1,4 @@
-"""Where the tensors of a batch go. On XLA the names in `fullshard.xla.loader.REPLACES` are that file's."""
+"""Where the tensors of a batch go. On XLA the names in `fullshard.xla.placement.REPLACES` are that file's."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ def place(value: torch.Tensor, pin: bool = False) -> torch.Tensor:
     return (value.pin_memory() if pinned else value).to(runtime.device(), non_blocking=pinned)
 
 
-engines.use_xla_names(globals(), "loader")
+engines.use_xla_names(globals(), "placement")
