@@ -30,7 +30,7 @@ from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import adapter, memory_check
 from fullshard.train.activation_budget import ActivationBudget, largest_batch
 from fullshard.train.adapter import Say, set_projection_dtype
-from fullshard.train.batches import Steps, load_data
+from fullshard.train.batches import StepLoader, Steps, describe_shapes, load_data
 from fullshard.train.checked_run import CheckedRun
 from fullshard.train.given_model import take_model
 from fullshard.train.loop import Loop
@@ -44,6 +44,7 @@ from fullshard.train.model_steps import adapt_model, ready_model
 from fullshard.train.optimizer import check_given, schedule_of
 from fullshard.train.plan_first import RunToPlan, plan_first
 from fullshard.train.read_model import read_model
+from fullshard.train.step_device import FIXED_SHAPES
 from fullshard.watchdog import collectives
 from fullshard.weights.fill import fill
 
@@ -149,6 +150,8 @@ def build_loop(
     reentrant = config.use_reentrant and not has_router_loss(model)
     if reentrant != config.use_reentrant:
         reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
+    if FIXED_SHAPES and isinstance(steps, StepLoader):
+        reporter.say(describe_shapes(config, steps.dataset))
     largest = largest_batch(config, steps, model)
     activations = ActivationBudget(
         layers, config.activation_budget if steps is not None else None, largest, sharded,

@@ -134,7 +134,7 @@ def with_fixed_shapes(config: SFTConfig, collator: Any, data: TokenTable | Strea
     """
     if not FIXED_SHAPES or not isinstance(collator, Collator):
         return collator
-    longest = int(data.row_sizes.max()) if isinstance(data, TokenTable) else config.max_length or 1
+    longest = longest_row(config, data)
     least = 1 if config.pad_to_multiple_of else longest
     return dataclasses.replace(collator, rows=size * runtime.addressable_device_count(), length=least)
 
@@ -156,6 +156,22 @@ def make_collator(
     multiple: Any = config.pad_to_multiple_of or (1 if seen else block if apart and not flatten else None)
     mask = "attention_mask" if seen and not apart else "real_tokens" if marks_padding else None
     return Collator(pad_token_id, apart, flatten, multiple, mask)
+
+
+def longest_row(config: SFTConfig, data: TokenTable | Stream) -> int:
+    """The tokens of the longest row, or the most that a row may have where the data is streamed."""
+    return int(data.row_sizes.max()) if isinstance(data, TokenTable) else config.max_length or 1
+
+
+def describe_shapes(config: SFTConfig, data: TokenTable | Stream) -> str:
+    """One line on the shapes of batches where each shape is a program of its own."""
+    if config.pad_to_multiple_of:
+        return f"XLA compiles a program for each length of rows: multiples of {config.pad_to_multiple_of} tokens."
+    line = f"all rows are padded to {longest_row(config, data)} tokens: XLA compiles a program for each shape"
+    if isinstance(data, TokenTable):
+        padding = 1 - data.row_sizes.mean() / data.row_sizes.max()
+        line += f" ({padding:.0%} is padding{'; packing fills rows' if padding > 0.3 and not config.packing else ''})"
+    return f"{line}."
 
 
 def feed_of(config: SFTConfig, data: TokenTable | Stream) -> BatchSampler:
