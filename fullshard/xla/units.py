@@ -45,6 +45,15 @@ class Annotated:
         assert held is not None
         return held
 
+    @property
+    def shard(self) -> nn.Parameter:
+        """The parameter, under its name on the torch engine."""
+        return self.parameter
+
+    def as_shard(self, value: torch.Tensor) -> torch.Tensor:
+        """A whole value that belongs to the parameter, such as an optimizer's state, in the parameter's layout."""
+        return annotate(value.to(runtime.device()), self.layout) if value.shape == self.plan.shape else value
+
     def hold(self, value: Any) -> None:
         """Let every module that holds the parameter hold `value`."""
         for module, name in self.sites:
@@ -121,7 +130,8 @@ def _first_tensor(output: Any) -> torch.Tensor | None:
     if isinstance(output, tuple) and output:
         output = output[0]
     elif isinstance(output, Mapping):
-        output = next((value for value in output.values() if isinstance(value, torch.Tensor) and value.ndim), None)
+        tensors = [value for value in output.values() if isinstance(value, torch.Tensor)]
+        output = next((t for t in tensors if t.ndim), tensors[0] if tensors else None)  # a loss alone is not split
     return output if isinstance(output, torch.Tensor) else None
 
 
