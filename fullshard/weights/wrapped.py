@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.fsdp import state_dict
 from fullshard.fsdp.parameter import ShardedParameter
+from fullshard.spmd import full_tensor
 
 
 @dataclass(frozen=True)
@@ -40,3 +42,8 @@ def set_whole(p: ShardedParameter, value: torch.Tensor) -> None:
     for cuts, memory in p.parts():
         memory.copy_(value[cuts])
     p.written()
+
+
+def whole_value(p: ShardedParameter) -> torch.Tensor:
+    """The whole stored value of a parameter. All ranks must call it."""
+    return state_dict.whole_value(p) if isinstance(p, ShardedParameter) else full_tensor(p.shard)
