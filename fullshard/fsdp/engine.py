@@ -28,7 +28,7 @@ from fullshard.fsdp.compile import Compiler
 from fullshard.fsdp.output import without_gathered_memory
 from fullshard.fsdp.prefetch import Prefetcher, PrefetchSettings
 from fullshard.fsdp.reduction import Reduction
-from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
+from fullshard.fsdp.tensor_tree import cast_tensors, map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Unit, UnitState
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import at_end_of_backward, current_graph_task_id, sequence_nr
@@ -109,7 +109,7 @@ class Engine:
             # Recorded before the call, which may put tensors of its own into its inputs, such as a cache.
             made_by = [(t, t.grad_fn) for t in inputs]
             output = without_gathered_memory(unit, output_rule(forward(*args, **kwargs), self._as_global))
-            output = _cast(output, unit.output_dtype)
+            output = cast_tensors(output, unit.output_dtype)
             if outermost:
                 output = uneven_batches.leaving(output, call.weight)
         except BaseException:
@@ -384,16 +384,10 @@ def _prepare_inputs(call: UnitCall, args: Any, kwargs: Any, recorded: bool) -> t
     """Cast the inputs of a call, and scale the gradients that flow back through them. Lists them if a backward may
     follow."""
     precision = call.unit.precision
-    args, kwargs = _cast((args, kwargs), precision.param_dtype if precision.cast_forward_inputs else None)
+    args, kwargs = cast_tensors((args, kwargs), precision.param_dtype if precision.cast_forward_inputs else None)
     args, kwargs = uneven_batches.entering((args, kwargs), call.weight)
     inputs = tensors_in((args, kwargs), objects=False) if torch.is_grad_enabled() else []
     if recorded and (factors := backward_entry.hook_inputs(inputs)):
         args, kwargs = map_tensors(lambda t: uneven_batches.scaled(t, factors.get(id(t), 1.0)), (args, kwargs))
         inputs = tensors_in((args, kwargs), objects=False)
     return args, kwargs, inputs
-
-
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors_in(values)):
-        return values
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
