@@ -27,8 +27,7 @@ from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
 from fullshard.torch_private import parameters_of, share_hooks
 from fullshard.xla.recomputation import checkpoint, kept_for_recomputation
-from fullshard.xla.sharding import annotate
-from fullshard.xla.tensor import is_xla_tensor, sharding_of
+from fullshard.xla.tensor import annotate, is_xla_tensor, sharding_of
 
 
 @dataclass(eq=False)
@@ -65,6 +64,8 @@ class Annotated:
         dtype = dtype_of(self.plan.dtype)
         if parameter.is_meta:
             return
+        if parameter in shard.replaced:  # tied to one of another module that was wrapped alone
+            parameter = shard.replaced[parameter].parameter
         if not is_xla_tensor(parameter) or parameter.dtype != dtype:
             value = parameter.detach().to(dtype=dtype).to(runtime.device())
             placed = nn.Parameter(value, requires_grad=parameter.requires_grad)
@@ -86,7 +87,7 @@ class Annotated:
             annotate(p, self.layout)
         if p.requires_grad and not getattr(p, "_fullshard_hooked", False):
             p.register_post_accumulate_grad_hook(self._annotate_gradient)
-            p._fullshard_hooked = True  # type: ignore[attr-defined]
+            p._fullshard_hooked = True
         if (dtype_name(p.dtype), p.requires_grad) != (self.plan.dtype, self.plan.trainable):
             self.plan = replan(self.plan, p.dtype, p.requires_grad, precision)
 
@@ -247,6 +248,12 @@ class ShardedModel:
         for module in self.names:
             if getattr(module, "gradient_checkpointing", False):  # of transformers: torch's own does not know XLA
                 module._gradient_checkpointing_func = checkpoint
+
+    def settle(self) -> None:
+        """Compute values that were written, and give them their layouts: the compiler may choose another one for the
+        result of a copy."""
+        runtime.sync()
+        self.follow()
 
     def follow(self) -> None:
         """Keep layouts and plans true after changes to parameters from outside."""
