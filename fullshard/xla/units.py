@@ -244,7 +244,8 @@ class ShardedModel:
         if not self.checked:
             self._refuse_new_parameters()
             self.checked = True
-        self.follow()
+        if not self.summoned:
+            self.follow()
         for module in self.names:
             if getattr(module, "gradient_checkpointing", False):  # of transformers: torch's own does not know XLA
                 module._gradient_checkpointing_func = checkpoint

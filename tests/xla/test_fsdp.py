@@ -317,6 +317,10 @@ def test_summon_full_params(mesh, offload):
     assert xs.sharding_of(model.first.weight).spec == ("fsdp", None)
     with model.summon_full_params(writeback=False, offload_to_cpu=offload), torch.no_grad():
         model.scale.fill_(7.0)
+        if not offload:  # the model can be called, and parameters stay whole
+            model(rows(mesh)[1])
+            layout = xs.sharding_of(model.first.weight)
+            assert layout is None or not any(layout.dims)
     assert torch.equal(model.full_state_dict()["scale"], before["scale"])
 
 
