@@ -11,6 +11,7 @@ from torch import nn
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.torch_private import parameters_of
 from fullshard.xla import shards
+from fullshard.xla.tensor import annotate
 
 
 class LoadableParameter:
@@ -42,7 +43,7 @@ class LoadableParameter:
             dtype = dtype_of(self.plan.dtype)
             assert dtype is not None
             empty = nn.Parameter(shards.empty(self.plan.shape, dtype, None), self.shard.requires_grad)
-            torch.utils.swap_tensors(self.shard, shards.annotate(empty, self.layout))  # an optimizer may hold it
+            torch.utils.swap_tensors(self.shard, annotate(empty, self.layout))  # an optimizer may hold it
 
     def parts(self, keep: bool = False) -> list[tuple[shards.Cuts, torch.Tensor]]:
         """The parts of the parameter on the devices of this process, each once, in host memory."""

@@ -14,18 +14,12 @@ import torch
 
 from fullshard import runtime
 from fullshard.spmd.spec import Layout
-from fullshard.xla.sharding import annotate
-from fullshard.xla.tensor import _compiler, annotation, sharding_of
+from fullshard.xla.tensor import _compiler, annotate, sharding_of
 
 Cuts = tuple[slice, ...]
 """A part of a tensor: start and stop for each dim."""
 Key = tuple[tuple[int, int], ...]
 """The same, hashable."""
-
-
-def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two XLA tensors of the same shape are divided in the same way."""
-    return annotation(a) == annotation(b)
 
 
 def starts(cuts: Cuts) -> tuple[int, ...]:

@@ -206,8 +206,13 @@ def _tiles(layout: Layout) -> tuple[Any, ...]:
 
 def from_parts(t: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The global tensor of which each process has the rows of its own devices."""
-    spec = _compiler.XlaShardingSpec(t, *_tiles(layout), True)
+    spec = transfer_spec(t, layout, parts=True)
     return _compiler._xla_tensors_from_aten([t.detach().cpu()], [str(runtime.device())], [spec])[0]
+
+
+def transfer_spec(t: torch.Tensor, layout: Layout, parts: bool) -> Any:
+    """What torch_xla needs to send a host tensor in a layout; `parts` if each process has the rows of its devices."""
+    return _compiler.XlaShardingSpec(t, *_tiles(layout), parts)
 
 
 def _layout(t: torch.Tensor) -> Layout:

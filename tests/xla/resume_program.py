@@ -1,4 +1,4 @@
-"""A training program for both engines: trains a tiny Llama, from a checkpoint and to a checkpoint, and prints its losses.
+"""A training program for both engines: it trains a tiny Llama, from and to a checkpoint, and prints the losses.
 
     resume_program.py '{"load": DIRECTORY, "save": DIRECTORY, "steps": 2}'
 

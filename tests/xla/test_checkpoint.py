@@ -19,13 +19,14 @@ import pytest
 pytest.importorskip("torch_xla")
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from transformers import LlamaForCausalLM
 
 import fullshard.runtime as xr
 import fullshard.spmd as xs
 from fullshard import CheckpointManager, FSDPv2
-from fullshard.checkpoint import load_state, publish, save_state
+from fullshard.checkpoint import CheckpointReader, load_state, publish, save_state
 from fullshard.checkpoint.consolidate import merge_weights, stored_tensors
 from fullshard.checkpoint.inspect import inspect_checkpoint, lines
 from fullshard.checkpoint.manifest import read_manifest
@@ -191,17 +192,18 @@ def test_tied_tensors_are_written_once_and_stay_tied(reference: tuple[Path, list
 
 
 def test_parameters_on_the_meta_device_get_memory_and_values(reference: tuple[Path, list[float]]) -> None:
-    place, losses = reference
+    place, _ = reference
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config())
-    mesh = grid(4)
-    model = FSDPv2(model, mesh)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    load_state(place, model=model, optimizer=optimizer)
-    for name, buffer in LlamaForCausalLM(config()).named_buffers():  # not in checkpoints
-        module, _, key = name.rpartition(".")
-        setattr(model.get_submodule(module), key, buffer.to(xr.device()))
-    torch.testing.assert_close(train(model, optimizer, mesh, range(2, 4)), losses, rtol=0, atol=1e-5)
+        empty: Any = LlamaForCausalLM(config())
+    model = FSDPv2(empty, grid(4))
+    before = {id(p) for p in model.parameters()}
+    load_state(place, model=model)
+    assert {id(p) for p in model.parameters()} == before  # an optimizer may hold them
+    other, _ = llama(grid(4), seed=1)
+    load_state(place, model=other)
+    for name, p in other.named_parameters():
+        found = model.get_parameter(name)
+        assert torch.equal(whole(found), whole(p)) and xs.sharding_of(found) == xs.sharding_of(p), name
 
 
 def test_inspect_and_merge_weights(reference: tuple[Path, list[float]], tmp_path: Path) -> None:
@@ -218,13 +220,22 @@ def test_inspect_and_merge_weights(reference: tuple[Path, list[float]], tmp_path
         assert torch.equal(merged[name], value), name
 
 
-def test_scalar_and_replicated_parameters_with_adam(tmp_path: Path) -> None:
-    def made(seed: int, mesh: xs.Mesh) -> tuple[Any, Any]:
+def test_torch_distributed_checkpoint_reads_it(reference: tuple[Path, list[float]]) -> None:
+    place, _ = reference
+    state = {"model/model.embed_tokens.weight": torch.empty(61, 20)}
+    dcp.load(state, storage_reader=CheckpointReader(place))
+    model, _ = llama(grid(4), seed=1)
+    load_state(place, model=model)
+    assert torch.equal(state["model/model.embed_tokens.weight"], whole(model.model.embed_tokens.weight))
+
+
+def test_scalars_with_adam_and_modules_that_are_not_wrapped(tmp_path: Path) -> None:
+    def made(seed: int, mesh: xs.Mesh | None) -> tuple[Any, Any]:
         torch.manual_seed(seed)
-        module = nn.Linear(5, 7)
+        module: Any = nn.Linear(5, 8)
         module.scale = nn.Parameter(torch.randn(()))
-        module.forward = lambda x: nn.functional.linear(x, module.weight, module.bias) * module.scale  # type: ignore[method-assign]
-        module = FSDPv2(module, mesh)
+        module.forward = lambda x: nn.functional.linear(x, module.weight, module.bias) * module.scale
+        module = module.to(xr.device()) if mesh is None else FSDPv2(module, mesh)
         return module, torch.optim.AdamW(module.parameters(), 1e-2)
 
     def steps(module: Any, optimizer: Any) -> list[float]:
@@ -238,13 +249,18 @@ def test_scalar_and_replicated_parameters_with_adam(tmp_path: Path) -> None:
             out.append(float(whole(loss)))
         return out
 
-    first = made(0, grid(4))
-    steps(*first)
-    save_state(tmp_path / "c", model=first[0], optimizer=first[1])
-    expected = steps(*first)
-    again = made(1, grid(4))
-    load_state(tmp_path / "c", model=again[0], optimizer=again[1])
-    assert steps(*again) == expected
+    for before in (grid(4), None):
+        first = made(0, before)
+        steps(*first)
+        place = tmp_path / str(before)
+        save_state(place, model=first[0], optimizer=first[1])
+        expected = steps(*first)
+        for after in (grid(4), None):
+            again = made(1, after)
+            load_state(place, model=again[0], optimizer=again[1])
+            for p, state in again[1].state.items():
+                assert xs.sharding_of(state["exp_avg"]) == xs.sharding_of(p)
+            torch.testing.assert_close(steps(*again), expected, rtol=0, atol=0 if before == after else 1e-6)
 
 
 # --- values and generators --------------------------------------------------------------------------------------------
@@ -427,18 +443,33 @@ def test_a_kill_leaves_nothing_half_published(tmp_path: Path) -> None:
 # --- the other engine -------------------------------------------------------------------------------------------------
 
 
-def other_engine(**options: Any) -> list[float]:
-    """The losses of the program on 2 ranks of the torch engine."""
+def torch_engine(*command: str) -> str:
+    """The output of `python -m …` where the torch engine is installed."""
     python = os.environ.get("FULLSHARD_TORCH_PYTHON")
     if not python:
         pytest.skip("FULLSHARD_TORCH_PYTHON is not set: make test-xla sets it")
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PJRT_", "CPU_NUM", "XLA_"))}
     env |= {"PYTHONPATH": str(ROOT), "FULLSHARD_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-    launch = [python, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "tests.xla.resume_program"]
-    done = subprocess.run([*launch, json.dumps(options)], cwd=ROOT, env=env, capture_output=True, text=True)
-    found = [line for line in done.stdout.splitlines() if line.startswith("LOSSES ")]
-    assert done.returncode == 0 and found, done.stdout + done.stderr
-    return json.loads(found[0].removeprefix("LOSSES "))
+    done = subprocess.run([python, "-m", *command], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def other_engine(**options: Any) -> list[float]:
+    """The losses of the program on 2 ranks of the torch engine."""
+    launch = ("torch.distributed.run", "--nproc_per_node", "2", "-m", "tests.xla.resume_program")
+    output = torch_engine(*launch, json.dumps(options))
+    return json.loads(next(line for line in output.splitlines() if line.startswith("LOSSES ")).removeprefix("LOSSES "))
+
+
+def test_commands_of_the_torch_engine(reference: tuple[Path, list[float]], tmp_path: Path) -> None:
+    place, _ = reference
+    facts = json.loads(torch_engine("fullshard", "inspect", str(place), "--verify", "--json"))
+    assert facts["health"].startswith("whole") and "torch_xla" in facts["versions"]
+    torch_engine("fullshard", "merge-weights", str(place), str(tmp_path / "there"))
+    merge_weights(place, tmp_path / "here")
+    here, there = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("here", "there"))
+    assert here == there
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -45,19 +45,42 @@ def test_processes_and_devices_are_counted_separately():
         engines.require_torch_engine("use_spmd()")
 
 
-def test_too_many_processes_and_an_engine_that_cannot_be_offered_are_refused():
-    def run(program: str, **env: str) -> str:
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
-        assert done.returncode
-        return done.stderr
+FIRST_USES = """
+import torch, fullshard, fullshard.spmd as xs
+from fullshard.errors import RuntimeSetupError
 
-    text = run("import fullshard; fullshard.runtime.use_spmd()", FULLSHARD_ENGINE="torch")
-    assert "FULLSHARD_ENGINE=torch: this engine cannot run here: torch 2.9" in text
+mesh = xs.get_1d_mesh("fsdp")
+for use in (
+    fullshard.use_spmd,
+    lambda: xs.mark_sharding(torch.ones(2), mesh, ("fsdp",)),
+    lambda: xs.distribute_module(torch.nn.Linear(2, 2), mesh),
+    lambda: fullshard.FSDPv2(torch.nn.Linear(2, 2), mesh),
+    lambda: fullshard.prepare(torch.nn.Linear(2, 2)),
+    lambda: fullshard.save_state("nowhere", {}),
+):
+    try:
+        use()
+    except RuntimeSetupError as error:
+        print(error)
+"""
+
+
+def run(program: str, **env: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
+
+
+def test_the_torch_engine_refuses_when_it_is_first_used():
+    done = run(FIRST_USES, FULLSHARD_ENGINE="torch")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("FULLSHARD_ENGINE=torch: this engine cannot run here: torch 2.9") == 6, done.stdout
+
+
+def test_more_processes_than_the_runtime_sees_are_refused():
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    text = run("import fullshard; fullshard.runtime.use_spmd()", **launched)
-    assert "2 processes were started, but the XLA runtime sees 1" in text
+    done = run("import fullshard; fullshard.use_spmd()", **launched)
+    assert done.returncode and "2 processes were started, but the XLA runtime sees 1" in done.stderr
 
 
 def test_every_module_can_be_imported():
@@ -154,6 +177,17 @@ def test_batches_are_sharded():
     specs = {"x": xs.ShardingSpec(mesh(), ("data", None), minibatch=True), "y": None}
     loader = xs.ShardedLoader([{key: torch.ones(8, 4) for key in "xy"}] * 2, xm.xla_device(), input_sharding=specs)
     assert len(loader) == 2 and [b["x"].sharding_spec for b in loader] == [("data", None)] * 2
+
+
+def test_torch_xlas_own_loader_takes_the_specs():
+    from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+    rows = torch.arange(32.0).reshape(8, 4)
+    for minibatch in (False, True):
+        spec = xs.ShardingSpec(mesh(), (("data", "model"), None), minibatch)
+        batches = list(MpDeviceLoader([rows, torch.ones(3)], xm.xla_device(), input_sharding=spec))
+        assert xs.sharding_of(batches[0]).spec == (("data", "model"), None) and torch.equal(batches[0].cpu(), rows)
+        assert torch.equal(batches[1].cpu(), torch.ones(3))
 
 
 def test_errors_of_loaders():
