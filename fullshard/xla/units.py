@@ -27,7 +27,7 @@ from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
 from fullshard.torch_private import parameters_of, share_hooks
 from fullshard.xla.recomputation import checkpoint, kept_for_recomputation
-from fullshard.xla.tensor import annotate, is_xla_tensor, sharding_of
+from fullshard.xla.tensor import annotate, full_tensor, is_xla_tensor, sharding_of
 
 
 @dataclass(eq=False)
@@ -251,9 +251,13 @@ class ShardedModel:
                 module._gradient_checkpointing_func = checkpoint
 
     def settle(self) -> None:
-        """Compute values that were written, and give them their layouts: the compiler may choose another one for the
-        result of a copy."""
+        """Compute values that were written, and lay them out again through the host where the compiler has chosen
+        another layout: it replicates uneven results of programs that only copy, whatever their annotation."""
         runtime.sync()
+        for p in self.parameters:
+            value = p.parameter
+            if is_xla_tensor(value) and sharding_of(value) != p.layout:
+                value.data = annotate(full_tensor(value).to(runtime.device()), p.layout)
         self.follow()
 
     def follow(self) -> None:

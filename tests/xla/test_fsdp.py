@@ -252,6 +252,19 @@ def test_an_optimizer_built_before_wrapping_is_refused(mesh):
         optimizer.step()
 
 
+def test_ignored_modules_stay_whole(mesh):
+    oracle, model = made(Two), made(Two)
+    model.fc2.to(xr.device())
+    FSDPv2(model, mesh, ignored_modules=[model.fc2])
+    assert "fc2.weight" not in model.plan.parameters and xs.sharding_of(model.fc1.weight).spec == ("fsdp", None)
+    host, x = rows(mesh, size=(16, 128))
+    for m, batch in ((model, x), (oracle, host)):
+        m(batch).square().mean().backward()
+    xr.sync()
+    for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad)
+
+
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
