@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard import accelerator, groups, xla_names
+from fullshard import accelerator, engines, groups, xla_names
 from fullshard.errors import RuntimeSetupError, UnsupportedError, first_line
 from fullshard.foreign_wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
 from fullshard.foreign_wrappers import refuse_live_wrappers
@@ -77,7 +77,27 @@ def use_spmd(
 
     An existing process group is used as it is.
     """
-    global _launch, _device, _owns_group, _announced, _leaving
+    check_use_spmd(auto, modules)
+    if is_spmd():
+        return
+    engines.require_torch_engine("use_spmd()")
+    seconds = choose_init_timeout(init_timeout, os.environ)
+    if dist.is_initialized():
+        # Every such wrapper needs a process group, so only now can one exist.
+        refuse_live_wrappers()
+        place = _place_in_group() or _place_by_host()
+        joined(place, _adopted_device(device or os.environ.get(DEVICE_VARIABLE)), owned=False)
+    else:
+        launch = read_launcher(os.environ)
+        chosen = choose_device(device or os.environ.get(DEVICE_VARIABLE), launch.local_rank, gpu_count())
+        accelerator.use(chosen)
+        _init_group(launch, chosen, seconds)
+        joined(launch, chosen, owned=True)
+    _share_generator()
+
+
+def check_use_spmd(auto: bool, modules: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
+    """Refuse arguments of `use_spmd` that no engine supports."""
     if auto:
         raise UnsupportedError(
             "use_spmd(auto=True): fullshard does not choose layouts automatically. Call use_spmd() and mark tensors "
@@ -85,24 +105,14 @@ def use_spmd(
         )
     for module in [modules] if isinstance(modules, torch.nn.Module) else modules:
         refuse_foreign_wrappers(module)
-    if _launch is not None and dist.is_initialized():
-        return
-    seconds = choose_init_timeout(init_timeout, os.environ)
-    if dist.is_initialized():
-        # Every such wrapper needs a process group, so only now can one exist.
-        refuse_live_wrappers()
-        _launch = _place_in_group() or _place_by_host()
-        _device = _adopted_device(device or os.environ.get(DEVICE_VARIABLE))
-        _owns_group = False
-    else:
-        launch = read_launcher(os.environ)
-        chosen = choose_device(device or os.environ.get(DEVICE_VARIABLE), launch.local_rank, gpu_count())
-        accelerator.use(chosen)
-        _init_group(launch, chosen, seconds)
-        _launch, _device, _owns_group = launch, chosen, True
+
+
+def joined(launch: Launch, chosen: torch.device, owned: bool) -> None:
+    """Record this process's place and device in the process group; `owned` if `shutdown()` destroys the group."""
+    global _launch, _device, _owns_group, _announced, _leaving
+    _launch, _device, _owns_group, _announced = launch, chosen, owned, False
+    if owned:
         _leaving = _Leaving()
-    _announced = False
-    _share_generator()
 
 
 def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
@@ -252,7 +262,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """The number of processes, which is the number of devices."""
+    """The number of processes. On the torch engine each has one device."""
     return dist.get_world_size() if dist.is_initialized() else _place().world_size
 
 
@@ -325,6 +335,11 @@ def addressable_device_count() -> int:
     return 1
 
 
+def more_devices(count: int) -> str:
+    """How to start a job with `count` devices, for messages."""
+    return f"start more processes (torchrun --nproc_per_node {count})"
+
+
 def device_type() -> str:
     """The type of this rank's device: `CPU` or `CUDA`."""
     return device().type.upper()
@@ -344,8 +359,18 @@ def initialize_cache(path: str, readonly: bool = False) -> None:
     """Does nothing: there is no cache of compiled programs."""
 
 
+def sync(wait: bool = False) -> None:
+    """With `wait`, wait until this rank's device has finished. (On XLA, run what was recorded.)"""
+    if wait:
+        accelerator.synchronize(device())
+
+
+def flush() -> None:
+    """Nothing: operators are issued at once. (On XLA, run what was recorded, and keep the generator's state.)"""
+
+
 def __getattr__(name: str) -> Any:
-    xla_names.refuse(__name__, "xr", name)
+    return xla_names.find(__name__, "xr", name)
 
 
 # ------------------------------------------------------------------------------------------------------------- seeds
@@ -366,3 +391,16 @@ def seed(n: int, *, per_rank: bool = False, deterministic: bool = False) -> None
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+def generator_state() -> tuple[str, Any]:
+    """The kind of this rank's device, and the state of its default generator: None for the CPU."""
+    return "cuda", accelerator.rng_state(device())
+
+
+def set_generator_state(state: Any) -> None:
+    """Restore the state of the device's generator."""
+    accelerator.set_rng_state(device(), state)
+
+
+engines.use_xla_names(globals(), "devices")

@@ -54,14 +54,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard import engines
 from fullshard.errors import RuntimeSetupError
 
 if TYPE_CHECKING:
@@ -124,10 +125,17 @@ def __getattr__(name: str) -> Any:
     try:
         found = globals()[name] = functools.reduce(getattr, path.split("."), importlib.import_module(home))
     except (ImportError, AttributeError) as error:
-        raise RuntimeSetupError(
+        problem = RuntimeSetupError(
             f"torch {torch.__version__} has no {home}.{path}, which fullshard needs; install torch 2.11, 2.12 or 2.13"
-        ) from error
+        )
+        if not engines.offers("torch"):
+            return functools.partial(_raise, problem)  # the package can be imported, not used
+        raise problem from error
     return found
+
+
+def _raise(problem: RuntimeSetupError, *args: Any, **kwargs: Any) -> NoReturn:
+    raise problem
 
 
 # --- sharded tensors --------------------------------------------------------------------------------------------------
@@ -206,6 +214,11 @@ def skips_on_device(optimizer: Any) -> bool:
 # How often a tensor was written in place. 2.11, 2.13. Stale gathered parameters are not noticed.
 def version_of(t: torch.Tensor) -> int:
     return t._version
+
+
+# The same of many sharded tensors and of their shards, with the tensors' identities. 2.11, 2.13. The same.
+def versions_of(tensors: Iterable[Any]) -> list[tuple[int, int, int]]:
+    return [(id(t), t._version, t._local_tensor._version) for t in tensors]
 
 
 # Whether two tensors share memory: the address of the storage object. 2.11, 2.13. An output may alias freed memory.
@@ -354,6 +367,11 @@ def muon_learning_rate(lr: float, adjust: str | None, shape: torch.Size) -> floa
 # another tensor. 2.11, 2.13. Parameters cannot be swapped for gathered ones.
 def parameters_of(module: nn.Module) -> dict[str, Any]:
     return module._parameters
+
+
+def set_parameters(values: Iterable[tuple[nn.Module, str, Any]]) -> None:
+    for module, name, value in values:
+        module._parameters[name] = value
 
 
 def replace_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:

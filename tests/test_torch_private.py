@@ -219,6 +219,15 @@ def versions() -> None:
     assert torch_private.version_of(t) == before + 1
 
 
+@check("versions_of")
+def versions_of_sharded_tensors() -> None:
+    t = dtensor()
+    ((of, own, piece),) = torch_private.versions_of([t])
+    torch.autograd.graph.increment_version([t])
+    torch_private.local_of(t).add_(1)
+    assert torch_private.versions_of([t]) == [(of, own + 1, piece + 1)]
+
+
 @check("storage_id")
 def storages() -> None:
     t = torch.zeros(4)
@@ -470,7 +479,7 @@ def _() -> None:
     assert all(hooked(f"register_{kind}") for kind in kinds)
 
 
-@check("parameters_of", "replace_parameters", "buffers_of", "submodules_of", "non_persistent_buffers")
+@check("parameters_of", "set_parameters", "replace_parameters", "buffers_of", "submodules_of", "non_persistent_buffers")
 def modules() -> None:
     module = nn.Sequential(nn.Linear(1, 1, bias=False))
     module.register_buffer("kept", torch.zeros(1))
@@ -482,6 +491,8 @@ def modules() -> None:
     assert torch_private.parameters_of(inner) == {"weight": inner.weight, "bias": None}
     torch_private.parameters_of(inner)["weight"] = plain
     assert inner.weight is plain
+    torch_private.set_parameters([(inner, "weight", other := plain + 1)])
+    assert inner.weight is other
     torch_private.replace_parameters(inner, {"weight": nn.Parameter(plain * 2)})
     assert inner.weight == 2
 

@@ -10,7 +10,7 @@ so a rank that cannot compile runs its units uncompiled, in step with the others
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,23 +50,18 @@ class Compiler:
     def __init__(self) -> None:
         self._callback: Any = None
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Run the body without compiling it."""
+    def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a part of the engine without compiling it: a model's call, or a hook that autograd runs inside a
+        compiled function."""
         before, found = self._callback, set_eval_frame(None)
-        if found is not None:
-            self._callback = found
+        if found is None:
+            return function(*args)
+        self._callback = found
         try:
-            yield
+            return function(*args)
         finally:
             self._callback = before
-            if found is not None:
-                set_eval_frame(found)
-
-    def uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a hook of the engine, which autograd may run inside a compiled function."""
-        with self.suspended():
-            return function(*args)
+            set_eval_frame(found)
 
     def resumed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled if the model is."""

@@ -28,7 +28,7 @@ from fullshard.fsdp.compile import Compiler
 from fullshard.fsdp.output import without_gathered_memory
 from fullshard.fsdp.prefetch import Prefetcher, PrefetchSettings
 from fullshard.fsdp.reduction import Reduction
-from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
+from fullshard.fsdp.tensor_tree import cast_tensors, map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Unit, UnitState
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import at_end_of_backward, current_graph_task_id, sequence_nr
@@ -105,12 +105,11 @@ class Engine:
             backward_entry.begin(call, self._on_entry)
         try:
             self._make_ready(unit, "forward", None if recompute else self._prefetcher.forward_begins)
-            args, kwargs = _prepare_inputs(call, args, kwargs, recorded)
-            # Listed before the call, which may put tensors of its own into its inputs, such as a cache.
-            inputs = list(tensors_in((args, kwargs), objects=False)) if torch.is_grad_enabled() else []
+            args, kwargs, inputs = _prepare_inputs(call, args, kwargs, recorded)
+            # Recorded before the call, which may put tensors of its own into its inputs, such as a cache.
             made_by = [(t, t.grad_fn) for t in inputs]
             output = without_gathered_memory(unit, output_rule(forward(*args, **kwargs), self._as_global))
-            output = _cast(output, unit.output_dtype)
+            output = cast_tensors(output, unit.output_dtype)
             if outermost:
                 output = uneven_batches.leaving(output, call.weight)
         except BaseException:
@@ -239,8 +238,9 @@ class Engine:
     def _at_gradient(self, unit: Unit) -> None:
         """A parameter has got a gradient. If none has arrived at the unit's outputs, the loss was computed from a
         tensor that left the unit in another way: an attribute, a list, a hook."""
-        if any(unit in backward.reached for backward in self._backwards.values()):
-            return
+        for backward in self._backwards.values():
+            if unit in backward.reached:
+                return
         gathered = unit.state is UnitState.GATHERED or all(p.shares for p in unit.parameters)
         if not (gathered and unit.is_fresh()):
             raise FSDPError(
@@ -380,17 +380,14 @@ def _unused_memory(device: torch.device) -> int:
     return spare // 2 if spare and 2 * spare >= accelerator.total_memory(device) else 0
 
 
-def _prepare_inputs(call: UnitCall, args: Any, kwargs: Any, recorded: bool) -> tuple[Any, Any]:
-    """Cast the inputs of a call, and scale the gradients that flow back through them."""
+def _prepare_inputs(call: UnitCall, args: Any, kwargs: Any, recorded: bool) -> tuple[Any, Any, list[torch.Tensor]]:
+    """Cast the inputs of a call, and scale the gradients that flow back through them. Lists them if a backward may
+    follow."""
     precision = call.unit.precision
-    args, kwargs = _cast((args, kwargs), precision.param_dtype if precision.cast_forward_inputs else None)
+    args, kwargs = cast_tensors((args, kwargs), precision.param_dtype if precision.cast_forward_inputs else None)
     args, kwargs = uneven_batches.entering((args, kwargs), call.weight)
-    if recorded and (factors := backward_entry.hook_inputs(list(tensors_in((args, kwargs), objects=False)))):
+    inputs = tensors_in((args, kwargs), objects=False) if torch.is_grad_enabled() else []
+    if recorded and (factors := backward_entry.hook_inputs(inputs)):
         args, kwargs = map_tensors(lambda t: uneven_batches.scaled(t, factors.get(id(t), 1.0)), (args, kwargs))
-    return args, kwargs
-
-
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors_in(values)):
-        return values
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+        inputs = tensors_in((args, kwargs), objects=False)
+    return args, kwargs, inputs

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
 
 from fullshard import runtime
 from fullshard.errors import FSDPError
@@ -40,8 +41,10 @@ def clip_grad_norm_(
     for parameter in parameters:
         grad = parameter.grad
         assert grad is not None
-        axes, local = _axes_and_local(grad)
-        by_axes.setdefault(axes, []).append(local)
+        if is_sharded(grad):
+            by_axes.setdefault(_split_by(grad.device_mesh, grad.placements), []).append(local_of(grad))
+        else:
+            by_axes.setdefault(PLAIN, []).append(grad)
     device = runtime.device()
     terms = [torch.zeros((), dtype=torch.float64, device=device)]
     for axes in sorted(by_axes):
@@ -58,12 +61,11 @@ def clip_grad_norm_(
     return norm if any(g.dtype == torch.float64 for g in every) else norm.to(torch.float32)
 
 
-def _axes_and_local(grad: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
-    if not is_sharded(grad):
-        return PLAIN, grad
-    groups = origin(grad.device_mesh)[1]
-    axes = [axis for group, at in zip(groups, grad.placements, strict=True) if isinstance(at, Shard) for axis in group]
-    return tuple(sorted(axes)), local_of(grad)
+def _split_by(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    """The axes that split a tensor."""
+    groups = origin(mesh)[1]
+    axes = [axis for group, at in zip(groups, placements, strict=True) if isinstance(at, Shard) for axis in group]
+    return tuple(sorted(axes))
 
 
 def _power(locals_: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:

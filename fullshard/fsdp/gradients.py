@@ -15,7 +15,6 @@ from fullshard.errors import FSDPError
 from fullshard.fsdp.no_sync_grads import HeldGradient
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.parameter import Copy, ShardedParameter
-from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import origin
 from fullshard.spmd.redistribute import torch_layout
 from fullshard.spmd.tensor import is_sharded, redistributed
@@ -27,8 +26,6 @@ from fullshard.torch_private import backward_hooks, local_of, post_accumulate_ho
 def take(p: ShardedParameter) -> torch.Tensor | None:
     """Remove and return this rank's term of the gradient: what backward left on the gathered value, plus what
     `no_sync` held back."""
-    reduce_dtype = dtype_of(p.plan.reduce_dtype)
-    assert reduce_dtype is not None
     total = None
     if (held := held_by_no_sync(p)) is not None:
         total, p.shard.grad = held.term, held.base
@@ -38,7 +35,7 @@ def take(p: ShardedParameter) -> torch.Tensor | None:
             term = _data_parallel_term(p, grad) if is_sharded(grad) else grad
             if term.layout is not torch.strided:
                 term = term.to_dense()
-            term = term.to(reduce_dtype).contiguous()
+            term = term.to(p.reduce_dtype).contiguous()
             total = term if total is None else total.add_(term)
     return total
 
@@ -116,8 +113,10 @@ def accumulate(p: ShardedParameter, grad: torch.Tensor, host: HostTraffic) -> No
     """Add a reduced piece to the shard's gradient; not if it was frozen since its forward, as on one device."""
     if not p.shard.requires_grad:
         return
-    grad = grad.to(p.local.dtype)
-    if grad.device != p.local.device:
+    local = p.local
+    if grad.dtype != local.dtype:
+        grad = grad.to(local.dtype)
+    if grad.device != local.device:
         grad = host.to_host(grad)
     grad = _run_hooks(p, grad, host)
     current = p.shard.grad
@@ -165,6 +164,7 @@ def _run_hooks(p: ShardedParameter, grad: torch.Tensor, host: HostTraffic) -> to
 
 def run_post_hooks(p: ShardedParameter) -> None:
     """Run the hooks of `register_post_accumulate_grad_hook`, once the shard has its gradient."""
-    with torch.no_grad():
-        for hook in list((post_accumulate_hooks(p.shard) or {}).values()):
-            hook(p.shard)
+    if hooks := post_accumulate_hooks(p.shard):
+        with torch.no_grad():
+            for hook in list(hooks.values()):
+                hook(p.shard)

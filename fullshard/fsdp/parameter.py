@@ -22,12 +22,20 @@ from fullshard.fsdp.host_table import HostTable
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.plan_model import Site
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.fsdp.write_count import writes_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.redistribute import torch_layout
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded
-from fullshard.torch_private import DTensorSpec, TensorMeta, foreach_copy_, local_of, parameters_of, set_local, spec_of
+from fullshard.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    foreach_copy_,
+    local_of,
+    parameters_of,
+    set_local,
+    set_parameters,
+    spec_of,
+)
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """Target and source."""
@@ -60,6 +68,8 @@ class ShardedParameter:
         self.sites = sites
         self.dtype = torch.float32
         """The dtype of the gathered value."""
+        self.stored_dtype = self.reduce_dtype = torch.float32
+        """The dtypes of the shard and of the sum of gradients, as planned."""
         self.layout = Layout.of(mesh, plan.spec, plan.shape)
         fsdp = mesh.get_axis_name_idx("fsdp")
         kept = tuple(tuple(axis for axis in axes if axis != fsdp) for axes in self.layout.dims)
@@ -74,8 +84,6 @@ class ShardedParameter:
         self._allocated = 0
         """Bytes of the gathered value's own memory."""
         self.full_global: nn.Parameter | None = None
-        self._gathered_at: Any = None
-        """The shard and its write counts at the last gather."""
         self.on_gradient: Callable[[], None] = lambda: None
         """Called when backward has accumulated into the gathered value's gradient."""
         self.view: Any = None
@@ -92,16 +100,40 @@ class ShardedParameter:
     def local(self) -> torch.Tensor:
         return local_of(self.shard)
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether the shard has no memory yet."""
+        return self.local.is_meta
+
+    @property
+    def held(self) -> int:
+        """The number of values of the parameter that this process holds."""
+        return self.local.numel()
+
+    staged_bytes = 0
+    """Bytes of host memory that `parts` takes."""
+
+    def parts(self, keep: bool = False) -> list[tuple[tuple[slice, ...], torch.Tensor]]:
+        """The shards of this process, to read and write: which part of the parameter each is, and its memory.
+
+        On XLA, where a process has several, the memory is the host's: with `keep` it has the present values, and
+        `written` moves it to the devices.
+        """
+        return [(self.layout.slices(self.plan.shape, runtime.rank()), self.local.detach())]
+
+    def written(self) -> None:
+        """To be called once the memory of `parts` has new values."""
+
     def follow(self, plan: ParameterPlan) -> None:
         """Apply a new plan. Another compute dtype means a new gathered value, so it must not be gathered now."""
-        dtype = dtype_of(plan.compute_dtype)
-        assert dtype is not None
+        dtype = _dtype(plan.compute_dtype)
         if plan.on_host and plan.trainable:
             raise FSDPError(
                 f"parameter {plan.name} is kept in host memory (offload_embedding), where it cannot be trained; freeze "
                 f"it, or set offload_embedding to false"
             )
         self.plan = plan
+        self.stored_dtype, self.reduce_dtype = _dtype(plan.dtype), _dtype(plan.reduce_dtype)
         if dtype != self.dtype:
             self.dtype, self.full, self.full_global, self.view = dtype, None, None, None
         for leaf in (self.full, self.full_global):
@@ -138,8 +170,8 @@ class ShardedParameter:
         self._refuse_plain_tensors()
         # In a pass without gradients it does not matter what trains, and the backward of an earlier pass may still need
         # the plan as it was: an adapter is often disabled for such a pass and enabled again before backward.
-        frozen_or_freed = torch.is_grad_enabled() and self.shard.requires_grad != self.plan.trainable
-        return frozen_or_freed or self.shard.dtype != dtype_of(self.plan.dtype)
+        frozen_or_freed = self.shard.requires_grad != self.plan.trainable and torch.is_grad_enabled()
+        return frozen_or_freed or self.shard.dtype != self.stored_dtype
 
     def _refuse_plain_tensors(self) -> None:
         """Mark a shard of our own class: it treats plain tensors as global ones, but a rank's activations are not."""
@@ -160,6 +192,11 @@ class ShardedParameter:
             torch.utils.swap_tensors(self.shard, new)  # the same object: an optimizer may hold it already
 
     # --- memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the gathered value has memory of its own now, and is a copy of a shard that this rank holds whole."""
+        return self._allocated > 0 and not self.plan.gathers
 
     @property
     def shares(self) -> bool:
@@ -216,23 +253,6 @@ class ShardedParameter:
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 
-    def is_fresh(self) -> bool:
-        """Whether the shard is unchanged since it was gathered."""
-        return bool(self._gathered_at == (id(self.shard), writes_of(self.shard)))
-
-    def note_writes(self) -> None:
-        """Before a gather: count writes to the shard as writes to the gathered value.
-
-        Autograd checks these counts and refuses a backward through a value that has changed since it was saved.
-        """
-        now = (id(self.shard), writes_of(self.shard))
-        if self._gathered_at is not None and self._gathered_at != now:
-            for leaf in (self.full, self.full_global):
-                if leaf is not None:
-                    torch.autograd.graph.increment_version(leaf)
-            now = (id(self.shard), writes_of(self.shard))  # the gathered value may be the shard itself
-        self._gathered_at = now
-
     def source(self, from_host: bool) -> torch.Tensor:
         """This rank's piece as it is sent: contiguous, in the dtype of the gathered value.
 
@@ -244,7 +264,7 @@ class ShardedParameter:
     def on_device(self) -> torch.Tensor:
         """The shard on the device, not cast yet: a cast on the host would make a copy that is not page-locked, and
         the host would have to wait for it."""
-        return self.local.detach().to(runtime.device(), non_blocking=True)
+        return self.local.to(runtime.device(), non_blocking=True)
 
     def pack(self, slot: torch.Tensor) -> list[Copy]:
         """The copies that put this rank's piece, padded, into its slot (bytes) of the unit's bucket."""
@@ -279,20 +299,11 @@ class ShardedParameter:
 
     # --- what modules hold --------------------------------------------------------------------------------------------
 
-    def show_gathered(self, as_global: bool) -> None:
-        value = self._global() if as_global else self.full
-        for module, name in self.sites:
-            parameters_of(module)[name] = value
-            if self.view is not None:
-                module.__dict__[name] = self.view  # Python finds this before it looks for parameters
-
     def show_shard(self) -> None:
-        for module, name in self.sites:
-            parameters_of(module)[name] = self.shard
-            if self.view is not None:
-                module.__dict__.pop(name, None)
+        """Let modules hold the shard."""
+        show_shards([self])
 
-    def _global(self) -> nn.Parameter:
+    def as_global(self) -> nn.Parameter:
         """The gathered value as a global tensor: replicated along `fsdp`, split as annotated along other axes."""
         assert self.full is not None
         if self.full_global is None:
@@ -307,3 +318,28 @@ class ShardedParameter:
         if local_of(self.full_global).data_ptr() != self.full.data_ptr():
             set_local(self.full_global, self.full.data)
         return self.full_global
+
+
+def show_gathered(parameters: Sequence[ShardedParameter], as_global: bool) -> None:
+    """Let modules hold the gathered values."""
+    values = [(p.as_global() if as_global else p.full, p) for p in parameters]
+    set_parameters([(module, name, value) for value, p in values for module, name in p.sites])
+    for p in parameters:
+        if p.view is not None:
+            for module, name in p.sites:
+                module.__dict__[name] = p.view  # Python finds this before it looks for parameters
+
+
+def show_shards(parameters: Sequence[ShardedParameter]) -> None:
+    """Let modules hold the shards."""
+    set_parameters([(module, name, p.shard) for p in parameters for module, name in p.sites])
+    for p in parameters:
+        if p.view is not None:
+            for module, name in p.sites:
+                module.__dict__.pop(name, None)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = dtype_of(name)
+    assert dtype is not None
+    return dtype

@@ -6,7 +6,8 @@ which they ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fullshard.fsdp.strategy import BackwardPrefetch
@@ -63,7 +64,7 @@ class Prefetcher:
     def backward_ends(self, unit: Unit) -> None:
         if self._settings.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._over.add(unit)
-            self._gather(unit, [u for u in self._next_in_backward(unit) if u not in self._over])
+            self._gather(unit, (u for u in self._next_in_backward(unit) if u not in self._over))
 
     def end_backward(self) -> None:
         self._over.clear()
@@ -72,18 +73,21 @@ class Prefetcher:
         self._last_pass, self._ended = [], []
         self._over.clear()
 
-    def _next_in_backward(self, unit: Unit) -> list[Unit]:
+    def _next_in_backward(self, unit: Unit) -> Iterator[Unit]:
         """The units whose backward follows, nearest first."""
         if unit not in self._ended:
-            return []
+            return iter(())
         # Backward of a call begins at its output, so a unit's own call comes before those of the units inside it.
         index = len(self._ended) - 1 - self._ended[::-1].index(unit)
-        return [u for u in reversed(self._ended[:index]) if u is not unit and self._has_backward.get(u)]
+        return (u for u in reversed(self._ended[:index]) if u is not unit and self._has_backward.get(u))
 
-    def _gather(self, current: Unit, following: list[Unit]) -> None:
+    def _gather(self, current: Unit, following: Iterable[Unit]) -> None:
         """Start to gather the units after the current one, up to the number that may be in flight."""
-        in_flight = sum(u.state is UnitState.GATHERING for u in self._units if u is not current)
-        for unit in following[: self._settings.in_flight]:
-            if unit.state is UnitState.SHARDED and in_flight < self._settings.in_flight:
+        limit = self._settings.in_flight
+        nearest = [u for u in itertools.islice(following, limit) if u.state is UnitState.SHARDED]
+        if not nearest:
+            return
+        in_flight = len([u for u in self._units if u.state is UnitState.GATHERING and u is not current])
+        for unit in nearest[: max(limit - in_flight, 0)]:
+            if unit.state is UnitState.SHARDED:  # not twice, if it is called twice
                 self._start(unit)
-                in_flight += 1

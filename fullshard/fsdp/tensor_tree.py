@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,22 +15,34 @@ DEPTH = 6
 """How deep objects are searched; key-value caches hold tensors three levels down."""
 
 
-def tensors_in(value: Any, depth: int = DEPTH, *, objects: bool = True) -> Iterator[torch.Tensor]:
+_WITHOUT_TENSORS = (str, bytes, int, float, type, nn.Module, torch.dtype)
+_SEQUENCES = (tuple, list, set, frozenset)
+
+
+def tensors_in(value: Any, *, objects: bool = True) -> list[torch.Tensor]:
     """Every tensor in `value`. With `objects`, attributes of objects of unknown classes are searched too, but never
     those of modules."""
+    found: list[torch.Tensor] = []
+    _collect(value, DEPTH, objects, found)
+    return found
+
+
+def _collect(value: Any, depth: int, objects: bool, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif depth == 0 or value is None or isinstance(value, str | bytes | int | float | type | nn.Module | torch.dtype):
+        found.append(value)
         return
+    if value is None or depth == 0 or isinstance(value, _WITHOUT_TENSORS):
+        return
+    if isinstance(value, _SEQUENCES):
+        inside: Iterable[Any] = value
     elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from tensors_in(inner, depth - 1, objects=objects)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for inner in value:
-            yield from tensors_in(inner, depth - 1, objects=objects)
+        inside = value.values()
     elif objects and hasattr(value, "__dict__") and not callable(value):
-        for inner in list(vars(value).values()):
-            yield from tensors_in(inner, depth - 1)
+        inside = list(vars(value).values())
+    else:
+        return
+    for inner in inside:
+        _collect(inner, depth - 1, objects, found)
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -45,3 +57,10 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
         return inner
 
     return tree_map(leaf, value)
+
+
+def cast_tensors(values: Any, dtype: torch.dtype | None) -> Any:
+    """The same structure with floating-point tensors cast to `dtype`; unchanged if it is None."""
+    if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors_in(values)):
+        return values
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)

@@ -17,10 +17,11 @@ from fullshard.errors import FSDPError
 from fullshard.fsdp.comm import Link, Pending
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.offload import HostTraffic
-from fullshard.fsdp.parameter import ShardedParameter, copy_together
+from fullshard.fsdp.parameter import ShardedParameter, copy_together, show_gathered, show_shards
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.fsdp.streams import SideStream, StreamWork
+from fullshard.fsdp.write_count import writes_of_all
 
 
 @dataclass
@@ -76,16 +77,14 @@ class Unit:
 
     def join(self, plan: UnitPlan, index: int, means: Means, holds_units: bool) -> None:
         """Become a unit of a model; again when a module around that model is wrapped."""
-        self.plan, self.means = plan, means
+        self.plan, self.means, self.name = plan, means, plan.name
         self.index = index
         """Its place in the model's plan, the same on every rank."""
         self.holds_units = holds_units
         """Whether there are units inside its module."""
         self._views_made = False
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
+        self._gathered_at: list[tuple[int, int, int]] | None = None
+        """The shards and their write counts at the last gather."""
 
     def __repr__(self) -> str:
         return f"Unit({self.name or '(root)'}, {self.state.value})"
@@ -103,13 +102,10 @@ class Unit:
                 f"param_init_fn=…"
             )
         means = self.means
-        for p in self.parameters:
-            p.note_writes()
-        means.meter.allocated(sum(p.allocate() for p in self.parameters))
+        self._note_writes()
+        means.meter.allocated(sum([p.allocate() for p in self.parameters]))
         self.state = UnitState.GATHERING
-        copies = [p for p in self.parameters if not p.plan.gathers and not p.shares]
-        if not copies and not any(p.plan.gathers for p in self.parameters):
-            return
+        copies = [p for p in self.parameters if p.is_copy]
         if self.only_casts:  # nothing to overlap with compute, so compute does it
             self._copy(copies)
             return
@@ -182,7 +178,23 @@ class Unit:
 
     def is_fresh(self) -> bool:
         """Whether the shards are unchanged since the unit was gathered."""
-        return all(p.is_fresh() for p in self.parameters)
+        return self._gathered_at == self._writes()
+
+    def _writes(self) -> list[tuple[int, int, int]]:
+        return writes_of_all([p.shard for p in self.parameters])
+
+    def _note_writes(self) -> None:
+        """Before a gather: count writes to shards as writes to the gathered values.
+
+        Autograd checks these counts and refuses a backward through a value that has changed since it was saved.
+        """
+        before, now = self._gathered_at, self._writes()
+        if before is not None and before != now:
+            written = [p for p, then, count in zip(self.parameters, before, now, strict=True) if then != count]
+            leaves = [leaf for p in written for leaf in (p.full, p.full_global) if leaf is not None]
+            torch.autograd.graph.increment_version(leaves)
+            now = self._writes()  # a gathered value may be the shard itself
+        self._gathered_at = now
 
     def free(self) -> None:
         """Release the memory of the gathered values, unless it is kept for the next gather."""
@@ -218,14 +230,12 @@ class Unit:
     # --- what modules hold --------------------------------------------------------------------------------------------
 
     def show_gathered(self, as_global: bool) -> None:
-        for p in self.parameters:
-            p.show_gathered(as_global)
+        show_gathered(self.parameters, as_global)
         self.shown = True
 
     def show_shards(self) -> None:
         if self.shown:
-            for p in self.parameters:
-                p.show_shard()
+            show_shards(self.parameters)
             self.shown = False
 
     def in_slots(self, bucket: Bucket) -> list[tuple[ShardedParameter, slice]]:

@@ -73,11 +73,14 @@ def fused_update(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def _is_aligned(position: tuple[torch.Tensor, ...]) -> bool:
-    first = position[0]
-    if not is_sharded(first):
-        return not any(is_sharded(t) for t in position)
-    mesh, placements = first.device_mesh, first.placements
-    return all(is_sharded(t) and t.device_mesh is mesh and t.placements == placements for t in position)
+    specs = [spec_of(t) if is_sharded(t) else None for t in position]
+    first = specs[0]
+    for spec in specs:
+        if spec is first:
+            continue
+        if spec is None or first is None or spec.mesh is not first.mesh or spec.placements != first.placements:
+            return False
+    return True
 
 
 def _on_shards(op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:

@@ -211,7 +211,7 @@ class ShardedTensor(_Base):
 
 def is_sharded(t: Any) -> TypeGuard[DTensor]:
     """Whether `t` is a sharded tensor: a `ShardedTensor` or torch's `DTensor`."""
-    return isinstance(t, DTensor | ShardedTensor)
+    return isinstance(t, (DTensor, ShardedTensor))
 
 
 def redistributed(t: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardedTensor:

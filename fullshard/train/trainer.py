@@ -36,10 +36,10 @@ from fullshard.train.hub import Hub, Saving
 from fullshard.train.loop import Loop
 from fullshard.train.optimizer import schedule_of
 from fullshard.train.overrides import check_subclass, missing
-from fullshard.train.results import ResultWriter
+from fullshard.train.results import ResultWriter, report_run
 from fullshard.train.run_lock import FolderLock
 from fullshard.train.samples import Samples, choose_prompts
-from fullshard.train.step_record import StepRecord
+from fullshard.train.step_record import step_watchers
 
 
 class EarlierRun(NamedTuple):
@@ -228,7 +228,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         events.meet()
         loop = assemble.build_loop(config, parts, reporter, first, steps, self)
         events.optimizer, events.lr_scheduler = self.optimizer, self.lr_scheduler
-        events.own += [StepRecord(reporter.folder, loop)] if runtime.is_main() else []
+        events.own += step_watchers(reporter.folder, loop)
         return loop, writer, hub
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -264,6 +264,8 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
             finally:
                 self.is_in_train, self._trained = False, True
                 loop.reporter.close()  # whatever happened, the terminal is left in order
+                if sys.exception() is not None and runtime.is_main():
+                    report_run(self.args, run_dir.place_of(self.args))  # of what there is until now
 
     def _train(self, loop: Loop, earlier: EarlierRun) -> Any:
         from transformers.trainer_utils import TrainOutput

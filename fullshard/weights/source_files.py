@@ -27,7 +27,7 @@ SAMPLES = 64
 SAMPLE_BYTES = 4096
 
 
-WriteCount = tuple["weakref.ref[torch.Tensor]", tuple[int, int, int]]
+WriteCount = tuple["weakref.ref[torch.Tensor]", tuple[int, int]]
 """A shard, and the write counts of it and of its sharded tensor."""
 
 

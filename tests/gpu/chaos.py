@@ -27,8 +27,9 @@ import torch
 from fullshard import accelerator, runtime
 from fullshard.fsdp import comm, engine, reduction, streams, unit
 
-CYCLES = 4_000_000
-"""The longest sleep of a stream: about 2 ms on today's GPUs."""
+CYCLES = 8_000_000
+"""The longest sleep of a stream: about 4 ms on today's GPUs, which is longer than the host of a loaded machine needs to
+issue the work of a layer."""
 LATE = 0.01
 """The longest sleep of a whole rank, in seconds."""
 SMALL = 2**20

@@ -88,7 +88,12 @@ def _shares_a_buffer(patch: pytest.MonkeyPatch) -> None:
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case]] = {
     "packed gradients let go": (_keeps_nothing, Case(batches="each")),
     "replica sum too early": (_sums_replicas_early, Case("HYBRID_SHARD", (2, 1))),
-    "cast not waited for": (_joins_without_waiting, Case("NO_SHARD", precision="bf16")),
+    # Casts of shards on the device run on the compute stream. Beside it, what a unit needs and does not gather is
+    # copied from the host; what it gathers, compute waits for through the communicator.
+    "copy from the host not waited for": (
+        _joins_without_waiting,
+        Case("NO_SHARD", precision="bf16", place="offload"),
+    ),
     "side stream too early": (_does_not_wait_for_compute, Case()),
     "communicator not waited for": (_uses_sums_early, Case()),
     "host gradients let go": (_keeps_nothing, Case(place="offload", precision="bf16")),

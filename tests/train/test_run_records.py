@@ -131,6 +131,7 @@ def test_a_run_that_fails_and_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no more"):
         train(make_model(), settings(tmp_path, **changes), callbacks=[Breaks()])
     assert status(read_run(tmp_path / "out")) == "failed at step 3: RuntimeError: no more"
+    assert "failed at step 3: RuntimeError: no more" in (tmp_path / "out" / "report.html").read_text()
     train(make_model(), settings(tmp_path, resume=True, **changes))
     record = read_run(tmp_path / "out")
     found = kinds(record)
