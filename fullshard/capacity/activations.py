@@ -87,21 +87,7 @@ def trace_step(
             ) from error
     if planned.device.type in accelerator.SUPPORTED:
         found = dataclasses.replace(found, workspace=found.workspace + product_workspace(capability))
-    return _with_inputs_on_host(found, step.inputs) if level is Level.OFFLOAD else found
-
-
-def _with_inputs_on_host(trace: StepTrace, inputs: Mapping[str, int]) -> StepTrace:
-    """The same step if each layer's input waits on the host: it leaves with the layer's forward and is back before the
-    layer's backward. (The input that the next backward needs is copied back meanwhile, and not counted here.)"""
-    found = []
-    for segment in trace.segments:
-        moved = inputs.get(segment.unit, 0)
-        if segment.moment == "forward" and moved:
-            segment = dataclasses.replace(segment, kept=segment.kept - moved)
-        elif segment.moment == "backward" and moved:
-            segment = dataclasses.replace(segment, kept=segment.kept + moved, peak=segment.peak + moved)
-        found.append(segment)
-    return dataclasses.replace(trace, segments=tuple(found))
+    return found.with_inputs_on_host() if level is Level.OFFLOAD else found
 
 
 # --- the model as the engine runs it ----------------------------------------------------------------------------------
@@ -322,7 +308,8 @@ class _Step:
             if unit or any((found.peak, found.kept, found.flops, found.read_write)):
                 segments.append(found)
         buffers = [self._cost(unit).workspace for unit in self.calls]
-        return StepTrace(tuple(segments), sum(lasting.values()) + max(buffers, default=0), tuple(self.notes))
+        workspace = sum(lasting.values()) + max(buffers, default=0)
+        return StepTrace(tuple(segments), workspace, tuple(self.notes), self.inputs)
 
     def _cost(self, unit: str) -> LayerCost:
         return self.calls[unit].cost(self.level, self.trace.rounding)

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,18 @@ class StepTrace:
     """Bytes that are allocated in the first step and kept: the buffer for dequantized weights, and cuBLAS's."""
     notes: tuple[str, ...] = ()
     """What was assumed because it cannot be traced."""
+    inputs: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each layer's input."""
+
+    def with_inputs_on_host(self) -> StepTrace:
+        """The same step if each layer's input waits on the host: it leaves with the layer's forward and is back before
+        the layer's backward. (The input that the next backward needs is copied back meanwhile, and not counted.)"""
+        found = []
+        for segment in self.segments:
+            moved = self.inputs.get(segment.unit, 0)
+            if segment.moment == "forward" and moved:
+                segment = replace(segment, kept=segment.kept - moved)
+            elif segment.moment == "backward" and moved:
+                segment = replace(segment, kept=segment.kept + moved, peak=segment.peak + moved)
+            found.append(segment)
+        return replace(self, segments=tuple(found))

@@ -86,11 +86,13 @@ class Pricing:
             try:
                 needed = needed_levels(config, planned.engine)
                 traces = {level: self._trace(config, planned, batch, level) for level in needed}
-                plain = traces if Level.KEEP_ALL in traces else self._plain_step(config, planned, batch)
+                plain = traces, batch
+                if Level.KEEP_ALL not in traces:
+                    plain = self._plain_step(config, planned, batch)
             except CapacityError as error:
                 lines.append(str(error))
                 traces, certain = untraced(planned), False
-                plain = traces
+                plain = traces, batch
         with self.clock("memory"):
             options = memory_options(config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory)
             if not own_optimizer:
@@ -105,7 +107,7 @@ class Pricing:
             )  # fmt: skip
             step = step_options(config, planned, options)
             steps = estimate_time(planned.plan, machine, traces, planned.layers, planned.kinds, levels, batch, step)
-            flops = flops_per_token(plain, planned.layers, planned.kinds, batch)
+            flops = flops_per_token(plain[0], planned.layers, planned.kinds, plain[1])
         return Estimate(
             name, machine, config.changed(), planned.plan, planned.parameters, batch, planned.layers, tuple(levels),
             memory, traffic, steps, flops, judge(memory, machine, certain), (*lines, *steps.assumptions),
@@ -132,6 +134,8 @@ class Pricing:
 
     def _trace(self, config: SFTConfig, planned: PlannedModel, batch: BatchShape, level: Level) -> StepTrace:
         """One micro-batch at a level. How the model is sharded makes no difference to it."""
+        if level is Level.OFFLOAD:
+            return self._trace(config, planned, batch, Level.RECOMPUTE).with_inputs_on_host()
         whole: dict[str, Any] = {
             "sharding_strategy": None, "reshard_after_forward": None, "offload_params": False,
             "dp_replicate_size": None, "dp_shard_size": None,
@@ -142,10 +146,13 @@ class Pricing:
             self._traces[key] = trace_step(planned, batch, level)
         return self._traces[key]
 
-    def _plain_step(self, config: SFTConfig, planned: PlannedModel, batch: BatchShape) -> dict[Level, StepTrace]:
-        """One micro-batch without recomputation and compilation, which counts operations."""
+    def _plain_step(
+        self, config: SFTConfig, planned: PlannedModel, batch: BatchShape
+    ) -> tuple[dict[Level, StepTrace], BatchShape]:
+        """One row without recomputation and compilation, which counts operations: each row has as many."""
         plain = dataclasses.replace(planned, engine=dataclasses.replace(planned.engine, backend="no"))
-        return {Level.KEEP_ALL: self._trace(config, plain, batch, Level.KEEP_ALL)}
+        row = dataclasses.replace(batch, rows=1)
+        return {Level.KEEP_ALL: self._trace(config, plain, row, Level.KEEP_ALL)}, row
 
 
 def _fixed(config: SFTConfig) -> tuple[tuple[str, str], ...]:
