@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from fullshard import runtime
-from fullshard.xla.sharding import annotate
-from fullshard.xla.tensor import is_xla_tensor, sharding_of
+from fullshard.xla.tensor import annotate, is_xla_tensor, sharding_of
 
 REPLACES = ("AHEAD", "FIXED_SHAPES", "HostCopy", "UpdateGuard", "seed_device")
 
