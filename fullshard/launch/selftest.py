@@ -137,7 +137,7 @@ def try_checkpoint(model: Any, optimizer: Any) -> None:
         for p in model.parameters():
             p.zero_()
     load_state(Path(folder[0]) / "checkpoint", model=model, optimizer=optimizer)
-    same = all(torch.equal(p.detach().full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+    same = all(torch.equal(full_tensor(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True))
     xr.barrier()
     if xr.is_main():
         shutil.rmtree(folder[0])
