@@ -255,6 +255,8 @@ class _Estimate:
         if self.transport.offload:
             return 0
         optimizer, trained = self.options.optimizer, [p for unit in self._kinds for p in unit.trained]
+        if self.options.accelerator and optimizer.copies_at_once:
+            return optimizer.copies_at_once * sum(unit.pieces for unit in self.units.values())
         root = self.units[self.plan.units[0].name]
         in_layers = [p for unit in self._kinds if unit is not root for p in unit.trained]
         own = max((optimizer.updating(p, self.options.accelerator) for p in trained), default=0)

@@ -66,14 +66,20 @@ class OptimizerMemory:
             copies = 3 if SERVED[self.name].bits == 32 or "rmsprop" in self.name else 5
         return copies * math.prod(p.piece) * item_size(p.dtype)
 
+    @property
+    def copies_at_once(self) -> int:
+        """Copies of all pieces together that an update on accelerators needs; 0 where it takes them one by one."""
+        return FOREACH_COPIES.get(self.name or "", 0)
+
     def left_behind(self, p: ParameterPlan) -> int:
         """Bytes that the update of a parameter still holds when the next one begins."""
         return math.prod(p.piece) * item_size(p.dtype) if self.name == "adamw_torch" and p.trainable else 0
 
 
 UPDATE_COPIES = {"adamw_torch": 2, "adagrad": 2, "rmsprop": 2, "adafactor": 3, "lion_32bit": 1}
-"""Copies of a parameter's piece that its update needs at a time, for optimizers that need any. torch updates sharded
-parameters one by one."""
+"""Copies of a parameter's piece that its update needs at a time, for optimizers that need any."""
+FOREACH_COPIES = {"adamw_torch": 1, "adagrad": 2, "rmsprop": 1}
+"""The same for optimizers that update all parameters at once on accelerators (`foreach` of torch)."""
 
 
 def names_apart(model: Any, optim: str | None) -> set[str]:

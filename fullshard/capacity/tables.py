@@ -73,7 +73,7 @@ def memory_tables(memory: MemoryEstimate, width: int) -> list[Table]:
     for sizes in memory.moments.values():
         for part, size in sizes.items():
             largest[part] = max(size, largest.get(part, 0))
-    parts = sorted((part for part in largest if largest[part] >= unit / 200), key=_place)  # others show as 0.00
+    parts = sorted((part for part in largest if largest[part] >= unit / 200), key=_place)
     moments = list(memory.moments)
     each = len(moments) if width >= WIDE else -(-len(moments) // 2)
     tables = []
@@ -151,7 +151,7 @@ def _sizes(rows: Mapping[str, int]) -> dict[str, str]:
 
 
 def _number(size: int, unit: int) -> str:
-    return f"{size / unit:,.2f}" if size else "–"
+    return f"{size / unit:,.2f}" if size >= unit / 200 else "–"  # others show as 0.00
 
 
 def _facts(rows: Mapping[str, str]) -> Table:

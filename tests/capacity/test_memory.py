@@ -108,6 +108,16 @@ def test_offload_leaves_gathered_values_on_the_device() -> None:
     assert there.peak < here.peak
 
 
+def test_accelerators_update_all_parameters_at_once() -> None:
+    """As measured on a GPU (`benchmarks/plan_accuracy.py`): AdamW that is not fused takes square roots of all state."""
+    one_by_one, at_once = (
+        estimated(sharded(2), accelerator=on_gpu, optimizer=OptimizerMemory("adamw_torch")).moments["optimizer step"]
+        for on_gpu in (False, True)
+    )
+    assert at_once["workspace"] == 4 * WEIGHT // 2
+    assert one_by_one["workspace"] == 3 * WEIGHT // 2  # two copies of a piece, and what is left of the one before
+
+
 def test_copies_are_kept_where_most_of_the_device_is_unused() -> None:
     plain = sharded(1, compute="bfloat16")
     without = estimated(plain, accelerator=True)
