@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import accelerator, groups, xla_names
+from fullshard.device_kinds import KINDS
 from fullshard.errors import RuntimeSetupError, UnsupportedError, first_line
 from fullshard.foreign_wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
 from fullshard.foreign_wrappers import refuse_live_wrappers
@@ -72,7 +73,8 @@ def use_spmd(
 
     - `modules` are checked for wrappers that cannot be combined with SPMD (DDP, FSDP, DeepSpeed); modules that exist
       when a process group does are checked without being passed.
-    - `device` is "cpu" or "cuda"; default: `FULLSHARD_DEVICE`, else CUDA if there is a GPU.
+    - `device` is "cpu" or the type of an accelerator, such as "cuda"; default: `FULLSHARD_DEVICE`, else the accelerator
+      if there is one (docs/devices.md).
     - `init_timeout` is how many seconds to wait for the other ranks; default: `FULLSHARD_INIT_TIMEOUT`, else 300.
 
     An existing process group is used as it is.
@@ -96,7 +98,10 @@ def use_spmd(
         _owns_group = False
     else:
         launch = read_launcher(os.environ)
-        chosen = choose_device(device or os.environ.get(DEVICE_VARIABLE), launch.local_rank, gpu_count())
+        asked = device or os.environ.get(DEVICE_VARIABLE)
+        if asked != "cpu" and device_note():
+            warn_once("accelerator", device_note())
+        chosen = choose_device(asked, launch.local_rank, gpu_count())
         accelerator.use(chosen)
         _init_group(launch, chosen, seconds)
         _launch, _device, _owns_group = launch, chosen, True
@@ -281,6 +286,23 @@ def device() -> torch.device:
     if _device is not None:
         return _device
     return choose_device(os.environ.get(DEVICE_VARIABLE), _place().local_rank, gpu_count())
+
+
+def device_note() -> str:
+    """What to know about this machine's accelerator: it is of a type without an entry in `device_kinds.KINDS`, or of one
+    that fullshard was never run on; "" if neither is so."""
+    found, kind = accelerator.found(), accelerator.kind()
+    if found and kind == "cpu":
+        return (
+            f"torch reports an accelerator of type {found!r}, which fullshard does not support, so the CPU is used. "
+            f"Supported types: {', '.join(KINDS)}; docs/devices.md tells what another one needs."
+        )
+    if found and not KINDS[kind].tested:
+        return (
+            f"fullshard has not been run on devices of type {kind!r} so far. Compare the first losses with those of a "
+            f"short run on the CPU ({DEVICE_VARIABLE}=cpu); see docs/devices.md."
+        )
+    return ""
 
 
 def transport() -> Transport:

@@ -25,12 +25,13 @@ def describe_rng(description: StateDescription) -> None:
     """Describe this rank's generators."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
-    state = {
+    state: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "numpy": {"kind": kind, "keys": np.asarray(keys), "rest": (int(position), int(has_gauss), float(cached))},
         "torch": torch.get_rng_state(),
-        "cuda": accelerator.rng_state(runtime.device()),
     }
+    if (own := accelerator.rng_state(runtime.device())) is not None:
+        state[runtime.device().type] = own
     description.entries[NAME] = {"kind": NAME, "value": json_tree.encode(state, description.put, NAME)}
 
 
@@ -61,7 +62,8 @@ def prepare_rng(plan: RestorePlan, entry: dict[str, Any]) -> None:
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
         np.random.set_state((numpy["kind"], numpy["keys"], *numpy["rest"]))
         torch.set_rng_state(state["torch"].cpu())
-        if state["cuda"] is not None:
-            accelerator.set_rng_state(runtime.device(), state["cuda"])
+        own = state.get(runtime.device().type)  # absent in a checkpoint from another type of device
+        if own is not None:
+            accelerator.set_rng_state(runtime.device(), own)
 
     plan.finish.append(finish)

@@ -173,7 +173,7 @@ class TrainingStep:
             return type(data)(self._prepare_input(value) for value in data)
         if not isinstance(data, torch.Tensor) or data.device == runtime.device():
             return data
-        pinned = self.args.dataloader_pin_memory and accelerator.is_accelerator(runtime.device())
+        pinned = self.args.dataloader_pin_memory and accelerator.pins(runtime.device())
         return (data.pin_memory() if pinned else data).to(runtime.device(), non_blocking=pinned)
 
     # --- loss and gradients -----------------------------------------------------------------------------------------
