@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fullshard import accelerator, groups, xla_names
+from fullshard import accelerator, engines, groups, xla_names
 from fullshard.device_kinds import KINDS
 from fullshard.errors import RuntimeSetupError, UnsupportedError, first_line
 from fullshard.foreign_wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
@@ -79,23 +79,16 @@ def use_spmd(
 
     An existing process group is used as it is.
     """
-    global _launch, _device, _owns_group, _announced, _leaving
-    if auto:
-        raise UnsupportedError(
-            "use_spmd(auto=True): fullshard does not choose layouts automatically. Call use_spmd() and mark tensors "
-            "with fullshard.spmd.mark_sharding."
-        )
-    for module in [modules] if isinstance(modules, torch.nn.Module) else modules:
-        refuse_foreign_wrappers(module)
-    if _launch is not None and dist.is_initialized():
+    check_use_spmd(auto, modules)
+    if is_spmd():
         return
+    engines.require_torch_engine("use_spmd()")
     seconds = choose_init_timeout(init_timeout, os.environ)
     if dist.is_initialized():
         # Every such wrapper needs a process group, so only now can one exist.
         refuse_live_wrappers()
-        _launch = _place_in_group() or _place_by_host()
-        _device = _adopted_device(device or os.environ.get(DEVICE_VARIABLE))
-        _owns_group = False
+        place = _place_in_group() or _place_by_host()
+        joined(place, _adopted_device(device or os.environ.get(DEVICE_VARIABLE)), owned=False)
     else:
         launch = read_launcher(os.environ)
         asked = device or os.environ.get(DEVICE_VARIABLE)
@@ -104,10 +97,27 @@ def use_spmd(
         chosen = choose_device(asked, launch.local_rank, gpu_count())
         accelerator.use(chosen)
         _init_group(launch, chosen, seconds)
-        _launch, _device, _owns_group = launch, chosen, True
-        _leaving = _Leaving()
-    _announced = False
+        joined(launch, chosen, owned=True)
     _share_generator()
+
+
+def check_use_spmd(auto: bool, modules: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
+    """Refuse arguments of `use_spmd` that no engine supports."""
+    if auto:
+        raise UnsupportedError(
+            "use_spmd(auto=True): fullshard does not choose layouts automatically. Call use_spmd() and mark tensors "
+            "with fullshard.spmd.mark_sharding."
+        )
+    for module in [modules] if isinstance(modules, torch.nn.Module) else modules:
+        refuse_foreign_wrappers(module)
+
+
+def joined(launch: Launch, chosen: torch.device, owned: bool) -> None:
+    """Record this process's place and device in the process group; `owned` if `shutdown()` destroys the group."""
+    global _launch, _device, _owns_group, _announced, _leaving
+    _launch, _device, _owns_group, _announced = launch, chosen, owned, False
+    if owned:
+        _leaving = _Leaving()
 
 
 def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
@@ -257,7 +267,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """The number of processes, which is the number of devices."""
+    """The number of processes. On the torch engine each has one device."""
     return dist.get_world_size() if dist.is_initialized() else _place().world_size
 
 
@@ -366,6 +376,12 @@ def initialize_cache(path: str, readonly: bool = False) -> None:
     """Does nothing: there is no cache of compiled programs."""
 
 
+def sync(wait: bool = False) -> None:
+    """With `wait`, wait until this rank's device has finished. (On XLA, run what was recorded.)"""
+    if wait:
+        accelerator.synchronize(device())
+
+
 def __getattr__(name: str) -> Any:
     xla_names.refuse(__name__, "xr", name)
 
@@ -388,3 +404,6 @@ def seed(n: int, *, per_rank: bool = False, deterministic: bool = False) -> None
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+engines.use_xla_names(globals(), "devices")

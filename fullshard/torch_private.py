@@ -56,12 +56,13 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard import engines
 from fullshard.errors import RuntimeSetupError
 
 if TYPE_CHECKING:
@@ -124,10 +125,17 @@ def __getattr__(name: str) -> Any:
     try:
         found = globals()[name] = functools.reduce(getattr, path.split("."), importlib.import_module(home))
     except (ImportError, AttributeError) as error:
-        raise RuntimeSetupError(
+        problem = RuntimeSetupError(
             f"torch {torch.__version__} has no {home}.{path}, which fullshard needs; install torch 2.11, 2.12 or 2.13"
-        ) from error
+        )
+        if not engines.has_torch_engine():
+            return functools.partial(_raise, problem)  # the package can be imported, not used
+        raise problem from error
     return found
+
+
+def _raise(problem: RuntimeSetupError, *args: Any, **kwargs: Any) -> NoReturn:
+    raise problem
 
 
 # --- sharded tensors --------------------------------------------------------------------------------------------------

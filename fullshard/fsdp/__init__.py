@@ -1,7 +1,8 @@
 """Fully sharded models. Start with `FSDPv2`; `docs/fsdp.md` is the guide."""
 
-from fullshard.fsdp.activation_checkpointing import checkpoint_module
-from fullshard.fsdp.module import FSDPv2, SpmdFullyShardedDataParallel
+from typing import TYPE_CHECKING, Any
+
+from fullshard import engines
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
 from fullshard.fsdp.policy import (
     always_wrap_policy,
@@ -10,6 +11,20 @@ from fullshard.fsdp.policy import (
     transformer_auto_wrap_policy,
 )
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+
+if TYPE_CHECKING or not engines.is_xla():
+    from fullshard.fsdp.activation_checkpointing import checkpoint_module
+    from fullshard.fsdp.module import FSDPv2, SpmdFullyShardedDataParallel
+
+
+def __getattr__(name: str) -> Any:
+    if (found := engines.xla_name(name, _ON_XLA)) is not None:
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_ON_XLA = {"fsdp": ("FSDPv2", "SpmdFullyShardedDataParallel", "checkpoint_module")}
+"""The names that are different on XLA, by the module of `fullshard.xla` that defines them."""
 
 __all__ = [
     "BackwardPrefetch",

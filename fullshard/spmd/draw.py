@@ -56,8 +56,12 @@ def visualize_tensor_sharding(t: torch.Tensor, *, use_color: bool | None = None,
             f"a plain tensor of shape {tuple(t.shape)} has no layout to draw; shard it first: "
             f"mark_sharding(t, mesh, spec)"
         )
-    grid = ShardGrid.of(layout, tuple(t.shape))
-    return _show(grid, f"{_size(grid.shape)}  {layout}", use_color, console)
+    return visualize_layout(layout, tuple(t.shape), use_color, console)
+
+
+def visualize_layout(layout: Layout, shape: tuple[int, ...], use_color: bool | None, console: Console | None) -> str:
+    """Print the layout of a tensor of the given shape."""
+    return _show(ShardGrid.of(layout, shape), f"{_size(shape)}  {layout}", use_color, console)
 
 
 def visualize_sharding(sharding: str, *, use_color: bool | None = None, console: Console | None = None) -> str:
@@ -68,9 +72,14 @@ def visualize_sharding(sharding: str, *, use_color: bool | None = None, console:
 def sharding_string(t: torch.Tensor) -> str:
     """The layout of a sharded tensor in XLA's notation."""
     layout = sharding_of(t)
-    if layout is None or not any(layout.dims):
+    return "{replicated}" if layout is None else layout_string(layout, tuple(t.shape))
+
+
+def layout_string(layout: Layout, shape: tuple[int, ...]) -> str:
+    """The layout of a tensor of the given shape in XLA's notation."""
+    if not any(layout.dims):
         return "{replicated}"
-    grid = ShardGrid.of(layout, tuple(t.shape))
+    grid = ShardGrid.of(layout, shape)
     order = [device for place in itertools.product(*map(range, grid.counts)) for device in grid.holders[place]]
     copies = layout.mesh.size() // math.prod(grid.counts)
     counts = [*grid.counts, copies] if copies > 1 else grid.counts

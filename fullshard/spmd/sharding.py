@@ -20,7 +20,15 @@ from fullshard.spmd.marked import MarkedTensor, become_marked, become_plain, unm
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.spmd.redistribute import layout_of, replicated, torch_layout, without_partial
 from fullshard.spmd.spec import Layout, PartitionSpec
-from fullshard.spmd.tensor import FromLocal, Redistribute, ShardedTensor, ToSharded, is_sharded, redistributed
+from fullshard.spmd.tensor import (
+    FromLocal,
+    Redistribute,
+    ShardedTensor,
+    ToFull,
+    ToSharded,
+    is_sharded,
+    redistributed,
+)
 from fullshard.torch_private import DTensorSpec, TensorMeta, spec_of, take_shard, tree_flatten, tree_unflatten
 
 
@@ -192,3 +200,9 @@ def _shape(t: Any) -> torch.Size:
     if not isinstance(t, torch.Tensor):
         raise LayoutError(f"expected a tensor, got {type(t).__name__}: {t!r}")
     return t.shape
+
+
+def full_tensor(t: torch.Tensor) -> torch.Tensor:
+    """The full value of a sharded tensor as a plain one, on every rank; a plain tensor is its own full value."""
+    t = unmarked(t)
+    return ToFull.apply(t) if is_sharded(t) else t

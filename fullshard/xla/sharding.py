@@ -1,0 +1,193 @@
+"""`mark_sharding` and its variants on XLA: a validated `Layout` becomes an annotation of the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from fullshard import runtime
+from fullshard.errors import LayoutError, MeshError
+from fullshard.spmd import draw
+from fullshard.spmd.mesh import Mesh, get_global_mesh
+from fullshard.spmd.spec import Layout, PartitionSpec
+from fullshard.torch_private import buffers_of, parameters_of, tree_flatten, tree_unflatten
+from fullshard.xla.tensor import (
+    _compiler,
+    become_plain,
+    become_sharded,
+    is_xla_tensor,
+    op_sharding,
+    remember,
+    sharding_of,
+)
+
+
+def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
+    """Shard `t` over the mesh, in place, and return it.
+
+    - A tensor in host memory moves to the devices.
+    - A sharded tensor is redistributed; gradients flow.
+    - A parameter in host memory only records the layout; `distribute_module` and `FSDPv2` apply it.
+    """
+    layout = Layout.of(mesh, partition_spec, _shape(t))
+    if not is_xla_tensor(t):
+        if isinstance(t, nn.Parameter):
+            t._fullshard_layout = layout
+            return t
+        torch.utils.swap_tensors(t, t.detach().to(runtime.device()).requires_grad_(t.requires_grad))
+    return annotate(t, layout)
+
+
+def annotate(t: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Give a tensor on the logical device a layout."""
+    old = sharding_of(t)
+    if old is not None and old.dims != layout.dims or old is not None and old.mesh != layout.mesh:
+        _compiler._xla_clear_sharding(t)
+    _compiler._xla_mark_sharding(t, op_sharding(layout))
+    remember(t, layout)
+    return become_sharded(t)
+
+
+annotate_custom_sharding = mark_sharding
+
+
+def clear_sharding(t: torch.Tensor) -> torch.Tensor:
+    """Remove the layout: every device has the full value again."""
+    if is_xla_tensor(t):
+        _compiler._xla_clear_sharding(t)
+    vars(t).pop("_fullshard_layout", None)
+    return become_plain(t)
+
+
+class _WithGradient(torch.autograd.Function):
+    """A copy of a tensor in a layout, and of its gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, layout: Layout) -> torch.Tensor:
+        ctx.layout = layout
+        return annotate(t.clone(), layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return annotate(grad.clone(), ctx.layout), None
+
+
+def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
+    """A new tensor with the value of `t`, sharded over the mesh, and its gradient too. `t` is not changed."""
+    layout = Layout.of(mesh, partition_spec, _shape(t))
+    return _WithGradient.apply(t.to(runtime.device()), layout)
+
+
+def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two trees of tensors with equal layouts at each position: that of the sharded one, of `a` if both are."""
+    ours, tree = tree_flatten(a)
+    theirs, other_tree = tree_flatten(b)
+    if tree != other_tree:
+        raise LayoutError(f"shard_as: the two arguments have different structures: {tree} and {other_tree}")
+    pairs = [_with_same_layout(x, y) for x, y in zip(ours, theirs, strict=True)]
+    return tree_unflatten([x for x, _ in pairs], tree), tree_unflatten([y for _, y in pairs], tree)
+
+
+def _with_same_layout(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if _shape(x) != _shape(y):
+        raise LayoutError(
+            f"shard_as: tensors of shapes {tuple(x.shape)} and {tuple(y.shape)} cannot have the same layout"
+        )
+    layout = sharding_of(x)
+    if layout is None or not any(layout.dims):
+        layout = sharding_of(y) or layout
+    if layout is None:
+        return x, y
+    return (
+        mark_sharding_with_gradients(x, layout.mesh, layout.spec),
+        mark_sharding_with_gradients(y, layout.mesh, layout.spec),
+    )
+
+
+def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> torch.Tensor:
+    """The shard of each device as a tensor that the compiler does not partition; padded, so that shapes are equal."""
+    mesh = _given_or_global(mesh)
+    sharded = mark_sharding_with_gradients(t, mesh, partition_spec)
+    return _compiler._spmd_full_to_shard_shape(sharded)
+
+
+def disable_manual_sharding(
+    t: torch.Tensor, partition_spec: PartitionSpec, full_shape: Sequence[int], *, mesh: Mesh | None = None
+) -> torch.Tensor:
+    """The sharded tensor of shape `full_shape` whose shards are the devices' `t`s, without their padding."""
+    mesh = _given_or_global(mesh)
+    full_shape = tuple(int(size) for size in full_shape)
+    layout = Layout.of(mesh, partition_spec, full_shape)
+    if tuple(t.shape) != layout.shard_shape(full_shape):
+        raise LayoutError(
+            f"the local tensor has shape {tuple(t.shape)}; a shard of a {full_shape} tensor with layout {layout} has "
+            f"shape {layout.shard_shape(full_shape)} (padded)"
+        )
+    manual = _compiler.OpSharding([], [], [], 4)
+    _compiler._mark_manual_sharding(t, manual)
+    full = _compiler._spmd_shard_to_full_shape(t, op_sharding(layout), list(full_shape), t.dtype)
+    remember(full, layout)
+    return become_sharded(full)
+
+
+def distribute_module(module: nn.Module, mesh: Mesh) -> nn.Module:
+    """Move a module to the devices; shard its marked parameters and replicate the others. Tied ones stay tied."""
+    runtime.refuse_foreign_wrappers(module)
+    moved: dict[int, torch.Tensor] = {}
+    for path, part in module.named_modules():
+        for table in (parameters_of(part), buffers_of(part)):
+            for name, old in table.items():
+                if old is not None:
+                    if id(old) not in moved:
+                        moved[id(old)] = _distributed(old, mesh, f"{path}.{name}" if path else name)
+                    table[name] = moved[id(old)]
+    return module
+
+
+def _distributed(old: torch.Tensor, mesh: Mesh, name: str) -> torch.Tensor:
+    layout = sharding_of(old) or Layout(mesh, ((),) * old.ndim)
+    if layout.mesh != mesh:
+        raise LayoutError(
+            f"{name} is marked on {layout.mesh} and the module is distributed over {mesh}; use the same mesh"
+        )
+    if is_xla_tensor(old):
+        return annotate(old, layout)
+    value = old.detach().to(runtime.device())
+    new = nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
+    if old.grad is not None:
+        new.grad = annotate(old.grad.to(runtime.device()), layout)
+    return annotate(new, layout)
+
+
+def visualize_tensor_sharding(t: torch.Tensor, *, use_color: bool | None = None, console: Console | None = None) -> str:
+    """Print the layout of a sharded (or marked) tensor on process 0; returns the drawing without colors."""
+    layout = sharding_of(t)
+    if layout is None:
+        raise LayoutError(
+            f"a plain tensor of shape {tuple(t.shape)} has no layout to draw; shard it first: "
+            f"mark_sharding(t, mesh, spec)"
+        )
+    return draw.visualize_layout(layout, tuple(t.shape), use_color, console)
+
+
+def sharding_string(t: torch.Tensor) -> str:
+    """The layout of a sharded tensor in XLA's notation."""
+    layout = sharding_of(t)
+    return "{replicated}" if layout is None else draw.layout_string(layout, tuple(t.shape))
+
+
+def _given_or_global(mesh: Mesh | None) -> Mesh:
+    mesh = mesh or get_global_mesh()
+    if mesh is None:
+        raise MeshError("no mesh: pass mesh=..., or set one for all calls with set_global_mesh(mesh)")
+    return mesh
+
+
+def _shape(t: Any) -> torch.Size:
+    if not isinstance(t, torch.Tensor):
+        raise LayoutError(f"expected a tensor, got {type(t).__name__}: {t!r}")
+    return t.shape
