@@ -115,8 +115,8 @@ def choose_device(wanted: str | None, local_rank: int, gpus: int, found: str = "
 
 
 def choose_backend(device_type: str, *, own: bool) -> str:
-    """Gloo for CPU tensors; for those of an accelerator its own backend (NCCL for CUDA), if it can be used (`own`): torch
-    has it, and ranks share no device."""
+    """Gloo for CPU tensors. For those of an accelerator its own backend (NCCL for CUDA), if it can be used (`own`):
+    torch has it, and ranks share no device."""
     known = KINDS.get(device_type)
     if known is None:
         return "gloo"

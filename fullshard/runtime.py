@@ -299,8 +299,8 @@ def device() -> torch.device:
 
 
 def device_note() -> str:
-    """What to know about this machine's accelerator: it is of a type without an entry in `device_kinds.KINDS`, or of one
-    that fullshard was never run on; "" if neither is so."""
+    """What to know about this machine's accelerator: its type has no entry in `device_kinds.KINDS`, or fullshard was
+    never run on it; "" if neither is so."""
     found, kind = accelerator.found(), accelerator.kind()
     if found and kind == "cpu":
         return (

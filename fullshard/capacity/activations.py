@@ -30,6 +30,7 @@ from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant import workspace
 from fullshard.torch_private import storage_id, version_of
 
+
 class Traceable(Protocol):
     """What is traced of a `PlannedModel`."""
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fullshard import accelerator, runtime
+from fullshard import runtime
+from fullshard.device_kinds import KINDS
 from fullshard.errors import RankLostError
 from fullshard.groups import backend_of, carries
 from fullshard.torch_private import all_groups, backend_for, backend_timeout
@@ -21,7 +22,7 @@ GIVE_UP = 8.0
 
 
 def all_communicators(waits_in: Any = None) -> None:
-    """Abort this rank's communication: every communicator that can be (NCCL), and on Gloo the group that the host waits in."""
+    """Abort this rank's communication: every NCCL communicator, and on Gloo the group that the host waits in."""
     device = runtime.device()
     # All at once: aborting one communicator frees device memory, which waits for kernels of others.
     for group in _abortable():
@@ -64,8 +65,7 @@ def _abortable() -> list[Any]:
 
 
 def _can_abort(group: Any) -> bool:
-    kind = accelerator.kind_of(runtime.device())
-    return kind is not None and kind.aborts and backend_of(group, runtime.device()) == kind.backend
+    return backend_of(group, runtime.device()) in {kind.backend for kind in KINDS.values() if kind.aborts}
 
 
 def _quietly(job: Any) -> None:

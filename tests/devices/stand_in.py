@@ -36,8 +36,8 @@ def register(folder: str) -> None:
 
 
 class _Module(types.ModuleType):
-    """What torch and fullshard ask of a device's module beyond `torch.accelerator`: whether it is ready (`DeviceMesh`), and
-    its random state. Operators run on the CPU, so that is the CPU's."""
+    """What torch and fullshard ask of a device's module beyond `torch.accelerator`: whether it is ready (`DeviceMesh`),
+    and its random state. Operators run on the CPU, so that is the CPU's."""
 
     def is_available(self) -> bool:
         return True

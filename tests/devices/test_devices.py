@@ -85,8 +85,8 @@ def test_cuda_is_named_in_the_table_only() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None or shutil.which("ninja") is None, reason="needs a C++ compiler")
 def test_training_on_a_device_of_its_own(tmp_path: Path) -> None:
-    """Two ranks, each on a device that torch knows through PrivateUse1, with its own backend: the losses of one CPU, with
-    parameters on the device and on the host; saved and restored."""
+    """Two ranks, each on a device that torch knows through PrivateUse1, with its own backend: the losses of one CPU,
+    with parameters on the device and on the host; saved and restored."""
     build = f"from tests.devices import stand_in; stand_in.build({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, timeout=600)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
