@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from fullshard import engines
+from fullshard.fsdp.activation_checkpointing import checkpoint_module
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
 from fullshard.fsdp.policy import (
     always_wrap_policy,
@@ -13,7 +14,6 @@ from fullshard.fsdp.policy import (
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 
 if TYPE_CHECKING or not engines.is_xla():
-    from fullshard.fsdp.activation_checkpointing import checkpoint_module
     from fullshard.fsdp.module import FSDPv2, SpmdFullyShardedDataParallel
 
 
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_ON_XLA = {"fsdp": ("FSDPv2", "SpmdFullyShardedDataParallel", "checkpoint_module")}
+_ON_XLA = {"fsdp": ("FSDPv2", "SpmdFullyShardedDataParallel")}
 """The names that are different on XLA, by the module of `fullshard.xla` that defines them."""
 
 __all__ = [

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fullshard import engines
 from fullshard.fsdp.activation_offload import inputs_on_host
 from fullshard.fsdp.compile import never_compile
 from fullshard.fsdp.tensor_tree import tensors_in
@@ -32,6 +33,8 @@ def checkpoint_module(module: nn.Module, *, reentrant: bool = False, offload: bo
     Inside a sharded model the recomputation uses the values gathered for the unit's backward: nothing is gathered
     twice.
     """
+    if offload:
+        engines.require_torch_engine("checkpoint_module(offload=True), which keeps inputs in host memory,")
     if is_checkpointed(module):
         return module
     if "forward" in vars(module):
@@ -84,3 +87,5 @@ def _recomputed_from_host(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 WAYS = (_recomputed, _recomputed_reentrant, _recomputed_from_host)
+
+engines.use_xla_names(globals(), "recomputation")

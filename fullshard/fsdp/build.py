@@ -19,6 +19,7 @@ from fullshard.fsdp import policy as policies
 from fullshard.fsdp.communicators import make_link, uses_point_to_point
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.engine import Engine
+from fullshard.fsdp.extended_class import WrappedModule, extended_class
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.parameter import ShardedParameter
@@ -32,7 +33,7 @@ from fullshard.fsdp.unit import Means, Unit
 from fullshard.spmd.dtensor_fixes import draw_global_where_needed
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import parameters_of, submodules_of
+from fullshard.torch_private import parameters_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def assemble(
     auto_wrap_policy: Any,
     auto_wrapper_callable: Callable[..., Any] | None,
     wrapper_options: dict[str, Any],
-    extended_class: Callable[[nn.Module], type],
+    wrapped_class: type[WrappedModule],
 ) -> None:
     """Make the module's units and its engine, and extend the classes of the modules that are units."""
     checks.check_strategy(options.strategy, options.mesh, options.replica_axes)
@@ -85,7 +86,7 @@ def assemble(
     runtime.announce_transport()
     chosen = policies.find_units(root, policies.resolve(auto_wrap_policy, root), options.ignored)
     if auto_wrapper_callable is not None and chosen:
-        _wrap_children(root, chosen, auto_wrapper_callable, options.mesh, wrapper_options)
+        policies.wrap_chosen(root, chosen, auto_wrapper_callable, options.mesh, wrapper_options)
         chosen = []
     inner_units = [unit for engine in _inner_engines(root, options) for unit in engine.units]
     ignored = with_children(options.ignored)
@@ -100,7 +101,7 @@ def assemble(
         if unit in inner_units:
             unit.module._fullshard_engine = engine
         else:
-            unit.module.__class__ = extended_class(unit.module)
+            unit.module.__class__ = extended_class(unit.module, wrapped_class)
             _attach(unit, engine, options, options.shard_output if unit.module is root else None)
     root._fullshard_outline = (options.mesh, options.strategy, options.replica_axes)
     checks.check_optimizers()
@@ -111,14 +112,11 @@ def assemble(
 
 
 def _materialize(root: nn.Module, options: Options, ignored: set[nn.Module]) -> bool:
-    """Let modules whose values are not in memory yet read them (`before_sharding`), and run `param_init_fn` on modules
-    on the meta device; returns whether values are broadcast from the first rank."""
-    for module in root.modules():
-        if module not in ignored and (read := getattr(type(module), "before_sharding", None)) is not None:
-            read(module)
+    """Run `param_init_fn` on modules on the meta device; returns whether values are broadcast from the first rank."""
+    shard.read_values(root, ignored)
     meta = any(p.is_meta and not is_sharded(p) for p in root.parameters())
     if options.param_init_fn is not None and meta:
-        shard.materialize([m for m in root.modules() if m not in ignored], options.param_init_fn)
+        shard.materialize(root, ignored, options.param_init_fn, runtime.device())
         meta = False
     return options.sync_module_states if options.sync_module_states is not None else not meta
 
@@ -142,19 +140,6 @@ def _means(options: Options) -> Means:
         reduce_stream=reduce_stream,
         host=HostTraffic(reduce_stream),
     )
-
-
-def _wrap_children(
-    root: nn.Module, chosen: list[nn.Module], wrapper: Callable[..., Any], mesh: Mesh, options: dict[str, Any]
-) -> None:
-    """Call the user's wrapper on every chosen child, and replace the child by what it returns."""
-    for child in chosen:
-        wrapped = wrapper(child, mesh, **options)
-        if wrapped is not child:
-            for parent in root.modules():
-                for name, module in submodules_of(parent).items():
-                    if module is child:
-                        submodules_of(parent)[name] = wrapped
 
 
 def _inner_engines(root: nn.Module, options: Options) -> list[Engine]:

@@ -147,6 +147,13 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _check_once(optimizer: Any) -> None:
+    refuse_replaced(optimizer)
+    optimizers.refuse_unable(optimizer)
+    _check_lists(optimizer)
+
+
+def refuse_replaced(optimizer: Any) -> None:
+    """Refuse an optimizer that holds parameters from before the module was wrapped."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in shard.replaced:
@@ -156,8 +163,6 @@ def _check_once(optimizer: Any) -> None:
                     f"{name} (shape {tuple(parameter.shape)}), which the model no longer uses. Build the optimizer "
                     f"from model.parameters() after FSDPv2(…)"
                 )
-    optimizers.refuse_unable(optimizer)
-    _check_lists(optimizer)
 
 
 def _check_lists(optimizer: Optimizer) -> None:

@@ -28,7 +28,7 @@ from fullshard.fsdp.compile import Compiler
 from fullshard.fsdp.output import without_gathered_memory
 from fullshard.fsdp.prefetch import Prefetcher, PrefetchSettings
 from fullshard.fsdp.reduction import Reduction
-from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
+from fullshard.fsdp.tensor_tree import cast_tensors, map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Unit, UnitState
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import at_end_of_backward, current_graph_task_id, sequence_nr
@@ -110,7 +110,7 @@ class Engine:
             inputs = list(tensors_in((args, kwargs), objects=False)) if torch.is_grad_enabled() else []
             made_by = [(t, t.grad_fn) for t in inputs]
             output = without_gathered_memory(unit, output_rule(forward(*args, **kwargs), self._as_global))
-            output = _cast(output, unit.output_dtype)
+            output = cast_tensors(output, unit.output_dtype)
             if outermost:
                 output = uneven_batches.leaving(output, call.weight)
         except BaseException:
@@ -383,14 +383,8 @@ def _unused_memory(device: torch.device) -> int:
 def _prepare_inputs(call: UnitCall, args: Any, kwargs: Any, recorded: bool) -> tuple[Any, Any]:
     """Cast the inputs of a call, and scale the gradients that flow back through them."""
     precision = call.unit.precision
-    args, kwargs = _cast((args, kwargs), precision.param_dtype if precision.cast_forward_inputs else None)
+    args, kwargs = cast_tensors((args, kwargs), precision.param_dtype if precision.cast_forward_inputs else None)
     args, kwargs = uneven_batches.entering((args, kwargs), call.weight)
     if recorded and (factors := backward_entry.hook_inputs(list(tensors_in((args, kwargs), objects=False)))):
         args, kwargs = map_tensors(lambda t: uneven_batches.scaled(t, factors.get(id(t), 1.0)), (args, kwargs))
     return args, kwargs
-
-
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors_in(values)):
-        return values
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)

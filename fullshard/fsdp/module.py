@@ -7,18 +7,17 @@ attributes stay. This file has the public methods; they are implemented in `buil
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.errors import FSDPError
 from fullshard.fsdp import build, checks, compile, grad_clip
 from fullshard.fsdp import state_dict as state
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.engine import Engine
+from fullshard.fsdp.extended_class import WrappedModule
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
@@ -28,25 +27,12 @@ from fullshard.spmd.mesh import Mesh
 ShardOutput = Callable[[Any, Mesh], Any]
 
 
-class _Factory(type):
-    """Lets `FSDPv2(module, …)` wrap a module, and `type(wrapped)(…)` build the plain class.
-
-    Wrapping here rather than in `__new__` keeps Python from calling the module's `__init__` a second time.
-    """
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is FSDPv2:
-            return _wrap(*args, **kwargs)
-        return cls.__dict__["_fullshard_plain"](*args, **kwargs)
-
-
-class FSDPv2(metaclass=_Factory):
+class FSDPv2(WrappedModule):
     """The methods that a wrapped module gains. `FSDPv2(module, mesh, …)` wraps a module; see `docs/fsdp.md`."""
 
     _fsdp_use_orig_params = True  # torch.compile requires it of a module with `_is_fsdp_managed_module`
     _fullshard_unit: Unit
     _fullshard_engine: Engine
-    _fullshard_mesh: Mesh
     _fullshard_output: OutputRule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,10 +66,6 @@ class FSDPv2(metaclass=_Factory):
     def meter(self) -> Meter:
         """Counters of collectives, bytes and gathered memory."""
         return self._fullshard_engine.means.meter
-
-    @property
-    def mesh(self) -> Mesh:
-        return self._fullshard_mesh
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -149,50 +131,8 @@ class FSDPv2(metaclass=_Factory):
         with torch.no_grad(), engine.compiler.suspended():
             return engine.run(unit, super().generate, args, kwargs, lambda output, as_global: output)  # type: ignore[misc]
 
-    # --- refusals ---------------------------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise FSDPError(
-            f"a wrapped {type(self).__name__} cannot be deep-copied: its shards belong to an engine that runs on all "
-            f"ranks. Copy the module before wrapping it, or build a second one and load_state_dict(model.state_dict()) "
-            f"into it. For averaged weights (AveragedModel), keep {{name: p.detach().clone()}} of "
-            f"model.named_parameters() and lerp_ each towards its parameter after a step"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise FSDPError(
-            f"a wrapped {type(self).__name__} cannot be pickled; save model.state_dict() (sharded) or "
-            f"model.full_state_dict() (whole values)"
-        )
-
 
 SpmdFullyShardedDataParallel = FSDPv2
-
-
-def extended_class(module: nn.Module) -> type:
-    """A class with `FSDPv2` and the module's class as bases. It has the same name, which `save_pretrained` writes."""
-    plain = type(module)
-    if plain not in _extended:
-        meta = type(plain)
-        combined = _Factory if meta is type else type("_Factory", (_Factory, meta), {})
-        names = {"_fullshard_plain": plain, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
-        for method, needed in (("save_pretrained", "save_pretrained"), ("generate", "prepare_inputs_for_generation")):
-            if not hasattr(plain, needed):
-                names[method] = inspect.getattr_static(plain, method, None) or _absent(method)
-        _extended[plain] = combined(plain.__name__, (FSDPv2, plain), names)
-    return _extended[plain]
-
-
-_extended: dict[type, type] = {}
-
-
-def _absent(name: str) -> property:
-    """What a class without a method of `FSDPv2` has in its place."""
-
-    def missing(self: Any) -> Any:
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    return property(missing)
 
 
 def _wrap(
@@ -240,5 +180,8 @@ def _wrap(
         "ignored_modules": ignored_modules, "param_init_fn": param_init_fn, "timeout": timeout,
         "sync_module_states": sync_module_states, "small_parameter_bytes": small_parameter_bytes,
     }  # fmt: skip
-    build.assemble(module, options, auto_wrap_policy, auto_wrapper_callable, wrapper_options, extended_class)
+    build.assemble(module, options, auto_wrap_policy, auto_wrapper_callable, wrapper_options, FSDPv2)
     return module
+
+
+FSDPv2._fullshard_wrap = staticmethod(_wrap)

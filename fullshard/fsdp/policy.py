@@ -14,6 +14,8 @@ from typing import Any
 from torch import nn
 
 from fullshard.errors import FSDPError
+from fullshard.spmd.mesh import Mesh
+from fullshard.torch_private import submodules_of
 
 Policy = Callable[..., bool]
 
@@ -125,6 +127,19 @@ def find_units(root: nn.Module, policy: Policy | None, ignored: set[nn.Module]) 
 
     visit(root)
     return chosen
+
+
+def wrap_chosen(
+    root: nn.Module, chosen: list[nn.Module], wrapper: Callable[..., Any], mesh: Mesh, options: dict[str, Any]
+) -> None:
+    """Call the user's wrapper on every chosen child, and replace the child by what it returns."""
+    for child in chosen:
+        wrapped = wrapper(child, mesh, **options)
+        if wrapped is not child:
+            for parent in root.modules():
+                for name, module in submodules_of(parent).items():
+                    if module is child:
+                        submodules_of(parent)[name] = wrapped
 
 
 def _class_name(module: nn.Module) -> str:

@@ -5,7 +5,7 @@ Parameters are sharded one by one, so that besides the module itself only one wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -91,29 +91,38 @@ def broadcast(value: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return value
 
 
-def materialize(modules: Iterable[nn.Module], init: Callable[[nn.Module], Any]) -> None:
-    """Allocate every parameter and buffer of the modules that is on the meta device, and call `init` on the modules.
+def read_values(root: nn.Module, ignored: set[nn.Module]) -> None:
+    """Let modules whose values are not in memory yet read them (`before_sharding`)."""
+    for module in root.modules():
+        if module not in ignored and (read := getattr(type(module), "before_sharding", None)) is not None:
+            read(module)
+
+
+def materialize(
+    root: nn.Module, ignored: set[nn.Module], init: Callable[[nn.Module], Any], device: torch.device
+) -> None:
+    """Allocate every parameter and buffer that is on the meta device, and call `init` on the modules that hold them.
 
     Tied parameters stay tied.
     """
     made: dict[int, torch.Tensor] = {}
     touched = []
-    for module in modules:
-        if isinstance(module, nn.Module) and any(
+    for module in [m for m in root.modules() if m not in ignored]:
+        if any(
             t is not None and t.is_meta for t in [*parameters_of(module).values(), *buffers_of(module).values()]
         ):
             touched.append(module)
         for name, old in parameters_of(module).items():
             if old is not None and old.is_meta:
                 if id(old) not in made:
-                    new = nn.Parameter(torch.empty_like(old, device=runtime.device()), requires_grad=old.requires_grad)
+                    new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
                     if (layout := sharding_of(old)) is not None:
                         new._fullshard_layout = layout
                     made[id(old)] = new
                 parameters_of(module)[name] = made[id(old)]
         for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.is_meta:
-                buffers_of(module)[name] = torch.empty_like(buffer, device=runtime.device())
+                buffers_of(module)[name] = torch.empty_like(buffer, device=device)
     for module in touched:
         init(module)
 

@@ -127,7 +127,7 @@ def as_shard(value: torch.Tensor, p: ShardedParameter) -> torch.Tensor:
     return type(shard)(piece, spec_of(shard), requires_grad=False)
 
 
-def save_pretrained(model: nn.Module, plain: Any, directory: Any, options: dict[str, Any]) -> Any:
+def save_pretrained(model: Any, plain: Any, directory: Any, options: dict[str, Any]) -> Any:
     """Write tensor by tensor if `streamed_save` supports the model; otherwise gather all, and rank 0 writes.
 
     With a `state_dict` nothing is left to gather: rank 0 may call it alone, as transformers' Trainer does.
@@ -137,7 +137,7 @@ def save_pretrained(model: nn.Module, plain: Any, directory: Any, options: dict[
         return plain.save_pretrained(directory, **options) if writes else None
     if streamed_save is not None and (result := streamed_save(model, directory, options)) is not NotImplemented:
         return result
-    options["state_dict"] = full_state_dict(model, rank0_only=True, cpu=True)
+    options["state_dict"] = model.full_state_dict(rank0_only=True, cpu=True)
     options.setdefault("is_main_process", runtime.is_main())
     result = plain.save_pretrained(directory, **options) if runtime.is_main() else None
     runtime.barrier()

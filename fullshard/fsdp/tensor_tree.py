@@ -45,3 +45,10 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
         return inner
 
     return tree_map(leaf, value)
+
+
+def cast_tensors(values: Any, dtype: torch.dtype | None) -> Any:
+    """The same structure with floating-point tensors cast to `dtype`; unchanged if it is None."""
+    if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors_in(values)):
+        return values
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)

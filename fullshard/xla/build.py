@@ -1,0 +1,177 @@
+"""Wrapping a model on XLA: from a module and the user's options to annotated units."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard import runtime
+from fullshard.errors import MeshError, UnsupportedError
+from fullshard.fsdp import checks, shard
+from fullshard.fsdp import policy as policies
+from fullshard.fsdp.extended_class import WrappedModule, extended_class
+from fullshard.fsdp.plan_model import Earlier, plan_model, replica_axes, terms_of, with_children
+from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
+from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.spec import Layout
+from fullshard.torch_private import parameters_of
+from fullshard.xla.units import Annotated, OutputRule, ShardedModel, Unit
+
+
+@dataclass(frozen=True)
+class Options:
+    """The user's options, validated."""
+
+    mesh: Mesh
+    shard_output: Callable[[Any, Mesh], Any] | None
+    extra_data_axis: str | None
+    strategy: ShardingStrategy
+    precision: MixedPrecision
+    ignored: set[nn.Module]
+    param_init_fn: Callable[[nn.Module], Any] | None
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes besides `fsdp` over which the batch is split."""
+        return replica_axes(self.mesh, self.extra_data_axis)
+
+
+def refuse_options(
+    options: Options, module: nn.Module, *, cpu_offload: bool, sync_module_states: bool | None
+) -> None:
+    """Refuse what only the torch engine can do."""
+    if options.strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2):
+        instead = "HYBRID_SHARD" if options.strategy.hybrid else "FULL_SHARD"
+        raise UnsupportedError(
+            f"strategy={options.strategy.name} keeps gathered values until backward; on XLA the compiler decides how "
+            f"long they live. Use {instead}, which lays out parameters in the same way"
+        )
+    if cpu_offload:
+        raise UnsupportedError(
+            "cpu_offload=True keeps parameters in host memory, which the programs of the XLA compiler cannot read; use "
+            "more devices, activation checkpointing or LoRA"
+        )
+    if sync_module_states and runtime.process_count() > 1:
+        raise UnsupportedError(
+            "sync_module_states=True: values are not sent between the processes of the XLA engine. Draw or load the "
+            "same values in each (runtime.seed(n) seeds all of them alike)"
+        )
+    checks.check_strategy(options.strategy, options.mesh, options.replica_axes)
+    packed = [name for name, part in module.named_modules() if hasattr(type(part), "see_gathered")]
+    if packed:
+        raise UnsupportedError(
+            f"{packed[0]} has packed weights (4-bit or fp8), which only the torch engine computes with; load the model "
+            f"without quantization"
+        )
+
+
+def report_without_effect(**is_default: bool) -> None:
+    """Report options that are not at their default and change nothing, because the compiler decides."""
+    for name, default in is_default.items():
+        if not default:
+            runtime.warn_once(
+                f"xla-{name}", f"FSDPv2: {name} has no effect on XLA, where the compiler schedules communication"
+            )
+
+
+def assemble(
+    root: nn.Module,
+    options: Options,
+    auto_wrap_policy: Any,
+    auto_wrapper_callable: Callable[..., Any] | None,
+    wrapper_options: dict[str, Any],
+    wrapped_class: type[WrappedModule],
+) -> None:
+    """Annotate the module's parameters as the plan says, and extend the classes of the modules that are units."""
+    runtime.use_spmd()
+    chosen = policies.find_units(root, policies.resolve(auto_wrap_policy, root), options.ignored)
+    if auto_wrapper_callable is not None and chosen:
+        policies.wrap_chosen(root, chosen, auto_wrapper_callable, options.mesh, wrapper_options)
+        chosen = []
+    inner = _inner_units(root, options)
+    ignored = with_children(options.ignored)
+    shard.read_values(root, ignored)
+    if options.param_init_fn is not None and any(p.is_meta for p in root.parameters()):
+        # Values are drawn on the host: the same as on one device, and as on the torch engine.
+        shard.materialize(root, ignored, options.param_init_fn, torch.device("cpu"))
+    units = _make_units(root, chosen, inner, options, ignored)
+    shard.place_buffers(root, options.mesh, ignored, options.precision.buffer_dtype, sync=False)
+    model = ShardedModel(root, options.mesh, options.strategy.name, options.replica_axes, ignored, units)
+    for unit in units:
+        wrapped: Any = unit.module
+        if unit not in inner:
+            wrapped.__class__ = extended_class(wrapped, wrapped_class)
+            wrapped._fullshard_mesh = options.mesh
+        wrapped._fullshard_unit, wrapped._fullshard_model = unit, model
+    model.follow()
+    if options.precision.reduce_dtype not in (None, options.precision.param_dtype):
+        runtime.warn_once(
+            "xla-reduce_dtype",
+            f"MixedPrecision: on XLA the compiler chooses the dtype in which gradients are summed over the devices; "
+            f"reduce_dtype={options.precision.reduce_dtype} has no effect",
+        )
+
+
+def _inner_units(root: nn.Module, options: Options) -> list[Unit]:
+    """The units of modules that were wrapped before."""
+    found = []
+    for name, module in root.named_modules():
+        unit = getattr(module, "_fullshard_unit", None)
+        if isinstance(unit, Unit):
+            if module._fullshard_mesh != options.mesh:
+                raise MeshError(
+                    f"{name} is wrapped over {module._fullshard_mesh} and the module around it over {options.mesh}; "
+                    f"use one mesh for both"
+                )
+            found.append(unit)
+    return found
+
+
+def _make_units(
+    root: nn.Module, chosen: list[nn.Module], inner: list[Unit], options: Options, ignored: set[nn.Module]
+) -> list[Unit]:
+    """The units of the plan: new ones, and those of modules that were wrapped before."""
+    terms = terms_of(
+        options.mesh, options.strategy, options.precision, options.extra_data_axis, 0, point_to_point=False
+    )
+    known = {id(p.parameter): Earlier(p.plan, unit.module) for unit in inner for p in unit.parameters}
+    # A parameter that another module still holds as it was before a part of the model was wrapped.
+    originals = {id(p): known.get(id(shard.replaced[p].parameter)) for p in root.parameters() if p in shard.replaced}
+    known |= {key: earlier for key, earlier in originals.items() if earlier is not None}
+    plan = plan_model(root, chosen, dataclasses.replace(terms, any_order=True), ignored, known)
+    modules = dict(root.named_modules())
+    existing = {unit.module: unit for unit in inner}
+    made = []
+    for unit_plan in plan.units:
+        module = modules[unit_plan.name]
+        parameters = [_annotated(p, modules, options.mesh) for p in unit_plan.parameters]
+        unit = existing.get(module)
+        if unit is None:
+            is_root = module is root
+            output_dtype = options.precision.output_dtype if is_root else None
+            rule = OutputRule(options.shard_output, options.mesh, (*options.replica_axes, "fsdp"), chosen=not is_root)
+            unit = Unit(module, parameters, options.precision, output_dtype, rule)
+        else:
+            unit.parameters = parameters
+            if unit.precision == options.precision:
+                unit.output_dtype = None  # one model in one precision, however it was wrapped: its root casts
+        made.append(unit)
+    return made
+
+
+def _annotated(plan: Any, modules: dict[str, nn.Module], mesh: Mesh) -> Annotated:
+    """A parameter of the plan, on the devices."""
+    sites = [(modules[path], name) for path, _, name in (full.rpartition(".") for full in plan.names)]
+    if plan.on_host:
+        raise UnsupportedError(
+            f"{plan.name} is kept in host memory (keep_on_host), which the programs of the XLA compiler cannot read"
+        )
+    made = Annotated(plan, Layout.of(mesh, plan.spec, plan.shape), sites)
+    held: list[Any] = [parameters_of(module)[name] for module, name in sites]
+    made.place(next((p for p in held if p not in shard.replaced), held[0]))
+    return made
