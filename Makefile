@@ -8,8 +8,9 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export HF_HUB_OFFLINE ?= 1
 
 PART ?=
+XLA_PYTHON ?=
 
-.PHONY: help quickstart check test test-all test-gpu lint bench clean
+.PHONY: help quickstart check test test-all test-gpu test-xla lint bench clean
 
 help:
 	@echo "make quickstart   set up, then fine-tune a small model on 2 CPU ranks and compare its answers"
@@ -18,9 +19,11 @@ help:
 	@echo "make test-all     lint and all tests, folder by folder, with a summary at the end;"
 	@echo "                  PART=fsdp or PART=data,rest runs some of the folders"
 	@echo "make test-gpu     the tests that need a GPU (one is enough); skipped without a GPU"
+	@echo "make test-xla     the tests of the XLA engine, on 4 CPU devices, in an environment of its own (.venv-xla, about"
+	@echo "                  7 GB; XLA_PYTHON=... names another one); some also start the torch engine"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        run the benchmarks"
-	@echo "make clean        remove .venv, caches and the quickstart's output"
+	@echo "make clean        remove .venv, .venv-xla, caches and the quickstart's output"
 
 quickstart:
 	@$(ENVIRONMENT); $$py -m quickstart.run
@@ -37,6 +40,11 @@ check: lint
 test-gpu:
 	@py=$$($(PYTHON) tools/environment.py gpu) || exit 1; $$py -m pytest -m gpu $(TEST_OPTIONS)
 
+test-xla:
+	@$(ENVIRONMENT); \
+	xla=$(XLA_PYTHON); [ -n "$$xla" ] || xla=$$($(PYTHON) tools/environment.py xla) || exit 1; \
+	FULLSHARD_TORCH_PYTHON=$$py PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 $$xla -m pytest tests/xla $(TEST_OPTIONS)
+
 lint:
 	@$(ENVIRONMENT); $$py -m ruff check . && $$py -m ruff format --check . && $$py -m mypy
 
@@ -49,5 +57,5 @@ bench:
 	$$py -m torch.distributed.run --nproc_per_node 1 benchmarks/weights_gpu.py; fi
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info quickstart/out
+	rm -rf .venv .venv-xla .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info quickstart/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

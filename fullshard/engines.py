@@ -12,7 +12,7 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 from fullshard.errors import RuntimeSetupError
 
@@ -23,41 +23,32 @@ TORCH_XLA_NEEDED = (2, 9)
 """The first torch_xla, and with it torch, that the XLA engine runs on."""
 
 
-class Choice(NamedTuple):
-    """The engine, or an empty string and why there is none."""
-
-    engine: str
-    problem: str = ""
-
-
+@functools.cache
 def engine() -> str:
     """The engine of this process: "torch" or "xla". Raises where neither can be offered."""
-    choice = _choice()
-    if not choice.engine:
-        raise RuntimeSetupError(choice.problem)
-    return choice.engine
+    return choose(os.environ, _version("torch"), _version("torch_xla"))
+
+
+def offers(name: str) -> bool:
+    """Whether this is the engine of this process. Never raises: where there is none, the first use does."""
+    try:
+        return engine() == name
+    except RuntimeSetupError:
+        return False
 
 
 def is_xla() -> bool:
-    """Whether the engine is XLA. Never raises: the torch engine's names report that they cannot be used."""
-    return _choice().engine == "xla"
-
-
-def has_torch_engine() -> bool:
-    """Whether the engine is the torch engine. Never raises."""
-    return _choice().engine == "torch"
+    """Whether the engine is XLA."""
+    return offers("xla")
 
 
 def require_torch_engine(what: str) -> None:
     """Raise where `what`, a part of the torch engine, is used without that engine."""
-    choice = _choice()
-    if choice.engine == "xla":
+    if engine() != "torch":
         raise RuntimeSetupError(
             f"{what} is not available on the XLA engine, which this process uses (torch {_version('torch')}, torch_xla "
             f"{_version('torch_xla')}). It needs the torch engine: install torch {_dotted(TORCH_NEEDED)} or newer."
         )
-    if not choice.engine:
-        raise RuntimeSetupError(f"{what}: {choice.problem}")
 
 
 def use_xla_names(names: dict[str, Any], home: str) -> None:
@@ -77,29 +68,26 @@ def xla_name(name: str, homes: Mapping[str, Sequence[str]]) -> Any:
     return getattr(importlib.import_module(f"fullshard.xla.{home}"), name)
 
 
-@functools.cache
-def _choice() -> Choice:
-    return choose(os.environ, _version("torch"), _version("torch_xla"))
-
-
-def choose(env: Mapping[str, str], torch: str | None, torch_xla: str | None) -> Choice:
+def choose(env: Mapping[str, str], torch: str | None, torch_xla: str | None) -> str:
     """The engine for the given versions of torch and torch_xla; None for one that is not installed."""
-    has_torch = torch is not None and _numbers(torch) >= TORCH_NEEDED
-    has_xla = torch is not None and torch_xla is not None and _numbers(torch) == _numbers(torch_xla) >= TORCH_XLA_NEEDED
-    found = f"This installation has torch {torch or '(none)'} and torch_xla {torch_xla or '(none)'}."
-    needs = {
-        "torch": f"The torch engine needs torch {_dotted(TORCH_NEEDED)} or newer.",
-        "xla": f"The XLA engine needs torch {_dotted(TORCH_XLA_NEEDED)} with the torch_xla of the same version.",
-    }
+    offered = []
+    if torch is not None and _numbers(torch) >= TORCH_NEEDED:
+        offered.append("torch")
+    if torch is not None and torch_xla is not None and _numbers(torch) == _numbers(torch_xla) >= TORCH_XLA_NEEDED:
+        offered.append("xla")
     asked = env.get(ENGINE_VARIABLE, "")
-    if asked and asked not in needs:
-        return Choice("", f"{ENGINE_VARIABLE}={asked}: the engines are torch and xla.")
-    offered = [name for name, has in (("torch", has_torch), ("xla", has_xla)) if has]
+    if asked not in ("", "torch", "xla"):
+        raise RuntimeSetupError(f"{ENGINE_VARIABLE}={asked}: expected torch or xla.")
+    found = (
+        f"torch {torch or 'is not installed'}, torch_xla {torch_xla or 'is not installed'}. The torch engine needs "
+        f"torch {_dotted(TORCH_NEEDED)} or newer; the xla engine needs torch {_dotted(TORCH_XLA_NEEDED)} or newer and "
+        f"the torch_xla of the same version."
+    )
     if asked and asked not in offered:
-        return Choice("", f"{ENGINE_VARIABLE}={asked} cannot be offered. {needs[asked]} {found}")
+        raise RuntimeSetupError(f"{ENGINE_VARIABLE}={asked}: this engine cannot run here: {found}")
     if not offered:
-        return Choice("", f"No engine can run here. {needs['torch']} {needs['xla']} {found}")
-    return Choice(asked or offered[0])
+        raise RuntimeSetupError(f"No engine can run in this installation: {found}")
+    return asked or offered[0]
 
 
 def _version(package: str) -> str | None:

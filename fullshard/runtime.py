@@ -357,6 +357,11 @@ def addressable_device_count() -> int:
     return 1
 
 
+def more_devices(count: int) -> str:
+    """How to start a job with `count` devices, for messages."""
+    return f"start more processes (torchrun --nproc_per_node {count})"
+
+
 def device_type() -> str:
     """The type of this rank's device: `CPU` or `CUDA`."""
     return device().type.upper()
@@ -383,7 +388,7 @@ def sync(wait: bool = False) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    xla_names.refuse(__name__, "xr", name)
+    return xla_names.find(__name__, "xr", name)
 
 
 # ------------------------------------------------------------------------------------------------------------- seeds

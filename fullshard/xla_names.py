@@ -1,13 +1,16 @@
 """Names of PyTorch/XLA that fullshard does not have, and the replacement of each.
 
 Accessing one of them through `xr`, `xm` or `xs` raises an `AttributeError` that names the replacement, so `hasattr`
-returns False. Any other unknown name raises Python's usual error.
+returns False. Any other unknown name raises Python's usual error. On the XLA engine these names are PyTorch/XLA's
+own (`xla/upstream_names.py`).
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+import importlib
+from typing import Any
 
+from fullshard import engines
 from fullshard.errors import NameMissingError
 
 _GLOBAL = "tensors are global here; for per-rank data use torch.distributed"
@@ -55,9 +58,11 @@ REFUSED: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def refuse(module: str, known_as: str, name: str) -> NoReturn:
-    """Raise the error of a module's `__getattr__` for a name that it does not have."""
+def find(module: str, known_as: str, name: str) -> Any:
+    """The `__getattr__` of a module: PyTorch/XLA's own object on its engine, else an error."""
     instead = REFUSED[known_as].get(name)
     if instead is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if engines.is_xla():
+        return importlib.import_module("fullshard.xla.upstream_names").find(module, known_as, name)
     raise NameMissingError(f"PyTorch/XLA's {known_as}.{name} is not in {module}: {instead}")

@@ -1,7 +1,8 @@
 """The names of `torch_xla.core.xla_model`, so that programs for PyTorch/XLA run after changing their imports.
 
-PyTorch/XLA records operations until `mark_step`; here they run immediately, so `mark_step` does nothing. Names without
-an equivalent raise an error that names the replacement (`xla_names.py`).
+PyTorch/XLA records operations until `mark_step`; the torch engine runs them immediately, so `mark_step` does nothing.
+Names without an equivalent raise an error that names the replacement (`xla_names.py`). Functions that differ on XLA are
+in `xla/xm.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from fullshard import accelerator, runtime, xla_names
+from fullshard import accelerator, engines, runtime, xla_names
 from fullshard.errors import RuntimeSetupError, UnsupportedError
 from fullshard.torch_private import tree_map
 
@@ -221,4 +222,7 @@ def _on_host(data: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    xla_names.refuse(__name__, "xm", name)
+    return xla_names.find(__name__, "xm", name)
+
+
+engines.use_xla_names(globals(), "xm")

@@ -9,6 +9,9 @@ Run by the active interpreter (`python` on the path), with the standard library 
 
 `.venv` is built once, and brought up to date when `pyproject.toml` or `constraints.txt` changes.
 
+With the argument `xla` it is `.venv-xla`, which always gets everything, at the versions of `constraints-xla.txt`: the XLA
+engine needs another torch.
+
 With the argument `gpu` an interpreter counts as complete without what the GPU tests do not need (data sets, linters,
 oracles, charts): machines with GPUs are often closed to the outside.
 """
@@ -25,7 +28,11 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+FOR_XLA = sys.argv[1:] == ["xla"]
+VENV = ROOT / (".venv-xla" if FOR_XLA else ".venv")
+CONSTRAINTS = ROOT / ("constraints-xla.txt" if FOR_XLA else "constraints.txt")
+EXTRA = "xla" if FOR_XLA else "dev"
+TORCH_ENGINE = (2, 11)  # pyproject.toml asks for the torch of the XLA engine, which is older
 NOT_ON_GPUS = {"datasets", "hypothesis", "expecttest", "ruff", "mypy", "bitsandbytes", "vl-convert-python"}
 STAMP = VENV / "fullshard-stamp"  # two lines: what was installed, and over which interpreter
 
@@ -40,6 +47,8 @@ def main() -> None:
     stamped = STAMP.read_text().splitlines() if STAMP.is_file() else ["", ""]
     if Path(sys.prefix).resolve() == VENV.resolve():  # activated by the user
         base = stamped[1]
+    elif FOR_XLA:
+        base = ""
     else:
         spared = NOT_ON_GPUS if sys.argv[1:] == ["gpu"] else set()
         missing = [name for name, least in wanted().items() if name not in spared and not fits(name, least)]
@@ -48,9 +57,9 @@ def main() -> None:
             return
         base = "" if "torch" in missing else sys.prefix
     if stamped[1] != base or not python.exists():
-        say(f"creating .venv{f' over {base}' if base else ''}")
+        say(f"creating {VENV.name}{f' over {base}' if base else ''}")
         if subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], stdout=sys.stderr).returncode:
-            sys.exit("fullshard: .venv could not be created; on Debian and Ubuntu install python3-venv first")
+            sys.exit(f"fullshard: {VENV.name} could not be created; on Debian and Ubuntu install python3-venv first")
         stamped = ["", base]
     if stamped[0] != digest():
         install(python, layered=bool(base))
@@ -64,7 +73,8 @@ def wanted() -> dict[str, tuple[int, ...]]:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = project["dependencies"] + project["optional-dependencies"]["dev"]
-    return {name: numbers(least) for name, least in (requirement.split(">=") for requirement in requirements)}
+    least = {name: numbers(version) for name, version in (requirement.split(">=") for requirement in requirements)}
+    return least | {"torch": TORCH_ENGINE}
 
 
 def fits(name: str, least: tuple[int, ...] = ()) -> bool:
@@ -80,24 +90,24 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def install(python: Path, layered: bool) -> None:
-    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    constraints = CONSTRAINTS.read_text().splitlines()
     if layered:
         site = Path(sysconfig.get_path("purelib", vars={"base": str(VENV)}))
         paths = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")} - {str(site)}
         if paths:
             (site / "fullshard-base.pth").write_text("\n".join(sorted(paths)) + "\n")
         constraints = [line for line in constraints if not fits(line.split("==")[0])]
-    say("installing fullshard and what it needs into .venv")
+    say(f"installing fullshard and what it needs into {VENV.name}")
     with tempfile.TemporaryDirectory() as folder:
         pins = Path(folder) / "constraints.txt"
         pins.write_text("\n".join(constraints) + "\n")
-        command = [str(python), "-m", "pip", "install", "--quiet", "-c", str(pins), "-e", f"{ROOT}[dev]"]
+        command = [str(python), "-m", "pip", "install", "--quiet", "-c", str(pins), "-e", f"{ROOT}[{EXTRA}]"]
         if subprocess.run(command, stdout=sys.stderr).returncode:
             sys.exit("fullshard: the installation failed; see pip's message above")
 
 
 def digest() -> str:
-    files = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    files = [ROOT / "pyproject.toml", CONSTRAINTS]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

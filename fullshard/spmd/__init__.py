@@ -40,10 +40,11 @@ if TYPE_CHECKING or not engines.is_xla():
 
 def __getattr__(name: str) -> Any:
     found = engines.xla_name(name, _ON_XLA)
-    return found if found is not None else xla_names.refuse(__name__, "xs", name)
+    return found if found is not None else xla_names.find(__name__, "xs", name)
 
 
 _ON_XLA = {
+    "compiler_hints": ("apply_backward_optimization_barrier", "apply_xla_patch_to_nn_linear"),
     "loader": ("ShardedLoader", "ShardingSpec"),
     "sharding": (
         "annotate_custom_sharding",
@@ -68,10 +69,6 @@ _ON_XLA = {
         "sharding_of",
         "unwrap_sharded_tensor",
         "wrap_if_sharded",
-    ),
-    "optimizations": (
-        "apply_backward_optimization_barrier",
-        "apply_xla_patch_to_nn_linear",
     ),
 }
 """The names that are different on XLA, by the module of `fullshard.xla` that defines them."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import runtime
+from fullshard import engines, runtime
 from fullshard.errors import MeshError, UnsupportedError
 from fullshard.torch_private import mesh_without_groups
 
@@ -85,6 +85,7 @@ class Mesh:
     def device_mesh_for(self, groups: AxisGroups) -> DeviceMesh:
         """The torch mesh whose dims merge the given axes. A collective: all ranks must call it."""
         assert sorted(axis for group in groups for axis in group) == list(range(self.ndim)), groups
+        engines.require_torch_engine("Mesh.device_mesh")
         runtime.use_spmd()
         known = _device_meshes()
         key = (self, groups)
@@ -242,7 +243,7 @@ def _check_present(given: list[int]) -> None:
     if outside:
         raise MeshError(
             f"device ids {outside} are out of range: this job has {count} device(s), numbered 0 to {count - 1}; "
-            f"start more processes (torchrun --nproc_per_node {max(given) + 1}) or use ids of existing devices"
+            f"{runtime.more_devices(max(given) + 1)} or use ids of existing devices"
         )
 
 

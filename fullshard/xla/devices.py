@@ -28,6 +28,7 @@ REPLACES = (
     "global_runtime_device_count",
     "initialize_cache",
     "local_device_count",
+    "more_devices",
     "seed",
     "sync",
     "transport",
@@ -104,6 +105,11 @@ def addressable_device_count() -> int:
 
 
 local_device_count = addressable_device_count  # one process per host
+
+
+def more_devices(count: int) -> str:
+    """How to start a job with `count` devices, for messages."""
+    return f"start on hosts with more devices (CPU_NUM_DEVICES={count} on CPUs)"
 
 
 def device_type() -> str:

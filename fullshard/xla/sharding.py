@@ -17,6 +17,7 @@ from fullshard.spmd.spec import Layout, PartitionSpec
 from fullshard.torch_private import buffers_of, parameters_of, tree_flatten, tree_unflatten
 from fullshard.xla.tensor import (
     _compiler,
+    annotate,
     become_plain,
     become_sharded,
     is_xla_tensor,
@@ -40,16 +41,6 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
             return t
         torch.utils.swap_tensors(t, t.detach().to(runtime.device()).requires_grad_(t.requires_grad))
     return annotate(t, layout)
-
-
-def annotate(t: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Give a tensor on the logical device a layout."""
-    old = sharding_of(t)
-    if old is not None and old.dims != layout.dims or old is not None and old.mesh != layout.mesh:
-        _compiler._xla_clear_sharding(t)
-    _compiler._xla_mark_sharding(t, op_sharding(layout))
-    remember(t, layout)
-    return become_sharded(t)
 
 
 annotate_custom_sharding = mark_sharding

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch_xla
@@ -78,6 +78,20 @@ class ShardedTensor(torch.Tensor):
         """The full value as a plain tensor in host memory."""
         return full_tensor(self)
 
+    def redistribute(
+        self, device_mesh: Mesh | None = None, placements: Sequence[Placement] | None = None, **_: Any
+    ) -> torch.Tensor:
+        """A copy in another layout: one placement per axis of the mesh (a `fullshard.spmd.Mesh`)."""
+        mesh = device_mesh or _layout(self).mesh
+        dims: list[tuple[int, ...]] = [()] * self.ndim
+        for axis, placement in enumerate(placements or ()):
+            if isinstance(placement, Shard):
+                dims[placement.dim] += (axis,)
+        return annotate(self.clone(), Layout(mesh, tuple(dims)))
+
+    def to_local(self, **_: Any) -> NoReturn:
+        raise UnsupportedError("to_local(): a process has the shards of several devices on XLA; use t.local_shards")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             with torch.no_grad():
@@ -141,6 +155,20 @@ def sharding_of(t: torch.Tensor) -> Layout | None:
     return _found(text, t.ndim, tuple(reversed(_meshes)))
 
 
+def annotate(t: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Give a tensor on the logical device a layout; it stays the same object."""
+    text = annotation(t)
+    if text and not _fits(layout, text, t.ndim):
+        _compiler._xla_clear_sharding(t)
+    try:
+        _compiler._xla_mark_sharding(t, op_sharding(layout))
+    except RuntimeError:  # a step that is still running computes it
+        _compiler._xla_wait_device_ops([])
+        _compiler._xla_mark_sharding(t, op_sharding(layout))
+    remember(t, layout)
+    return become_sharded(t)
+
+
 def remember(t: torch.Tensor, layout: Layout) -> None:
     """Record with which layout a tensor was marked: several specs may describe the same annotation."""
     t._fullshard_layout = layout
@@ -155,8 +183,22 @@ def op_sharding(layout: Layout) -> Any:
             f"{layout.mesh} has {layout.mesh.size()} of the job's {runtime.global_runtime_device_count()} devices; "
             f"XLA lays tensors out over all devices. Use a mesh of all of them, or the torch engine."
         )
+    return _compiler.OpSharding(*_tiles(layout))
+
+
+@functools.cache
+def _tiles(layout: Layout) -> tuple[Any, ...]:
+    """What torch_xla makes of a layout: tiles, groups, replication groups and the type of the sharding."""
+    if not layout.dims:  # a scalar
+        return [], [], [], int(ShardingType.REPLICATED)
     mesh = upstream.Mesh(layout.mesh.device_ids, layout.mesh.mesh_shape)
-    return mesh.get_op_sharding(tuple(axes or None for axes in layout.dims))
+    return mesh._get_op_sharding_args(tuple(axes or None for axes in layout.dims))
+
+
+def from_parts(t: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The global tensor of which each process has the rows of its own devices."""
+    spec = _compiler.XlaShardingSpec(t, *_tiles(layout), True)
+    return _compiler._xla_tensors_from_aten([t.detach().cpu()], [str(runtime.device())], [spec])[0]
 
 
 def _layout(t: torch.Tensor) -> Layout:
@@ -260,6 +302,7 @@ def load_local_shards_(t: torch.Tensor, shards: Sequence[LocalShard | torch.Tens
 def _materialize(t: torch.Tensor) -> None:
     """Compute a tensor whose operators were only recorded so far."""
     _compiler._xla_sync_multi([t], devices=[], wait=True, sync_xla_data=True)
+    _compiler._xla_wait_device_ops([])  # it may be on its way from an earlier step
 
 
 def wrap_if_sharded(t: Any) -> Any:

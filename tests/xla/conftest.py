@@ -1,0 +1,27 @@
+"""The tests of the XLA engine: collected only where it is the engine, on 4 CPU devices in one process (`make test-xla`)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from fullshard import engines
+
+collect_ignore_glob = [] if engines.is_xla() else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _four_devices() -> None:
+    """One program over 4 devices; nothing may touch a device before."""
+    from fullshard import runtime
+
+    assert (os.environ.get("PJRT_DEVICE"), os.environ.get("CPU_NUM_DEVICES")) == ("CPU", "4"), "run make test-xla"
+    runtime.use_spmd()
+
+
+@pytest.fixture(autouse=True)
+def _no_global_mesh() -> None:
+    from fullshard.spmd import set_global_mesh
+
+    set_global_mesh(None)
