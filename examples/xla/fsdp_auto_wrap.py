@@ -48,4 +48,3 @@ for step in range(3):
     optim.zero_grad()
     show(**{f"loss{step}": loss})
 show_model(model)
-xr.shutdown()

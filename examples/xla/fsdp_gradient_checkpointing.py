@@ -33,4 +33,3 @@ x, y = (xs.mark_sharding(t.to(xm.xla_device()), mesh, ("fsdp", None)) for t in d
 loss = model(x, y).mean()
 loss.backward()
 show(loss=loss, **{f"grad.{name}": p.grad for name, p in model.named_parameters()})
-xr.shutdown()

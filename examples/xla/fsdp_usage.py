@@ -44,4 +44,3 @@ optim.step()
 
 show(output=output, loss=loss)
 show_model(model)
-xr.shutdown()

@@ -37,4 +37,3 @@ xs.mark_sharding(t, mesh, partition_spec)
 
 xr.print0(mesh.shape())  # the guide's second sample; OrderedDict([('data', 4), ('model', 1)]) on four devices
 show(t=t, product=t @ t.T)
-xr.shutdown()

@@ -39,4 +39,3 @@ xs.mark_sharding( t2, mesh, (('data', 'model'),))
 
 xr.print0(t1.sharding_spec, t2.sharding_spec)
 show(t1=t1, t2=t2, product=(t1 @ t1.transpose(1, 2)).softmax(-1) @ t2)
-xr.shutdown()

@@ -108,9 +108,7 @@ def materialize(
     made: dict[int, torch.Tensor] = {}
     touched = []
     for module in [m for m in root.modules() if m not in ignored]:
-        if any(
-            t is not None and t.is_meta for t in [*parameters_of(module).values(), *buffers_of(module).values()]
-        ):
+        if any(t is not None and t.is_meta for t in [*parameters_of(module).values(), *buffers_of(module).values()]):
             touched.append(module)
         for name, old in parameters_of(module).items():
             if old is not None and old.is_meta:

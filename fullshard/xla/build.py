@@ -41,9 +41,7 @@ class Options:
         return replica_axes(self.mesh, self.extra_data_axis)
 
 
-def refuse_options(
-    options: Options, module: nn.Module, *, cpu_offload: bool, sync_module_states: bool | None
-) -> None:
+def refuse_options(options: Options, module: nn.Module, *, cpu_offload: bool, sync_module_states: bool | None) -> None:
     """Refuse what only the torch engine can do."""
     if options.strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2):
         instead = "HYBRID_SHARD" if options.strategy.hybrid else "FULL_SHARD"

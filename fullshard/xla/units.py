@@ -214,8 +214,7 @@ class ShardedModel:
     def plan(self) -> ShardingPlan:
         axes = tuple((str(name), size) for name, size in self.mesh.shape().items())
         units = (
-            plan_unit(self.names[u.module], type(u.module).__name__, [p.plan for p in u.parameters])
-            for u in self.units
+            plan_unit(self.names[u.module], type(u.module).__name__, [p.plan for p in u.parameters]) for u in self.units
         )
         return ShardingPlan(axes, self.strategy, self.replica_axes, tuple(units))
 
@@ -253,4 +252,3 @@ class ShardedModel:
                     f"parameter {names[0]} was added after the module was wrapped, so it is not sharded; add "
                     f"parameters (adapters, new heads) before FSDPv2(…)"
                 )
-
