@@ -309,8 +309,8 @@ def device_note() -> str:
         )
     if found and not KINDS[kind].tested:
         return (
-            f"fullshard has not been run on devices of type {kind!r} so far. Compare the first losses with those of a "
-            f"short run on the CPU ({DEVICE_VARIABLE}=cpu); see docs/devices.md."
+            f"Devices of type {kind!r} have not been tried with fullshard so far. Compare the first losses with those "
+            f"of a short run on the CPU ({DEVICE_VARIABLE}=cpu); see docs/devices.md."
         )
     return ""
 

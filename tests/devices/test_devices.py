@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
     [
         ("", "cpu", ""),
         ("cuda", "cuda", ""),
-        ("xpu", "xpu", "has not been run on devices of type 'xpu'"),
+        ("xpu", "xpu", "Devices of type 'xpu' have not been tried"),
         ("mps", "cpu", "of type 'mps', which fullshard does not support, so the CPU is used. Supported types: cuda, "),
     ],
 )
