@@ -8,6 +8,7 @@ import fullshard.spmd as xs
 
 def show(**tensors: torch.Tensor) -> None:
     """Print shape, sum, norm and the first values of each global tensor, on process 0."""
+    xr.sync()  # on XLA: computes all that was recorded, in one program; else reading a tensor compiles its own
     for name, t in tensors.items():
         t = xs.full_tensor(t).detach().cpu().float()
         numbers = [t.sum().item(), t.norm().item(), *t.flatten()[:4].tolist()]
