@@ -95,7 +95,7 @@ def test_env_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert facts["torch"] == torch.__version__
     assert (facts["device"], facts["backend"], facts["world_size"]) == ("cpu", "gloo", 1)
     assert (facts["engine"], facts["torch_engine"]) == ("torch", "can be used")
-    assert facts["xla_engine"].startswith("The XLA engine needs torch 2.9") and facts["torch_xla"] == "not installed"
+    assert facts["xla_engine"].startswith("cannot be used: torch 2.") and facts["torch_xla"] == "not installed"
     assert facts["torch_tpu"] == "not installed" and facts["xla_devices"].startswith("none")
 
 

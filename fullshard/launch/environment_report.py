@@ -14,7 +14,7 @@ from typing import Any
 
 from fullshard import engines
 from fullshard.device_kinds import KINDS
-from fullshard.errors import first_line
+from fullshard.errors import RuntimeSetupError, first_line
 from fullshard.version import __version__
 
 TORCH_PACKAGES = ("torch_xla", "torch_tpu")
@@ -36,7 +36,8 @@ def describe_environment(environment: Mapping[str, str] = os.environ) -> dict[st
         "python": platform.python_version(),
         "platform": platform.platform(),
         "engine": _attempt(_engine),
-        **{f"{name}_engine": _attempt(lambda name=name: _offer(name)) for name in ("torch", "xla")},
+        "torch_engine": _offer("torch"),
+        "xla_engine": _offer("xla"),
         "torch": _attempt(_torch_version),
         **{name: _version(name) for name in TORCH_PACKAGES},
         "cuda": _attempt(_cuda_version),
@@ -105,8 +106,11 @@ def _engine() -> str:
 
 def _offer(name: str) -> str:
     """Whether an engine can be used here, or why not."""
-    asked = engines.choose({engines.ENGINE_VARIABLE: name}, *map(_installed, ("torch", "torch_xla")))
-    return "can be used" if asked.engine else asked.problem.partition("cannot be offered. ")[2]
+    try:
+        engines.choose({engines.ENGINE_VARIABLE: name}, _installed("torch"), _installed("torch_xla"))
+    except RuntimeSetupError as error:
+        return f"cannot be used: {str(error).partition('cannot run here: ')[2]}"
+    return "can be used"
 
 
 def _torch_version() -> str:
