@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as torch_groups
 
 from fullshard.device_kinds import KINDS
 from fullshard.torch_private import backend_for, device_types, group_name, set_group_timeout
@@ -87,4 +88,5 @@ def new_group(ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
     if list(ranks) != sorted(ranks):
         options["sort_ranks"] = False  # `Mesh` refuses such orders if torch lacks this
     with group_name(name):
-        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+        # torch's own: torch_xla replaces `dist.new_group` by a function with fewer options.
+        return torch_groups.new_group(list(ranks), use_local_synchronization=True, **options)

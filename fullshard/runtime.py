@@ -387,6 +387,10 @@ def sync(wait: bool = False) -> None:
         accelerator.synchronize(device())
 
 
+def flush() -> None:
+    """Nothing: operators are issued at once. (On XLA, run what was recorded, and keep the generator's state.)"""
+
+
 def __getattr__(name: str) -> Any:
     return xla_names.find(__name__, "xr", name)
 
@@ -409,6 +413,16 @@ def seed(n: int, *, per_rank: bool = False, deterministic: bool = False) -> None
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+def generator_state() -> tuple[str, Any]:
+    """The type of this rank's device, and the state of its default generator: None for the CPU."""
+    return device().type, accelerator.rng_state(device())
+
+
+def set_generator_state(state: Any) -> None:
+    """Restore the state of the device's generator."""
+    accelerator.set_rng_state(device(), state)
 
 
 engines.use_xla_names(globals(), "devices")

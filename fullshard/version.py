@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers")
+LIBRARIES = ("torch", "torch_xla", "transformers", "peft", "safetensors", "tokenizers")
 
 
 def library_versions() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Names of PyTorch/XLA that fullshard does not have, and the replacement of each.
 
 Accessing one of them through `xr`, `xm` or `xs` raises an `AttributeError` that names the replacement, so `hasattr`
-returns False. Any other unknown name raises Python's usual error. On the XLA engine these names are PyTorch/XLA's
-own (`xla/upstream_names.py`).
+returns False. Any other unknown name raises Python's usual error. On the XLA engine some of these names are
+PyTorch/XLA's own (`xla/upstream_names.py`).
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ def find(module: str, known_as: str, name: str) -> Any:
     if instead is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     if engines.is_xla():
-        return importlib.import_module("fullshard.xla.upstream_names").find(module, known_as, name)
+        return importlib.import_module("fullshard.xla.upstream_names").find(module, known_as, name, instead)
     raise NameMissingError(f"PyTorch/XLA's {known_as}.{name} is not in {module}: {instead}")

@@ -9,8 +9,8 @@ Run by the active interpreter (`python` on the path), with the standard library 
 
 `.venv` is built once, and brought up to date when `pyproject.toml` or `constraints.txt` changes.
 
-With the argument `xla` it is `.venv-xla`, which always gets everything, at the versions of `constraints-xla.txt`: the XLA
-engine needs another torch.
+With the argument `xla` it is `.venv-xla`, which always gets everything, at the versions of `constraints-xla.txt`: the
+XLA engine needs another torch.
 
 With the argument `gpu` an interpreter counts as complete without what the GPU tests do not need (data sets, linters,
 oracles, charts): machines with GPUs are often closed to the outside.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fullshard import accelerator
-from fullshard.checkpoint.manifest import BLOCK, Manifest
+from fullshard.checkpoint.load_target import TensorToLoad
+from fullshard.checkpoint.manifest import BLOCK
 from fullshard.checkpoint.shard_index import TensorShard, host_blocks, part_to_write
 from fullshard.errors import CheckpointError
-from fullshard.weights.safetensors_index import DTYPE_NAMES, DTYPES
 
 
 class WritePlanner(SavePlanner):
@@ -130,27 +130,19 @@ def _add_chunk(item: WriteItem, known: dict[str, TensorStorageMetadata]) -> None
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LoadTarget:
-    """A tensor to read into: this rank's shard of a stored tensor."""
-
-    name: str
-    """Name of the stored tensor."""
-    local: torch.Tensor
-    offsets: tuple[int, ...]
-
-
 class ReadPlanner(LoadPlanner):
     """Plans what this rank reads: for every target exactly the stored values of its shard."""
 
-    def __init__(self, targets: Sequence[LoadTarget]):
-        self._targets = {(t.name, i): t for i, t in enumerate(targets)}
+    def __init__(self, tensors: Sequence[TensorToLoad]):
+        self._tensors = tensors
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
         assert self._metadata is not None
+        targets = (target for tensor in self._tensors for target in tensor.targets())
+        self._targets = {(t.name, i): t for i, t in enumerate(targets)}
         items = []
         for (name, i), target in self._targets.items():
             if target.local.numel() == 0:
@@ -181,18 +173,3 @@ class ReadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass
-
-
-def mismatch(target: LoadTarget, shape: Sequence[int], manifest: Manifest) -> str:
-    """Why a stored tensor cannot be read into a target; empty if it can."""
-    stored = manifest.tensors.get(target.name)
-    if stored is None:
-        return f"{target.name} is not in the checkpoint"
-    if tuple(stored.shape) != tuple(shape):
-        return f"{target.name} has shape {tuple(stored.shape)} in the checkpoint and {tuple(shape)} here"
-    dtype = DTYPES[stored.dtype]
-    if dtype.is_floating_point != target.local.dtype.is_floating_point or (
-        not dtype.is_floating_point and dtype != target.local.dtype
-    ):
-        return f"{target.name} is {stored.dtype} in the checkpoint and {DTYPE_NAMES[target.local.dtype]} here"
-    return ""

@@ -1,7 +1,7 @@
 """A copy of the state in host memory, for asynchronous saves.
 
 One buffer per manager holds what this rank will write, and is reused by the next save. Copies from a GPU are
-asynchronous, into pinned memory; nothing is allocated on the GPU.
+asynchronous, into pinned memory; nothing is allocated on the GPU. Shards of XLA devices are copies already.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class HostBuffer:
 
     def copy(self, pieces: Iterable[TensorShard]) -> list[TensorShard]:
         """Copies of the shards; returns once the originals may change."""
-        parts = [part for piece in pieces if (part := part_to_write(piece)) is not None]
+        found = [part for piece in pieces if (part := part_to_write(piece)) is not None]
+        parts = [part for part in found if not part.own]
         starts, end = [], 0
         for part in parts:
             starts.append(end)
             end += -(-part.local.numel() * part.local.element_size() // ALIGNMENT) * ALIGNMENT
         self._reserve(end)
-        copies = []
+        copies = [_whole(part, part.local) for part in found if part.own]
         for part, start in zip(parts, starts, strict=True):
             size = part.local.numel() * part.local.element_size()
             copy = self._memory[start : start + size].view(part.local.dtype).view(part.local.shape)
@@ -41,8 +42,7 @@ class HostBuffer:
                 np.copyto(np.asarray(as_bytes(copy)), np.asarray(as_bytes(part.local)))
             else:
                 copy.copy_(part.local, non_blocking=True)
-            # These are parts already: `part_to_write` must not split them again.
-            copies.append(replace(part, local=copy, copies=min(part.copies, 1), copy=0))
+            copies.append(_whole(part, copy))
         for device in {part.local.device for part in parts}:
             accelerator.synchronize(device)
         return copies
@@ -54,3 +54,8 @@ class HostBuffer:
 
     def release(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _whole(part: TensorShard, copy: torch.Tensor) -> TensorShard:
+    """A part whose values are in `copy`; `part_to_write` must not split it again."""
+    return replace(part, local=copy, copies=min(part.copies, 1), copy=0)

@@ -19,6 +19,7 @@ from fullshard.errors import UserError
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import local_of
 from fullshard.weights.source_files import base_of, fingerprint_of
+from fullshard.weights.wrapped import wrapped
 
 
 def provided_by_base(model: nn.Module) -> set[str]:
@@ -63,7 +64,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
     about = {"config": _config(model), "generation_config": _json(model, "generation_config")}
     if isinstance(adapters := getattr(model, "peft_config", None), dict):
         about["adapter_configs"] = {str(name): _plain(config.to_dict()) for name, config in adapters.items()}
-    if hasattr(model, "_fullshard_engine"):
+    if wrapped(model) is not None:
         plan: Any = model.plan
         about["plan"] = json.loads(plan.to_json())
         about["mesh"] = {str(axis): size for axis, size in model.mesh.shape().items()}
@@ -181,11 +182,10 @@ def _check_base(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.M
 
 def _give_memory(model: nn.Module, stored: set[str]) -> None:
     """Allocate planned parameters that have no memory yet, if the checkpoint has values for them."""
-    engine = getattr(model, "_fullshard_engine", None)
-    for unit in engine.units if engine is not None else ():
-        for parameter in unit.parameters:
-            if stored & set(parameter.plan.names):
-                parameter.give_memory()
+    whole = wrapped(model)
+    for parameter in whole.parameters if whole is not None else ():
+        if stored & set(parameter.plan.names):
+            parameter.give_memory()
 
 
 def _is_meta(value: torch.Tensor) -> bool:

@@ -14,20 +14,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fullshard import runtime
+from fullshard import runtime, spmd
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.dcp_planner import LoadTarget, mismatch
+from fullshard.checkpoint.load_target import TensorToLoad, mismatch, to_load
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.shard_index import TensorShard, shard_of
+from fullshard.checkpoint.shard_index import TensorShard, empty_sharded, has_layout, layout_to_save, shards_of
 from fullshard.errors import CheckpointError, UserError
 from fullshard.spmd.marked import unmarked
 from fullshard.spmd.mesh import Mesh
-from fullshard.spmd.redistribute import layout_of, torch_layout
 from fullshard.spmd.spec import Layout
-from fullshard.spmd.tensor import ShardedTensor, is_sharded
-from fullshard.torch_private import DTensorSpec, TensorMeta, local_of, spec_of
 from fullshard.weights.safetensors_index import DTYPES
 
 ABOUT = ("config", "generation_config", "adapter_configs", "plan", "mesh")
@@ -45,12 +41,11 @@ class StateDescription:
     def put(self, name: str, tensor: torch.Tensor) -> dict[str, Any]:
         """Add a tensor; returns the reference that takes its place in the JSON entry."""
         tensor = unmarked(tensor)
-        piece = shard_of(name, tensor)
-        if piece is not None:
-            self.pieces.append(piece)
+        self.pieces += shards_of(name, tensor)
         ref: dict[str, Any] = {"name": name}
-        if is_sharded(tensor):
-            ref["spec"] = layout_of(spec_of(tensor)).spec
+        layout = layout_to_save(tensor)
+        if layout is not None:
+            ref["spec"] = layout.spec
         elif tensor.device.type != "cpu":
             ref["device"] = "accelerator"
         return ref
@@ -61,31 +56,28 @@ class RestorePlan:
     """What one rank reads, what does not match, and what to do once the tensors are read."""
 
     manifest: Manifest
-    targets: list[LoadTarget] = field(default_factory=list)
+    tensors: list[TensorToLoad] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
     casts: set[str] = field(default_factory=set)
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Read a stored tensor into `tensor`; each rank reads its own shard."""
+        """Read a stored tensor into `tensor`; each rank reads its own shards."""
         tensor = unmarked(tensor)
-        piece = shard_of(name, tensor)
-        if piece is None:
-            return
-        target = LoadTarget(self.manifest.rank_name(name, runtime.rank()), piece.local, piece.offsets)
-        if problem := mismatch(target, piece.shape, self.manifest):
+        stored_name = self.manifest.rank_name(name, runtime.rank())
+        if problem := mismatch(stored_name, tensor, self.manifest):
             self.problems.append(problem)
             return
-        stored = DTYPES[self.manifest.tensors[target.name].dtype]
-        if stored != piece.local.dtype:
-            self.casts.add(f"{str(stored)[6:]} to {str(piece.local.dtype)[6:]}")
-        self.targets.append(target)
+        stored = DTYPES[self.manifest.tensors[stored_name].dtype]
+        if stored != tensor.dtype:
+            self.casts.add(f"{str(stored)[6:]} to {str(tensor.dtype)[6:]}")
+        self.tensors.append(to_load(stored_name, tensor))
 
     def make(self, ref: dict[str, Any], like: torch.Tensor | None, mesh: Mesh | None, now: Any = None) -> torch.Tensor:
         """A tensor to read a stored one into: `now` if it has the right shape, dtype and kind, else a new one.
 
-        A sharded tensor gets the layout of `like` if the shapes agree, else the saved layout if the mesh has those
-        axes, else it is replicated. A plain tensor goes to the kind of device it was saved from.
+        A tensor of the shape of `like` gets its layout. Another one that was sharded gets the saved layout if the mesh
+        has those axes, else it is replicated. A plain tensor goes to the kind of device it was saved from.
         """
         name = ref["name"]
         stored = self.manifest.tensors.get(self.manifest.rank_name(name, runtime.rank()))
@@ -93,45 +85,37 @@ class RestorePlan:
             self.problems.append(f"{name} is not in the checkpoint")
             return torch.empty(0)
         shape, dtype = stored.shape, DTYPES[stored.dtype]
+        layout = self._layout(ref, shape, like, mesh)
         if isinstance(now, torch.Tensor) and tuple(now.shape) == shape and now.dtype == dtype:
-            if is_sharded(now) == ("spec" in ref):
+            if has_layout(now, layout):
                 self.fill(name, now)
                 return now
-        device = runtime.device() if ref.get("device") else torch.device("cpu")
-        if "spec" not in ref:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-        elif like is not None and is_sharded(like):
-            layout = layout_of(spec_of(like))
-            if tuple(like.shape) != shape:
-                layout = _layout(layout.mesh, ref["spec"], len(shape))
-            tensor = _sharded(layout, shape, dtype, local_of(like).device, type(like.detach()))
-        elif mesh is not None:
-            tensor = _sharded(_layout(mesh, ref["spec"], len(shape)), shape, dtype, runtime.device(), ShardedTensor)
+        if layout is not None:
+            tensor = empty_sharded(layout, shape, dtype, like)
+        elif "spec" in ref or "device" in ref:
+            beside = like.device if like is not None and "spec" in ref else runtime.device()
+            tensor = torch.empty(shape, dtype=dtype, device=beside)
         else:
-            tensor = torch.empty(shape, dtype=dtype, device=like.device if like is not None else runtime.device())
+            tensor = torch.empty(shape, dtype=dtype)
         self.fill(name, tensor)
         return tensor
 
+    def _layout(
+        self, ref: dict[str, Any], shape: tuple[int, ...], like: torch.Tensor | None, mesh: Mesh | None
+    ) -> Layout | None:
+        """The layout of a tensor to read into; None for a plain one."""
+        of_like = spmd.sharding_of(like) if like is not None and spmd.is_sharded(like) else None
+        if of_like is not None and like is not None and tuple(like.shape) == shape:
+            return of_like
+        mesh = of_like.mesh if of_like is not None else mesh
+        return _saved_layout(mesh, ref["spec"], len(shape)) if mesh is not None and "spec" in ref else None
 
-def _layout(mesh: Mesh, spec: list[Any], rank: int) -> Layout:
+
+def _saved_layout(mesh: Mesh, spec: list[Any], rank: int) -> Layout:
     try:
         return Layout.of(mesh, [tuple(e) if isinstance(e, list) else e for e in spec])
     except UserError:  # it was saved on a mesh with other axes
         return Layout(mesh, ((),) * rank)
-
-
-def _sharded(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, kind: Any) -> Any:
-    """A sharded tensor with uninitialized values."""
-    device_mesh, placements = torch_layout(layout, shape)
-    if layout.mesh.coordinate(runtime.rank()) is None:
-        local = torch.empty(0, dtype=dtype, device=device)
-    else:
-        cuts = layout.slices(shape, runtime.rank())
-        local = torch.empty([cut.stop - cut.start for cut in cuts], dtype=dtype, device=device)
-    stride = torch.empty(shape, device="meta").stride()
-    meta = TensorMeta(torch.Size(shape), stride, dtype)
-    kind = kind if kind in (DTensor, ShardedTensor) else ShardedTensor
-    return kind(local, DTensorSpec(device_mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
 # --- states ---------------------------------------------------------------------------------------------------------

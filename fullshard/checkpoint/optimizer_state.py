@@ -17,6 +17,12 @@ from fullshard.fsdp.bnb_optimizers import SCALES, is_bnb
 from fullshard.fsdp.optimizers import initial_state
 from fullshard.spmd.mesh import Mesh
 
+STEP = "step"
+"""The key of a parameter's step count: a number, whatever the parameter's layout."""
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Options of a parameter group that say how an optimizer computes, which is its own choice where it is restored: what
+one engine or device has, another may not."""
+
 
 def _names(optimizer: torch.optim.Optimizer, names: dict[int, str], label: str) -> list[list[str]]:
     """The parameter names of each parameter group."""
@@ -79,7 +85,8 @@ def prepare_optimizer(
         for key, value in data.items():
             for ref in json_tree.tensor_refs(value):
                 now = present.get(key) if ref is value else None
-                tensors[ref["name"]] = made = plan.make(ref, parameters[name], mesh, now)
+                like = parameters[name] if key != STEP else None
+                tensors[ref["name"]] = made = plan.make(ref, like, mesh, now)
                 if key in SCALES and isinstance(now, torch.Tensor) and now.shape != made.shape:
                     plan.problems.append(
                         f"{label}: the 8-bit state of {name} was quantized in blocks that begin at its shards, and it "
@@ -99,10 +106,10 @@ def prepare_optimizer(
             numbers.setdefault(name, len(numbers))
         state = {numbers[name]: json_tree.decode(data, take) for name, data in entry["state"].items()}
         groups = []
-        for group, group_names in zip(entry["groups"], members, strict=True):
-            groups.append(
-                {**json_tree.decode(group["options"], take), "params": [numbers[name] for name in group_names]}
-            )
+        for group, group_names, now in zip(entry["groups"], members, optimizer.param_groups, strict=True):
+            kept = {key: now[key] for key in IMPLEMENTATION if key in now}
+            params = [numbers[name] for name in group_names]
+            groups.append({**json_tree.decode(group["options"], take), **kept, "params": params})
         if is_bnb(optimizer):  # its own load_state_dict copies all state, out of paged memory too
             optimizer.load_state_dict({"state": {}, "param_groups": groups})
             optimizer.state.update({parameters[name]: state[i] for name, i in numbers.items() if i in state})

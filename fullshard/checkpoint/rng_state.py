@@ -1,8 +1,9 @@
-"""The random number generators of every rank: Python's, numpy's, torch's on the CPU and on the GPU.
+"""The random number generators of every rank: Python's, numpy's, torch's on the CPU and on the device.
 
 With the same number of ranks, each rank gets its own state back. With another number, generators that were the same on
 all ranks stay the same; where they differed, additional ranks get states derived from the saved ones, the same at every
-resume.
+resume. The generator of a GPU and that of XLA devices have nothing in common: resuming on the other engine restores the
+host's generators, and leaves the device's as the program has seeded it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullshard import accelerator, runtime
+from fullshard import runtime
 from fullshard.checkpoint import json_tree
 from fullshard.checkpoint.objects import RestorePlan, StateDescription
 
@@ -23,15 +24,15 @@ NAME = "rng"
 
 def describe_rng(description: StateDescription) -> None:
     """Describe this rank's generators."""
+    device, device_state = runtime.generator_state()
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
-    state: dict[str, Any] = {
+    state = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "numpy": {"kind": kind, "keys": np.asarray(keys), "rest": (int(position), int(has_gauss), float(cached))},
         "torch": torch.get_rng_state(),
+        device: device_state,
     }
-    if (own := accelerator.rng_state(runtime.device())) is not None:
-        state[runtime.device().type] = own
     description.entries[NAME] = {"kind": NAME, "value": json_tree.encode(state, description.put, NAME)}
 
 
@@ -62,8 +63,8 @@ def prepare_rng(plan: RestorePlan, entry: dict[str, Any]) -> None:
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
         np.random.set_state((numpy["kind"], numpy["keys"], *numpy["rest"]))
         torch.set_rng_state(state["torch"].cpu())
-        own = state.get(runtime.device().type)  # absent in a checkpoint from another type of device
-        if own is not None:
-            accelerator.set_rng_state(runtime.device(), own)
+        device, _ = runtime.generator_state()
+        if state.get(device) is not None:
+            runtime.set_generator_state(state[device])
 
     plan.finish.append(finish)

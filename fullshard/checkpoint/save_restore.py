@@ -20,6 +20,7 @@ from fullshard import runtime
 from fullshard.checkpoint import objects, publish
 from fullshard.checkpoint.dcp_planner import ReadPlanner, WritePlanner
 from fullshard.checkpoint.dcp_storage import CheckpointReader, CheckpointWriter
+from fullshard.checkpoint.load_target import together
 from fullshard.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -38,6 +39,7 @@ from fullshard.errors import CheckpointError
 from fullshard.ranks import agree, agree_locally, by_rank, connection_lost, describe_error
 from fullshard.version import library_versions
 from fullshard.watchdog import watch
+from fullshard.weights.wrapped import wrapped
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def _describe_request(request: tuple[str, int | None, list[str]]) -> str:
 
 def describe(state: Mapping[str, Any], omitted: Mapping[str, set[str]]) -> StateDescription:
     """Split the state into JSON entries and tensor shards."""
+    runtime.flush()  # on XLA: what was recorded so far is part of the state
     description = StateDescription()
     names = objects.parameter_names(state)
     for name, value in state.items():
@@ -190,12 +193,15 @@ def load(
         )
     try:
         with torch.no_grad():
-            dcp.load(
-                {},
-                storage_reader=CheckpointReader(directory, manifest),
-                planner=ReadPlanner(plan.targets),
-                process_group=group,
-            )
+            for tensors in together(plan.tensors):
+                dcp.load(
+                    {},
+                    storage_reader=CheckpointReader(directory, manifest),
+                    planner=ReadPlanner(tensors),
+                    process_group=group,
+                )
+                for tensor in tensors:
+                    tensor.finish()
     except CheckpointException as error:
         raise CheckpointError(f"{what} failed midway, and the state is not usable now: {_from_torch(error)}") from error
     except RuntimeError as error:
@@ -212,7 +218,7 @@ def _prepare(manifest: Manifest, state: MutableMapping[str, Any], rng: bool) -> 
     objects.check_state(state)
     plan = RestorePlan(manifest)
     names = objects.parameter_names(state)
-    mesh = next((m.mesh for m in objects.models_in(state).values() if hasattr(m, "_fullshard_engine")), None)
+    mesh = next((m.mesh for m in objects.models_in(state).values() if wrapped(m) is not None), None)
     for name, value in state.items():
         entry = manifest.states.get(name)
         if entry is None:

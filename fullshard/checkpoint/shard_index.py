@@ -1,7 +1,9 @@
-"""A rank's shard of each tensor: its position in the whole tensor, and the number of ranks with the same shard.
+"""The shards of each tensor that this process holds: their position in the whole tensor, and who else holds them.
 
-Nothing here communicates or copies. If several ranks hold the same shard, each of them writes a part of it, so that
-every tensor is written once and the ranks share the work.
+Nothing here communicates. If several ranks hold the same shard, each of them writes a part of it, so that every tensor
+is written once and the ranks share the work. On the torch engine a process holds at most one shard of a tensor, in
+memory that the host or the GPU can address. On XLA it holds one for each of its devices; `xla/shards.py` copies them to
+host memory.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from fullshard import runtime
+from fullshard import runtime, spmd
 from fullshard.errors import CheckpointError
 from fullshard.spmd.marked import unmarked
-from fullshard.spmd.redistribute import layout_of
-from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import local_of, spec_of
+from fullshard.spmd.redistribute import layout_of, torch_layout
+from fullshard.spmd.spec import Layout
+from fullshard.spmd.tensor import ShardedTensor, is_sharded
+from fullshard.torch_private import DTensorSpec, TensorMeta, local_of, spec_of
 from fullshard.weights.safetensors_index import DTYPE_NAMES
 
 SMALL = 4096
@@ -41,18 +45,38 @@ class TensorShard:
     """How many ranks hold this same shard by the tensor's layout; 0 for a plain tensor, whose layout is unknown."""
     copy: int = 0
     """This rank's index among them."""
+    own: bool = False
+    """Whether `local` is a copy made for this save, which nothing else writes to."""
 
     @property
     def is_plain(self) -> bool:
         return self.copies == 0
 
 
+def on_xla(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is on XLA devices: one process may then hold several of its shards, and values go through host
+    memory."""
+    return tensor.device.type == "xla"
+
+
+def shards_of(name: str, tensor: torch.Tensor) -> list[TensorShard]:
+    """The shards of a tensor that this process holds, with their values. Those of XLA devices are copied."""
+    if tensor.dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"{name} has dtype {tensor.dtype}, which safetensors files cannot hold")
+    if on_xla(tensor):
+        from fullshard.xla import shards as xla
+
+        return [
+            TensorShard(name, tuple(tensor.shape), part.value, xla.starts(part.cuts), part.copies, part.copy, own=True)
+            for part in xla.read(tensor)
+        ]
+    shard = shard_of(name, tensor)
+    return [] if shard is None else [shard]
+
+
 def shard_of(name: str, tensor: torch.Tensor) -> TensorShard | None:
-    """This rank's shard of a tensor; None if it holds no part of it."""
+    """This rank's shard of a tensor of the torch engine; None if it holds no part of it."""
     tensor = unmarked(tensor.detach() if type(tensor) is torch.nn.Parameter else tensor)
-    dtype = tensor.dtype
-    if dtype not in DTYPE_NAMES:
-        raise CheckpointError(f"{name} has dtype {dtype}, which safetensors files cannot hold")
     if not is_sharded(tensor):
         if tensor.is_meta:
             raise CheckpointError(f"{name} has no values yet (it is on the meta device); load or initialize it first")
@@ -79,6 +103,40 @@ def shard_of(name: str, tensor: torch.Tensor) -> TensorShard | None:
     copies = layout.mesh.size() // pieces
     offsets = tuple(cut.start for cut in cuts)
     return TensorShard(name, tuple(tensor.shape), local.detach(), offsets, copies, layout.replica_id(me))
+
+
+def layout_to_save(tensor: torch.Tensor) -> Layout | None:
+    """The layout that a checkpoint records for a tensor; None for a plain one."""
+    layout = spmd.sharding_of(tensor) if spmd.is_sharded(tensor) else None
+    # On XLA every computed value has a layout, most often copies on all devices: that is what a plain tensor is there.
+    return None if layout is not None and on_xla(tensor) and not any(layout.dims) else layout
+
+
+def has_layout(tensor: torch.Tensor, layout: Layout | None) -> bool:
+    """Whether values for a tensor with this layout (None: a plain one) can be read into `tensor`."""
+    if on_xla(tensor) and layout is not None:  # otherwise it would keep what the compiler chose
+        return spmd.sharding_of(tensor) == layout
+    return spmd.is_sharded(tensor) == (layout is not None)
+
+
+def empty_sharded(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor | None) -> Any:
+    """A sharded tensor with uninitialized values, on the device and of the class of `like` if that is sharded."""
+    if runtime.device().type == "xla":
+        from fullshard.xla import shards as xla
+
+        return xla.empty(shape, dtype, layout)
+    like = like if like is not None and is_sharded(like) else None
+    device = local_of(like).device if like is not None else runtime.device()
+    device_mesh, placements = torch_layout(layout, shape)
+    if layout.mesh.coordinate(runtime.rank()) is None:
+        local = torch.empty(0, dtype=dtype, device=device)
+    else:
+        cuts = layout.slices(shape, runtime.rank())
+        local = torch.empty([cut.stop - cut.start for cut in cuts], dtype=dtype, device=device)
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, dtype)
+    kind: Any = DTensor if like is not None and type(like.detach()) is DTensor else ShardedTensor
+    return kind(local, DTensorSpec(device_mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
 def part_to_write(piece: TensorShard) -> TensorShard | None:

@@ -187,11 +187,15 @@ class Collator:
     mask: str | None = None
     """The name under which to add which tokens are no padding: `attention_mask` for code that expects it, `real_tokens`
     for routers of experts. None adds nothing: the model itself does not need it."""
+    rows: int = 1
+    """The least number of rows; those that are missing are padding."""
+    length: int = 1
+    """The least length of rows, padding included."""
 
     def padded(self, length: int) -> int:
         """The length of rows of which the longest has this length."""
         multiple = self.multiple or (1 if self.flatten else 8)
-        return -(-length // multiple) * multiple
+        return -(-max(length, self.length) // multiple) * multiple
 
     def __call__(self, table: TokenRows, rows: Sequence[int]) -> Batch:
         """`input_ids`, `labels` and, if packed, `position_ids`. An empty batch becomes one row without loss."""
@@ -200,7 +204,7 @@ class Collator:
             ids, targets, position_ids = (np.concatenate(parts) for parts in zip(*packed, strict=True))
             packed = [(ids, targets, position_ids)]
         length = self.padded(max((len(ids) for ids, _, _ in packed), default=1))
-        shape = (max(1, len(packed)), length)
+        shape = (max(self.rows, len(packed)), length)
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
         # Padding counts as a separate document: its position ids restart as well.
@@ -213,7 +217,7 @@ class Collator:
         if self.isolate or self.flatten:
             batch["position_ids"] = torch.from_numpy(positions)
         if self.mask is not None:
-            lengths = torch.tensor([len(tokens) for tokens, _, _ in packed] or [0])
+            lengths = torch.tensor([len(tokens) for tokens, _, _ in packed] + [0] * (shape[0] - len(packed)))
             batch[self.mask] = (torch.arange(length) < lengths[:, None]).long()
         return batch
 

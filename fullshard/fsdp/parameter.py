@@ -92,6 +92,30 @@ class ShardedParameter:
     def local(self) -> torch.Tensor:
         return local_of(self.shard)
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether the shard has no memory yet."""
+        return self.local.is_meta
+
+    @property
+    def held(self) -> int:
+        """The number of values of the parameter that this process holds."""
+        return self.local.numel()
+
+    staged_bytes = 0
+    """Bytes of host memory that `parts` takes."""
+
+    def parts(self, keep: bool = False) -> list[tuple[tuple[slice, ...], torch.Tensor]]:
+        """The shards of this process, to read and write: which part of the parameter each is, and its memory.
+
+        On XLA, where a process has several, the memory is the host's: with `keep` it has the present values, and
+        `written` moves it to the devices.
+        """
+        return [(self.layout.slices(self.plan.shape, runtime.rank()), self.local.detach())]
+
+    def written(self) -> None:
+        """To be called once the memory of `parts` has new values."""
+
     def follow(self, plan: ParameterPlan) -> None:
         """Apply a new plan. Another compute dtype means a new gathered value, so it must not be gathered now."""
         dtype = dtype_of(plan.compute_dtype)

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from fullshard import engines
+from fullshard.errors import ConfigError
+
 VARIABLE = "FULLSHARD_INTEGRATIONS"
 """The environment variable that `fullshard launch --no_integrations` sets to `off`."""
 TESTED = {"accelerate": ("1.15",), "transformers": ("5.17", "5.22"), "trl": ("1.16",)}
@@ -143,6 +146,8 @@ def install() -> None:
 def _chosen() -> dict[str, list[Callable[[ModuleType], None]]]:
     """What is done to a module once it is imported, by the module's name."""
     changes: dict[str, list[Callable[[ModuleType], None]]] = {}
+    if engines.is_xla():
+        return {"accelerate.accelerator": [_refuse_on_xla]}
     if not untested("accelerate"):
         for seam in SEAMS:
             if not untested(seam.module.split(".")[0]):
@@ -183,6 +188,19 @@ def _replace(seam: Seam, module: ModuleType) -> None:
         return replacement()(*args, **kwargs)
 
     setattr(owner, name, classmethod(replaced) if isinstance(held, classmethod) else replaced)
+
+
+def _refuse_on_xla(module: ModuleType) -> None:
+    """Refuse scripts that use Accelerate on the XLA engine, at first use."""
+
+    def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "scripts for Accelerate, transformers' Trainer and TRL are run by the torch engine; on XLA use "
+            "fullshard.prepare or fullshard.SFTTrainer in the script, fullshard sft, or --no_integrations for "
+            "Accelerate's own engine"
+        )
+
+    module.Accelerator.__init__ = refusing  # type: ignore[attr-defined]
 
 
 def _announce_untested(library: str, attribute: str, module: ModuleType) -> None:

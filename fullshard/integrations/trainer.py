@@ -11,6 +11,7 @@ from fullshard import runtime
 from fullshard.integrations.accelerate_prepare import is_served
 from fullshard.integrations.fsdp_plugin import NAMES
 from fullshard.options import options_of
+from fullshard.parallelize import xla_settings
 from fullshard.parallelize.fsdp_flags import read_section, read_words, settings_from_trainer_flags
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings, overlay
@@ -33,10 +34,11 @@ def fsdp_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self)
         notes: list[str] = []
         values = overlay(read_section(section, notes), read_words(words))
-        settings_from_trainer_flags(words, section)  # refuses what cannot be served
+        settings = settings_from_trainer_flags(words, section)  # refuses what cannot be served
         made = {_PLUGIN_NAMES.get(name, name): value for name, value in values.items()}
         known = inspect.signature(FullyShardedDataParallelPlugin).parameters
-        for note in (*notes, *_without_effect(values), *_not_of_the_plugin(made.keys() - known, values)):
+        notes += [*_without_effect(values), *_not_of_the_plugin(made.keys() - known, values)]
+        for note in (*notes, *xla_settings.notes(settings)):
             runtime.get_logger().info("TrainingArguments: %s", note)
         self.fsdp, self.fsdp_config = True, {}
         original(self)
@@ -56,7 +58,7 @@ def _without_effect(values: dict[str, Any]) -> Iterator[str]:
 def _not_of_the_plugin(names: set[str], values: dict[str, Any]) -> Iterator[str]:
     """Notes on settings that a whole configuration file has beside those of FSDP."""
     for one in options_of(EngineSettings):
-        if one.name in names and values[one.name] != one.default:
+        if one.name in names and values[one.name] != one.default and not one.name.startswith("xla"):
             yield f"fsdp_config: {one.key} is ignored: it applies to `fullshard launch --config_file`"
 
 

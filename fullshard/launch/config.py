@@ -18,9 +18,9 @@ from fullshard.options import Option, option, options_of
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings
 
-OFFERED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+OFFERED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "XLA")
 NOT_OFFERED = (
-    "DEEPSPEED", "MEGATRON_LM", "XLA", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU",
+    "DEEPSPEED", "MEGATRON_LM", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU",
     "MULTI_NEURON",
 )  # fmt: skip
 """Values of `distributed_type` that Accelerate accepts and fullshard refuses."""
@@ -33,9 +33,11 @@ class ProcessSettings:
     compute_environment: Literal["LOCAL_MACHINE", "AMAZON_SAGEMAKER"] = "LOCAL_MACHINE"
     """Where the processes run. Only LOCAL_MACHINE is supported; it includes Slurm."""
     distributed_type: Literal[(*OFFERED, *NOT_OFFERED)] = "FSDP"  # type: ignore[valid-type]
-    """FSDP shards the model. MULTI_GPU and MULTI_CPU replicate it on every rank (NO_SHARD). NO is one process."""
+    """FSDP shards the model. MULTI_GPU and MULTI_CPU replicate it on every rank (NO_SHARD). NO is one process. XLA is
+    FSDP on the XLA engine, as with `xla: true`."""
     num_processes: int | None = option(None, flags=("n",))
-    """Total number of processes on all machines. Unset: one per GPU, or one on CPUs."""
+    """Total number of processes on all machines. Unset: one per GPU, or one on CPUs. On the XLA engine the number of
+    devices, which one process drives; unset: all."""
     num_machines: int = 1
     """Number of machines (nodes)."""
     machine_rank: int = 0
@@ -81,7 +83,7 @@ class RunSettings:
     use_megatron_lm: bool = _flag(False)
     """Same as `--distributed_type MEGATRON_LM`, which is refused."""
     tpu: bool = _flag(False)
-    """Same as `--distributed_type XLA`, which is refused."""
+    """Same as `--distributed_type XLA`."""
     fsdp: str | None = _flag(None, given_as='"full_shard auto_wrap offload"')
     """The strategy, written as for `--fsdp` of transformers' Trainer."""
     fsdp_config: str | None = _flag(None, given_as="PATH")

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from fullshard import engines
 from fullshard.capacity.machines import MACHINES, Machine, find_machine
 from fullshard.configfile import SUFFIXES, read_file
 from fullshard.errors import ConfigError
@@ -33,6 +34,7 @@ def plan(words: Sequence[str]) -> int:
     if not words or any(word in HELP for word in words):
         show_plan_help()
         return 0
+    engines.require_torch_engine("fullshard plan")
     request, options = read_request(words)
     return search(request, options) if options.search else show(request, options)
 

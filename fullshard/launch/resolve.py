@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fullshard import engines
 from fullshard.configfile import Given, read_file, sort_keys
 from fullshard.device_kinds import KINDS
 from fullshard.errors import ConfigError
@@ -30,6 +31,7 @@ from fullshard.launch.config import (
 )
 from fullshard.launch.slurm import SlurmPlace, read_slurm
 from fullshard.options import options_of, parse_flags
+from fullshard.parallelize import xla_settings
 from fullshard.parallelize.fsdp_flags import read_section, read_words
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import RESOLVED_VARIABLE, EngineSettings, overlay, values_in
@@ -78,7 +80,11 @@ class LaunchSettings:
             shown["rendezvous"] = f"{self.endpoint} ({self.processes.rdzv_backend})"
         shown |= self.engine.describe()
         shown["device"] = self.device
-        shape = self.engine.mesh_shape(self.world_size, machines)
+        devices = self.world_size
+        if self.device == "xla":
+            devices = self.processes.num_processes or 0
+            shown["devices"] = str(devices or "all of this machine") + ", driven by one process"
+        shape = self.engine.mesh_shape(devices, machines) if devices else {}
         if len(shape) > 1:
             shown["mesh"] = ", ".join(f"{axis}={size}" for axis, size in shape.items())
         if self.run.max_restarts:
@@ -130,6 +136,8 @@ class LaunchSettings:
         if self.device == "cpu":
             made["FULLSHARD_DEVICE"] = "cpu"
             made["ACCELERATE_USE_CPU"] = "true"  # else Accelerate takes such ranks for independent programs
+        if self.device == "xla":
+            made |= self._xla_variables(outer)
         gpus = self.processes.gpu_ids
         if gpus not in (None, "all") and self.device in KINDS:
             made[KINDS[self.device].visible] = gpus
@@ -138,6 +146,15 @@ class LaunchSettings:
         if self.processes.enable_cpu_affinity:
             made["ACCELERATE_CPU_AFFINITY"] = "1"
         return made
+
+    def _xla_variables(self, outer: Mapping[str, str]) -> dict[str, str]:
+        """What tells PyTorch/XLA which devices to use; CPU devices are made, in the number that is asked for."""
+        count = self.processes.num_processes
+        asked = {} if count is None else {xla_settings.DEVICES_VARIABLE: str(count)}
+        if not self.engine.use_cpu and outer.get("PJRT_DEVICE") != "CPU":
+            return asked
+        devices = count or outer.get("CPU_NUM_DEVICES") or 1
+        return {**asked, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
 
     def _threads(self, outer: Mapping[str, str]) -> int:
         if self.run.num_cpu_threads_per_process is not None:
@@ -223,13 +240,16 @@ def _typed(run: RunSettings) -> dict[str, Any]:
 def _engine(values: Mapping[str, Any], processes: ProcessSettings, notes: list[str]) -> EngineSettings:
     chosen = _of(EngineSettings, values)
     kind = processes.distributed_type
-    if kind != "FSDP":
+    if kind == "XLA":
+        chosen["xla"] = True
+    elif kind != "FSDP":
         if any(name in chosen for name in ("sharding_strategy", "reshard_after_forward")):
             notes.append(f"distributed_type: {kind} replicates the model on every rank; FSDP would shard it")
         chosen = overlay(chosen, {"sharding_strategy": "NO_SHARD"})
     if kind == "MULTI_CPU":
         chosen["use_cpu"] = True
     engine = EngineSettings(**chosen)
+    notes.extend(xla_settings.notes(engine))
     if engine.transformer_layer_cls_to_wrap and engine.wrap_policy != "TRANSFORMER_BASED_WRAP":
         notes.append(f"fsdp_transformer_layer_cls_to_wrap is not used by fsdp_auto_wrap_policy: {engine.wrap_policy}")
     if engine.min_num_params is not None and engine.wrap_policy != "SIZE_BASED_WRAP":
@@ -244,8 +264,7 @@ def _check_processes(processes: ProcessSettings, starts: bool) -> None:
             raise ConfigError(f"{name} is not supported; remove it from the file, or use accelerate launch")
     for wrong, text in (
         (processes.compute_environment != "LOCAL_MACHINE", "compute_environment: expected LOCAL_MACHINE"),
-        (kind == "XLA", "distributed_type: XLA is not supported yet; use FSDP"),
-        (kind in NOT_OFFERED, f"distributed_type: {kind} is not supported; use FSDP, MULTI_GPU, MULTI_CPU or NO"),
+        (kind in NOT_OFFERED, f"distributed_type: {kind} is not supported; use FSDP, XLA, MULTI_GPU, MULTI_CPU or NO"),
         (total == -1, "num_processes: -1 in the file means that it must be set on the command line: --num_processes N"),
         (total is not None and total < 1, f"num_processes: expected 1 or more, got {total}"),
         (machines < 1, f"num_machines: expected 1 or more, got {machines}"),
@@ -329,6 +348,8 @@ def _module_exists(name: str) -> bool:
 
 def settle(settings: LaunchSettings, gpus: int, gpu_type: str = "cuda") -> LaunchSettings:
     """The settings with the device and the number of processes, for a machine with this many GPUs of this type."""
+    if engines.is_xla():
+        return _settle_on_xla(settings)
     processes, engine, notes = settings.processes, settings.engine, list(settings.notes)
     machines = processes.num_machines
     named = processes.gpu_ids not in (None, "all") and not engine.use_cpu
@@ -363,3 +384,14 @@ def settle(settings: LaunchSettings, gpus: int, gpu_type: str = "cuda") -> Launc
     )
     engine.mesh_shape(settled.world_size, machines)
     return settled
+
+
+def _settle_on_xla(settings: LaunchSettings) -> LaunchSettings:
+    """One process drives all XLA devices of this machine; `num_processes` is their number."""
+    processes, slurm = settings.processes, settings.slurm
+    if processes.num_machines > 1 or (slurm is not None and slurm.tasks > 1):
+        count = max(processes.num_machines, slurm.tasks if slurm is not None else 1)
+        raise ConfigError(f"num_machines is {count}: on the XLA engine one process on one machine is supported")
+    if processes.num_processes is not None:
+        settings.engine.mesh_shape(processes.num_processes, 1)
+    return dataclasses.replace(settings, device="xla")

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from fullshard import runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp import uneven_batches
+from fullshard.parallelize.placement import place
 from fullshard.parallelize.row_assignment import RankBatch, RankBatches, RankItems, SharedRandomOrder
 from fullshard.torch_private import forget_iterator, tree_map
 
@@ -37,7 +38,7 @@ class RankLoader(DataLoader):
     @classmethod
     def of(cls, loader: DataLoader, loss_reduction: str = "mean") -> RankLoader:
         """A copy of `loader` that yields this rank's batches. Attributes and methods of subclasses are kept."""
-        rank, world = runtime.rank(), runtime.world_size()
+        rank, world, joins = runtime.rank(), runtime.world_size(), runtime.addressable_device_count()
         _check(loader, world, loss_reduction)
         new: Any = copy.copy(loader)
         forget_iterator(new)
@@ -49,11 +50,11 @@ class RankLoader(DataLoader):
         sampled: RankBatches | RankItems | None = None
         # DataLoader.__setattr__ refuses to change these after construction, so they are set in __dict__.
         changed: dict[str, Any] = {"in_order": True if world > 1 else loader.in_order}
-        if streams and world > 1:
-            sampled = RankItems(loader.dataset, rank, world, loader.batch_size, loader.drop_last, order)
+        if streams and world * joins > 1:
+            sampled = RankItems(loader.dataset, rank, world, loader.batch_size, loader.drop_last, order, joins)
             changed |= {"dataset": sampled, "drop_last": False}
         elif not streams and loader.batch_sampler is not None:
-            changed["batch_sampler"] = sampled = RankBatches(loader.batch_sampler, rank, world, order)
+            changed["batch_sampler"] = sampled = RankBatches(loader.batch_sampler, rank, world, order, joins)
         elif not streams:
             changed["sampler"] = sampled = RankBatches(loader.sampler, rank, world, order)
         changed |= {"order": order, "share": None, "loss_reduction": loss_reduction}
@@ -90,7 +91,7 @@ class RankLoader(DataLoader):
                     if number >= skip:
                         uneven_batches.to_front(share)
                         self.share = share
-                        yield _on_device(batch, runtime.device())
+                        yield tree_map(_placed, batch)
             finally:
                 if self.share is share:
                     self.share = None
@@ -150,6 +151,8 @@ def _extended(plain: type) -> type:
     return _classes[plain]
 
 
-def _on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors, and other objects that have `to`, on this device."""
-    return tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch)
+def _placed(leaf: Any) -> Any:
+    """A tensor of a batch, or another object that has `to`, on this rank's device."""
+    if isinstance(leaf, torch.Tensor):
+        return place(leaf)
+    return leaf.to(runtime.device()) if hasattr(leaf, "to") else leaf

@@ -10,6 +10,7 @@ from typing import Any
 from fullshard.configfile import ConfigFile, read_file, sort_keys
 from fullshard.errors import ConfigError
 from fullshard.options import nearest, options_of
+from fullshard.parallelize import xla_settings
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import STRATEGIES, EngineSettings, overlay
 
@@ -34,8 +35,12 @@ def settings_from_trainer_flags(
     """
     base = EngineSettings.from_environment() if base is None else base
     values = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    given = overlay(read_section(fsdp_config, notes if notes is not None else []), read_words(fsdp))
-    return EngineSettings(**overlay(values, {name: value for name, value in given.items() if name in values}))
+    notes = notes if notes is not None else []
+    given = overlay(read_section(fsdp_config, notes), read_words(fsdp))
+    made = EngineSettings(**overlay(values, {name: value for name, value in given.items() if name in values}))
+    if any(name.startswith("xla") for name in given):
+        notes.extend(xla_settings.notes(made))
+    return made
 
 
 def read_words(fsdp: str | bool | Iterable[str] | None) -> dict[str, Any]:

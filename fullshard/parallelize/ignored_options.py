@@ -13,8 +13,7 @@ from fullshard.options import Option
 _FSDP = {"section": "fsdp_config", "prefix": "fsdp_"}
 _PARALLELISM = {"section": "parallelism_config", "prefix": "parallelism_config_"}
 _NO_PARALLELISM = "it configures context or sequence parallelism, which the engine does not have"
-_NO_XLA = "it configures PyTorch/XLA, which is not supported yet"
-_NO_TPU = "it configures TPUs, which are not supported yet"
+_NO_TPU_VM = "it starts commands on TPU machines over SSH; start fullshard on the machine itself"
 
 
 def _ignored(name: str, kind: type, default: Any, reason: str, **about: Any) -> Option:
@@ -36,11 +35,6 @@ IGNORED_OPTIONS: tuple[Option, ...] = (
         "limit_all_gathers", bool, True, "the number of units gathered ahead is always bounded",
         env="FSDP_LIMIT_ALL_GATHERS", **_FSDP,
     ),
-    _ignored("xla_fsdp_v2", bool, False, _NO_XLA, section="fsdp_config"),
-    _ignored("xla_fsdp_settings", dict, None, _NO_XLA, section="fsdp_config"),
-    _ignored(
-        "xla_fsdp_grad_ckpt", bool, False, f"{_NO_XLA}; use fsdp_activation_checkpointing", section="fsdp_config"
-    ),
     _ignored("cp_backend", str, None, _NO_PARALLELISM, **_PARALLELISM),
     _ignored("cp_comm_strategy", str, None, _NO_PARALLELISM, **_PARALLELISM),
     _ignored("sp_backend", str, None, _NO_PARALLELISM, **_PARALLELISM),
@@ -56,14 +50,19 @@ IGNORED_OPTIONS: tuple[Option, ...] = (
         section="dynamo_config", prefix="dynamo_", env="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
     ),
     _ignored("same_network", bool, True, "machines always meet at main_process_ip:main_process_port"),
-    _ignored("main_training_function", str, "main", _NO_TPU),
-    _ignored("downcast_bf16", str, "no", _NO_TPU),
-    _ignored("tpu_env", tuple, None, _NO_TPU),
-    _ignored("tpu_use_cluster", bool, False, _NO_TPU, flags=("tpu_cluster",)),
-    _ignored("tpu_use_sudo", bool, False, _NO_TPU),
-    _ignored("tpu_name", str, None, _NO_TPU),
-    _ignored("tpu_zone", str, None, _NO_TPU),
-    _ignored("tpu_vm", tuple, None, _NO_TPU, flags=("vm",)),
-    _ignored("command_file", str, None, _NO_TPU),
-    _ignored("commands", tuple, None, _NO_TPU),
+    _ignored(
+        "main_training_function", str, "main", "the whole script runs; no function of it is started once per device",
+    ),
+    _ignored(
+        "downcast_bf16", str, "no", "it makes bf16 of every float32 value, weights and optimizer state included; use "
+        "mixed_precision: bf16",
+    ),
+    _ignored("tpu_env", tuple, None, f"{_NO_TPU_VM}, with these variables in its environment"),
+    _ignored("tpu_use_cluster", bool, False, _NO_TPU_VM, flags=("tpu_cluster",)),
+    _ignored("tpu_use_sudo", bool, False, _NO_TPU_VM),
+    _ignored("tpu_name", str, None, _NO_TPU_VM),
+    _ignored("tpu_zone", str, None, _NO_TPU_VM),
+    _ignored("tpu_vm", tuple, None, _NO_TPU_VM, flags=("vm",)),
+    _ignored("command_file", str, None, _NO_TPU_VM),
+    _ignored("commands", tuple, None, _NO_TPU_VM),
 )  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from fullshard import accelerator, runtime
+from fullshard import accelerator, engines, runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp import (
     FSDPv2,
+    MixedPrecision,
     checkpoint_module,
     policy,
     size_based_auto_wrap_policy,
@@ -23,6 +26,7 @@ from fullshard.fsdp import (
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.plan_model import plan_fsdp
 from fullshard.parallelize.settings import EngineSettings
+from fullshard.parallelize.xla_settings import DEVICES_VARIABLE, buffer_dtype
 from fullshard.spmd import Mesh
 from fullshard.spmd.mesh import AbsentMesh
 
@@ -34,6 +38,9 @@ def shard_model(
     """Shard a model in place and return it. `overrides` are options of `FSDPv2` that replace those of the settings;
     `say` is called when compilation begins."""
     mesh = mesh if mesh is not None else build_mesh(settings)
+    if (dtype := buffer_dtype(settings)) is not None:
+        precision = MixedPrecision.of(overrides.get("mixed_precision", settings.mixed_precision))
+        overrides["mixed_precision"] = dataclasses.replace(precision, buffer_dtype=dtype)
     layers = checkpointed_modules(model, settings) if settings.activation_checkpointing else []
     wrapped: Any = FSDPv2(model, mesh, **{**fsdp_options(model, settings), **overrides})  # type: ignore[call-arg]
     for layer in layers:
@@ -67,9 +74,16 @@ def absent_mesh(settings: EngineSettings, processes: int, nodes: int = 1) -> Abs
 
 
 def build_mesh(settings: EngineSettings) -> Mesh:
-    """The mesh of the strategy over all ranks of this job."""
-    shape = settings.mesh_shape(runtime.world_size(), runtime.node_count())
-    return Mesh(np.arange(runtime.world_size()), tuple(shape.values()), tuple(shape))
+    """The mesh of the strategy over all devices of this job."""
+    devices = runtime.global_device_count()
+    asked = os.environ.get(DEVICES_VARIABLE, "")
+    if engines.is_xla() and asked not in ("", str(devices)):
+        raise ConfigError(
+            f"num_processes is {asked}, and XLA has {devices} device(s); on the XLA engine it is the number of "
+            f"devices. Leave it out to use all"
+        )
+    shape = settings.mesh_shape(devices, runtime.node_count())
+    return Mesh(np.arange(devices), tuple(shape.values()), tuple(shape))
 
 
 def fsdp_options(model: nn.Module, settings: EngineSettings) -> dict[str, Any]:

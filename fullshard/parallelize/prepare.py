@@ -7,6 +7,7 @@ over the ranks.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
-from fullshard import runtime
+from fullshard import engines, runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp import FSDPv2, shard
 from fullshard.fsdp.state_dict import as_shard
@@ -71,7 +72,8 @@ def rebind(optimizer: Optimizer) -> Optimizer:
         )
     for p in with_state:
         new, state = shard.replaced[p], optimizer.state.pop(p)
-        optimizer.state[new.shard] = {name: as_shard(value, new).clone() for name, value in state.items()}
+        cut = new.as_shard if engines.is_xla() else functools.partial(as_shard, p=new)
+        optimizer.state[new.shard] = {name: cut(value).clone() for name, value in state.items()}
     for group in optimizer.param_groups:
         group["params"] = [shard.replaced[p].shard if p in shard.replaced else p for p in group["params"]]
     return optimizer

@@ -66,6 +66,11 @@ def chunks(items: Any, n: int) -> Iterator[list[Any]]:
         yield chunk
 
 
+def joined(batches: Any, n: int) -> Any:
+    """The batches of indices, `n` of them in one."""
+    return batches if n == 1 else ([row for batch in chunk for row in batch] for chunk in chunks(batches, n))
+
+
 def spread(rows: list[Any], n: int) -> list[list[Any]]:
     """The rows in `n` lists, in order, with lengths that differ by at most one."""
     each, more = divmod(len(rows), n)
@@ -81,10 +86,11 @@ def row_count(batch: Any) -> int:
 class RankBatches(Sampler[Any]):
     """A sampler that yields this rank's batches; other attributes are those of the sampler it replaces."""
 
-    def __init__(self, batches: Any, rank: int, world_size: int, order: SharedRandomOrder):
-        self.batches, self.rank, self.world_size, self.order = batches, rank, world_size, order
+    def __init__(self, batches: Any, rank: int, world_size: int, order: SharedRandomOrder, joins: int = 1):
+        self.batches, self.rank, self.world_size, self.order, self.joins = batches, rank, world_size, order, joins
+        """`joins` batches, one for each device of the rank, make one of the rank's."""
         own = isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__
-        self.size: int | None = batches.batch_size if own else None
+        self.size: int | None = batches.batch_size * joins if own else None
         """Rows per batch; None for a user-defined batch sampler, whose batches must not be split."""
         self.drop = bool(getattr(batches, "drop_last", False))
         self.pending: deque[RankBatch] = deque()
@@ -94,14 +100,14 @@ class RankBatches(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         pending, skip = self.pending, self.skip
-        drawn = self.order.draws(self.batches)
+        drawn = joined(self.order.draws(self.batches), self.joins)
         mine = rank_batches(drawn, self.rank, self.world_size, self.size, self.drop)
         for one in itertools.islice(mine, skip, None):
             pending.append(one)
             yield one.batch
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.batches), self.world_size)
+        whole, rest = divmod(len(self.batches), self.world_size * self.joins)
         if self.drop or not rest:
             return whole
         return whole + 1
@@ -116,10 +122,11 @@ class RankItems(IterableDataset):
     """A stream of this rank's samples: `batch_size` of each `world_size × batch_size` samples."""
 
     def __init__(
-        self, dataset: Any, rank: int, world_size: int, batch_size: int | None, drop: bool, order: SharedRandomOrder
-    ):
+        self, dataset: Any, rank: int, world_size: int, batch_size: int | None, drop: bool, order: SharedRandomOrder,
+        joins: int = 1,
+    ):  # fmt: skip
         self.dataset, self.rank, self.world_size, self.order = dataset, rank, world_size, order
-        self.size, self.drop = batch_size or 1, drop
+        self.size, self.drop = (batch_size or 1) * joins, drop
         self.pending: deque[RankBatch] = deque()
 
     def __iter__(self) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from fullshard.errors import ConfigError
 from fullshard.options import Option, convert, option, options_of
+from fullshard.parallelize import xla_settings
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 KEEPING = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "HYBRID_SHARD_ZERO2"}
@@ -26,6 +27,7 @@ RESOLVED_VARIABLE = "FULLSHARD_RESOLVED"
 """Holds the settings that `fullshard launch` resolved, as JSON; the run saves them with its results."""
 
 _fsdp = functools.partial(option, section="fsdp_config", prefix="fsdp_")
+_xla = functools.partial(option, section="fsdp_config")
 _sizes = functools.partial(option, section="parallelism_config", prefix="parallelism_config_")
 _dynamo = functools.partial(option, section="dynamo_config", prefix="dynamo_")
 
@@ -87,8 +89,18 @@ class EngineSettings:
     """Modules whose full name matches are not sharded; every rank holds them whole."""
     sync_module_states: bool = _fsdp(True, env="FSDP_SYNC_MODULE_STATES")
     """Start from rank 0's parameter values on every rank. With false, each rank's shard is cut from its own values."""
-    xla: bool = option(False, section="fsdp_config", env="FSDP_XLA")
-    """Train with PyTorch/XLA. true is an error: it is not supported yet."""
+    xla: bool = _xla(False, env="FSDP_XLA")
+    """Train on the XLA engine: PyTorch/XLA's compiler partitions the program, and one process drives all devices of the
+    machine. true is an error where torch_xla is not installed; where it is, all runs are on XLA."""
+    xla_fsdp_v2: bool | None = _xla(None, env="FSDP_XLA_FSDP_V2")
+    """Which FSDP wrapper of PyTorch/XLA the file was written for. The model is sharded by FSDPv2 in any case."""
+    xla_fsdp_grad_ckpt: bool = _xla(False, env="FSDP_XLA_FSDP_GRAD_CKPT")
+    """On the XLA engine, the same as `fsdp_activation_checkpointing`."""
+    xla_fsdp_settings: dict[str, Any] | None = _xla(  # noqa: RUF009 - a field, not a shared dict
+        None, env="FSDP_XLA_FSDP_SETTINGS", kind=object, given_as="a mapping, JSON, or the path of a JSON file"
+    )
+    """Keywords of PyTorch/XLA's first FSDP wrapper. On the XLA engine `compute_dtype` and `buffer_dtype` are used; the
+    others are accepted at their default."""
 
     dp_replicate_size: int | None = _sizes(None, env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
     """For the HYBRID strategies, the number of model replicas. More than 1 turns FULL_SHARD into HYBRID_SHARD and
@@ -116,7 +128,6 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for wrong, text in (
             (self.mixed_precision == "fp8", "mixed_precision: fp8 is not supported; use bf16, fp16 or no"),
-            (self.xla, "xla: true: PyTorch/XLA is not supported yet; remove the key to train with torch"),
             (
                 self.tp_size > 1,
                 f"tp_size {self.tp_size}: expected 1; for more, annotate parameters with fullshard.spmd",
@@ -141,6 +152,11 @@ class EngineSettings:
                     f"fsdp_ignored_modules: {self.ignored_modules!r} is not a regular expression: {error}"
                 ) from None
         _ = self.strategy  # raises if two keys contradict each other
+        if self.xla_fsdp_settings is not None:
+            object.__setattr__(self, "xla_fsdp_settings", xla_settings.read_settings(self.xla_fsdp_settings))
+        xla_settings.check(self)
+        for name, value in xla_settings.overruled(self).items():
+            object.__setattr__(self, name, value)
 
     # --- derived values ---------------------------------------------------------------------------------------------
 
@@ -258,7 +274,7 @@ class EngineSettings:
         for one in options_of(type(self)):
             value = getattr(self, one.name)
             if one.env and value != one.default:
-                text = ",".join(value) if isinstance(value, tuple) else str(value)
+                text = ",".join(value) if isinstance(value, tuple) else _text(value)
                 variables[one.env] = text.lower() if isinstance(value, bool) else text
         # transformers reads this variable itself and would leave every rank but the first without weights.
         variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -307,6 +323,10 @@ def _strategy_or_bool(value: str) -> str | bool:
     raise ConfigError(
         f"fsdp_reshard_after_forward: expected true, false or one of {', '.join(STRATEGIES)}, got {value!r}"
     )
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _on_off(on: bool) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard import engines
 from fullshard.errors import QuantizationError
 from fullshard.quant import bnb_format, fp8
 from fullshard.quant.config import Quantization
@@ -35,6 +36,7 @@ def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int
     bits are read as they are. With "fp8" as the configuration, linear layers become `FP8Linear`; fused experts and
     layers whose sizes are not multiples of 16 stay dense.
     """
+    engines.require_torch_engine("quantization of weights (4-bit, fp8)")
     _check(model)
     if config == "fp8":
         return _to_fp8(model)

@@ -6,6 +6,7 @@
 from typing import TYPE_CHECKING, Any
 
 from fullshard import engines, xla_names
+from fullshard.spmd.debug_check import check_global_values
 from fullshard.spmd.draw import visualize_sharding
 from fullshard.spmd.mesh import HybridMesh, Mesh, get_1d_mesh, get_global_mesh, set_global_mesh
 from fullshard.spmd.spec import Layout, PartitionSpec
@@ -13,7 +14,6 @@ from fullshard.spmd.spec import Layout, PartitionSpec
 if TYPE_CHECKING or not engines.is_xla():
     from fullshard.spmd import dtensor_fixes as dtensor_fixes  # patches torch's own class
     from fullshard.spmd import ops as ops  # runs the operators of ShardedTensor
-    from fullshard.spmd.debug_check import check_global_values
     from fullshard.spmd.draw import sharding_string, visualize_tensor_sharding
     from fullshard.spmd.loader import ShardedLoader, ShardingSpec
     from fullshard.spmd.module import distribute_module

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fullshard import accelerator, runtime
+from fullshard import accelerator, engines, runtime
 from fullshard.byte_size import memory_size
 from fullshard.capacity.host_memory import margin
 from fullshard.capacity.step_trace import BatchShape
@@ -150,7 +150,8 @@ class ActivationBudget:
         """The kind and level of the layer that the next step measures."""
         self.predicted = 0.0
         self.chosen = budget is None or largest is None or not self.layers
-        model._fullshard_engine.decides_copies = budget is None
+        if not engines.is_xla():
+            model._fullshard_engine.decides_copies = budget is None
         self._checks, self._age, self._exceeded = 0, 0, False
         """How often the choice may still be corrected, the steps since it was made, and whether one took more than the
         limit."""

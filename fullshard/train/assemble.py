@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from fullshard import runtime
+from fullshard import engines, runtime
 from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
+from fullshard.errors import ConfigError
 from fullshard.lora.fused import report_sharded
 from fullshard.models.packed_inputs import PackingMethod
 from fullshard.models.router_loss import has_router_loss
@@ -29,7 +30,7 @@ from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import adapter, memory_check
 from fullshard.train.activation_budget import ActivationBudget, largest_batch
 from fullshard.train.adapter import Say, set_projection_dtype
-from fullshard.train.batches import Steps, load_data
+from fullshard.train.batches import StepLoader, Steps, describe_shapes, load_data
 from fullshard.train.checked_run import CheckedRun
 from fullshard.train.given_model import take_model
 from fullshard.train.loop import Loop
@@ -43,6 +44,7 @@ from fullshard.train.model_steps import adapt_model, ready_model
 from fullshard.train.optimizer import check_given, schedule_of
 from fullshard.train.plan_first import RunToPlan, plan_first
 from fullshard.train.read_model import read_model
+from fullshard.train.step_device import FIXED_SHAPES
 from fullshard.watchdog import collectives
 from fullshard.weights.fill import fill
 
@@ -82,6 +84,11 @@ class Parts:
 def join_ranks(engine: EngineSettings) -> None:
     """Connect the ranks, on the device that the settings choose."""
     runtime.use_spmd(device="cpu" if engine.use_cpu else None)
+    if engines.is_xla() and runtime.world_size() > 1:
+        raise ConfigError(
+            f"{runtime.world_size()} processes: on the XLA engine, training is supported in one process, which drives "
+            f"all devices of its machine."
+        )
 
 
 def gather_parts(run: CheckedRun, say: Say) -> Parts:
@@ -132,15 +139,19 @@ def build_loop(
     engine, dtypes = ready.engine, ready.precision
     layers = checkpointed_modules(model, engine) if config.gradient_checkpointing else []
     collectives.meet("start of sharding")  # creating process groups waits for all ranks unwatched
-    sharded = shard_model(model, engine, say=reporter.say, timeout=config.ddp_timeout, mixed_precision=dtypes)
+    waits = {} if engines.is_xla() else {"timeout": config.ddp_timeout}
+    sharded = shard_model(model, engine, say=reporter.say, mixed_precision=dtypes, **waits)
     if note := report_sharded(sharded, dtypes.param_dtype).note():
         reporter.say(note)
-    mesh = sharded._fullshard_mesh
-    along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
-    collectives.set_timeout(along_axes, config.ddp_timeout)
+    if not engines.is_xla():
+        mesh = sharded._fullshard_mesh
+        along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
+        collectives.set_timeout(along_axes, config.ddp_timeout)
     reentrant = config.use_reentrant and not has_router_loss(model)
     if reentrant != config.use_reentrant:
         reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
+    if FIXED_SHAPES and isinstance(steps, StepLoader):
+        reporter.say(describe_shapes(config, steps.dataset))
     largest = largest_batch(config, steps, model)
     activations = ActivationBudget(
         layers, config.activation_budget if steps is not None else None, largest, sharded,
@@ -148,7 +159,7 @@ def build_loop(
     )  # fmt: skip
     optim = config.optim if trainer.makes_optimizer else None
     memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
-    if steps is not None and not config.skip_plan:
+    if steps is not None and not config.skip_plan and not engines.is_xla():
         shape = largest.shape(config) if largest is not None else None
         run = RunToPlan(
             config, engine, sharded, parts.base, shape, reporter.total, parts.grown, parts.adapter_config,

@@ -40,6 +40,7 @@ from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.adapter import Say
 from fullshard.train.dataset_options import configs_of, reading, templates_of
 from fullshard.train.model import check_rows
+from fullshard.train.step_device import FIXED_SHAPES
 
 EVALUATION = "evaluation"
 """The names of data that `eval_packing` applies to begin with this."""
@@ -115,14 +116,27 @@ def make_stream(
 def make_loader(config: SFTConfig, data: TokenTable | Stream, collator: Any, seen: bool = False) -> StepLoader:
     """This rank's batches of the training data, step by step."""
     size, workers = config.per_device_train_batch_size, config.dataloader_num_workers
+    collator = with_fixed_shapes(config, collator, data, size)
     return StepLoader(feed_of(config, data), data, collator, size, workers, seen)
 
 
 def evaluation_loader(config: SFTConfig, data: TokenTable, collator: Any, seen: bool = False) -> StepLoader:
     """This rank's batches of every row once, in order; every rank takes part in every batch."""
     size = config.per_device_eval_batch_size
-    order = RowOrder(len(data), size * runtime.world_size(), seed=0, shuffle=False)
-    return StepLoader(TableSampler(data, order), data, collator, size, 0, seen)
+    order = RowOrder(len(data), size * runtime.global_device_count(), seed=0, shuffle=False)
+    return StepLoader(TableSampler(data, order), data, with_fixed_shapes(config, collator, data, size), size, 0, seen)
+
+
+def with_fixed_shapes(config: SFTConfig, collator: Any, data: TokenTable | Stream, size: int) -> Any:
+    """The collator for batches of `size` rows per device, all of one shape where each shape is a program of its own.
+
+    Rows have the length of the longest one. With `pad_to_multiple_of` there may be several lengths.
+    """
+    if not FIXED_SHAPES or not isinstance(collator, Collator):
+        return collator
+    longest = longest_row(config, data)
+    least = 1 if config.pad_to_multiple_of else longest
+    return dataclasses.replace(collator, rows=size * runtime.addressable_device_count(), length=least)
 
 
 def make_collator(
@@ -144,9 +158,25 @@ def make_collator(
     return Collator(pad_token_id, apart, flatten, multiple, mask)
 
 
+def longest_row(config: SFTConfig, data: TokenTable | Stream) -> int:
+    """The tokens of the longest row, or the most that a row may have where the data is streamed."""
+    return int(data.row_sizes.max()) if isinstance(data, TokenTable) else config.max_length or 1
+
+
+def describe_shapes(config: SFTConfig, data: TokenTable | Stream) -> str:
+    """One line on the shapes of batches where each shape is a program of its own."""
+    if config.pad_to_multiple_of:
+        return f"XLA compiles a program for each length of rows: multiples of {config.pad_to_multiple_of} tokens."
+    line = f"all rows are padded to {longest_row(config, data)} tokens: XLA compiles a program for each shape"
+    if isinstance(data, TokenTable):
+        padding = 1 - data.row_sizes.mean() / data.row_sizes.max()
+        line += f" ({padding:.0%} is padding{'; packing fills rows' if padding > 0.3 and not config.packing else ''})"
+    return f"{line}."
+
+
 def feed_of(config: SFTConfig, data: TokenTable | Stream) -> BatchSampler:
     """The rows of each step: a function of the data, the seed and the global batch size alone."""
-    batch = config.per_device_train_batch_size * runtime.world_size() * config.gradient_accumulation_steps
+    batch = config.per_device_train_batch_size * runtime.global_device_count() * config.gradient_accumulation_steps
     seed = config.data_seed if config.data_seed is not None else config.seed
     shuffle = config.train_sampling_strategy == "random"
     if isinstance(data, Stream):
@@ -239,7 +269,8 @@ class StepLoader(Loader):
     def __init__(
         self, sampler: BatchSampler, data: TokenTable | Stream, collator: Any, size: int, workers: int, seen: bool
     ) -> None:
-        super().__init__(sampler, collator, size, runtime.rank(), runtime.world_size(), workers, repeats_rows=seen)
+        rows = size * runtime.addressable_device_count()
+        super().__init__(sampler, collator, rows, runtime.rank(), runtime.world_size(), workers, repeats_rows=seen)
         self.dataset, self.batch_size, self.collate_fn = data, size, collator
         self.batch = sampler.batch
         self._epoch = 0

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fullshard import engines
 from fullshard.data.sources import DataSource
 from fullshard.errors import ConfigError
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
@@ -24,6 +25,7 @@ from fullshard.parallelize.settings import EngineSettings
 from fullshard.paths import Inputs, held, looks_local
 from fullshard.reporting.logger_names import check_report_to
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.settings.xla_limits import refuse_on_xla
 from fullshard.train import run_dir
 from fullshard.train.cli_args import Arguments, CommandConfig, config_of
 from fullshard.train.dataset_options import RunData, configs_of, find, script_source, streamed
@@ -112,6 +114,8 @@ def _run_of(
 
 def sharding_settings(config: SFTConfig, launched: EngineSettings | None, notes: list[str]) -> EngineSettings:
     """How the model is sharded: the launcher's settings, overridden by the run's own."""
+    if engines.is_xla():
+        refuse_on_xla(config)
     engine = settings_from_trainer_flags(config.fsdp, config.fsdp_config, notes=notes, base=launched)
     changes: dict[str, Any] = {"mixed_precision": config.precision} if config.precision else {}
     if config.use_cpu:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import runtime
-from fullshard.data.loader import Batch
+from fullshard.data.loader import Batch, Collator
 from fullshard.data.prepared_rows import PreparedRows, prepared_rows
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.token_table import TokenTable
@@ -28,6 +28,7 @@ from fullshard.train.batches import ScriptLoader, checked_table, evaluation_load
 from fullshard.train.dataset_options import script_source
 from fullshard.train.loop import Loop
 from fullshard.train.optimizer import ScriptSchedule
+from fullshard.train.step_device import FIXED_SHAPES
 from fullshard.train.training_step import TrainingStep, trained_tokens
 from fullshard.watchdog import collectives, watch
 
@@ -157,7 +158,7 @@ class Evaluation(TrainingStep):
     def _speed(self, prefix: str, began: float, rows: int) -> dict[str, float]:
         from transformers.trainer_utils import speed_metrics
 
-        steps = -(-rows // (self.args.per_device_eval_batch_size * runtime.world_size()))
+        steps = -(-rows // (self.args.per_device_eval_batch_size * runtime.global_device_count()))
         return speed_metrics(prefix, began, num_samples=rows, num_steps=steps)
 
     def _closing_metrics(self, loop: Loop, first: int) -> dict[str, float]:
@@ -213,12 +214,14 @@ class Evaluation(TrainingStep):
         loop.model.eval()
         loop.take_measured()
         found = _Pass()
-        for batch, stands_in in _batches(dataloader):
+        for batch, rows in _batches(dataloader):
+            stands_in = rows == 0
             with loop.rows(batch):
                 loss, logits, labels = self.prediction_step(loop.model, batch, loss_only, ignore_keys=ignore_keys)
             found.add(batch, stands_in, loss)
             if not loss_only:
-                self._gather(found, logits, labels, stands_in)
+                self._gather(found, _first(logits, rows), _first(labels, rows), stands_in)
+            runtime.sync()
             self.callback_handler("on_prediction_step")
         if self.is_in_train:
             loop.model.train()
@@ -304,12 +307,23 @@ class _Pass:
             self.sums[1] += weight
 
 
-def _batches(dataloader: Any) -> Iterator[tuple[Batch, bool]]:
-    """This rank's micro-batches, and whether one stands in for rows that this rank does not have."""
+def _batches(dataloader: Any) -> Iterator[tuple[Batch, int | None]]:
+    """This rank's micro-batches, and the number of rows in each, without padding: 0 if one stands in for rows that this
+    rank does not have, None for all."""
     loader = dataloader if hasattr(dataloader, "next_epoch") else ScriptLoader(dataloader, 1, "get_eval_dataloader")
     for step in loader.one_pass():
         for batch, rows in zip(step.batches, step.mine, strict=True):
-            yield batch, not rows
+            padded = FIXED_SHAPES and isinstance(getattr(loader, "collate_fn", None), Collator)
+            yield batch, len(rows) if padded or not rows else None
+
+
+def _first(values: Any, rows: int | None) -> Any:
+    """The first rows of what a model returned for a batch; the others are padding."""
+    if not rows or values is None:
+        return values
+    if isinstance(values, tuple | list):
+        return type(values)(_first(value, rows) for value in values)
+    return values[:rows]
 
 
 def _ignored(model: Any) -> list[str]:

@@ -1,10 +1,10 @@
 """A training step that was issued to the device, whose values the host reads later.
 
 The host issues a step while the device computes the one before. It must not wait for a loss to decide whether to
-update, so the device decides (`UpdateGuard`): a step without a finite loss and gradient changes nothing, and neither do
-the steps after it, until the host has read its values and stopped the run. The same holds for a step whose collectives
-were aborted because a rank is lost. Optimizers that cannot skip an update on the device are stepped once the host has
-read the values.
+update, so the device decides (`step_device.UpdateGuard`): a step without a finite loss and gradient changes nothing,
+and neither do the steps after it, until the host has read its values and stopped the run. The same holds for a step
+whose collectives were aborted because a rank is lost. Optimizers that cannot skip an update on the device are stepped
+once the host has read the values.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from fullshard import runtime
-from fullshard.accelerator import HostCopy
 from fullshard.data.loader import Step
 from fullshard.ranks import exchange
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import skips_on_device
 from fullshard.train.run_progress import StepResult
+from fullshard.train.step_device import HostCopy
 from fullshard.watchdog import watch
 
 ROWS_NAMED = 16
@@ -71,35 +70,3 @@ def _on_device(value: Any) -> torch.Tensor:
         return torch.full((1,), float(value), dtype=torch.float64, device=runtime.device())
     whole = value.full_tensor() if is_sharded(value) else value
     return whole.detach().to(runtime.device(), torch.float64).reshape(1)
-
-
-class UpdateGuard:
-    """Takes an optimizer's steps as long as all losses and gradients were finite; the device decides."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer: Any = optimizer
-        self._failed = torch.zeros((), device=runtime.device())
-        """1 from the first step on that must not change weights."""
-
-    @staticmethod
-    def serves(optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer can skip an update on the device, where all of its parameters are."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return skips_on_device(optimizer) and all(p.device == runtime.device() for p in parameters)
-
-    def step(self, values: torch.Tensor) -> None:
-        """The optimizer's step, unless this step or an earlier one failed; `values` are those of a `LaunchedStep`."""
-        unusable = torch.isfinite(values[0] + values[-1]).logical_not_()
-        self._failed = torch.maximum(self._failed, unusable.to(torch.float32))
-        if runtime.world_size() > 1:
-            lost = watch.failure_flag().to(runtime.device(), non_blocking=True)
-            self._failed = torch.maximum(self._failed, lost)
-        self._optimizer.found_inf = self._failed
-        try:
-            self._optimizer.step()
-        finally:
-            del self._optimizer.found_inf
-
-    def reset(self) -> None:
-        """Update again, after the updates issued so far."""
-        self._failed = torch.zeros_like(self._failed)

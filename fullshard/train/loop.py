@@ -39,13 +39,11 @@ from fullshard.reporting.reporter import Reporter, Window, memory_gib
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.activation_budget import ActivationBudget
 from fullshard.train.batches import Steps, describe_data
-from fullshard.train.launched_step import LaunchedStep, UpdateGuard
+from fullshard.train.launched_step import LaunchedStep
 from fullshard.train.optimizer import Schedule
 from fullshard.train.run_progress import Progress, StepResult
+from fullshard.train.step_device import AHEAD, UpdateGuard, seed_device
 from fullshard.watchdog import collectives, watch
-
-AHEAD = 1
-"""Steps whose values the host has not read while it issues the next one."""
 
 
 class Loop:
@@ -153,7 +151,8 @@ class Loop:
         progress.epoch, progress.position = pick.epoch, pick.position
         progress.skipped += not updated
         self._unread.append(launched)
-        self.read_values(but=AHEAD)
+        if AHEAD is not None:
+            self.read_values(but=AHEAD)
 
     def read_values(self, but: int = 0) -> None:
         """Read and add up the values of the steps issued so far, but the last ones. Stops the run at a step that has
@@ -219,6 +218,7 @@ class Loop:
         for index, batch in enumerate(batches):
             loss = self._micro_batch(batch, items, not step.mine[index], index + 1 < len(batches))
             losses.append(loss)
+            runtime.sync()  # on XLA each micro-batch is a program, the update another
             flos += 0.0 if self.stands_in else float(trainer.floating_point_ops(batch))
             if index + 1 < len(batches):
                 control = self.notify("on_substep_end")
@@ -231,6 +231,7 @@ class Loop:
         launched = LaunchedStep(step, self.progress.place(), losses, sums, norm)
         updated = self._update(launched)
         self.optimizer.zero_grad(set_to_none=True)
+        runtime.sync()
         if updated:
             self.schedule.advance(number + 1 - self.progress.skipped)
         self._count(launched, updated)
@@ -291,7 +292,7 @@ class Loop:
     def _seed(self, step: int) -> None:
         """Seed the random numbers (dropout) of a step from seed, step and rank: a resumed run draws the same."""
         key = f"{self.config.seed}/{step}/{runtime.rank()}".encode()
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
+        seed_device(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
 
     def _handle_nonfinite(self, launched: LaunchedStep) -> None:
         """Stop the run at a step whose loss or gradient is not finite, unless `on_nonfinite_loss` is skip."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard import accelerator
+from fullshard import accelerator, engines
 from fullshard.fsdp import MixedPrecision
 from fullshard.lora.model_size import count_parameters
 from fullshard.lora.trainable_tokens import keep_tables_whole
@@ -87,7 +87,8 @@ def ready_model(
         add_noise(model, config.neftune_noise_alpha)
     packed = packed_inputs(model, packing, engine.mixed_precision)
     loss = TokenLoss(config.label_smoothing_factor, config.loss_type == "dft")
-    head = LeanHead(model, config.loss_chunk_tokens, config.chunked_loss, loss, config.measures_entropy)
+    chunked = config.chunked_loss and not engines.is_xla()  # there the compiler schedules the logits of a program
+    head = LeanHead(model, config.loss_chunk_tokens, chunked, loss, config.measures_entropy)
     if head.why_not:
         say(f"chunked_loss: {head.why_not}.")
     _place_embedding(config, model, device, say)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fullshard import runtime
+from fullshard import engines, runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp.bnb_optimizers import is_bnb
 from fullshard.fsdp.optimizers import refuse_unable
@@ -120,7 +120,8 @@ def class_and_options(config: SFTConfig) -> tuple[Any, dict[str, Any]]:
     if SERVED[config.optim].package == "bitsandbytes":
         return _bitsandbytes(config.optim, options, adam)
     if config.optim.startswith("adamw_torch"):
-        return torch.optim.AdamW, options | adam | ({"fused": True} if config.optim == "adamw_torch_fused" else {})
+        fused = config.optim == "adamw_torch_fused" and not engines.is_xla()  # the compiler fuses updates itself
+        return torch.optim.AdamW, options | adam | ({"fused": True} if fused else {})
     if config.optim == "lion_32bit":
         return Lion, options | betas
     if config.optim == "adafactor":

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from fullshard import runtime
 from fullshard.errors import WeightsError
-from fullshard.fsdp.state_dict import whole_value
 from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
 from fullshard.lora.plain_lora import make_plain
 from fullshard.lora.virtual_tokens import as_file, encoders, is_prompt
@@ -33,6 +32,7 @@ from fullshard.weights.adapter_base import lasting_name, write_record
 from fullshard.weights.adapter_files import names_in_files
 from fullshard.weights.export import save_pretrained
 from fullshard.weights.source_files import base_of
+from fullshard.weights.wrapped import whole_value, wrapped
 
 
 class ResultWriter:
@@ -81,12 +81,13 @@ def export_adapter(
     names = set(model.peft_config)
     whole_tables = {n for a in names for n in names_in_files(model, a)[1].values()} if tables else set()
     values: dict[str, torch.Tensor] = {}
-    for unit in model._fullshard_engine.units:
-        for p in unit.parameters:
-            if names & set(p.plan.name.split(".")) or whole_tables & set(p.plan.names):
-                whole = whole_value(p)
-                if runtime.is_main():
-                    values[p.plan.name] = whole.detach().cpu().to(dtype or whole.dtype).clone()
+    found = wrapped(model)
+    assert found is not None
+    for p in found.parameters:
+        if names & set(p.plan.name.split(".")) or whole_tables & set(p.plan.names):
+            whole = whole_value(p)
+            if runtime.is_main():
+                values[p.plan.name] = whole.detach().cpu().to(dtype or whole.dtype).clone()
     shared = dict(model.named_buffers(remove_duplicate=False))
     for name in {name for adapter in names for name in names_in_files(model, adapter)[0].values()} & shared.keys():
         values[name] = shared[name].cpu().to(dtype or shared[name].dtype).clone()
@@ -183,7 +184,7 @@ def describe(
         "data": data or config.dataset_name or "user-provided data",
         "tags": list(tags),
         "steps": progress.step,
-        "ranks": runtime.world_size(),
+        "ranks": runtime.global_device_count(),
         "metrics": metrics,
         "versions": versions,
     }

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fullshard import accelerator, runtime
+from fullshard import accelerator, engines, runtime
 from fullshard.data.token_table import LEFT_OUT, TokenTable, statistics
 from fullshard.models.inner_model import causal
 from fullshard.parallelize.settings import resolved_launch
@@ -50,7 +50,7 @@ def about_run(config: SFTConfig, parts: Parts, notes: Sequence[str], steps: int)
         "data": config.dataset_name or "user-provided data",
         "method": method_of(parts.model),
         "hardware": hardware(),
-        "ranks": runtime.world_size(),
+        "ranks": runtime.global_device_count(),
         "steps": steps,
         "notes": list(notes),
         "engine": parts.engine.describe(),
@@ -61,7 +61,7 @@ def about_run(config: SFTConfig, parts: Parts, notes: Sequence[str], steps: int)
 
 def method_of(model: Any) -> str:
     """Full fine-tuning, LoRA, QLoRA or another adapter, with the number of trained parameters."""
-    plans = [p.plan for unit in model._fullshard_engine.units for p in unit.parameters]
+    plans = [p for unit in model.plan.units for p in unit.parameters]
     trained = sum(math.prod(plan.shape) for plan in plans if plan.trainable)
     kinds = [one.peft_type for one in getattr(model, "peft_config", {}).values()]
     name = str(getattr(kinds[0], "value", kinds[0])).replace("LORA", "LoRA") if kinds else "full fine-tuning"
@@ -74,8 +74,9 @@ def method_of(model: Any) -> str:
 
 def hardware() -> str:
     """The devices of the run, as the first rank sees them."""
-    device, ranks, nodes = runtime.device(), runtime.world_size(), runtime.node_count()
+    device, ranks, nodes = runtime.device(), runtime.global_device_count(), runtime.node_count()
     kind = accelerator.names()[device.index or 0] if accelerator.is_accelerator(device) else "CPU rank"
+    kind = f"{runtime.device_type()} device of XLA" if engines.is_xla() else kind
     return f"{ranks:,} × {kind}" + (f" on {nodes:,} nodes" if nodes > 1 else "")
 
 

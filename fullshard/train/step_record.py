@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fullshard import accelerator, runtime
+from fullshard import accelerator, engines, runtime
 from fullshard.errors import first_line
 from fullshard.fsdp.gradients import held_by_no_sync
 from fullshard.fsdp.parameter import ShardedParameter
@@ -145,3 +145,11 @@ class StepRecord:
         }
         found = {"step": step, "counted": not self.counts_all, "timeline": self._timeline, "units": units}
         replace_text(self.folder / STEP_FILE, json.dumps(found))
+
+
+def step_watchers(folder: Path, loop: Loop) -> list[Any]:
+    """The callbacks of a run that watch its steps, on this rank."""
+    return [StepRecord(folder, loop)] if runtime.is_main() else []
+
+
+engines.use_xla_names(globals(), "compile_watch")

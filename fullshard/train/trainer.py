@@ -39,7 +39,7 @@ from fullshard.train.overrides import check_subclass, missing
 from fullshard.train.results import ResultWriter
 from fullshard.train.run_lock import FolderLock
 from fullshard.train.samples import Samples, choose_prompts
-from fullshard.train.step_record import StepRecord
+from fullshard.train.step_record import step_watchers
 
 
 class EarlierRun(NamedTuple):
@@ -228,7 +228,7 @@ class SFTTrainer(Evaluation, Saving, ScriptMethods):
         events.meet()
         loop = assemble.build_loop(config, parts, reporter, first, steps, self)
         events.optimizer, events.lr_scheduler = self.optimizer, self.lr_scheduler
-        events.own += [StepRecord(reporter.folder, loop)] if runtime.is_main() else []
+        events.own += step_watchers(reporter.folder, loop)
         return loop, writer, hub
 
     # --- training ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fullshard import accelerator, runtime
+from fullshard import runtime
 from fullshard.capacity.estimate import Estimate
 from fullshard.data.loader import Batch, Step
 from fullshard.data.pretokenized import IGNORED
@@ -27,6 +27,7 @@ from fullshard.models.chunked_loss import whole_cross_entropy
 from fullshard.models.inner_model import causal
 from fullshard.models.router_loss import has_router_loss
 from fullshard.models.token_loss import known_count
+from fullshard.parallelize.placement import place
 from fullshard.parallelize.prepare import rebind
 from fullshard.ranks import exchange
 from fullshard.settings.sft_config import SFTConfig
@@ -173,8 +174,7 @@ class TrainingStep:
             return type(data)(self._prepare_input(value) for value in data)
         if not isinstance(data, torch.Tensor) or data.device == runtime.device():
             return data
-        pinned = self.args.dataloader_pin_memory and accelerator.pins(runtime.device())
-        return (data.pin_memory() if pinned else data).to(runtime.device(), non_blocking=pinned)
+        return place(data, self.args.dataloader_pin_memory)
 
     # --- loss and gradients -----------------------------------------------------------------------------------------
 

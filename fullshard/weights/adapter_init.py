@@ -27,6 +27,7 @@ from fullshard.quant.linear import NF4Linear
 from fullshard.ranks import agree, host_group
 from fullshard.weights import init
 from fullshard.weights.slice_reader import TensorReader
+from fullshard.weights.wrapped import set_whole
 
 Values = dict[str, torch.Tensor]
 """The computed values of one layer, unsharded: `A`, `B`, `magnitude`, or some of them."""
@@ -92,11 +93,11 @@ def find(
             parameters = {
                 kind: by_site[site]
                 for kind, site in sites.items()
-                if by_site[site].local.is_meta and not loaded.keys() & set(by_site[site].plan.names)
+                if by_site[site].is_meta and not loaded.keys() & set(by_site[site].plan.names)
             }
             weight = by_site.get((base, "weight"))
             one = DerivedAdapter(name, layer, adapter, method, parameters, weight, packed.get(base, {}))
-            if not one.computed or (not parameters and not (one.subtracts and weight and weight.local.is_meta)):
+            if not one.computed or (not parameters and not (one.subtracts and weight and weight.is_meta)):
                 continue
             if weight is not None and id(weight) in dense:
                 one.readers = {"weight": dense[id(weight)]}
@@ -172,18 +173,23 @@ def _set(one: DerivedAdapter, values: Values) -> None:
     """Set this rank's shards, and subtract the adapter from the base weight if needed."""
     for kind, p in one.parameters.items():
         if kind in values:
-            p.local.copy_(values[kind][p.layout.slices(p.plan.shape, runtime.rank())])
+            set_whole(p, values[kind])
     if not one.subtracts:
         return
     assert one.weight is not None
-    device, dtype = runtime.device(), dtype_of(one.parameters["A"].plan.dtype if "A" in one.parameters else None)
+    device, dtype = _device(), dtype_of(one.parameters["A"].plan.dtype if "A" in one.parameters else None)
     # Rounded as they are stored.
     a, b = (values[kind].to(dtype or torch.float32).float().to(device) for kind in ("A", "B"))
     product = one.layer.scaling[one.adapter] * b @ a
     product = product.T if one.layer.fan_in_fan_out else product
-    local = one.weight.local.detach()
-    part = product[one.weight.layout.slices(one.weight.plan.shape, runtime.rank())]
-    local.copy_(local.float() - part.to(local.device))
+    for cuts, memory in one.weight.parts(keep=True):
+        memory.copy_(memory.float() - product[cuts].to(memory.device))
+    one.weight.written()
+
+
+def _device() -> torch.device:
+    """Where values are computed: on the host for XLA, which would compile a program for every shape."""
+    return runtime.device() if runtime.device().type != "xla" else torch.device("cpu")
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------
@@ -213,7 +219,7 @@ def _values(model: nn.Module, one: DerivedAdapter, seed: int) -> Values:
 
 def _weight(one: DerivedAdapter) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole weight as in the files, and as in the layer (after quantization)."""
-    device, base = runtime.device(), one.layer.get_base_layer()
+    device, base = _device(), one.layer.get_base_layer()
     if one.weight is not None:
         value = one.readers["weight"][()].to(device, dtype_of(one.weight.plan.dtype))
         return value, value

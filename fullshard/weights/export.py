@@ -19,7 +19,6 @@ from fullshard import runtime
 from fullshard.byte_size import file_size
 from fullshard.errors import WeightsError
 from fullshard.fsdp import state_dict
-from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_name, dtype_of
 from fullshard.paths import refuse_inputs
@@ -34,6 +33,7 @@ from fullshard.weights.safetensors_writer import total_bytes
 from fullshard.weights.slice_reader import lengths
 from fullshard.weights.source_files import base_of
 from fullshard.weights.transforms import WritesFiles, own_readers
+from fullshard.weights.wrapped import wrapped
 
 
 def save_pretrained(
@@ -96,7 +96,7 @@ def save_pretrained(
 
 def _check(model: nn.Module) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     """The model and its tensors to write, tied ones once. Raises `WeightsError` if the model cannot be written."""
-    if not isinstance(getattr(model, "_fullshard_engine", None), Engine):
+    if wrapped(model) is None:
         raise WeightsError(f"save_pretrained needs a wrapped model, FSDPv2(module, mesh); got {type(model).__name__}")
     if not isinstance(model, PreTrainedModel):
         raise WeightsError(
@@ -163,8 +163,9 @@ def _stream(
     bar: Bar,
 ) -> None:
     """Gather one group after another on rank 0, which writes it."""
-    engine: Engine = model._fullshard_engine
-    by_shard: dict[int, ShardedParameter] = {id(p.shard): p for unit in engine.units for p in unit.parameters}
+    whole_model = wrapped(model)
+    assert whole_model is not None
+    by_shard = {id(p.shard): p for p in whole_model.parameters}
     failure: Exception | None = None
     done = 0
     with bar:
@@ -196,6 +197,11 @@ def _stream(
 
 def _whole(p: ShardedParameter, dtype: torch.dtype) -> torch.Tensor | None:
     """Gather a parameter in rank 0's host memory; other ranks send their shards and get None."""
+    if p.shard.device.type == "xla":
+        from fullshard.xla.shards import whole as whole_on_xla
+
+        value = whole_on_xla(p.shard)  # all processes take part
+        return value.to(dtype) if runtime.is_main() else None
     mine = p.local.detach().to("cpu", dtype).contiguous()
     shape, group, layout = p.plan.shape, host_group(), p.layout
     if lengths(layout.slices(shape, 0)) == shape:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from torch import nn
 
 from fullshard import runtime
 from fullshard.errors import WeightsError
-from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.progress import Bar
@@ -34,7 +33,11 @@ from fullshard.weights.resize_vocab import PickedRows, grown_reader
 from fullshard.weights.safetensors_index import SafetensorsFiles
 from fullshard.weights.slice_reader import Job, TensorReader
 from fullshard.weights.source_files import ATTRIBUTE, SourceFiles, fingerprint_of
-from fullshard.weights.transforms import Transform, piece_of
+from fullshard.weights.transforms import Transform, piece_of, pieces_of
+from fullshard.weights.wrapped import wrapped
+
+STAGED_BYTES = 2**30
+"""Parameters of XLA devices are read into host memory together up to this size."""
 
 
 def fill(
@@ -64,8 +67,8 @@ def fill(
     - `seed`: new parameters depend only on it and their name.
     - `threads`: number of reader threads; by default the number of cores per rank, between 2 and 8.
     """
-    engine = getattr(model, "_fullshard_engine", None)
-    if not isinstance(engine, Engine) or engine.units[0].module is not model:
+    whole = wrapped(model)
+    if whole is None or whole.root is not model:
         raise WeightsError(
             f"fill() needs the outermost wrapped model, FSDPv2(module, mesh); got {type(model).__name__}. Build the "
             f"module under torch.device('meta'), wrap it, then call fill(); load_pretrained does all three"
@@ -78,7 +81,7 @@ def fill(
         files = source if isinstance(source, SafetensorsFiles) else open_source(source)
         opened.append(files)
         loaded, initial = (_adapter_values(model, folder, opened) for folder in (adapter, first))
-        plan = match(model, engine, files, key_mapping, set(new), resize_vocab, loaded, initial)
+        plan = match(model, whole.parameters, files, key_mapping, set(new), resize_vocab, loaded, initial)
         message = plan.problems.text(files.path, type(model).__name__)
         if message and (strict or plan.problems.misshaped or plan.problems.unconvertible):
             raise WeightsError(message)
@@ -88,7 +91,7 @@ def fill(
     try:
         fingerprints = agree(prepare, "load", error=WeightsError)
         plan = plans[0]
-        report = _load(model, engine, plan, transform, seed, threads, progress)
+        report = _load(model, plan, whole.buffer_dtype, transform, seed, threads, progress)
     finally:
         for files in opened:
             if files is not source:
@@ -116,8 +119,8 @@ def _adapter_values(
 
 def _load(
     model: nn.Module,
-    engine: Engine,
     plan: LoadPlan,
+    buffer_dtype: torch.dtype | None,
     transform: Transform | None,
     seed: int,
     threads: int | None,
@@ -134,10 +137,19 @@ def _load(
         for p in plan.parameters:
             p.give_memory()
         _compute_buffers(model, plan)
-        total = sum(p.local.numel() * reader.dtype.itemsize for p, reader in plan.reads)
-        _run(_jobs([*loaded, *rows], plan.buffers), plan.source, threads, Bar("loading", total, progress))
+        total = sum(p.held * reader.dtype.itemsize for p, reader in plan.reads)
+        with Bar("loading", total, progress) as bar:
+
+            def show() -> None:
+                bar.at(plan.source.bytes_read - before)
+
+            for together in _together([*loaded, *rows]):
+                _run(_jobs(together), threads, show)
+                for p, _ in together:
+                    p.written()
+            _run(_buffer_jobs(plan.buffers), threads, show)
         init.initialize(model, plan.parameters, plan.initialize, seed)
-        _cast_buffers(model, engine.units[0].precision.buffer_dtype)
+        _cast_buffers(model, buffer_dtype)
 
     agree(read, "load", error=WeightsError)
     for module, readers, parameters in plan.self_loading:
@@ -189,11 +201,28 @@ def _compute_buffers(model: nn.Module, plan: LoadPlan) -> None:
         )
 
 
-def _jobs(parameters: ParameterReads, buffers: BufferReads) -> list[Job]:
-    """The reads of this rank's shards and of all buffers."""
-    jobs: list[Job] = []
+def _together(parameters: ParameterReads) -> Iterator[ParameterReads]:
+    """The parameters in groups whose values may be in host memory together, where they go through it."""
+    group: ParameterReads = []
+    staged = 0
     for p, reader in parameters:
-        jobs += reader.jobs(p.local.detach(), p.layout.slices(p.plan.shape, runtime.rank()))
+        staged += p.staged_bytes
+        if group and staged > STAGED_BYTES:
+            yield group
+            group, staged = [], p.staged_bytes
+        group.append((p, reader))
+    yield group
+
+
+def _jobs(parameters: ParameterReads) -> list[Job]:
+    """The reads of the shards of this process."""
+    parts = [(reader, cuts, memory) for p, reader in parameters for cuts, memory in p.parts()]
+    return [job for reader, cuts, memory in parts for job in reader.jobs(memory, cuts)]
+
+
+def _buffer_jobs(buffers: BufferReads) -> list[Job]:
+    """The reads of all buffers."""
+    jobs: list[Job] = []
     for _, module, key, reader in buffers:
         buffer = buffers_of(module)[key]
         assert buffer is not None
@@ -201,18 +230,17 @@ def _jobs(parameters: ParameterReads, buffers: BufferReads) -> list[Job]:
     return jobs
 
 
-def _run(jobs: Sequence[Callable[[], None]], source: SafetensorsFiles, threads: int | None, bar: Bar) -> None:
-    """Run the reads in several threads; the first error cancels the rest."""
+def _run(jobs: Sequence[Callable[[], None]], threads: int | None, show: Callable[[], None]) -> None:
+    """Run the reads in several threads; the first error cancels the rest. `show` displays the progress."""
     count = threads or max(2, min(8, (os.cpu_count() or 2) // runtime.local_world_size()))
-    before = source.bytes_read
-    with bar, ThreadPoolExecutor(count, thread_name_prefix="fullshard-load") as pool:
+    with ThreadPoolExecutor(count, thread_name_prefix="fullshard-load") as pool:
         waiting = {pool.submit(job) for job in jobs}
         try:
             while waiting:
                 done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()
-                bar.at(source.bytes_read - before)
+                show()
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -221,10 +249,13 @@ def _run(jobs: Sequence[Callable[[], None]], source: SafetensorsFiles, threads: 
 def _transform(plan: LoadPlan, transform: Transform) -> None:
     with torch.no_grad():
         for p, _ in [*plan.reads, *plan.resizes]:
-            piece = piece_of(p)
-            value = transform(p.plan.name, piece.local, piece)
-            if value is not None:
-                piece.local.copy_(value)
+            pieces = pieces_of(p, keep=True)
+            values = [transform(p.plan.name, piece.local, piece) for piece in pieces]
+            for piece, value in zip(pieces, values, strict=True):
+                if value is not None:
+                    piece.local.copy_(value)
+            p.written()
+            if any(value is not None for value in values):
                 plan.changed.append(p)
 
 

@@ -22,6 +22,7 @@ from fullshard.errors import WeightsError
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.torch_private import buffers_of, parameters_of
+from fullshard.weights.wrapped import set_whole
 
 
 @contextlib.contextmanager
@@ -48,8 +49,7 @@ def initialize(root: nn.Module, parameters: list[ShardedParameter], new: list[Sh
             if value is None:
                 failed.append(p.plan.name)
                 continue
-            with torch.no_grad():
-                p.local.copy_(value[p.layout.slices(p.plan.shape, runtime.rank())])
+            set_whole(p, value)
     if failed:
         raise WeightsError(
             f"{len(failed)} new parameter(s) have no initializer: {', '.join(failed[:5])}. Neither reset_parameters() "

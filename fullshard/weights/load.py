@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -30,7 +31,7 @@ from fullshard.lora.peft_model import get_peft_model_on_meta
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.quant.config import Quantization
 from fullshard.quant.quantize import quantize_model
-from fullshard.ranks import agree, agree_locally
+from fullshard.ranks import agree, agree_locally, host_group
 from fullshard.spmd.mesh import Mesh, get_global_mesh
 from fullshard.torch_private import parameters_of
 from fullshard.weights import export as export  # makes model.save_pretrained of wrapped models stream
@@ -134,11 +135,11 @@ def load_pretrained(
 
 
 def _mesh_for(strategy: Any) -> Mesh:
-    world = runtime.world_size()
+    devices = runtime.global_runtime_device_count()
     if ShardingStrategy.of(strategy).hybrid:
-        inside = runtime.local_world_size()
-        return Mesh(np.arange(world), (world // inside, inside), ("replica", "fsdp"))
-    return Mesh(np.arange(world), (world,), ("fsdp",))
+        inside = runtime.local_device_count()
+        return Mesh(np.arange(devices), (devices // inside, inside), ("replica", "fsdp"))
+    return Mesh(np.arange(devices), (devices,), ("fsdp",))
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
@@ -257,6 +258,11 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _share_values(model: nn.Module, mesh: Mesh) -> None:
     """Broadcast parameters that `adapt` gave values, so that they are equal on all ranks."""
+    on_host = runtime.device().type == "xla"  # FSDPv2 moves them to the devices
     for p in model.parameters():
-        if not p.is_meta:
+        if p.is_meta:
+            continue
+        if not on_host:
             p.data = broadcast(p.data.to(runtime.device()).contiguous(), mesh)
+        elif runtime.world_size() > 1:
+            dist.broadcast(p.data, 0, group=host_group())

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.lora.virtual_tokens import encoders, init_rows
 from fullshard.torch_private import buffers_of, non_persistent_buffers
@@ -76,11 +75,12 @@ class LoadPlan:
 
 
 def match(
-    model: nn.Module, engine: Engine, source: SafetensorsFiles, key_mapping: Any, new: set[str], resize_vocab: bool,
+    model: nn.Module, parameters: list[ShardedParameter], source: SafetensorsFiles, key_mapping: Any, new: set[str],
+    resize_vocab: bool,
     adapter: Mapping[str, TensorReader] | None = None, first: Mapping[str, TensorReader] | None = None,
 ) -> LoadPlan:  # fmt: skip
     """Compare names and shapes, and plan the load."""
-    matcher = _Matcher(model, engine, source, key_mapping, adapter or {})
+    matcher = _Matcher(model, parameters, source, key_mapping, adapter or {})
     matcher.match_parameters(new, resize_vocab)
     matcher.match_buffers()
     matcher.match_self_loading()
@@ -92,12 +92,11 @@ class _Matcher:
     """The comparison of one model with its files, and with an adapter's (`from_adapter`, by name in the model)."""
 
     def __init__(
-        self, model: nn.Module, engine: Engine, source: SafetensorsFiles, key_mapping: Any,
+        self, model: nn.Module, parameters: list[ShardedParameter], source: SafetensorsFiles, key_mapping: Any,
         from_adapter: Mapping[str, TensorReader],
     ):  # fmt: skip
         self.model, self.from_adapter = model, from_adapter
         self.prefix, plain = plain_model(model)
-        parameters = [p for unit in engine.units for p in unit.parameters]
         self.plan = LoadPlan(source, parameters, plain, hasattr(model, "peft_config"))
         self.by_site = {(module, name): p for p in parameters for module, name in p.sites}
         self.modules = own_readers(model)
@@ -144,13 +143,13 @@ class _Matcher:
             from_adapter = next((self.from_adapter[n] for n in p.plan.names if n in self.from_adapter), None)
             if from_adapter is not None:
                 plan.adapter_reads.append((p, from_adapter))
-            elif id(p) in token_rows and p.local.is_meta:
+            elif id(p) in token_rows and p.is_meta:
                 plan.token_rows.append((p, *token_rows[id(p)]))
             elif reader is None:
                 is_new = any(n in new or _in_adapter(self.model, n) for n in p.plan.names)
                 if not is_new and not excused & set(names):
                     plan.problems.missing.append(names[0])
-                if p.local.is_meta:
+                if p.is_meta:
                     plan.initialize.append(p)
             elif p.plan.name in resizable and _has_fewer_rows(reader.shape, p.plan.shape):
                 plan.resizes.append((p, reader))

@@ -15,7 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from fullshard import runtime
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.mesh import Mesh
@@ -77,12 +76,18 @@ class WritesFiles(Protocol):
         tensors give meta tensors."""
 
 
-def piece_of(p: ShardedParameter) -> Piece:
-    """The piece of a sharded parameter on this rank."""
+def pieces_of(p: ShardedParameter, keep: bool = False) -> list[Piece]:
+    """The pieces of a sharded parameter on this process; `keep` as in `ShardedParameter.parts`."""
     dtype = dtype_of(p.plan.dtype)
     assert dtype is not None
-    cuts = p.layout.slices(p.plan.shape, runtime.rank())
-    return Piece(p.plan.name, p.plan.shape, dtype, cuts, p.local.detach(), p.layout.mesh)
+    parts = p.parts(keep)
+    return [Piece(p.plan.name, p.plan.shape, dtype, cuts, memory, p.layout.mesh) for cuts, memory in parts]
+
+
+def piece_of(p: ShardedParameter) -> Piece:
+    """The piece of a sharded parameter on this rank of the torch engine, which has one."""
+    (piece,) = pieces_of(p)
+    return piece
 
 
 def own_readers(root: nn.Module) -> dict[str, Any]:

@@ -23,6 +23,8 @@ REPLACES = (
     "announce_transport",
     "device",
     "device_type",
+    "flush",
+    "generator_state",
     "get_master_ip",
     "global_device_count",
     "global_runtime_device_count",
@@ -30,6 +32,7 @@ REPLACES = (
     "local_device_count",
     "more_devices",
     "seed",
+    "set_generator_state",
     "sync",
     "transport",
     "use_spmd",
@@ -146,8 +149,30 @@ def seed(n: int, *, per_rank: bool = False, deterministic: bool = False) -> None
     xm.set_rng_state(int(n) + (runtime.rank() if per_rank else 0))
 
 
+def generator_state() -> tuple[str, int]:
+    """The state of the devices' generator: the seed of the next random operator. It is exact between `sync()` and the
+    next operator; a run that is resumed from elsewhere has another sequence after its next `sync()`."""
+    import torch_xla.core.xla_model as xm
+
+    return "xla", int(xm.get_rng_state())
+
+
+def set_generator_state(state: int) -> None:
+    import torch_xla.core.xla_model as xm
+
+    xm.set_rng_state(state)
+
+
 def sync(wait: bool = False) -> None:
     """Compile what was recorded, and start it; with `wait`, wait until the devices have finished."""
     import torch_xla
 
     torch_xla.sync(wait=wait)
+
+
+def flush() -> None:
+    """Run what was recorded. Unlike after `sync()`, the next random values are those that would have come anyway: a
+    checkpoint between two steps does not change the run."""
+    _, state = generator_state()
+    sync()
+    set_generator_state(state)

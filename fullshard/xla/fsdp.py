@@ -1,8 +1,8 @@
 """`FSDPv2` on XLA: the same plan, names and methods as on the torch engine; the compiler executes the plan.
 
-Parameters are global tensors of the logical device, annotated with the layouts of the plan. Whatever the compiler does by
-itself (when to gather, how long to keep, what to send) has no option here: such options are refused, or reported as
-without effect.
+Parameters are global tensors of the logical device, annotated with the layouts of the plan. What the compiler decides
+(when to gather, how long to keep, what to send) has no option here: such options are refused, or reported as without
+effect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard import runtime
 from fullshard.errors import FSDPError, UnsupportedError
 from fullshard.fsdp import checks
 from fullshard.fsdp import state_dict as state
@@ -83,7 +82,7 @@ class FSDPv2(WrappedModule):
         """Load whole values; parameters keep their layouts."""
         values.give_memory(self._fullshard_model, self, state_dict)
         result = super().load_state_dict(state_dict, strict=strict, assign=False)  # type: ignore[misc]
-        self._fullshard_model.follow()
+        self._fullshard_model.settle()
         return result
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:

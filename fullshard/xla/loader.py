@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from fullshard.errors import BatchError
 from fullshard.spmd import loader
 from fullshard.spmd.spec import Layout
 from fullshard.xla.sharding import mark_sharding
-from fullshard.xla.tensor import become_sharded, from_parts, is_sharded, remember
+from fullshard.xla.tensor import become_sharded, from_parts, is_sharded, remember, transfer_spec
 
 ShardedLoader = loader.ShardedLoader
 
@@ -23,6 +24,12 @@ class ShardingSpec(loader.ShardingSpec):
     By default every process loads the full global batch. With `minibatch` each process loads the rows of its own
     devices, and the global batch is the parts in the order of processes.
     """
+
+    def xla_spec(self, t: torch.Tensor) -> Any:
+        """The spec for torch_xla's own loaders (`MpDeviceLoader`); None for a tensor that it does not fit."""
+        if not self.can_apply(t):
+            return None
+        return transfer_spec(t, Layout.of(self.mesh, self.partition_spec, t.shape), parts=self.minibatch)
 
     def apply(self, t: torch.Tensor) -> torch.Tensor:
         """Shard `t` in place; returns it. With `minibatch` on several processes, a new tensor."""

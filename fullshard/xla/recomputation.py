@@ -1,8 +1,8 @@
 """Activation checkpointing on XLA: activations are computed again in backward, and the compiler cannot undo that.
 
-`fsdp/activation_checkpointing.py` takes the names in `REPLACES` from here. A program that computes the same values twice
-is what the compiler's common-subexpression elimination removes, so the second computation starts from the inputs behind
-an optimization barrier. The barrier includes the gradients that start backward: nothing is recomputed before them.
+`fsdp/activation_checkpointing.py` takes the names in `REPLACES` from here. The compiler's common-subexpression
+elimination removes what is computed twice, so the second computation starts from the inputs behind an optimization
+barrier. The barrier includes the gradients that start backward: nothing is recomputed before them.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from fullshard.xla.tensor import (
     annotate,
     become_plain,
     become_sharded,
+    clear,
     is_xla_tensor,
     op_sharding,
     remember,
@@ -49,7 +50,7 @@ annotate_custom_sharding = mark_sharding
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:
     """Remove the layout: every device has the full value again."""
     if is_xla_tensor(t):
-        _compiler._xla_clear_sharding(t)
+        clear(t)
     vars(t).pop("_fullshard_layout", None)
     return become_plain(t)
 

@@ -158,15 +158,24 @@ def sharding_of(t: torch.Tensor) -> Layout | None:
 def annotate(t: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Give a tensor on the logical device a layout; it stays the same object."""
     text = annotation(t)
-    if text and not _fits(layout, text, t.ndim):
-        _compiler._xla_clear_sharding(t)
-    try:
-        _compiler._xla_mark_sharding(t, op_sharding(layout))
-    except RuntimeError:  # a step that is still running computes it
-        _compiler._xla_wait_device_ops([])
-        _compiler._xla_mark_sharding(t, op_sharding(layout))
+    if text and not _fits(layout, text, t.ndim):  # clearing the old annotation would break tensors that share the value
+        _compiler._xla_annotate_custom_sharding(t, op_sharding(layout))
+    elif not text:
+        try:
+            _compiler._xla_mark_sharding(t, op_sharding(layout))
+        except RuntimeError:  # a step that is still running computes it
+            _compiler._xla_wait_device_ops([])
+            _compiler._xla_mark_sharding(t, op_sharding(layout))
     remember(t, layout)
     return become_sharded(t)
+
+
+def clear(t: torch.Tensor) -> None:
+    """Give every device the full value of a tensor, and remove the annotation."""
+    if annotation(t):
+        _compiler._xla_annotate_custom_sharding(t, op_sharding(Layout(_layout(t).mesh, ((),) * t.ndim)))
+        _materialize(t)
+        _compiler._xla_clear_sharding(t)
 
 
 def remember(t: torch.Tensor, layout: Layout) -> None:
@@ -197,8 +206,13 @@ def _tiles(layout: Layout) -> tuple[Any, ...]:
 
 def from_parts(t: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The global tensor of which each process has the rows of its own devices."""
-    spec = _compiler.XlaShardingSpec(t, *_tiles(layout), True)
+    spec = transfer_spec(t, layout, parts=True)
     return _compiler._xla_tensors_from_aten([t.detach().cpu()], [str(runtime.device())], [spec])[0]
+
+
+def transfer_spec(t: torch.Tensor, layout: Layout, parts: bool) -> Any:
+    """What torch_xla needs to send a host tensor in a layout; `parts` if each process has the rows of its devices."""
+    return _compiler.XlaShardingSpec(t, *_tiles(layout), parts)
 
 
 def _layout(t: torch.Tensor) -> Layout:
@@ -283,20 +297,31 @@ def load_local_shards_(t: torch.Tensor, shards: Sequence[LocalShard | torch.Tens
     own = local_shards(t)
     if len(shards) != len(own):
         raise LayoutError(f"{len(shards)} shard(s) given; this process holds {len(own)} of the tensor")
-    padded, first = [], layout.shard_shape(t.shape)
-    for given, old in zip(shards, own, strict=True):
-        data = given.data if isinstance(given, LocalShard) else given
-        if data.shape != old.data.shape:
+    data = [(given.data if isinstance(given, LocalShard) else given).detach().cpu().to(t.dtype) for given in shards]
+    for given, old in zip(data, own, strict=True):
+        if given.shape != old.data.shape:
             raise LayoutError(
-                f"the shard given has shape {tuple(data.shape)}; that of device {old.device.index} of the "
+                f"the shard given has shape {tuple(given.shape)}; that of device {old.device.index} of the "
                 f"{tuple(t.shape)} tensor with layout {layout.spec} has shape {tuple(old.data.shape)} (indices "
                 f"{old.indices})"
             )
-        pads = [n for full, size in zip(reversed(first), reversed(data.shape), strict=True) for n in (0, full - size)]
-        padded.append(nn.functional.pad(data.detach().cpu().to(t.dtype), pads).contiguous())
-    names = [name for _, name in _compiler._get_local_shards([t])[0]]
-    _compiler._load_local_shards(t, padded, names)
+        first = next(other for other, shard in zip(data, own, strict=True) if shard.indices == old.indices)
+        if not torch.equal(first, given):
+            raise LayoutError(
+                f"{layout} puts the same shard on several devices, and they were given different data; pass the same "
+                f"data for each copy of a shard"
+            )
+    if any(layout.dims):
+        names = [name for _, name in _compiler._get_local_shards([t])[0]]
+        _compiler._load_local_shards(t, [_padded(given, layout.shard_shape(t.shape)) for given in data], names)
+    else:
+        t.copy_(data[0])
     return t
+
+
+def _padded(shard: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    missing = [full - size for full, size in zip(shape, shard.shape, strict=True)]
+    return nn.functional.pad(shard, [n for size in reversed(missing) for n in (0, size)]).contiguous()
 
 
 def _materialize(t: torch.Tensor) -> None:

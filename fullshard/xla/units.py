@@ -17,6 +17,7 @@ from torch import nn
 from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.fsdp import shard
+from fullshard.fsdp.backward_entry import in_backward
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.plan_model import Site, find_sites
 from fullshard.fsdp.planner import plan_unit, replan
@@ -24,11 +25,9 @@ from fullshard.fsdp.strategy import MixedPrecision, dtype_name, dtype_of
 from fullshard.fsdp.tensor_tree import cast_tensors, map_tensors, tensors_in
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
-from fullshard.fsdp.backward_entry import in_backward
 from fullshard.torch_private import parameters_of, share_hooks
 from fullshard.xla.recomputation import checkpoint, kept_for_recomputation
-from fullshard.xla.sharding import annotate
-from fullshard.xla.tensor import is_xla_tensor, sharding_of
+from fullshard.xla.tensor import annotate, full_tensor, is_xla_tensor, sharding_of
 
 
 @dataclass(eq=False)
@@ -46,6 +45,15 @@ class Annotated:
         assert held is not None
         return held
 
+    @property
+    def shard(self) -> nn.Parameter:
+        """The parameter, under its name on the torch engine."""
+        return self.parameter
+
+    def as_shard(self, value: torch.Tensor) -> torch.Tensor:
+        """A whole value that belongs to the parameter, such as an optimizer's state, in the parameter's layout."""
+        return annotate(value.to(runtime.device()), self.layout) if value.shape == self.plan.shape else value
+
     def hold(self, value: Any) -> None:
         """Let every module that holds the parameter hold `value`."""
         for module, name in self.sites:
@@ -56,6 +64,8 @@ class Annotated:
         dtype = dtype_of(self.plan.dtype)
         if parameter.is_meta:
             return
+        if parameter in shard.replaced:  # tied to one of another module that was wrapped alone
+            parameter = shard.replaced[parameter].parameter
         if not is_xla_tensor(parameter) or parameter.dtype != dtype:
             value = parameter.detach().to(dtype=dtype).to(runtime.device())
             placed = nn.Parameter(value, requires_grad=parameter.requires_grad)
@@ -77,7 +87,7 @@ class Annotated:
             annotate(p, self.layout)
         if p.requires_grad and not getattr(p, "_fullshard_hooked", False):
             p.register_post_accumulate_grad_hook(self._annotate_gradient)
-            p._fullshard_hooked = True  # type: ignore[attr-defined]
+            p._fullshard_hooked = True
         if (dtype_name(p.dtype), p.requires_grad) != (self.plan.dtype, self.plan.trainable):
             self.plan = replan(self.plan, p.dtype, p.requires_grad, precision)
 
@@ -120,7 +130,8 @@ def _first_tensor(output: Any) -> torch.Tensor | None:
     if isinstance(output, tuple) and output:
         output = output[0]
     elif isinstance(output, Mapping):
-        output = next((value for value in output.values() if isinstance(value, torch.Tensor) and value.ndim), None)
+        tensors = [value for value in output.values() if isinstance(value, torch.Tensor)]
+        output = next((t for t in tensors if t.ndim), tensors[0] if tensors else None)  # a loss alone is not split
     return output if isinstance(output, torch.Tensor) else None
 
 
@@ -233,10 +244,21 @@ class ShardedModel:
         if not self.checked:
             self._refuse_new_parameters()
             self.checked = True
-        self.follow()
+        if not self.summoned:
+            self.follow()
         for module in self.names:
             if getattr(module, "gradient_checkpointing", False):  # of transformers: torch's own does not know XLA
                 module._gradient_checkpointing_func = checkpoint
+
+    def settle(self) -> None:
+        """Compute values that were written, and lay them out again through the host where the compiler has chosen
+        another layout: it replicates uneven results of programs that only copy, whatever their annotation."""
+        runtime.sync()
+        for p in self.parameters:
+            value = p.parameter
+            if is_xla_tensor(value) and sharding_of(value) != p.layout:
+                value.data = annotate(full_tensor(value).to(runtime.device()), p.layout)
+        self.follow()
 
     def follow(self) -> None:
         """Keep layouts and plans true after changes to parameters from outside."""

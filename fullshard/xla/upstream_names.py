@@ -1,4 +1,7 @@
-"""Names of PyTorch/XLA that have a meaning on XLA alone: they are torch_xla's own there, or refused with a reason."""
+"""Names of PyTorch/XLA that have a meaning on XLA alone: torch_xla's own, or refused with a reason.
+
+Collectives stay refused: with one process torch_xla's return their input unchanged.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,24 @@ from typing import Any
 
 from fullshard.errors import NameMissingError
 
-HOMES = {"xm": "torch_xla.core.xla_model", "xr": "torch_xla.runtime", "xs": "torch_xla.distributed.spmd"}
-REFUSED = {
-    "reduce_gradients": "gradients are already global; step the optimizer",
+OFFERED = {
+    "torch_xla.core.xla_model": ("get_stablehlo", "get_stablehlo_bytecode", "is_xla_tensor", "xla_real_devices"),
+    "torch_xla.runtime": ("global_runtime_device_attributes", "runtime_device_attributes", "set_device_type"),
+    "torch_xla.distributed.spmd": ("XLAPatchedLinear", "xla_patched_nn_linear_forward"),
+}
+INSTEAD = {
     "set_replication": "one process drives all devices; call fullshard.runtime.use_spmd()",
     "xla_replication_devices": "fullshard.runtime.global_runtime_device_count() counts the devices",
-    "send_cpu_data_to_device": "use fullshard.spmd.ShardedLoader, or t.to(xm.xla_device())",
-    "xla_distribute_tensor": "use mark_sharding(t, mesh, partition_spec)",
-    "xla_distribute_module": "use mark_sharding on parameters, then distribute_module(module, mesh)",
-    "auto_policy": "layouts are not chosen automatically; use mark_sharding on parameters",
-    "MarkShardingFunction": "use mark_sharding_with_gradients(t, mesh, partition_spec)",
     "wrap_as_sharded_tensor": "use wrap_if_sharded(t)",
+    "local_runtime_devices": "fullshard.runtime.addressable_device_count() counts the devices of this process",
+    "set_cache_path": "use initialize_cache(path)",
+    **dict.fromkeys(("dynamic_expand", "dynamic_view_as"), "torch_xla no longer has it"),
 }
 
 
-def find(module: str, known_as: str, name: str) -> Any:
-    """torch_xla's own object for a name that only XLA gives a meaning."""
-    found = getattr(importlib.import_module(HOMES[known_as]), name, None)
-    if name in REFUSED or found is None:
-        instead = REFUSED.get(name, "torch_xla no longer has it")
-        raise NameMissingError(f"PyTorch/XLA's {known_as}.{name} is not in {module}: {instead}")
-    return found
+def find(module: str, known_as: str, name: str, instead: str) -> Any:
+    """torch_xla's own object for a name; `instead` is what the torch engine's refusal recommends."""
+    for home, names in OFFERED.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise NameMissingError(f"PyTorch/XLA's {known_as}.{name} is not in {module}: {INSTEAD.get(name, instead)}")

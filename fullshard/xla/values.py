@@ -39,6 +39,7 @@ def summon_full_params(model: ShardedModel, writeback: bool, offload_to_cpu: boo
         model.summoned = False
         for p, stored in held:
             p.hold(stored)
+        model.settle()
 
 
 def full_state_dict(model: Any, rank0_only: bool, cpu: bool) -> dict[str, torch.Tensor]:

@@ -5,10 +5,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from fullshard import CheckpointManager, runtime
+from fullshard import CheckpointManager, FSDPv2, load_state, runtime, save_state
+from fullshard.spmd.tensor import is_sharded
 from tests.checkpoint.resume_programs import Case, Training, assert_same_bits
-from tests.fsdp.programs import STRATEGIES
+from tests.fsdp.programs import STRATEGIES, mesh_for
 from tests.pool import pool, ranks
 
 BEFORE, AFTER = 5, 5
@@ -158,3 +160,40 @@ def test_another_arrangement_loads_the_same_values(tmp_path, before, n, after, m
 def test_every_arrangement_loads_the_same_values(tmp_path, before, n, after, m):
     _save(before, tmp_path, world_size=n)
     _load_elsewhere(after, tmp_path, world_size=m)
+
+
+@ranks(2)
+def test_a_plain_model_is_resumed_sharded_and_back(tmp_path):
+    """Optimizer state gets the layout of its parameter, and how the optimizer computes is not restored."""
+
+    def made(wrapped, seed, **how):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        model = FSDPv2(model, mesh_for("FULL_SHARD")) if wrapped else model
+        return model, torch.optim.Adam(model.parameters(), 1e-2, **how)
+
+    def steps(model, optimizer):
+        losses = []
+        for _ in range(2):
+            loss = model(torch.ones(4, 6)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        return losses
+
+    plain = made(False, 0)
+    steps(*plain)
+    save_state(tmp_path / "plain", model=plain[0], optimizer=plain[1])
+    sharded = made(True, 1, foreach=True)
+    load_state(tmp_path / "plain", model=sharded[0], optimizer=sharded[1])
+    assert sharded[1].param_groups[0]["foreach"] is True
+    for p, state in sharded[1].state.items():
+        assert is_sharded(state["exp_avg"]) and state["exp_avg"].placements == p.placements
+        assert not is_sharded(state["step"])
+    save_state(tmp_path / "sharded", model=sharded[0], optimizer=sharded[1])
+    expected = steps(*plain)
+    torch.testing.assert_close(steps(*sharded), expected, rtol=0, atol=1e-6)
+    again = made(False, 2)
+    load_state(tmp_path / "sharded", model=again[0], optimizer=again[1])
+    assert steps(*again) == expected

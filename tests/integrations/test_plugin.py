@@ -145,12 +145,12 @@ def test_the_keys_of_pytorch_xla_are_refused_by_name_or_ignored_with_a_note(monk
     seam = trainer.fsdp_arguments(TrainingArguments._process_fsdp_args)
     monkeypatch.setattr(TrainingArguments, "_process_fsdp_args", seam)
     options = {"fsdp": "full_shard", "use_cpu": True, "report_to": "none"}
-    with pytest.raises(ConfigError, match="xla: true: PyTorch/XLA is not supported yet"):
+    with pytest.raises(ConfigError, match="xla: true needs the XLA engine"):
         TrainingArguments(str(tmp_path), fsdp_config={"xla": True, "xla_fsdp_v2": True}, **options)
     caplog.set_level("INFO", logger="fullshard")
     made = TrainingArguments(str(tmp_path), fsdp_config={"xla": False, "xla_fsdp_grad_ckpt": True}, **options)
     assert plugin.read(made.fsdp_plugin_args).settings.strategy == "FULL_SHARD"
-    assert "fsdp_config: xla_fsdp_grad_ckpt is ignored: it configures PyTorch/XLA" in caplog.text
+    assert "TrainingArguments: xla_fsdp_grad_ckpt is not used without xla: true" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ CASES = [
     ("launch --config_file broken.yaml train.py", "broken.yaml:3: not YAML"),
     ("launch --config_file typo.yaml train.py", "unknown key; did you mean fsdp_sharding_strategy?"),
     ("launch --config_file strategy.yaml train.py", "expected FULL_SHARD (1), SHARD_GRAD_OP (2)"),
-    ("launch --config_file xla.yaml train.py", "PyTorch/XLA is not supported yet"),
+    ("launch --config_file xla.yaml train.py", "The XLA engine needs torch 2.9.0 with torch_xla 2.9.0"),
     ("launch --config_file words.yaml train.py", "expected keys with values"),
     ("launch --config_file . train.py", "is a directory; name the configuration file in it"),
     ("launch", "no script given; expected fullshard launch [flags] script.py"),

@@ -130,8 +130,8 @@ def test_mistakes_are_named_with_their_line(tmp_path, text, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("fsdp_config: {xla: true}\n", "xla: true: PyTorch/XLA is not supported yet"),
-        ("distributed_type: XLA\n", "XLA is not supported yet"),
+        ("fsdp_config: {xla: true}\n", "xla: true needs the XLA engine"),
+        ("distributed_type: XLA\n", "xla: true needs the XLA engine"),
         ("distributed_type: DEEPSPEED\n", "DEEPSPEED is not supported"),
         ("deepspeed_config: {zero_stage: 2}\n", "deepspeed_config is not supported"),
         ("megatron_lm_config: {a: 1}\n", "megatron_lm_config is not supported"),

@@ -130,17 +130,20 @@ def test_the_processes_environment_carries_everything(home):
 def test_every_setting_survives_the_environment():
     """Whatever an option's value, the processes read what was meant."""
     refused = ("xla", "tp_size", "cp_size", "sp_size")
+    mapping = '{"compute_dtype": "float32"}'
     tried = 0
     for one in options_of(EngineSettings):
         if not one.env or one.name in refused:
             continue
         texts = ["true", "false"] if one.kind is bool or one.name == "reshard_after_forward" else one.choices or ["7"]
+        texts = [mapping] if one.name == "xla_fsdp_settings" else texts
         for text in texts:
             if text == "fp8":
                 continue
             value = convert(one, text, one.key)
             needs = {"activation_checkpointing": True} if one.name == "activation_checkpointing_offload" else {}
             made = EngineSettings(**{one.name: value, **needs})
+            value = json.loads(mapping) if value == mapping else value
             assert getattr(EngineSettings.from_environment(made.to_environment()), one.name) == value, one.name
             tried += 1
     assert tried > 40
@@ -169,7 +172,7 @@ def test_flags_end_at_the_script(tmp_path, home):
         ("--use_fsdp --multi_gpu --dry_run", "use one of them"),
         ("--use_deepspeed --dry_run", "DEEPSPEED is not supported"),
         ("--use_megatron_lm --dry_run", "MEGATRON_LM is not supported"),
-        ("--tpu --dry_run", "XLA is not supported yet"),
+        ("--tpu --dry_run", "xla: true needs the XLA engine"),
         ("", "no script"),
         ("nothing.py", "the script nothing.py does not exist"),
         ("nothing", "to run a module, use -m"),

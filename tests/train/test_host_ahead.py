@@ -20,7 +20,7 @@ from fullshard import accelerator
 from fullshard.errors import TrainingError
 from fullshard.torch_private import local_of
 from fullshard.train import launched_step
-from fullshard.train.launched_step import UpdateGuard
+from fullshard.train.step_device import UpdateGuard
 from fullshard.train.trainer import SFTTrainer
 from fullshard.watchdog import rank_state, watch
 from fullshard.watchdog.diagnosis import Failure

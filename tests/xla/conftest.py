@@ -1,4 +1,4 @@
-"""The tests of the XLA engine: collected only where it is the engine, on 4 CPU devices in one process (`make test-xla`)."""
+"""The tests of the XLA engine, on 4 CPU devices in one process: collected only where it is the engine."""
 
 from __future__ import annotations
 

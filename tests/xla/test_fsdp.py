@@ -237,8 +237,10 @@ def test_optimizers_that_need_whole_parameters_work(mesh, kind):
 
 def test_a_fused_optimizer_is_refused_by_torch(mesh):
     model = FSDPv2(made(), mesh)
-    with pytest.raises(RuntimeError, match="fused=True.*xla"):
-        torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(rows(mesh)[1]).sum().backward()
+    with pytest.raises(RuntimeError, match=r"fused=True.*xla"):
+        optimizer.step()
 
 
 def test_an_optimizer_built_before_wrapping_is_refused(mesh):
@@ -315,6 +317,10 @@ def test_summon_full_params(mesh, offload):
     assert xs.sharding_of(model.first.weight).spec == ("fsdp", None)
     with model.summon_full_params(writeback=False, offload_to_cpu=offload), torch.no_grad():
         model.scale.fill_(7.0)
+        if not offload:  # the model can be called, and parameters stay whole
+            model(rows(mesh)[1])
+            layout = xs.sharding_of(model.first.weight)
+            assert layout is None or not any(layout.dims)
     assert torch.equal(model.full_state_dict()["scale"], before["scale"])
 
 
@@ -490,6 +496,7 @@ def test_a_callable_gets_the_options_of_the_root(square):
     assert all(options["extra_data_axis"] == "data" for options in given) and len(given) == 3
     host, x = rows(square, ("data", "fsdp"))
     assert_same(model, oracle, train(model, x), train(oracle, host))
+    assert model.second.weight is model.tied.weight  # each wrapped alone
     assert xs.sharding_of(model.first(x)).spec == (("data", "fsdp"), None)
 
 
@@ -528,7 +535,7 @@ def test_what_cannot_be_wrapped(mesh, square):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP .* Use FULL_SHARD"),
+        ({"strategy": "SHARD_GRAD_OP"}, r"SHARD_GRAD_OP .* Use FULL_SHARD"),
         ({"strategy": "HYBRID_SHARD_ZERO2", "extra_data_axis": "data"}, "Use HYBRID_SHARD"),
         ({"cpu_offload": True}, "cpu_offload=True"),
     ],

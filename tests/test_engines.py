@@ -1,0 +1,71 @@
+"""Which engine an installation offers, and what is said where it offers none."""
+
+import pytest
+
+import fullshard
+import fullshard.fsdp
+import fullshard.spmd
+from fullshard import engines
+from fullshard.engines import choose
+from fullshard.errors import RuntimeSetupError
+
+
+@pytest.mark.parametrize(
+    ("torch", "torch_xla", "asked", "engine"),
+    [
+        ("2.13.0", None, "", "torch"),
+        ("2.11.0+cu130", None, "torch", "torch"),
+        ("2.12.0a0+git1234", None, "", "torch"),
+        ("2.9.0+cu128", "2.9.0", "", "xla"),
+        ("2.9.1", "2.9.0", "xla", "xla"),
+        ("2.11.0", "2.11.0", "", "torch"),
+        ("2.11.0", "2.11.0", "xla", "xla"),
+    ],
+)
+def test_the_version_of_torch_decides(torch, torch_xla, asked, engine):
+    assert choose({engines.ENGINE_VARIABLE: asked} if asked else {}, torch, torch_xla) == engine
+
+
+@pytest.mark.parametrize(
+    ("torch", "torch_xla", "asked", "text"),
+    [
+        ("2.9.0", None, "", "No engine can run in this installation: torch 2.9.0, torch_xla is not installed"),
+        ("2.10.0", "2.9.0", "", "the xla engine needs torch 2.9 or newer and the torch_xla of the same version"),
+        (None, None, "", "torch is not installed.*The torch engine needs torch 2.11 or newer"),
+        ("2.8.0", "2.8.0", "", "No engine"),
+        ("2.13.0", None, "xla", "FULLSHARD_ENGINE=xla: this engine cannot run here: torch 2.13.0, torch_xla is not"),
+        ("2.9.0", "2.9.0", "torch", "FULLSHARD_ENGINE=torch: this engine cannot run here"),
+        ("2.13.0", None, "jax", "FULLSHARD_ENGINE=jax: expected torch or xla"),
+    ],
+)
+def test_an_engine_that_cannot_be_offered_is_an_error_that_names_both(torch, torch_xla, asked, text):
+    with pytest.raises(RuntimeSetupError, match=text):
+        choose({engines.ENGINE_VARIABLE: asked}, torch, torch_xla)
+
+
+def test_names_are_those_of_the_engine():
+    assert engines.engine() == "torch" and not engines.is_xla() and engines.offers("torch")
+    engines.require_torch_engine("anything")
+    assert fullshard.spmd.mark_sharding.__module__ == "fullshard.spmd.sharding"
+    assert fullshard.FSDPv2 is fullshard.fsdp.FSDPv2 and fullshard.FSDPv2.__module__ == "fullshard.fsdp.module"
+    with pytest.raises(AttributeError, match=r"'fullshard.fsdp' has no attribute 'nothing'"):
+        _ = fullshard.fsdp.nothing
+
+
+@pytest.fixture
+def too_old(monkeypatch):
+    """An installation with torch 2.9 and without torch_xla."""
+    versions = {"torch": "2.9.0", "torch_xla": None}
+    monkeypatch.setattr(engines, "_version", versions.get)
+    engines.engine.cache_clear()
+    yield versions
+    engines.engine.cache_clear()
+
+
+def test_the_torch_engine_refuses_an_old_torch_when_it_is_first_used(too_old):
+    assert not engines.is_xla() and not engines.offers("torch")
+    with pytest.raises(RuntimeSetupError, match=r"No engine can run in this installation: torch 2.9.0"):
+        engines.require_torch_engine("use_spmd()")
+    too_old["torch_xla"] = "2.9.0"
+    with pytest.raises(RuntimeSetupError, match=r"FSDPv2 is not available on the XLA engine.*install torch 2.11"):
+        engines.require_torch_engine("FSDPv2")
