@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +28,10 @@ class Work:
 class Group(dist.ProcessGroup):
     """One rank. The names of the calls differ between versions of torch."""
 
-    def __init__(self) -> None:
+    def __init__(self, coalesces: bool) -> None:
         super().__init__(0, 1)
         self.issued: list[Work] = []
+        self.coalesces = coalesces
 
     def _issue(self, *tensors: Any) -> Work:
         self.issued.append(Work(*tensors))
@@ -40,6 +42,9 @@ class Group(dist.ProcessGroup):
     allreduce_coalesced = _end_coalescing = _issue
 
     def _start_coalescing(self, device: Any) -> None: ...
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(supports_coalescing=self.coalesces)
 
 
 Issue = Callable[[Collectives, list[torch.Tensor]], Pending]
@@ -52,7 +57,7 @@ OPERATIONS: dict[str, Issue] = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_work_that_is_issued_is_waited_for(operation: str) -> None:
-    group = Group()
+    group = Group(coalesces=True)
     link = Collectives(group, watch_for(operation, (0,), group), torch.device("cpu"), Meter())
     pending = OPERATIONS[operation](link, [torch.ones(4), torch.ones(2)])
     assert group.issued and any(work.held for work in group.issued)
