@@ -28,10 +28,9 @@ class Work:
 class Group(dist.ProcessGroup):
     """One rank. The names of the calls differ between versions of torch."""
 
-    def __init__(self, coalesces: bool) -> None:
+    def __init__(self) -> None:
         super().__init__(0, 1)
         self.issued: list[Work] = []
-        self.coalesces = coalesces
 
     def _issue(self, *tensors: Any) -> Work:
         self.issued.append(Work(*tensors))
@@ -44,7 +43,7 @@ class Group(dist.ProcessGroup):
     def _start_coalescing(self, device: Any) -> None: ...
 
     def _get_backend(self, device: torch.device) -> Any:
-        return SimpleNamespace(supports_coalescing=self.coalesces)
+        return SimpleNamespace(supports_coalescing=True)
 
 
 Issue = Callable[[Collectives, list[torch.Tensor]], Pending]
@@ -57,7 +56,7 @@ OPERATIONS: dict[str, Issue] = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_work_that_is_issued_is_waited_for(operation: str) -> None:
-    group = Group(coalesces=True)
+    group = Group()
     link = Collectives(group, watch_for(operation, (0,), group), torch.device("cpu"), Meter())
     pending = OPERATIONS[operation](link, [torch.ones(4), torch.ones(2)])
     assert group.issued and any(work.held for work in group.issued)
