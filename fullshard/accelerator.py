@@ -1,8 +1,8 @@
 """The accelerator of a device: streams, pinned host memory, memory sizes, random states.
 
-The package uses accelerators only through this file, which uses torch's device-neutral interface where there is one.
-The same calls work for the CPU: it has no streams, its memory needs no pinning, and there is nothing to wait for. To
-support another accelerator, add its type to `SUPPORTED` and run `make test-gpu` on it.
+The package uses accelerators only through this file, which uses torch's device-neutral interface where there is one,
+and the entry of the device's type in `device_kinds.py`. The same calls work for the CPU: it has no streams, its memory
+needs no pinning, and there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-SUPPORTED = {"cuda": "nccl"}
-"""Supported device types, and the torch.distributed backend of each."""
+from fullshard.device_kinds import KINDS, DeviceKind
+
 LARGE = 2**20
 """Bytes from which on ordinary host memory is pinned in place: it then has its own pages."""
 
 
 @functools.cache
+def found() -> str:
+    """The type of the accelerator that torch reports on this machine, supported or not; "" if there is none."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device.type if device is not None else ""
+
+
 def kind() -> str:
-    """The type of this machine's accelerator; "cpu" if there is none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None and found.type in SUPPORTED else "cpu"
+    """The type of this machine's accelerator; "cpu" if there is no supported one."""
+    return found() if found() in KINDS else "cpu"
 
 
 def count() -> int:
@@ -37,13 +42,55 @@ def count() -> int:
 
 def names() -> list[str]:
     """The names of the accelerators."""
-    module = torch.get_device_module(kind())
-    return [module.get_device_name(index) for index in range(count())]
+    name = getattr(torch.get_device_module(kind()), "get_device_name", lambda index: f"{kind()}:{index}")
+    return [name(index) for index in range(count())]
 
 
 def computes_bf16() -> bool:
     """Whether the accelerators support bf16 in hardware, without emulation."""
-    return count() > 0 and bool(torch.get_device_module(kind()).is_bf16_supported(including_emulation=False))
+    if not count():
+        return False
+    if supported := getattr(torch.get_device_module(kind()), "is_bf16_supported", None):
+        return bool(supported(including_emulation=False))
+    return torch.bfloat16 in torch.accelerator.get_device_capability()["supported_dtypes"]
+
+
+# --- what a device can do -------------------------------------------------------------------------------------------
+
+
+def kind_of(device: torch.device) -> DeviceKind | None:
+    """The entry of the device's type; None for the CPU."""
+    return KINDS.get(device.type) if device.type != "meta" else _stand_in.kind
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device is an accelerator: it runs work asynchronously, in streams."""
+    return kind_of(device) is not None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether the device runs the kernels of this package, which are written in Triton."""
+    return (entry := kind_of(device)) is not None and entry.triton
+
+
+def runs_inductor(device: torch.device) -> bool:
+    """Whether torch's compiler, and flex attention with it, are used on the device without being asked for."""
+    return (entry := kind_of(device)) is not None and entry.inductor
+
+
+def adds_wide_products(device: torch.device) -> bool:
+    """Whether the device adds a product of narrow matrices to a wider one without rounding."""
+    return (entry := kind_of(device)) is not None and entry.wide_products
+
+
+def draws_by_offset(device: torch.device) -> bool:
+    """Whether shards on the device draw their parts of one random stream, each at its own offset."""
+    return (entry := kind_of(device)) is not None and entry.random_offsets
+
+
+def pins(device: torch.device) -> bool:
+    """Whether host memory that is copied from or to the device is page-locked."""
+    return (entry := kind_of(device)) is not None and entry.pinned
 
 
 def computes_fp8(device: torch.device) -> bool:
@@ -53,24 +100,23 @@ def computes_fp8(device: torch.device) -> bool:
 
 @functools.cache
 def _computes_fp8(device: torch.device) -> bool:
-    return is_accelerator(device) and torch.get_device_module(device).get_device_capability(device) >= (8, 9)
+    entry = kind_of(device)
+    if entry is None or entry.fp8_from is None:
+        return False
+    return torch.get_device_module(device).get_device_capability(device) >= entry.fp8_from
 
 
 def identity(device: torch.device) -> str:
     """An id of this accelerator that is unique across machines."""
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return str(getattr(properties, "uuid", None) or f"{socket.gethostname()}/{device.index}")
-
-
-def is_accelerator(device: torch.device) -> bool:
-    """Whether the device runs work asynchronously, in streams."""
-    return device.type in SUPPORTED or (device.type == "meta" and _stand_in.is_accelerator)
+    read = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)
+    return str(getattr(read(device), "uuid", None) or f"{socket.gethostname()}/{device.index}")
 
 
 class _StandIn:
     """What tensors on the meta device stand for."""
 
-    is_accelerator = computes_fp8 = False
+    kind: DeviceKind | None = None
+    computes_fp8 = False
 
 
 _stand_in = _StandIn()
@@ -80,13 +126,13 @@ _stand_in = _StandIn()
 def meta_stands_for(device: torch.device, computes_fp8: bool = True) -> Iterator[None]:
     """Inside, tensors on the meta device take the paths of this device, which need not exist here: the same operators
     run, without values. `computes_fp8` tells whether an accelerator multiplies fp8 matrices in hardware."""
-    before = _stand_in.is_accelerator, _stand_in.computes_fp8
-    _stand_in.is_accelerator = device.type in SUPPORTED
-    _stand_in.computes_fp8 = _stand_in.is_accelerator and computes_fp8
+    before = _stand_in.kind, _stand_in.computes_fp8
+    _stand_in.kind = entry = KINDS.get(device.type)
+    _stand_in.computes_fp8 = entry is not None and entry.fp8_from is not None and computes_fp8
     try:
         yield
     finally:
-        _stand_in.is_accelerator, _stand_in.computes_fp8 = before
+        _stand_in.kind, _stand_in.computes_fp8 = before
 
 
 def current() -> torch.device:
@@ -102,10 +148,10 @@ def use(device: torch.device) -> None:
 
 def using(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A context in which this is the thread's current accelerator; comparing is cheaper than always switching."""
-    here = device.type in SUPPORTED
+    here = device.type in KINDS
     if not here or device.index == torch.accelerator.current_device_index():
         return contextlib.nullcontext()
-    return torch.get_device_module(device).device(device)
+    return torch.accelerator.device_index(device.index)
 
 
 # --- streams --------------------------------------------------------------------------------------------------------
@@ -135,15 +181,14 @@ _peaks: dict[torch.device, int] = {}
 
 def total_memory(device: torch.device) -> int:
     """Bytes of memory on the accelerator."""
-    return int(torch.get_device_module(device).mem_get_info(device)[1])
+    return int(torch.accelerator.get_memory_info(device)[1])
 
 
 def spare_memory(device: torch.device) -> int:
     """Bytes of the accelerator's memory that nothing has used so far, here or in other processes; 0 for the CPU."""
     if not is_accelerator(device):
         return 0
-    module = torch.get_device_module(device)
-    return int(module.mem_get_info(device)[0] + module.memory_reserved(device) - module.max_memory_allocated(device))
+    return usable_memory(device) - peak_since_mark(device)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -154,39 +199,43 @@ def peak_memory(device: torch.device) -> int:
 def mark_peak(device: torch.device) -> None:
     """Begin a new peak; `peak_memory` remembers the earlier one."""
     _peaks[device] = peak_memory(device)
-    torch.get_device_module(device).reset_peak_memory_stats(device)
+    torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak_since_mark(device: torch.device) -> int:
     """The peak number of allocated bytes since `mark_peak`."""
-    return int(torch.get_device_module(device).max_memory_allocated(device))
+    return int(torch.accelerator.max_memory_allocated(device))
 
 
 def allocated_memory(device: torch.device) -> int:
     """The bytes of all tensors on the accelerator."""
-    return int(torch.get_device_module(device).memory_allocated(device))
+    return int(torch.accelerator.memory_allocated(device))
 
 
 def usable_memory(device: torch.device) -> int:
     """The bytes that this process has on the accelerator or can get: free ones, and those that torch holds ready."""
-    module = torch.get_device_module(device)
-    return int(module.mem_get_info(device)[0] + module.memory_reserved(device))
+    return int(torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device))
 
 
 def empty_cache(device: torch.device) -> None:
     """Return unused memory of the accelerator to its driver; nothing for the CPU."""
     if is_accelerator(device):
-        torch.get_device_module(device).empty_cache()
+        torch.accelerator.empty_cache()
+
+
+def allocation_rounding(device: torch.device) -> int:
+    """Bytes that the device's allocator rounds sizes up to."""
+    return entry.rounding if (entry := kind_of(device)) is not None else 1
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Uninitialized pinned host memory from torch's pool, which keeps it until copies from or to it are done."""
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=kind() != "cpu")
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=pins(torch.device(kind())))
 
 
 def staging(size: int, device: torch.device) -> torch.Tensor:
     """A host buffer for copies to a device: pinned for an accelerator."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=is_accelerator(device))
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pins(device))
 
 
 class HostCopy:
@@ -212,11 +261,10 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     must keep it until copies from it are done.
     """
     size = math.prod(shape) * dtype.itemsize
-    lock = getattr(torch.get_device_module(kind()), "cudart", None) if kind() != "cpu" else None
-    if lock is None or size < LARGE:
+    if kind() == "cpu" or not KINDS[kind()].registers_memory or size < LARGE:
         return pinned(shape, dtype)
     owner = np.empty(size, np.uint8)  # lives as long as the tensor's storage does
-    if int(lock().cudaHostRegister(owner.ctypes.data, size, 0)) == 0:
+    if int(torch.cuda.cudart().cudaHostRegister(owner.ctypes.data, size, 0)) == 0:
         # Unpinned before it is freed: numpy calls finalizers before it releases the memory.
         weakref.finalize(owner, _unlock, owner.ctypes.data).atexit = False
     return torch.from_numpy(owner).view(dtype).view(tuple(shape))
@@ -225,7 +273,7 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def _unlock(address: int) -> None:
     with contextlib.suppress(RuntimeError):  # the process may be ending
         torch.accelerator.synchronize()  # a copy may still be running
-        torch.get_device_module(kind()).cudart().cudaHostUnregister(address)
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 # --- random generators ----------------------------------------------------------------------------------------------

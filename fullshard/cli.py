@@ -202,7 +202,7 @@ def chat(
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Random seed for sampling.")] = None,
     dtype: Annotated[str, typer.Option(help="auto (the dtype of the files), float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, … Default: a GPU if there is one.")] = None,
     base: Annotated[str | None, typer.Option(help="The folder of the adapter's base model, if it has moved.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Use a checkpoint of the run: a step, or latest.")] = None,
     use_4bit_quantization: Annotated[

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as torch_groups
 
-from fullshard import accelerator
+from fullshard.device_kinds import KINDS
 from fullshard.torch_private import backend_for, device_types, group_name, set_group_timeout
 
 
@@ -33,9 +33,14 @@ def carries(group: dist.ProcessGroup, device_type: str) -> bool:
     return device_type in device_types(group)
 
 
+def coalesces(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether the group's backend for the device can issue several collectives as one launch."""
+    return bool(backend_for(group, device.type).supports_coalescing)
+
+
 def has_own(device_type: str) -> bool:
     """Whether this build of torch has the device type's own backend (NCCL for CUDA)."""
-    return dist.is_backend_available(accelerator.SUPPORTED.get(device_type, "gloo"))
+    return dist.is_backend_available(KINDS[device_type].backend if device_type in KINDS else "gloo")
 
 
 def short_name(ranks: Sequence[int]) -> str:

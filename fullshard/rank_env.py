@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard import accelerator
+from fullshard.device_kinds import KINDS
 from fullshard.errors import RuntimeSetupError
 
 INIT_TIMEOUT_VARIABLE = "FULLSHARD_INIT_TIMEOUT"
@@ -99,22 +100,33 @@ def gpu_count() -> int:
     return accelerator.count()
 
 
-def choose_device(wanted: str | None, local_rank: int, gpus: int) -> torch.device:
-    """The device `wanted`, else a GPU by local rank, else the CPU."""
-    if wanted not in (None, "", "cpu", *accelerator.SUPPORTED):
-        known = " or ".join(repr(name) for name in ("cpu", *accelerator.SUPPORTED))
+def choose_device(wanted: str | None, local_rank: int, gpus: int, found: str = "") -> torch.device:
+    """The device `wanted`, else a GPU by local rank, else the CPU. `found`: the type of the GPUs."""
+    found = found or accelerator.kind()
+    if wanted not in (None, "", "cpu", *KINDS):
+        known = " or ".join(repr(name) for name in ("cpu", *KINDS))
         raise RuntimeSetupError(f"Device {wanted!r} is not supported: expected {known} ({DEVICE_VARIABLE}).")
-    if wanted in accelerator.SUPPORTED and gpus == 0:
-        raise RuntimeSetupError(f"Device {wanted!r} was requested, but torch sees no GPU here. Use 'cpu'.")
+    if wanted in KINDS and (gpus == 0 or wanted != found):
+        seen = f" of that type, only {found!r}" if gpus else ""
+        raise RuntimeSetupError(f"Device {wanted!r} was requested, but torch sees no GPU{seen} here. Use 'cpu'.")
     if wanted == "cpu" or gpus == 0:
         return torch.device("cpu")
-    return torch.device(wanted or next(iter(accelerator.SUPPORTED)), local_rank % gpus)
+    return torch.device(found, local_rank % gpus)
 
 
 def choose_backend(device_type: str, *, own: bool) -> str:
-    """Gloo for CPU tensors; NCCL for CUDA tensors if it can be used (`own`): torch has it, and ranks share no GPU."""
-    known = accelerator.SUPPORTED.get(device_type)
-    return "gloo" if known is None else f"cpu:gloo,{device_type}:{known if own else 'gloo'}"
+    """Gloo for CPU tensors. For those of an accelerator its own backend (NCCL for CUDA), if it can be used (`own`):
+    torch has it, and ranks share no device."""
+    known = KINDS.get(device_type)
+    if known is None:
+        return "gloo"
+    if not own and not known.gloo:
+        raise RuntimeSetupError(
+            f"Tensors on {device_type} devices are sent by {known.backend} only, which cannot be used here: this build "
+            f"of torch does not have it, or ranks share a device. Start one rank per device, install the package that "
+            f"has {known.backend}, or set {DEVICE_VARIABLE}=cpu."
+        )
+    return f"cpu:gloo,{device_type}:{known.backend if own else 'gloo'}"
 
 
 def choose_init_timeout(given: float | None, env: Mapping[str, str]) -> float:

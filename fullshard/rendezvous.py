@@ -30,7 +30,7 @@ class Meeting:
     shared: str = ""
     """Which ranks share a GPU; empty if none do."""
     without: str = ""
-    """Which rank's torch has no NCCL; empty if all have it."""
+    """Which rank's torch lacks the device's own backend (NCCL for CUDA); empty if all have it."""
 
     @property
     def own(self) -> bool:

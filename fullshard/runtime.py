@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import accelerator, engines, groups, xla_names
+from fullshard.device_kinds import KINDS
 from fullshard.errors import RuntimeSetupError, UnsupportedError, first_line
 from fullshard.foreign_wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
 from fullshard.foreign_wrappers import refuse_live_wrappers
@@ -72,7 +73,8 @@ def use_spmd(
 
     - `modules` are checked for wrappers that cannot be combined with SPMD (DDP, FSDP, DeepSpeed); modules that exist
       when a process group does are checked without being passed.
-    - `device` is "cpu" or "cuda"; default: `FULLSHARD_DEVICE`, else CUDA if there is a GPU.
+    - `device` is "cpu" or the type of an accelerator, such as "cuda"; default: `FULLSHARD_DEVICE`, else the accelerator
+      if there is one (docs/devices.md).
     - `init_timeout` is how many seconds to wait for the other ranks; default: `FULLSHARD_INIT_TIMEOUT`, else 300.
 
     An existing process group is used as it is.
@@ -89,7 +91,10 @@ def use_spmd(
         joined(place, _adopted_device(device or os.environ.get(DEVICE_VARIABLE)), owned=False)
     else:
         launch = read_launcher(os.environ)
-        chosen = choose_device(device or os.environ.get(DEVICE_VARIABLE), launch.local_rank, gpu_count())
+        asked = device or os.environ.get(DEVICE_VARIABLE)
+        if asked != "cpu" and device_note():
+            warn_once("accelerator", device_note())
+        chosen = choose_device(asked, launch.local_rank, gpu_count())
         accelerator.use(chosen)
         _init_group(launch, chosen, seconds)
         joined(launch, chosen, owned=True)
@@ -293,6 +298,23 @@ def device() -> torch.device:
     return choose_device(os.environ.get(DEVICE_VARIABLE), _place().local_rank, gpu_count())
 
 
+def device_note() -> str:
+    """What to know about this machine's accelerator: its type has no entry in `device_kinds.KINDS`, or fullshard was
+    never run on it; "" if neither is so."""
+    found, kind = accelerator.found(), accelerator.kind()
+    if found and kind == "cpu":
+        return (
+            f"torch reports an accelerator of type {found!r}, which fullshard does not support, so the CPU is used. "
+            f"Supported types: {', '.join(KINDS)}; docs/devices.md tells what another one needs."
+        )
+    if found and not KINDS[kind].tested:
+        return (
+            f"Devices of type {kind!r} have not been tried with fullshard so far. Compare the first losses with those "
+            f"of a short run on the CPU ({DEVICE_VARIABLE}=cpu); see docs/devices.md."
+        )
+    return ""
+
+
 def transport() -> Transport:
     """How tensors of this rank's device are sent to other ranks, and why."""
     assert dist.group.WORLD is not None or world_size() == 1, "call use_spmd() first"
@@ -394,8 +416,8 @@ def seed(n: int, *, per_rank: bool = False, deterministic: bool = False) -> None
 
 
 def generator_state() -> tuple[str, Any]:
-    """The kind of this rank's device, and the state of its default generator: None for the CPU."""
-    return "cuda", accelerator.rng_state(device())
+    """The type of this rank's device, and the state of its default generator: None for the CPU."""
+    return device().type, accelerator.rng_state(device())
 
 
 def set_generator_state(state: Any) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fullshard.device_kinds import KINDS
+
 
 @dataclass(frozen=True)
 class Transport:
@@ -17,7 +19,7 @@ class Transport:
     """"nccl", "gloo" or another backend of torch; "" with one rank."""
     sentence: str
     fix: str = ""
-    """What to change if NCCL could be used and is not; "" otherwise."""
+    """What to change if the device's own backend could be used and is not; "" otherwise."""
 
     def __str__(self) -> str:
         return self.sentence
@@ -38,12 +40,13 @@ def transport_of(
 
     - `gpus`: the number of GPUs that this rank sees
     - `shared`: which ranks share a GPU; empty if none do
-    - `without`: which ranks have a torch without NCCL; empty if none do
+    - `without`: which ranks have a torch without the device's own backend; empty if none do
     - `ours`: whether fullshard created the process group
     """
     if world_size == 1:
         return Transport("", "none: there is one rank")
-    name = {"gloo": "Gloo", "nccl": "NCCL"}.get(backend, backend)
+    own = KINDS[device_type].backend if device_type in KINDS else "gloo"
+    name = "Gloo" if backend == "gloo" else own.upper() if backend == own else backend
     if device_type == "cpu":
         return Transport(backend, f"{name} (CPU)")
     if backend != "gloo":
@@ -53,11 +56,11 @@ def transport_of(
     if shared:
         return Transport(backend, f"Gloo through host memory: {shared}")
     if without:
-        fix = f"torch has no NCCL on {without}: install a build that has it."
+        fix = f"torch has no {own.upper()} on {without}: install a build that has it."
     else:
         assert not ours
         fix = (
-            'The program created its process group with backend "gloo": use "cpu:gloo,cuda:nccl", or let fullshard '
-            "create the group."
+            'The program created its process group with backend "gloo": use '
+            f'"cpu:gloo,{device_type}:{own}", or let fullshard create the group.'
         )
     return Transport(backend, "Gloo through host memory, although each rank has its own GPU", fix)

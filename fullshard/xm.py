@@ -91,8 +91,9 @@ def get_memory_info(device: str | torch.device | None = None) -> dict[str, int]:
     """Used and total memory of this rank's GPU, in bytes."""
     if not accelerator.is_accelerator(runtime.device()):
         raise UnsupportedError(f"xm.get_memory_info: only for GPUs; this rank's device is {runtime.device()}")
-    free, total = torch.cuda.mem_get_info(runtime.device())
-    return {"bytes_used": total - free, "bytes_limit": total, "peak_bytes_used": torch.cuda.max_memory_reserved()}
+    free, total = torch.accelerator.get_memory_info(runtime.device())
+    peak = torch.accelerator.max_memory_reserved(runtime.device())
+    return {"bytes_used": total - free, "bytes_limit": total, "peak_bytes_used": peak}
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

@@ -94,6 +94,19 @@ def test_env_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     facts = json.loads(capsys.readouterr().out)
     assert facts["torch"] == torch.__version__
     assert (facts["device"], facts["backend"], facts["world_size"]) == ("cpu", "gloo", 1)
+    assert (facts["engine"], facts["torch_engine"]) == ("torch", "can be used")
+    assert facts["xla_engine"].startswith("cannot be used: torch 2.") and facts["torch_xla"] == "not installed"
+    assert facts["torch_tpu"] == "not installed" and facts["xla_devices"].startswith("none")
+
+
+def test_env_tells_of_an_accelerator_that_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, said in (
+        ("", "none"),
+        ("cuda", "cuda: supported"),
+        ("mps", "torch reports an accelerator of type 'mps'"),
+    ):
+        monkeypatch.setattr("fullshard.accelerator.found", lambda found=found: found)
+        assert environment_report.describe_environment({})["accelerator"].startswith(said)
 
 
 def test_env_as_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,20 +80,25 @@ def test_partial_or_wrong_variables_are_named(env: dict[str, str], said: str) ->
     ],
 )
 def test_device(wanted: str | None, local_rank: int, gpus: int, device: str) -> None:
-    assert choose_device(wanted, local_rank, gpus) == torch.device(device)
+    assert choose_device(wanted, local_rank, gpus, "cuda") == torch.device(device)
 
 
 def test_device_that_cannot_be() -> None:
-    with pytest.raises(RuntimeSetupError, match="'tpu' is not supported: expected 'cpu' or 'cuda'"):
-        choose_device("tpu", 0, 0)
+    with pytest.raises(RuntimeSetupError, match="'mps' is not supported: expected 'cpu' or 'cuda'"):
+        choose_device("mps", 0, 0)
     with pytest.raises(RuntimeSetupError, match="torch sees no GPU"):
         choose_device("cuda", 0, 0)
+    with pytest.raises(RuntimeSetupError, match="'xpu' was requested, but torch sees no GPU of that type, only 'cuda'"):
+        choose_device("xpu", 0, 8, "cuda")
 
 
 def test_backend() -> None:
     assert choose_backend("cpu", own=True) == choose_backend("cpu", own=False) == "gloo"
     assert choose_backend("cuda", own=True) == "cpu:gloo,cuda:nccl"
     assert choose_backend("cuda", own=False) == "cpu:gloo,cuda:gloo"
+    assert choose_backend("tpu", own=True) == "cpu:gloo,tpu:tpu_dist"
+    with pytest.raises(RuntimeSetupError, match="Tensors on tpu devices are sent by tpu_dist only"):
+        choose_backend("tpu", own=False)
 
 
 def test_init_timeout() -> None:

@@ -30,9 +30,6 @@ from fullshard.parallelize.settings import EngineSettings
 from fullshard.quant import workspace
 from fullshard.torch_private import storage_id, version_of
 
-CUDA_ROUNDING = 512
-"""Bytes that torch's CUDA allocator rounds sizes up to."""
-
 
 class Traceable(Protocol):
     """What is traced of a `PlannedModel`."""
@@ -85,7 +82,7 @@ def trace_step(
                 f"{type(planned.model).__name__} cannot be traced without values ({type(error).__name__}: "
                 f"{first_line(error)}), so its activations cannot be planned; measure them in a run (max_steps 2)."
             ) from error
-    if planned.device.type in accelerator.SUPPORTED:
+    if accelerator.is_accelerator(planned.device):
         found = dataclasses.replace(found, workspace=found.workspace + product_workspace(capability))
     return found.with_inputs_on_host() if level is Level.OFFLOAD else found
 
@@ -158,7 +155,7 @@ class _Step:
         self.inputs: dict[str, int] = {}
         """Bytes of each layer's input."""
         self.trace = StorageTrace(
-            CUDA_ROUNDING if planned.device.type in accelerator.SUPPORTED else 1,
+            accelerator.allocation_rounding(planned.device),
             [*planned.model.parameters(), *planned.model.buffers()], WORKSPACES,
         )  # fmt: skip
         self.notes: list[str] = []

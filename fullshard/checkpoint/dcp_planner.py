@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from fullshard import accelerator
 from fullshard.checkpoint.load_target import TensorToLoad
 from fullshard.checkpoint.manifest import BLOCK
 from fullshard.checkpoint.shard_index import TensorShard, host_blocks, part_to_write
@@ -109,7 +110,7 @@ def _bytes(item: WriteItem) -> int:
 
 def _digest(t: torch.Tensor) -> str:
     digest = hashlib.sha256(f"{t.dtype} {tuple(t.shape)}".encode())
-    for block in host_blocks(t, lambda: torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True), BLOCK):
+    for block in host_blocks(t, lambda: accelerator.pinned((BLOCK,), torch.uint8), BLOCK):
         digest.update(block)
     return digest.hexdigest()
 

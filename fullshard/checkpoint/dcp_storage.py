@@ -153,7 +153,7 @@ class CheckpointWriter(StorageWriter):
 
     def _pinned(self) -> torch.Tensor:
         if not hasattr(self._scratch, "buffer"):
-            self._scratch.buffer = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+            self._scratch.buffer = accelerator.pinned((BLOCK,), torch.uint8)
         return self._scratch.buffer
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

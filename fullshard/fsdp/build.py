@@ -30,7 +30,7 @@ from fullshard.fsdp.prefetch import PrefetchSettings
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fullshard.fsdp.streams import SideStream
 from fullshard.fsdp.unit import Means, Unit
-from fullshard.spmd.dtensor_fixes import draw_global_on_cpu
+from fullshard.spmd.dtensor_fixes import draw_global_where_needed
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import parameters_of
@@ -106,7 +106,7 @@ def assemble(
     root._fullshard_outline = (options.mesh, options.strategy, options.replica_axes)
     checks.check_optimizers()
     backward_entry.intercept_backward()
-    draw_global_on_cpu()
+    draw_global_where_needed()
     if options.precision != MixedPrecision.of(None):
         runtime.get_logger().info("mixed precision: %s", options.precision)
 

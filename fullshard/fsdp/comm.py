@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fullshard import groups
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.streams import AsyncWork
 from fullshard.torch_private import coalescing_manager
@@ -86,7 +87,8 @@ class Link(ABC):
 
 
 class Collectives(Link):
-    """Every backend but Gloo: the collectives of a unit in one launch, on the communicator's own stream.
+    """Every backend but Gloo: the collectives of a unit in one launch if the backend can, on the communicator's own
+    stream.
 
     The order in which they are issued is what matches them, so they need no tags.
     """
@@ -94,9 +96,9 @@ class Collectives(Link):
     def gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], unit: int) -> Pending:
         with self._coalesced() as issued:
             for whole, piece in pairs:
-                _all_gather(whole.view(-1), piece.view(-1), group=self.group, async_op=True)
+                issued.append(_all_gather(whole.view(-1), piece.view(-1), group=self.group, async_op=True))
                 self.meter.bytes_sent += (self.size - 1) * piece.numel() * piece.element_size()
-        return Pending(issued.works, self, keep=pairs)
+        return Pending(issued, self, keep=pairs)
 
     def scatter_sum(self, wholes: Sequence[torch.Tensor], average: bool, unit: int) -> Pending:
         pieces = [w.new_empty(w.numel() // self.size) for w in wholes]
@@ -104,9 +106,10 @@ class Collectives(Link):
         for pairs in _by_dtype(list(zip(pieces, wholes, strict=True))):
             with self._coalesced() as issued:
                 for piece, whole in pairs:
-                    _reduce_scatter(piece, whole.view(-1), op=_sum(average), group=self.group, async_op=True)
+                    options = {"op": _sum(average), "group": self.group, "async_op": True}
+                    issued.append(_reduce_scatter(piece, whole.view(-1), **options))
                     self.meter.bytes_sent += (self.size - 1) * piece.numel() * piece.element_size()
-            works += issued.works
+            works += issued
         return Pending(works, self, lambda: pieces, keep=wholes)
 
     def sum(self, values: Sequence[torch.Tensor], average: bool, unit: int) -> Pending:
@@ -114,22 +117,28 @@ class Collectives(Link):
         for those in _by_dtype([(value,) for value in values]):
             with self._coalesced() as issued:
                 for (value,) in those:
-                    dist.all_reduce(value, op=_sum(average), group=self.group, async_op=True)
+                    issued.append(dist.all_reduce(value, op=_sum(average), group=self.group, async_op=True))
                     self.meter.bytes_sent += 2 * (self.size - 1) * value.numel() * value.element_size() // self.size
-            works += issued.works
+            works += issued
         return Pending(works, self, lambda: list(values), keep=values)
 
     @contextlib.contextmanager
-    def _coalesced(self) -> Iterator[Any]:
-        """Issue the collectives inside as one launch; a communicator that lost a rank may refuse them.
+    def _coalesced(self) -> Iterator[list[Any]]:
+        """Issue the collectives inside, as one launch if the backend can. At the end the list, to which each is added,
+        holds the works to wait for. A communicator that lost a rank may refuse them.
 
-        No device is given: with one, torch issues two works and returns the second. Nobody waits for the first, so it
-        holds its tensors until a thread of torch finds it done and the next collective is issued.
+        torch's manager gets no device: with one, it issues two works and returns the second. Nobody waits for the
+        first, so it holds its tensors until a thread of torch finds it done and the next collective is issued.
         """
+        issued: list[Any] = []
         with watching.issuing():
             try:
-                with coalescing_manager(group=self.group, async_ops=True) as issued:
+                if not groups.coalesces(self.group, self.device):
                     yield issued
+                    return
+                with coalescing_manager(group=self.group, async_ops=True) as launch:
+                    yield issued
+                issued[:] = launch.works
                 return
             except dist.DistError as error:
                 broken = error

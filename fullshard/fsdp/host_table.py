@@ -65,7 +65,7 @@ def _copied(table: HostTable) -> torch.Tensor:
 
 def lookup(rows: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The rows of a table in host memory at `ids`, on the device of `ids`."""
-    if accelerator.is_accelerator(ids.device) and rows.is_pinned():
+    if accelerator.runs_triton(ids.device) and rows.is_pinned():
         from fullshard.fsdp import triton_lookup
 
         return triton_lookup.lookup(rows, ids, dtype)

@@ -200,7 +200,7 @@ def _refuse_on_xla(module: ModuleType) -> None:
             "Accelerate's own engine"
         )
 
-    module.Accelerator.__init__ = refusing  # type: ignore[attr-defined]
+    module.Accelerator.__init__ = refusing
 
 
 def _announce_untested(library: str, attribute: str, module: ModuleType) -> None:

@@ -14,7 +14,7 @@ from fullshard.configfile import SUFFIXES, nest, read_file, sort_keys, write_fil
 from fullshard.errors import ConfigError
 from fullshard.launch.config import accelerate_file, file_options, find_file, launch_options, own_file
 from fullshard.launch.help_text import HELP, show_launch_help, show_test_help
-from fullshard.launch.machine import count_gpus, detect_machine
+from fullshard.launch.machine import count_gpus, detect_machine, gpu_type
 from fullshard.launch.questionnaire import CPU_PROCESSES, OPTIONS, Asker, ask_all
 from fullshard.launch.resolve import LaunchSettings, check_values, resolve, settle
 from fullshard.log_filter import own_line
@@ -61,7 +61,8 @@ def show_settings(settings: LaunchSettings) -> None:
 
 def settle_here(settings: LaunchSettings) -> LaunchSettings:
     """The settings for this machine; its GPUs are counted only if they matter."""
-    return settle(settings, 0 if settings.engine.use_cpu else count_gpus())
+    gpus = 0 if settings.engine.use_cpu else count_gpus()
+    return settle(settings, gpus, gpu_type() if gpus else "cpu")
 
 
 ALWAYS = {

@@ -1,4 +1,4 @@
-"""The report of `fullshard env`: versions, devices, backends, ranks and environment variables of this machine.
+"""The report of `fullshard env`: versions, engines, devices, backends, ranks and environment variables of this machine.
 
 It is made for bug reports, so it must never fail: a fact that cannot be found is replaced by the reason.
 """
@@ -12,11 +12,17 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fullshard.errors import first_line
+from fullshard import engines
+from fullshard.device_kinds import KINDS
+from fullshard.errors import RuntimeSetupError, first_line
 from fullshard.version import __version__
 
+TORCH_PACKAGES = ("torch_xla", "torch_tpu")
 PACKAGES = ("transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "bitsandbytes", "triton")
-VARIABLES = re.compile(r"(FULLSHARD|NCCL|GLOO|TORCH)_\w+|HF_HUB_OFFLINE|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS")
+VARIABLES = re.compile(
+    r"(FULLSHARD|NCCL|GLOO|TORCH|XLA|PJRT|TPU)_\w+|HF_HUB_OFFLINE|CPU_NUM_DEVICES|OMP_NUM_THREADS|"
+    + "|".join(kind.visible for kind in KINDS.values())
+)
 SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|AUTH")
 SECRET_VALUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+=-]{20,}|.*://[^/]*:[^/]*@.*")
 """A long token of letters and digits, or a URL with a password."""
@@ -29,10 +35,16 @@ def describe_environment(environment: Mapping[str, str] = os.environ) -> dict[st
         "fullshard": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "engine": _attempt(_engine),
+        "torch_engine": _offer("torch"),
+        "xla_engine": _offer("xla"),
         "torch": _attempt(_torch_version),
+        **{name: _version(name) for name in TORCH_PACKAGES},
         "cuda": _attempt(_cuda_version),
         "nccl": _attempt(_nccl_version),
         **{name: _version(name) for name in PACKAGES},
+        "accelerator": _attempt(_accelerator),
+        "xla_devices": _attempt(_xla_devices),
         "device": _attempt(_device),
         "backend": _attempt(_backend),
         "backends": _attempt(_backends),
@@ -49,7 +61,8 @@ def describe_environment(environment: Mapping[str, str] = os.environ) -> dict[st
 
 def as_lines(facts: Mapping[str, Any]) -> list[str]:
     """The report as text, one fact per line."""
-    rows = {name.replace("_", " "): value for name, value in facts.items() if name != "variables"}
+    named = {name: name if name in TORCH_PACKAGES else name.replace("_", " ") for name in facts}
+    rows = {named[name]: value for name, value in facts.items() if name != "variables"}
     lines = [(name, (", ".join(value) or "none") if isinstance(value, list) else value) for name, value in rows.items()]
     lines += facts["variables"].items()
     width = max(len(name) for name, _ in lines)
@@ -77,10 +90,27 @@ def _attempt(find: Callable[[], Any]) -> Any:
 
 
 def _version(package: str) -> str:
+    return _installed(package) or "not installed"
+
+
+def _installed(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except Exception:
-        return "not installed"
+        return None
+
+
+def _engine() -> str:
+    return engines.engine()
+
+
+def _offer(name: str) -> str:
+    """Whether an engine can be used here, or why not."""
+    try:
+        engines.choose({engines.ENGINE_VARIABLE: name}, _installed("torch"), _installed("torch_xla"))
+    except RuntimeSetupError as error:
+        return f"cannot be used: {str(error).partition('cannot run here: ')[2]}"
+    return "can be used"
 
 
 def _torch_version() -> str:
@@ -105,6 +135,21 @@ def _nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
+def _accelerator() -> str:
+    from fullshard import accelerator, runtime
+
+    return runtime.device_note() or (f"{accelerator.kind()}: supported" if accelerator.found() else "none")
+
+
+def _xla_devices() -> str:
+    if not engines.is_xla():
+        return "none (the XLA engine is not used)"
+    from fullshard import runtime
+
+    here, all_of_them = runtime.addressable_device_count(), runtime.global_runtime_device_count()
+    return f"{all_of_them} {runtime.device_type()}, {here} of this process"
+
+
 def _device() -> str:
     from fullshard import runtime
 
@@ -114,6 +159,8 @@ def _device() -> str:
 def _backend() -> str:
     from fullshard import groups, rank_env, runtime
 
+    if engines.is_xla():
+        return str(runtime.transport())
     kind = runtime.device().type
     own = groups.has_own(kind) and runtime.local_world_size() <= rank_env.gpu_count()
     return rank_env.choose_backend(kind, own=own)
@@ -123,7 +170,8 @@ def _backends() -> list[str]:
     """The backends of `torch.distributed` in this build of torch."""
     import torch.distributed as dist
 
-    return [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
+    known = ("gloo", *(kind.backend for kind in KINDS.values()), "mpi", "ucc")
+    return [name for name in known if dist.is_backend_available(name)]
 
 
 def _gpus() -> list[str]:
@@ -131,8 +179,10 @@ def _gpus() -> list[str]:
 
     from fullshard import accelerator
 
-    devices = torch.get_device_module(accelerator.kind())
-    sizes = [devices.get_device_properties(index).total_memory for index in range(accelerator.count())]
+    properties = getattr(torch.get_device_module(accelerator.kind()), "get_device_properties", None)
+    if properties is None:
+        return accelerator.names()
+    sizes = [properties(index).total_memory for index in range(accelerator.count())]
     return [f"{name} ({size / 2**30:.1f} GiB)" for name, size in zip(accelerator.names(), sizes, strict=True)]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from fullshard.device_kinds import KINDS
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,20 @@ class Machine:
 
 def count_gpus() -> int:
     """The number of GPUs that processes on this machine can use."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return 0
-    device_files: Iterable[Path] = (*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd"))
-    if sys.platform.startswith("linux") and not any(device_files):
+    open_kinds = [kind for kind in KINDS.values() if os.environ.get(kind.visible) != ""]
+    device_files = (file for kind in open_kinds for pattern in kind.files for file in Path("/dev").glob(pattern))
+    if not open_kinds or (sys.platform.startswith("linux") and not any(device_files)):
         return 0
     from fullshard.rank_env import gpu_count
 
     return gpu_count()
+
+
+def gpu_type() -> str:
+    """The device type of this machine's GPUs, as torch calls it."""
+    from fullshard import accelerator
+
+    return accelerator.kind()
 
 
 def detect_machine() -> Machine:

@@ -18,6 +18,7 @@ from typing import Any
 
 from fullshard import engines
 from fullshard.configfile import Given, read_file, sort_keys
+from fullshard.device_kinds import KINDS
 from fullshard.errors import ConfigError
 from fullshard.integrations.seams import VARIABLE as INTEGRATIONS_VARIABLE
 from fullshard.launch.config import (
@@ -138,8 +139,8 @@ class LaunchSettings:
         if self.device == "xla":
             made |= self._xla_variables(outer)
         gpus = self.processes.gpu_ids
-        if gpus not in (None, "all"):
-            made["CUDA_VISIBLE_DEVICES"] = gpus
+        if gpus not in (None, "all") and self.device in KINDS:
+            made[KINDS[self.device].visible] = gpus
         if self.run.no_integrations:
             made[INTEGRATIONS_VARIABLE] = "off"
         if self.processes.enable_cpu_affinity:
@@ -345,8 +346,8 @@ def _module_exists(name: str) -> bool:
         return False
 
 
-def settle(settings: LaunchSettings, gpus: int) -> LaunchSettings:
-    """The settings with the device and the number of processes, for a machine with this many GPUs."""
+def settle(settings: LaunchSettings, gpus: int, gpu_type: str = "cuda") -> LaunchSettings:
+    """The settings with the device and the number of processes, for a machine with this many GPUs of this type."""
     if engines.is_xla():
         return _settle_on_xla(settings)
     processes, engine, notes = settings.processes, settings.engine, list(settings.notes)
@@ -356,8 +357,8 @@ def settle(settings: LaunchSettings, gpus: int) -> LaunchSettings:
     if any(not i.isdigit() or int(i) >= gpus for i in ids):
         raise ConfigError(f"gpu_ids: {processes.gpu_ids}: this machine has {gpus} GPU(s); expected all, or ids from 0")
     available = len(ids) if named else gpus
-    device = "cpu" if engine.use_cpu or available == 0 else "cuda"
-    local = available if device == "cuda" and processes.distributed_type != "NO" else 1
+    device = "cpu" if engine.use_cpu or available == 0 else gpu_type
+    local = available if device != "cpu" and processes.distributed_type != "NO" else 1
     if processes.num_processes is not None:
         local = processes.num_processes // machines
     if settings.slurm is not None and settings.one_task_per_process:
@@ -369,7 +370,7 @@ def settle(settings: LaunchSettings, gpus: int) -> LaunchSettings:
             )
         local = settings.slurm.tasks_here
     # A task of srun may see only its own GPU; whether ranks share one is checked at the rendezvous.
-    if device == "cuda" and local > available and not settings.one_task_per_process:
+    if device != "cpu" and local > available and not settings.one_task_per_process:
         raise ConfigError(
             f"{local} processes on this machine, but only {available} GPU(s); use --num_processes "
             f"{available * machines}, or --use_cpu to train on CPUs"

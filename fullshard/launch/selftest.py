@@ -26,6 +26,7 @@ from fullshard.errors import TrainingError, UserError
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.parallelize.prepare import prepare
 from fullshard.parallelize.settings import EngineSettings
+from fullshard.spmd import full_tensor
 
 STEPS, ROWS, WIDTH = 3, 8, 16
 OK = "ok      "
@@ -130,13 +131,13 @@ def try_checkpoint(model: Any, optimizer: Any) -> None:
     folder = [tempfile.mkdtemp(prefix="fullshard-test-") if xr.is_main() else ""]
     if xr.world_size() > 1:
         dist.broadcast_object_list(folder, src=0)
-    before = [p.detach().full_tensor().clone() for p in model.parameters()]
+    before = [full_tensor(p.detach()).clone() for p in model.parameters()]
     save_state(Path(folder[0]) / "checkpoint", model=model, optimizer=optimizer)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     load_state(Path(folder[0]) / "checkpoint", model=model, optimizer=optimizer)
-    same = all(torch.equal(p.detach().full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+    same = all(torch.equal(full_tensor(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True))
     xr.barrier()
     if xr.is_main():
         shutil.rmtree(folder[0])

@@ -41,7 +41,7 @@ class Dropout(NamedTuple):
 
     def product(self, x: torch.Tensor, a: torch.Tensor, width: int) -> torch.Tensor:
         """`dropout_i(x) @ A_iᵀ` for all adapters i; `a` has `width` rows for each."""
-        if accelerator.is_accelerator(x.device):
+        if accelerator.runs_triton(x.device):
             from fullshard.lora import fused_kernels
 
             return fused_kernels.product(x, a, width, self.seed, self.threshold, self.scale)
@@ -49,7 +49,7 @@ class Dropout(NamedTuple):
 
     def grad_weight(self, dh: torch.Tensor, x: torch.Tensor, width: int) -> torch.Tensor:
         """`dh_iᵀ @ dropout_i(x)` for all adapters."""
-        if accelerator.is_accelerator(x.device):
+        if accelerator.runs_triton(x.device):
             from fullshard.lora import fused_kernels
 
             return fused_kernels.grad_weight(dh, x, width, self.seed, self.threshold, self.scale)
@@ -57,7 +57,7 @@ class Dropout(NamedTuple):
 
     def grad_input(self, dh: torch.Tensor, a: torch.Tensor, width: int, dx: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of `dropout_i(dh_i @ A_i)` over all adapters. If `dx` is given, it is added there, in place."""
-        if accelerator.is_accelerator(dh.device):
+        if accelerator.runs_triton(dh.device):
             from fullshard.lora import fused_kernels
 
             return fused_kernels.grad_input(dx, dh, a, width, self.seed, self.threshold, self.scale)

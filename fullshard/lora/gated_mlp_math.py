@@ -97,7 +97,7 @@ def _between(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The product of the branches, and `h` of the down projection."""
     middle_dropout = None if dropouts is None else dropouts.middle
-    if accelerator.is_accelerator(gate.device):
+    if accelerator.runs_triton(gate.device):
         from fullshard.lora import gated_mlp_kernels
 
         return gated_mlp_kernels.forward(
@@ -116,7 +116,7 @@ def _between_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of gate and up and of their `h`, and the product of the branches."""
     middle_dropout = None if dropouts is None else dropouts.middle
-    if accelerator.is_accelerator(gate.device):
+    if accelerator.runs_triton(gate.device):
         from fullshard.lora import gated_mlp_kernels
 
         return gated_mlp_kernels.backward(

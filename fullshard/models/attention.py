@@ -158,7 +158,7 @@ def batch_size(is_usual: bool) -> Iterator[None]:
 
 def runs_flex(query: torch.Tensor) -> bool:
     """Whether flex attention runs: on GPUs, unless it could not be compiled. Its CPU form has no gradients."""
-    return accelerator.is_accelerator(query.device) and not _unused
+    return accelerator.runs_inductor(query.device) and not _unused
 
 
 _unused: list[str] = []

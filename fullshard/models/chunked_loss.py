@@ -152,7 +152,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """`total += a @ b` in the dtype of `total`. On accelerators the product of narrow matrices is never rounded."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    elif accelerator.is_accelerator(total.device):
+    elif accelerator.adds_wide_products(total.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b

@@ -41,7 +41,7 @@ def fused(steps: tuple[Step, ...], trains_factors: bool, dtype: torch.dtype, dev
     """What the kernel has to do to the logits before the loss; None if it cannot compute this loss."""
     narrow = dtype in (torch.bfloat16, torch.float16, torch.float32)
     launches = device.type == "meta" or _has_triton()
-    if trains_factors or not narrow or not accelerator.is_accelerator(device) or not launches:
+    if trains_factors or not narrow or not accelerator.runs_triton(device) or not launches:
         return None
     return soft_cap(steps, dtype, device)
 

@@ -9,7 +9,7 @@ from fullshard import accelerator, engines, runtime
 
 def place(value: torch.Tensor, pin: bool = False) -> torch.Tensor:
     """A tensor of this rank's batch on its device; `pin` copies through pinned memory, without waiting."""
-    pinned = pin and accelerator.is_accelerator(runtime.device())
+    pinned = pin and accelerator.pins(runtime.device())
     return (value.pin_memory() if pinned else value).to(runtime.device(), non_blocking=pinned)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fullshard import engines
 from fullshard.errors import ConfigError
 from fullshard.options import Option, convert, option, options_of
 from fullshard.parallelize import xla_settings
@@ -229,6 +230,9 @@ class EngineSettings:
             + (" (inputs on the host)" if self.activation_checkpointing_offload else ""),
             "device": "cpu" if self.use_cpu else "GPU where there is one",
         }
+        if engines.is_xla():  # the compiler decides
+            del shown["offload to host"], shown["prefetch"]
+            shown["device"] = "XLA devices"
         if self.hybrid:
             replicas = f"{self.dp_replicate_size or ''} replicas".strip()
             shown["mesh"] = f"{replicas} of {self.dp_shard_size} ranks" if self.dp_shard_size else replicas

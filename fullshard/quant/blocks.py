@@ -18,7 +18,7 @@ SLICE = 1 << 16
 
 def quantize(flat: torch.Tensor, blocksize: int, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a flat tensor to packed codes [ceil(n/2)] uint8 and each block's absmax [ceil(n/blocksize)] fp32."""
-    if accelerator.is_accelerator(flat.device):
+    if accelerator.runs_triton(flat.device):
         from fullshard.quant import triton_kernels
 
         return triton_kernels.quantize(flat, blocksize, quant_type)
@@ -57,7 +57,7 @@ def dequantize(
     packed: torch.Tensor, absmax: torch.Tensor, blocksize: int, quant_type: str, out: torch.Tensor
 ) -> torch.Tensor:
     """Dequantize the first weights into `out` [n], from packed codes [bytes] uint8 and scales [blocks] fp32."""
-    if accelerator.is_accelerator(packed.device):
+    if accelerator.runs_triton(packed.device):
         from fullshard.quant import triton_kernels
 
         return triton_kernels.dequantize(packed, absmax, None, blocksize, quant_type, out)

@@ -157,7 +157,7 @@ def weight_of(
     """`dense`, with each part as an argument; into `out` (contiguous, of that shape and dtype) if it is given."""
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=packed.device)
-    if accelerator.is_accelerator(packed.device):
+    if accelerator.runs_triton(packed.device):
         from fullshard.quant import triton_kernels
 
         return triton_kernels.dequantize(packed, absmax, pairs, blocksize, quant_type, out)

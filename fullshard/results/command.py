@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from fullshard.device_kinds import KINDS
 from fullshard.errors import ConfigError
 from fullshard.paths import check_new_folder
 from fullshard.results.find_result import fetched, find
@@ -42,8 +43,8 @@ class ChatOptions:
             raise ConfigError(f"--top_p is {self.top_p}; expected more than 0, and at most 1.")
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"--dtype is {self.dtype!r}; expected auto, {', '.join(DTYPES)}.")
-        if self.device not in (None, "cpu", "cuda"):
-            raise ConfigError(f"--device is {self.device!r}; expected cpu or cuda.")
+        if self.device not in (None, "cpu", *KINDS):
+            raise ConfigError(f"--device is {self.device!r}; expected cpu, {', '.join(KINDS)}.")
         if self.as_json and self.prompt is None:
             raise ConfigError("--json needs --prompt: it prints one answer.")
 

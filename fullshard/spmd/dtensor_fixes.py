@@ -26,11 +26,11 @@ for _update in (aten._fused_adamw_.default, aten._fused_adam_.default):
     custom_op_handlers()[_update] = fused_update
 
 
-def draw_global_on_cpu() -> None:
-    """Let random operators on DTensors draw what one device draws, if ranks compute on CPUs.
+def draw_global_where_needed() -> None:
+    """Let random operators on DTensors draw what one device draws, if torch does not do so on this device.
 
-    torch has one random stream for all shards only on accelerators; on CPUs each rank draws the same numbers.
+    torch has one random stream for all shards only on some accelerators; on CPUs each rank draws the same numbers.
     """
-    if not accelerator.is_accelerator(runtime.device()):
+    if not accelerator.draws_by_offset(runtime.device()):
         for op in [op for op, rule in RULES.items() if rule is draw_global]:
             custom_op_handlers().setdefault(op, draw_global)

@@ -100,7 +100,7 @@ def _torch_draws(op: Any, flat: list[Any]) -> bool:
         return True
     target = next(leaf for leaf in flat if is_sharded(leaf))
     known = op in random_ops()
-    return known and accelerator.is_accelerator(target.device) and layout_of(spec_of(target)).is_even(target.shape)
+    return known and accelerator.draws_by_offset(target.device) and layout_of(spec_of(target)).is_even(target.shape)
 
 
 # --- embeddings ------------------------------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ def set_projection_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 def fuse_adapter(config: SFTConfig, model: nn.Module, device: torch.device, say: Say) -> None:
     """Let the LoRA layers that share an input run as one, if the settings or the device say so."""
-    wanted = accelerator.is_accelerator(device) if config.fused_lora is None else config.fused_lora
+    wanted = accelerator.runs_triton(device) if config.fused_lora is None else config.fused_lora
     if wanted and any(method_of(one) == "LORA" for one in getattr(model, "peft_config", {}).values()):
         if note := fuse_lora(model, shared_inputs(model)).note():
             say(note)

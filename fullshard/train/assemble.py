@@ -139,7 +139,7 @@ def build_loop(
     engine, dtypes = ready.engine, ready.precision
     layers = checkpointed_modules(model, engine) if config.gradient_checkpointing else []
     collectives.meet("start of sharding")  # creating process groups waits for all ranks unwatched
-    waits = {} if engines.is_xla() else {"timeout": config.ddp_timeout}
+    waits: dict[str, Any] = {} if engines.is_xla() else {"timeout": config.ddp_timeout}
     sharded = shard_model(model, engine, say=reporter.say, mixed_precision=dtypes, **waits)
     if note := report_sharded(sharded, dtypes.param_dtype).note():
         reporter.say(note)

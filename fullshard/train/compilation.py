@@ -22,7 +22,7 @@ def choose_compilation(
     of so many parameters that so many steps pay for it."""
     if config.torch_compile is not None or engine.backend.lower() != "no":
         return engine
-    if not accelerator.is_accelerator(device) or operations(config, parameters, steps) < PAYS:
+    if not accelerator.runs_inductor(device) or operations(config, parameters, steps) < PAYS:
         return engine
     return dataclasses.replace(engine, backend="inductor")
 

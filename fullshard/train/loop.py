@@ -151,10 +151,9 @@ class Loop:
         progress.epoch, progress.position = pick.epoch, pick.position
         progress.skipped += not updated
         self._unread.append(launched)
-        if AHEAD is not None:
-            self.read_values(but=AHEAD)
+        self.read_values(but=AHEAD)
 
-    def read_values(self, but: int = 0) -> None:
+    def read_values(self, but: float = 0) -> None:
         """Read and add up the values of the steps issued so far, but the last ones. Stops the run at a step that has
         changed nothing because its loss or gradient is not finite."""
         while len(self._unread) > but:

@@ -99,6 +99,6 @@ def ready_model(
 def _place_embedding(config: SFTConfig, model: Any, device: torch.device, say: Say) -> None:
     """Keep the input embedding on the host, if the settings or the size of the other weights say so."""
     asked = config.offload_embedding
-    by_default = config.use_4bit_quantization and accelerator.is_accelerator(device)
+    by_default = config.use_4bit_quantization and accelerator.runs_triton(device)
     if (by_default if asked is None else asked) and (why_not := offload_embedding(model)) and asked:
         say(f"offload_embedding: {why_not}, so it stays on the device.")

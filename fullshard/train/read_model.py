@@ -177,7 +177,7 @@ def choose_attention(config: SFTConfig, model: Any, device: torch.device, given:
     open_to_choice = not config.attn_implementation and not uses_flash(causal(model))
     if given and getattr(causal(model).config, "_attn_implementation", None) != "sdpa":
         open_to_choice = False
-    if open_to_choice and accelerator.is_accelerator(device):
+    if open_to_choice and accelerator.runs_inductor(device):
         use_own_attention(model)
 
 

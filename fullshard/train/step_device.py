@@ -14,8 +14,8 @@ from fullshard.accelerator import HostCopy as HostCopy
 from fullshard.torch_private import skips_on_device
 from fullshard.watchdog import watch
 
-AHEAD: int | None = 1
-"""Steps whose values the host has not read while it issues the next one; None reads them only where they are needed."""
+AHEAD: float = 1
+"""Steps whose values the host has not read while it issues the next one."""
 FIXED_SHAPES = False
 """Whether all batches should have the same shape."""
 

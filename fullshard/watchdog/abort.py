@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fullshard import runtime
+from fullshard.device_kinds import KINDS
 from fullshard.errors import RankLostError
 from fullshard.groups import backend_of, carries
 from fullshard.torch_private import all_groups, backend_for, backend_timeout
@@ -24,10 +25,10 @@ def all_communicators(waits_in: Any = None) -> None:
     """Abort this rank's communication: every NCCL communicator, and on Gloo the group that the host waits in."""
     device = runtime.device()
     # All at once: aborting one communicator frees device memory, which waits for kernels of others.
-    for group in _on_nccl():
+    for group in _abortable():
         backend = backend_for(group, device.type)
         threading.Thread(target=_quietly, args=(backend.abort,), daemon=True).start()
-    if waits_in is not None and backend_of(waits_in, device) != "nccl":
+    if waits_in is not None and not _can_abort(waits_in):
         _close_gloo(waits_in)
 
 
@@ -49,18 +50,22 @@ def _close_gloo(group: Any) -> None:
 def take_over() -> None:
     """Leave the process group's end to `all_communicators`: destroying a group whose communicators are aborted, or have
     lost a rank, ends the process inside torch. Must be called before the failure is raised in the program."""
-    if _on_nccl():
+    if _abortable():
         runtime.abandon()
 
 
-def _on_nccl() -> list[Any]:
-    """The process groups in which NCCL carries this rank's tensors."""
-    device, found = runtime.device(), []
+def _abortable() -> list[Any]:
+    """The process groups in which this rank's tensors are carried by a backend that can abort (NCCL)."""
+    found = []
     for group in all_groups():
         with contextlib.suppress(Exception):  # a group that is being destroyed
-            if backend_of(group, device) == "nccl":
+            if _can_abort(group):
                 found.append(group)
     return found
+
+
+def _can_abort(group: Any) -> bool:
+    return backend_of(group, runtime.device()) in {kind.backend for kind in KINDS.values() if kind.aborts}
 
 
 def _quietly(job: Any) -> None:

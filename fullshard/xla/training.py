@@ -7,6 +7,7 @@ when they are needed and not in every step, and the update is guarded by operato
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +17,7 @@ from fullshard.xla.tensor import annotate, is_xla_tensor, sharding_of
 
 REPLACES = ("AHEAD", "FIXED_SHAPES", "HostCopy", "UpdateGuard", "seed_device")
 
-AHEAD = None
+AHEAD = math.inf
 FIXED_SHAPES = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,9 @@ class Group(dist.ProcessGroup):
     allreduce_coalesced = _end_coalescing = _issue
 
     def _start_coalescing(self, device: Any) -> None: ...
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(supports_coalescing=True)
 
 
 Issue = Callable[[Collectives, list[torch.Tensor]], Pending]

@@ -9,6 +9,7 @@ import pytest
 
 from fullshard import runtime
 from tests.pool import ranks
+from tests.xla import examples
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
@@ -43,3 +44,22 @@ def test_a_hugging_face_llama_with_copies_and_bf16():
     assert said.startswith("HYBRID_SHARD on Mesh(replica=2, fsdp=2)")
     losses = [float(x) for x in re.findall(r"loss (\S+),", said)]
     assert all(abs(a - b) < 5e-3 for a, b in zip(losses, [5.5599, 5.3292, 5.1909], strict=True)), said
+
+
+@ranks(2)
+def test_the_first_sample_of_the_xla_guide():
+    said = examples.run("fsdp_usage.py")
+    if runtime.is_main():
+        assert examples.values(said)["loss ()"][0] == pytest.approx(414.1754, rel=1e-5)
+
+
+@pytest.mark.slow
+@ranks(2, 4)
+def test_the_samples_of_the_xla_guides():
+    said = {name: examples.run(name) for name in examples.SCRIPTS}
+    assert all(bool(text) == runtime.is_main() for text in said.values()) and len(said) == 6
+    if runtime.is_main():
+        found = {name: examples.values(text) for name, text in said.items()}
+        losses = [found["fsdp_auto_wrap.py"][f"loss{step} ()"][0] for step in range(3)]
+        assert losses == pytest.approx([4.314327, 4.228589, 4.145386], rel=1e-5)
+        assert found["fsdp_gradient_checkpointing.py"]["loss ()"][0] == pytest.approx(4.314327, rel=1e-5)

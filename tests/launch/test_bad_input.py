@@ -15,6 +15,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr(command, "count_gpus", lambda: 2)
+    monkeypatch.setattr(command, "gpu_type", lambda: "cuda")
     (tmp_path / "train.py").write_text("raise SystemExit('this must not run')")
     for name, text in {
         "good.yaml": "fsdp_config:\n  fsdp_version: 2\n",

@@ -150,7 +150,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["chat", "MODEL", "--top_p", "0"], "--top_p is 0.0; expected more than 0"),
     (["chat", "MODEL", "--max-new-tokens", "0"], "--max_new_tokens is 0"),
     (["chat", "MODEL", "--dtype", "int8"], "--dtype is 'int8'; expected auto, float32"),
-    (["chat", "MODEL", "--device", "tpu"], "--device is 'tpu'; expected cpu or cuda"),
+    (["chat", "MODEL", "--device", "gpu"], "--device is 'gpu'; expected cpu, cuda"),
     (["chat", "MODEL", "--json"], "--json needs --prompt"),
     (["chat", "MODEL", "--prompt", " "], "--prompt is empty"),
     (["export", "MODEL", "MODEL"], "exists already and is not empty"),
