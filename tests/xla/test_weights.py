@@ -212,7 +212,9 @@ def test_adapter_files_and_merging_equal_peft(files: Path, tmp_path: Path) -> No
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("options", [{"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"use_dora": True}])
+@pytest.mark.parametrize(
+    "options", [{"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"use_dora": True}]
+)
 def test_adapters_computed_from_weights(files: Path, options: dict[str, Any]) -> None:
     model = adapted(files, 4, **options)
     plain = get_peft_model(LlamaForCausalLM.from_pretrained(files), lora(**options))
