@@ -244,6 +244,7 @@ def test_variables_mentioned_in_the_text_exist():
         *(tests / "gpu").glob("*.py"),
         tests / "pool.py",
         tests / "browser.py",
+        *(tests / "xla").glob("*.py"),
     ]
     source = "".join(path.read_text() for path in places)
     mentioned = {name for page in PAGES for name in re.findall(r"FULLSHARD_[A-Z_]+", page.read_text())}

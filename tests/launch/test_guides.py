@@ -103,4 +103,4 @@ def test_the_self_test_says_what_works(tmp_path, flags):
         "everything works",
     ):
         assert said in run.stdout
-    assert "a checkpoint was written, read back" in run.stdout
+    assert "a checkpoint was saved and restored bit for bit" in run.stdout
