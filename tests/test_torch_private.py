@@ -510,7 +510,7 @@ def scaled_mm() -> None:
 
 @check("coalescing_manager")
 def coalescing() -> None:
-    accepts(torch_private.coalescing_manager, "group", "device", "async_ops")
+    accepts(torch_private.coalescing_manager, "group", "async_ops")
 
 
 @check("device_types", "backend_for", "backend_timeout", "set_group_timeout", "all_groups", "default_store")

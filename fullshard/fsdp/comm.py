@@ -121,10 +121,14 @@ class Collectives(Link):
 
     @contextlib.contextmanager
     def _coalesced(self) -> Iterator[Any]:
-        """Issue the collectives inside as one launch; a communicator that lost a rank may refuse them."""
+        """Issue the collectives inside as one launch; a communicator that lost a rank may refuse them.
+
+        The manager is not given the device: then it returns another work than that of the collectives, and the tensors
+        of a work that nobody waits for are held until the device is done with it, and a later launch notices.
+        """
         with watching.issuing():
             try:
-                with coalescing_manager(group=self.group, device=self.device, async_ops=True) as issued:
+                with coalescing_manager(group=self.group, async_ops=True) as issued:
                     yield issued
                 return
             except dist.DistError as error:
