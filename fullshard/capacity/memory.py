@@ -254,11 +254,16 @@ class _Estimate:
         """What an update needs, with what is left of the one before it: that of a layer, before a table of the root."""
         if self.transport.offload:
             return 0
-        optimizer, trained = self.options.optimizer, [p for unit in self._kinds for p in unit.trained]
+        optimizer, accelerator = self.options.optimizer, self.options.accelerator
+        trained = [p for unit in self._kinds for p in unit.trained]
         root = self.units[self.plan.units[0].name]
         in_layers = [p for unit in self._kinds if unit is not root for p in unit.trained]
-        own = max((optimizer.updating(p, self.options.accelerator) for p in trained), default=0)
-        return own + max(map(optimizer.left_behind, in_layers or trained), default=0)
+        own = max((optimizer.updating(p, accelerator) for p in trained), default=0)
+        own += max((optimizer.left_behind(p, accelerator) for p in in_layers or trained), default=0)
+        if not accelerator:
+            return own
+        every = (p for unit in self.units.values() for p in unit.trained)
+        return max(own, optimizer.updating_together(every, self.transport.rounded))
 
     def _micro_batch(self, engine: EngineMemory, ledger: Ledger, root: str) -> None:
         model = self.traces[self.levels[-1] if self.levels else next(iter(self.traces))]

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from fullshard import runtime
 from fullshard.capacity.activation_levels import chosen_levels
@@ -18,7 +20,10 @@ from fullshard.fsdp.activation_memory import Level
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
 from fullshard.fsdp.strategy import BackwardPrefetch
 from fullshard.ranks import exchange
+from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.optimizer import class_and_options
 from tests.capacity.measured_run import MOMENTS, Setting, compare, measure, plan, released, write_model
+from tests.memory_tracker import MemoryTracker
 from tests.pool import ranks
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -141,6 +146,32 @@ def test_a_budget_is_filled_by_the_layers_that_cost_the_most_to_recompute() -> N
         found = chosen_levels(levels, costs, ["layers.0"] * 3, base, limit, peak)
         assert found.count(Level.KEEP_ALL) >= kept and (peak(found) <= limit or found == base), limit
     assert chosen_levels(levels, costs, ["layers.0"] * 3, base, least, peak)[0] is Level.RECOMPUTE
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("adamw_torch", {}), pytest.param("sgd", {"momentum": 0.9}, marks=SLOW), pytest.param("adagrad", {}, marks=SLOW),
+     pytest.param("rmsprop", {"centered": True}, marks=SLOW)],
+)  # fmt: skip
+@pytest.mark.parametrize("decay", [0.0, pytest.param(0.1, marks=SLOW)])
+@pytest.mark.parametrize("together", [True, pytest.param(False, marks=SLOW)])
+def test_an_update_allocates_what_is_planned(name: str, arguments: Any, decay: float, together: bool) -> None:
+    """Torch's own optimizers: on accelerators they update all parameters in one launch, on CPUs one by one."""
+    config = SFTConfig(output_dir="out", optim=name, optim_args=arguments, use_cpu=True, bf16=False)
+    kind, options = class_and_options(config)
+    parameters = [nn.Parameter(torch.randn(512, 512)) for _ in range(4)]
+    optimizer = kind(parameters, weight_decay=decay, foreach=together, **options)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()  # makes the state
+    with MemoryTracker() as tracker:
+        optimizer.step()
+    memory = OptimizerMemory(name, arguments, weight_decay=decay)
+    found = estimated(sharded(1), optimizer=memory, accelerator=together).moments["optimizer step"].get("workspace", 0)
+    assert tracker.peak == pytest.approx(found, abs=1024)
 
 
 # --- against runs -----------------------------------------------------------------------------------------------------
