@@ -88,8 +88,8 @@ class MemoryOptions:
     async_save: bool = False
     device_memory: int | None = None
     """Bytes of the device, which decide whether the engine keeps copies; None leaves them out."""
-    decides_copies: bool = True
-    """Whether the engine decides about copies; with a memory budget, the budget does."""
+    budget: float | None = None
+    """Bytes that a budget for activations leaves to torch, which then decides about copies; None without one."""
 
 
 def estimate_memory(
@@ -219,12 +219,15 @@ class _Estimate:
         return {part: size for part, size in parts.items() if size}
 
     def _keeps_copies(self, ledger: Ledger, reserved: int) -> bool:
-        """As `Engine.keep_copies` decides, from half of what is unused if that is most of the device."""
-        total = self.options.device_memory
-        if total is None or not self.options.accelerator or not self.options.decides_copies:
+        """As `Engine.keep_copies` decides, from half of what is unused if that is most of the device; or from all that
+        a budget leaves."""
+        total, budget = self.options.device_memory, self.options.budget
+        if total is None or not self.options.accelerator:
             return False
-        spare = total - reserved - max(sum(parts.values()) for parts in ledger.moments.values())
-        size = sum(unit.gathered for unit in self.units.values() if unit.only_casts)
+        peak = max(sum(parts.values()) for parts in ledger.moments.values())
+        size, spare = sum(unit.gathered for unit in self.units.values() if unit.only_casts), total - reserved - peak
+        if budget is not None:
+            return 0 < size <= min(spare, budget - peak)
         return 2 * spare >= total and 0 < size <= spare // 2
 
     # --- one step -----------------------------------------------------------------------------------------------------

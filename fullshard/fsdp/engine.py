@@ -341,13 +341,15 @@ class Engine:
             for p in unit.parameters:
                 gradients.drop(p)
 
-    def keep_copies(self, spare: int) -> None:
+    def keep_copies(self, spare: int) -> int:
         """Keep the copies that forward casts until backward, as autocast does, if they fit into `spare` bytes. Only of
-        units that this rank holds whole; others are gathered again."""
+        units that this rank holds whole; others are gathered again. Returns the bytes that are kept."""
         chosen = [unit for unit in self.units if unit.only_casts]
         size = sum(p.nbytes for unit in chosen for p in unit.parameters if not p.shares)
+        kept = size if size <= spare else 0
         for unit in chosen:
-            unit.keep_memory(0 < size <= spare)
+            unit.keep_memory(kept > 0)
+        return kept
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

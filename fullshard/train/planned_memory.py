@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from fullshard import accelerator
 from fullshard.capacity.activation_levels import chosen_levels
@@ -39,8 +40,13 @@ def memory_options(
         ranks_per_node=ranks_per_node,
         async_save=config.async_save,
         device_memory=device_memory if on_device else None,
-        decides_copies=config.activation_budget is None,
+        budget=_limit(config.activation_budget),
     )
+
+
+def _limit(budget: int | Literal["auto"] | None) -> float | None:
+    """What a budget for activations lets torch allocate."""
+    return math.inf if budget == "auto" else budget * (1 - SLACK) if budget is not None else None
 
 
 def whole_names(names: set[str], kinds: Mapping[str, str]) -> frozenset[str]:

@@ -120,6 +120,9 @@ def test_copies_are_kept_where_most_of_the_device_is_unused() -> None:
     assert kept.moments["loss"]["gathered"] == 4 * WEIGHT // 2
     assert without.moments["loss"]["gathered"] == WEIGHT // 2  # the root
     assert estimated(plain, accelerator=True, device_memory=without.peak * 3 // 2).peak == without.peak
+    for budget, peak in ((without.peak + 2 * WEIGHT, kept.peak), (without.peak + 2 * WEIGHT - 1, without.peak)):
+        given = estimated(plain, accelerator=True, device_memory=80 * 2**30, budget=budget)
+        assert given.peak == peak, "a budget decides by what it leaves"
 
 
 def test_the_timeline_goes_through_every_layer() -> None:
