@@ -346,10 +346,9 @@ class Engine:
         their size. Only of units that this rank holds whole; others are gathered again."""
         chosen = [unit for unit in self.units if unit.only_casts]
         size = sum(p.nbytes for unit in chosen for p in unit.parameters if not p.shares)
-        kept = size if size <= spare else 0
         for unit in chosen:
-            unit.keep_memory(kept > 0)
-        return kept
+            unit.keep_memory(0 < size <= spare)
+        return size if size <= spare else 0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
