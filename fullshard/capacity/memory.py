@@ -88,8 +88,8 @@ class MemoryOptions:
     async_save: bool = False
     device_memory: int | None = None
     """Bytes of the device, which decide whether the engine keeps copies; None leaves them out."""
-    decides_copies: bool = True
-    """Whether the engine decides about copies; with a memory budget, the budget does."""
+    budget: float | None = None
+    """Bytes that a budget for activations leaves to torch, which then decides about copies; None without one."""
 
 
 def estimate_memory(
@@ -219,12 +219,15 @@ class _Estimate:
         return {part: size for part, size in parts.items() if size}
 
     def _keeps_copies(self, ledger: Ledger, reserved: int) -> bool:
-        """As `Engine.keep_copies` decides, from half of what is unused if that is most of the device."""
-        total = self.options.device_memory
-        if total is None or not self.options.accelerator or not self.options.decides_copies:
+        """As `Engine.keep_copies` decides, from half of what is unused if that is most of the device; or from all that
+        a budget leaves."""
+        total, budget = self.options.device_memory, self.options.budget
+        if total is None or not self.options.accelerator:
             return False
-        spare = total - reserved - max(sum(parts.values()) for parts in ledger.moments.values())
-        size = sum(unit.gathered for unit in self.units.values() if unit.only_casts)
+        peak = max(sum(parts.values()) for parts in ledger.moments.values())
+        size, spare = sum(unit.gathered for unit in self.units.values() if unit.only_casts), total - reserved - peak
+        if budget is not None:
+            return 0 < size <= min(spare, budget - peak)
         return 2 * spare >= total and 0 < size <= spare // 2
 
     # --- one step -----------------------------------------------------------------------------------------------------
@@ -254,13 +257,16 @@ class _Estimate:
         """What an update needs, with what is left of the one before it: that of a layer, before a table of the root."""
         if self.transport.offload:
             return 0
-        optimizer, trained = self.options.optimizer, [p for unit in self._kinds for p in unit.trained]
-        if self.options.accelerator and optimizer.copies_at_once:
-            return optimizer.copies_at_once * sum(unit.pieces for unit in self.units.values())
+        optimizer, accelerator = self.options.optimizer, self.options.accelerator
+        trained = [p for unit in self._kinds for p in unit.trained]
         root = self.units[self.plan.units[0].name]
         in_layers = [p for unit in self._kinds if unit is not root for p in unit.trained]
-        own = max((optimizer.updating(p, self.options.accelerator) for p in trained), default=0)
-        return own + max(map(optimizer.left_behind, in_layers or trained), default=0)
+        own = max((optimizer.updating(p, accelerator) for p in trained), default=0)
+        own += max((optimizer.left_behind(p, accelerator) for p in in_layers or trained), default=0)
+        if not accelerator:
+            return own
+        every = (p for unit in self.units.values() for p in unit.trained)
+        return max(own, optimizer.updating_together(every, self.transport.rounded))
 
     def _micro_batch(self, engine: EngineMemory, ledger: Ledger, root: str) -> None:
         model = self.traces[self.levels[-1] if self.levels else next(iter(self.traces))]

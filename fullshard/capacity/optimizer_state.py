@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,8 @@ class OptimizerMemory:
     """Its `optim_args`."""
     apart: AbstractSet[str] = frozenset()
     """The names of parameters that have other state than the rest: see `names_apart`."""
+    weight_decay: float = 0.0
+    """That of matrices; vectors have none."""
 
     def state(self, p: ParameterPlan) -> int:
         """Bytes of state of a rank's piece of a parameter."""
@@ -54,32 +56,57 @@ class OptimizerMemory:
         return self.name is not None and self.name.startswith("paged_")
 
     def updating(self, p: ParameterPlan, accelerator: bool) -> int:
-        """Bytes that the update of a parameter needs while it runs."""
-        if self.name is None or not p.trainable:
+        """Bytes that the update of a parameter by itself needs while it runs."""
+        if self.name is None or not p.trainable or accelerator and self._together(p):
             return 0
         if self.name == "muon" and self.apart.isdisjoint(p.names):
             # A whole matrix in bf16: before and after, with momentum, and its products with its transpose.
             rows, columns = p.shape
             return 2 * (4 * rows * columns + 2 * min(rows, columns) ** 2)
-        copies = UPDATE_COPIES.get(self.name, UPDATE_COPIES["adamw_torch"] if self.name == "muon" else 0)
+        copies = UPDATE_COPIES.get(self._torch_name, 0) + (self._torch_name in ADD_DECAY and self._decays(p))
         if SERVED[self.name].package == "bitsandbytes" and not accelerator:  # no kernels
             copies = 3 if SERVED[self.name].bits == 32 or "rmsprop" in self.name else 5
         return copies * math.prod(p.piece) * item_size(p.dtype)
 
-    @property
-    def copies_at_once(self) -> int:
-        """Copies of all pieces together that an update on accelerators needs; 0 where it takes them one by one."""
-        return FOREACH_COPIES.get(self.name or "", 0)
+    def updating_together(self, parameters: Iterable[ParameterPlan], size: Callable[[int], int]) -> int:
+        """Bytes that an update of all these needs on an accelerator, where torch updates the parameters of a group in
+        one launch (`foreach`): `size` is what a number of bytes takes. Matrices and vectors are groups of their own."""
+        groups: dict[Any, int] = {}
+        for p in parameters:
+            if self._together(p):
+                copies = FOREACH_COPIES[self._torch_name] + (self._torch_name in ADD_DECAY_TOGETHER and self._decays(p))
+                key = (len(p.shape) > 1, p.dtype)
+                groups[key] = groups.get(key, 0) + copies * size(math.prod(p.piece) * item_size(p.dtype))
+        return max(groups.values(), default=0)
 
-    def left_behind(self, p: ParameterPlan) -> int:
-        """Bytes that the update of a parameter still holds when the next one begins."""
-        return math.prod(p.piece) * item_size(p.dtype) if self.name == "adamw_torch" and p.trainable else 0
+    def _together(self, p: ParameterPlan) -> bool:
+        """Whether an update on an accelerator takes the parameter together with others."""
+        by_muon = self.name == "muon" and self.apart.isdisjoint(p.names)
+        return p.trainable and self._torch_name in FOREACH_COPIES and not by_muon
+
+    @property
+    def _torch_name(self) -> str:
+        """The optimizer that updates what Muon does not."""
+        return "adamw_torch" if self.name == "muon" else self.name or ""
+
+    def _decays(self, p: ParameterPlan) -> bool:
+        return self.weight_decay > 0 and len(p.shape) > 1
+
+    def left_behind(self, p: ParameterPlan, accelerator: bool) -> int:
+        """Bytes that the update of a parameter by itself still holds when the next one begins."""
+        if accelerator or self.name != "adamw_torch" or not p.trainable:
+            return 0
+        return math.prod(p.piece) * item_size(p.dtype)
 
 
 UPDATE_COPIES = {"adamw_torch": 2, "adagrad": 2, "rmsprop": 2, "adafactor": 3, "lion_32bit": 1}
-"""Copies of a parameter's piece that its update needs at a time, for optimizers that need any."""
-FOREACH_COPIES = {"adamw_torch": 1, "adagrad": 2, "rmsprop": 1}
-"""The same for optimizers that update all parameters at once on accelerators (`foreach` of torch)."""
+"""Copies of a parameter's piece that its update by itself needs at a time, for optimizers that need any."""
+ADD_DECAY = {"sgd", "adagrad", "rmsprop"}
+"""Those that add weight decay to a copy of the gradient."""
+FOREACH_COPIES = {"adamw_torch": 1, "sgd": 0, "adagrad": 2, "rmsprop": 1}
+"""Copies of all parameters of a group, for optimizers of torch that update them in one launch on accelerators. On CPUs
+they update one by one."""
+ADD_DECAY_TOGETHER = {"sgd", "rmsprop"}
 
 
 def names_apart(model: Any, optim: str | None) -> set[str]:

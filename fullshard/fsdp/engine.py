@@ -341,13 +341,14 @@ class Engine:
             for p in unit.parameters:
                 gradients.drop(p)
 
-    def keep_copies(self, spare: int) -> None:
-        """Keep the copies that forward casts until backward, as autocast does, if they fit into `spare` bytes. Only of
-        units that this rank holds whole; others are gathered again."""
+    def keep_copies(self, spare: int) -> int:
+        """Keep the copies that forward casts until backward, as autocast does, if they fit into `spare` bytes; returns
+        their size. Only of units that this rank holds whole; others are gathered again."""
         chosen = [unit for unit in self.units if unit.only_casts]
         size = sum(p.nbytes for unit in chosen for p in unit.parameters if not p.shares)
         for unit in chosen:
             unit.keep_memory(0 < size <= spare)
+        return size if size <= spare else 0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -374,8 +375,7 @@ class Engine:
 
 
 def _unused_memory(device: torch.device) -> int:
-    """Half of the memory that steps have not used so far, if that is most of the device's: later batches may be longer,
-    and must not run out of memory because copies are kept."""
+    """Half of the memory that steps have not used, if that is most of the device's: later batches may be longer."""
     spare = accelerator.spare_memory(device)
     return spare // 2 if spare and 2 * spare >= accelerator.total_memory(device) else 0
 

@@ -276,7 +276,7 @@ class ActivationBudget:
         else:
             self._choose(levels, predicted)
         if self._checks == 0:  # copies of weights take what is left: before, they would be taken for activations
-            self.model._fullshard_engine.keep_copies(int(known.limit - self.predicted))
+            self.predicted += self.model._fullshard_engine.keep_copies(int(known.limit - self.predicted))
         return result
 
     def _next_probe(self, known: Measured) -> tuple[int, Level] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from fullshard import accelerator
 from fullshard.capacity.activation_levels import chosen_levels
@@ -33,14 +34,19 @@ def memory_options(
         forward_prefetch=engine.forward_prefetch is not False,
         backward_prefetch=BackwardPrefetch.of(engine.backward_prefetch or "BACKWARD_PRE"),
         offload=engine.offload_params,
-        optimizer=OptimizerMemory(config.optim, config.optimizer_arguments(), apart),
+        optimizer=OptimizerMemory(config.optim, config.optimizer_arguments(), apart, config.weight_decay),
         buffers=sum(t.bytes for t in planned.buffers.values()),
         unsharded=tuple(_unsharded(name, t) for name, t in planned.ignored.items()),
         ranks_per_node=ranks_per_node,
         async_save=config.async_save,
         device_memory=device_memory if on_device else None,
-        decides_copies=config.activation_budget is None,
+        budget=_limit(config.activation_budget),
     )
+
+
+def _limit(budget: int | Literal["auto"] | None) -> float | None:
+    """What a budget for activations lets torch allocate."""
+    return math.inf if budget == "auto" else budget * (1 - SLACK) if budget is not None else None
 
 
 def whole_names(names: set[str], kinds: Mapping[str, str]) -> frozenset[str]:

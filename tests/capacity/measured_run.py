@@ -115,11 +115,13 @@ class DeviceTracker:
         self.peaks: dict[str, int] = {}
         self.before = 0
         """Bytes that were allocated before the run."""
+        self.others = 0
+        """Bytes that were in use beside torch's at the start or the end: contexts, libraries, other processes."""
         self._moment, self._of_moment, self._of_run = "", 0, 0
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> DeviceTracker:
-        self.before = _settled_memory()
+        self.before, self.others = _settled_memory(), _memory_of_others()
         self._read, self._reset = torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats
         self._reset()
         self._patches.enter_context(mock.patch.object(torch.cuda, "max_memory_allocated", self._peak_of_run))
@@ -129,6 +131,7 @@ class DeviceTracker:
     def __exit__(self, *error: Any) -> None:
         self.mark("")
         self._patches.close()
+        self.others = max(self.others, _memory_of_others())
 
     def mark(self, moment: str) -> None:
         """From here on, memory belongs to this moment. The host allocates in order, so nothing has to be waited for."""
@@ -148,6 +151,12 @@ class DeviceTracker:
     def _new_peak_of_run(self, device: Any = None) -> None:
         self._take()
         self._of_run = 0
+
+
+def _memory_of_others() -> int:
+    """Bytes of the GPU that torch has not reserved here. If they are many, the engine does not keep copies."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def _settled_memory() -> int:

@@ -1,64 +1,90 @@
-"""Links that use collectives, on a process group that notes what is issued and what is waited for."""
+"""Collectives, as every backend but Gloo gets them: what they hold is released, and training is that of one device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from fullshard.fsdp.comm import Collectives, Pending
+from fullshard.fsdp import build, communicators
+from fullshard.fsdp.comm import Collectives
 from fullshard.fsdp.counters import Meter
-from fullshard.watchdog.watch import watch_for
+from fullshard.watchdog.watch import OperationLog
+from tests.fsdp.programs import POLICIES, assert_same_training, mesh_for
+from tests.pool import ranks
 
 
 class Work:
-    """A work that holds its tensors until it is waited for, as those of NCCL do."""
+    """As NCCL's: it holds the tensors of its collective until it is waited for, even if nobody holds the work."""
 
-    def __init__(self, *tensors: Any) -> None:
-        self.held = tensors
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors: list[torch.Tensor] = list(tensors)
 
     def wait(self) -> None:
-        self.held = ()
+        self.tensors = []
+
+    def is_completed(self) -> bool:
+        return True
 
 
-class Group(dist.ProcessGroup):
-    """One rank. The names of the calls differ between versions of torch."""
+class Group:
+    """A group of two ranks that issues nothing; its watchdog holds every work."""
 
     def __init__(self) -> None:
-        super().__init__(0, 1)
-        self.issued: list[Work] = []
+        self.works: list[Work] = []
 
-    def _issue(self, *tensors: Any) -> Work:
-        self.issued.append(Work(*tensors))
-        return self.issued[-1]
+    def size(self) -> int:
+        return 2
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced = _issue
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _issue
-    allreduce_coalesced = _end_coalescing = _issue
+    def rank(self) -> int:
+        return 0
 
-    def _start_coalescing(self, device: Any) -> None: ...
+    def _issue(self, *tensors: torch.Tensor) -> Work:
+        self.works.append(Work(*tensors))
+        return self.works[-1]
+
+    def _gather_or_scatter(self, outputs: Any, inputs: Any, options: Any = None) -> Work:
+        return self._issue(*outputs, *inputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced = _gather_or_scatter
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _gather_or_scatter
+
+    def allreduce_coalesced(self, tensors: Any, options: Any) -> Work:
+        return self._issue(*tensors)
+
+    def _start_coalescing(self, device: torch.device) -> None: ...
 
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(supports_coalescing=True)
 
-
-Issue = Callable[[Collectives, list[torch.Tensor]], Pending]
-OPERATIONS: dict[str, Issue] = {
-    "gather": lambda link, tensors: link.gather([(t.clone(), t) for t in tensors], 0),
-    "scatter": lambda link, tensors: link.scatter_sum(tensors, True, 0),
-    "sum": lambda link, tensors: link.sum(tensors, True, 0),
-}
+    def _end_coalescing(self, device: torch.device) -> Work:
+        return self._issue()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_work_that_is_issued_is_waited_for(operation: str) -> None:
-    group = Group()
-    link = Collectives(group, watch_for(operation, (0,), group), torch.device("cpu"), Meter())
-    pending = OPERATIONS[operation](link, [torch.ones(4), torch.ones(2)])
-    assert group.issued and any(work.held for work in group.issued)
+@pytest.mark.parametrize("operation", ["gather", "scatter_sum", "sum"])
+def test_what_a_launch_holds_is_released_when_it_is_waited_for(operation: str) -> None:
+    group: Any = Group()
+    link = Collectives(group, OperationLog("gather", (0, 1), group), torch.device("cpu"), Meter())
+    tensors = [torch.zeros(8), torch.zeros(4), torch.zeros(6, dtype=torch.float64)]
+    if operation == "gather":
+        pending = link.gather([(t, t[: len(t) // 2].clone()) for t in tensors], 0)
+    else:
+        pending = getattr(link, operation)(tensors, True, 0)
+    assert any(work.tensors for work in group.works)
     pending.wait()
-    assert not any(work.held for work in group.issued)
+    assert not any(work.tensors for work in group.works)
+
+
+@pytest.mark.slow
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+def test_training_with_collectives_is_that_of_one_device(strategy: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (build, communicators):  # Gloo has collectives too
+            patch.setattr(module, "uses_point_to_point", lambda group: group is None)
+        options = {"mesh": mesh_for(strategy), "strategy": strategy, "auto_wrap_policy": POLICIES["transformer"]}
+        model = assert_same_training("llama", small_parameter_bytes=2048, **options)
+    means = model._fullshard_engine.means
+    assert [type(link) for link in (means.gather_link, means.replica_link) if link.size > 1] == [Collectives]

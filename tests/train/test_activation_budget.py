@@ -244,6 +244,15 @@ def test_a_choice_is_corrected_by_the_peak_that_it_leads_to(tmp_path: Path) -> N
 
 
 @ranks(1)
+def test_the_prediction_counts_the_copies_that_are_kept(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch)
+        plain, casting = (run(tmp_path / str(bf16), "auto", bf16=bf16).loop.activations for bf16 in (False, True))
+    copies = casting.model.meter.live
+    assert copies > 0 and casting.predicted == plain.predicted + copies
+
+
+@ranks(1)
 def test_the_choice_is_resumed(tmp_path: Path) -> None:
     said: list[str] = []
 
