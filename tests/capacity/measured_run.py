@@ -122,10 +122,12 @@ class DeviceTracker:
 
     def __enter__(self) -> DeviceTracker:
         self.before, self.others = _settled_memory(), _memory_of_others()
-        self._read, self._reset = torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats
+        self._read, self._reset = torch.accelerator.max_memory_allocated, torch.accelerator.reset_peak_memory_stats
         self._reset()
-        self._patches.enter_context(mock.patch.object(torch.cuda, "max_memory_allocated", self._peak_of_run))
-        self._patches.enter_context(mock.patch.object(torch.cuda, "reset_peak_memory_stats", self._new_peak_of_run))
+        for name, own in (
+            ("max_memory_allocated", self._peak_of_run), ("reset_peak_memory_stats", self._new_peak_of_run)
+        ):  # fmt: skip
+            self._patches.enter_context(mock.patch.object(torch.accelerator, name, own))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -155,8 +157,8 @@ class DeviceTracker:
 
 def _memory_of_others() -> int:
     """Bytes of the GPU that torch has not reserved here. If they are many, the engine does not keep copies."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
+    free, total = torch.accelerator.get_memory_info()
+    return total - free - torch.accelerator.memory_reserved()
 
 
 def _settled_memory() -> int:
@@ -168,7 +170,7 @@ def _settled_memory() -> int:
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-        if (left := torch.cuda.memory_allocated()) < LITTLE or time.monotonic() > until:
+        if (left := torch.accelerator.memory_allocated()) < LITTLE or time.monotonic() > until:
             return left
         time.sleep(0.2)
 

@@ -63,14 +63,15 @@ def test_a_leak_and_a_missed_free_are_seen() -> None:
 
 
 class FakeAllocator:
-    """What torch.cuda says of memory, without a GPU."""
+    """What torch says of a GPU's memory, without one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocated = self.peak = 0
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: self.allocated)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.peak)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda *_: self.allocated)
+        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda *_: self.peak)
+        monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", self.reset)
         monkeypatch.setattr(measured_run, "_settled_memory", lambda: self.allocated)
+        monkeypatch.setattr(measured_run, "_memory_of_others", lambda: 0)
         monkeypatch.setattr(accelerator, "_peaks", {})
 
     def allocate(self, size: int) -> None:
@@ -97,4 +98,4 @@ def test_a_budget_sees_the_peak_of_its_step_while_moments_are_marked(monkeypatch
         assert accelerator.peak_since_mark(device) == 110 and accelerator.peak_memory(device) == 180
         memory.allocate(5)
     assert tracker.peaks == {"": 0, "forward": 50, "backward": 80, "optimizer step": 15} and tracker.before == 100
-    assert torch.cuda.max_memory_allocated() == memory.peak
+    assert torch.accelerator.max_memory_allocated() == memory.peak
