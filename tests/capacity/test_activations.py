@@ -78,6 +78,7 @@ def test_a_step_is_traced_exactly(case: str) -> None:
     compare(QUICK[case], Level.KEEP_ALL)
 
 
+@pytest.mark.slow
 def test_recomputation_is_traced_exactly() -> None:
     compare(QUICK["fused lora"], Level.RECOMPUTE)
 
