@@ -5,7 +5,7 @@ Sharded tensors themselves are in `tensor.py`; modules are distributed in `modul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
     - A sharded tensor is redistributed; gradients flow.
     - A parameter that is not sharded yet only records the layout; `distribute_module` and `FSDPv2` apply it.
     """
-    layout = Layout.of(mesh, partition_spec, _shape(t))
+    layout = Layout.of(mesh, partition_spec, shape_of(t))
     t_in, t = t, unmarked(t)
     if is_sharded(t):
         device_mesh, placements = torch_layout(layout, t.shape)
@@ -83,7 +83,7 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
 
 def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
     """A new tensor with the value of `t`, sharded over the mesh, and its gradient too. `t` is not changed."""
-    layout = Layout.of(mesh, partition_spec, _shape(t))
+    layout = Layout.of(mesh, partition_spec, shape_of(t))
     t = unmarked(t)
     device_mesh, placements = torch_layout(layout, t.shape)
     if not is_sharded(t):
@@ -93,19 +93,25 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: Pa
 
 def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
     """Two trees of tensors with equal layouts at each position: that of the sharded one, of `a` if both are."""
+    return in_pairs(a, b, lambda x, y: _with_same_layout(unmarked(x), unmarked(y)))
+
+
+def in_pairs(a: Any, b: Any, pair: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """`shard_as` of two trees, given that of two tensors of the same shape."""
     ours, tree = tree_flatten(a)
     theirs, other_tree = tree_flatten(b)
     if tree != other_tree:
         raise LayoutError(f"shard_as: the two arguments have different structures: {tree} and {other_tree}")
-    pairs = [_with_same_layout(unmarked(x), unmarked(y)) for x, y in zip(ours, theirs, strict=True)]
+    for x, y in zip(ours, theirs, strict=True):
+        if shape_of(x) != shape_of(y):
+            raise LayoutError(
+                f"shard_as: tensors of shapes {tuple(x.shape)} and {tuple(y.shape)} cannot have the same layout"
+            )
+    pairs = [pair(x, y) for x, y in zip(ours, theirs, strict=True)]
     return tree_unflatten([x for x, _ in pairs], tree), tree_unflatten([y for _, y in pairs], tree)
 
 
 def _with_same_layout(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if _shape(x) != _shape(y):
-        raise LayoutError(
-            f"shard_as: tensors of shapes {tuple(x.shape)} and {tuple(y.shape)} cannot have the same layout"
-        )
     layout = sharding_of(x) or sharding_of(y)
     if layout is None:
         return x, y
@@ -147,8 +153,8 @@ def sharding_of(t: torch.Tensor) -> Layout | None:
 
 def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> torch.Tensor:
     """This rank's shard as a plain tensor, padded with zeros so that all ranks have the same shape."""
-    mesh = _given_or_global(mesh)
-    layout = Layout.of(mesh, partition_spec, _shape(t))
+    mesh = given_or_global(mesh)
+    layout = Layout.of(mesh, partition_spec, shape_of(t))
     device_mesh, placements = torch_layout(layout, t.shape)
     t = unmarked(t)
     sharded = t if is_sharded(t) else ToSharded.apply(t, device_mesh, placements)
@@ -162,14 +168,7 @@ def disable_manual_sharding(
     t: torch.Tensor, partition_spec: PartitionSpec, full_shape: Sequence[int], *, mesh: Mesh | None = None
 ) -> torch.Tensor:
     """The sharded tensor of shape `full_shape` whose shards are the ranks' `t`s, without their padding."""
-    mesh = _given_or_global(mesh)
-    full_shape = tuple(int(size) for size in full_shape)
-    layout = Layout.of(mesh, partition_spec, full_shape)
-    if tuple(t.shape) != layout.shard_shape(full_shape):
-        raise LayoutError(
-            f"the local tensor has shape {tuple(t.shape)}; a shard of a {full_shape} tensor with layout {layout} has "
-            f"shape {layout.shard_shape(full_shape)} (padded)"
-        )
+    layout, full_shape = layout_of_shard(t, partition_spec, full_shape, mesh)
     own = layout.slices(full_shape, runtime.rank())
     local = t[tuple(slice(0, s.stop - s.start) for s in own)].contiguous()
     device_mesh, placements = torch_layout(layout, full_shape)
@@ -189,14 +188,30 @@ def _redistribute_in_place(t: DTensor, device_mesh: Any, placements: Any) -> Non
         t.__class__ = ShardedTensor
 
 
-def _given_or_global(mesh: Mesh | None) -> Mesh:
+def layout_of_shard(
+    t: torch.Tensor, partition_spec: PartitionSpec, full_shape: Sequence[int], mesh: Mesh | None
+) -> tuple[Layout, tuple[int, ...]]:
+    """The layout of the tensor of which `t` is a shard, padded, and that tensor's shape."""
+    full_shape = tuple(int(size) for size in full_shape)
+    layout = Layout.of(given_or_global(mesh), partition_spec, full_shape)
+    if tuple(t.shape) != layout.shard_shape(full_shape):
+        raise LayoutError(
+            f"the local tensor has shape {tuple(t.shape)}; a shard of a {full_shape} tensor with layout {layout} has "
+            f"shape {layout.shard_shape(full_shape)} (padded)"
+        )
+    return layout, full_shape
+
+
+def given_or_global(mesh: Mesh | None) -> Mesh:
+    """The mesh of a call: the given one, else that of all calls."""
     mesh = mesh or get_global_mesh()
     if mesh is None:
         raise MeshError("no mesh: pass mesh=..., or set one for all calls with set_global_mesh(mesh)")
     return mesh
 
 
-def _shape(t: Any) -> torch.Size:
+def shape_of(t: Any) -> torch.Size:
+    """The shape of a tensor; anything else is an error."""
     if not isinstance(t, torch.Tensor):
         raise LayoutError(f"expected a tensor, got {type(t).__name__}: {t!r}")
     return t.shape

@@ -29,6 +29,7 @@ from fullshard.spmd.redistribute import (
     spec_with,
     without_partial,
 )
+from fullshard.spmd.spec import Layout
 from fullshard.torch_private import (
     DTensorSpec,
     dtensor_new,
@@ -54,6 +55,16 @@ class ShardingType(IntEnum):
     PARTIAL = 5
     """Each shard on several devices."""
     UNKNOWN = 6
+
+    @classmethod
+    def of(cls, layout: Layout) -> ShardingType:
+        """How a layout distributes a tensor."""
+        shards = math.prod(layout.parts(dim) for dim in range(len(layout.dims)))
+        if layout.mesh.size() == 1:
+            return cls.MAXIMAL
+        if shards == 1:
+            return cls.REPLICATED
+        return cls.TILED if shards == layout.mesh.size() else cls.PARTIAL
 
 
 @dataclass
@@ -146,13 +157,7 @@ class ShardedTensor(_Base):
     @property
     def sharding_type(self) -> ShardingType:
         """Whether the devices of the mesh hold copies, different shards, or copies of shards."""
-        layout = layout_of(spec_of(self))
-        shards = math.prod(layout.parts(dim) for dim in range(self.ndim))
-        if layout.mesh.size() == 1:
-            return ShardingType.MAXIMAL
-        if shards == 1:
-            return ShardingType.REPLICATED
-        return ShardingType.TILED if shards == layout.mesh.size() else ShardingType.PARTIAL
+        return ShardingType.of(layout_of(spec_of(self)))
 
     @property
     def global_tensor(self) -> ShardedTensor:

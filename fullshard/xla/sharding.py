@@ -10,11 +10,12 @@ from rich.console import Console
 from torch import nn
 
 from fullshard import runtime
-from fullshard.errors import LayoutError, MeshError
+from fullshard.errors import LayoutError
 from fullshard.spmd import draw
-from fullshard.spmd.mesh import Mesh, get_global_mesh
+from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.sharding import given_or_global, in_pairs, layout_of_shard, shape_of
 from fullshard.spmd.spec import Layout, PartitionSpec
-from fullshard.torch_private import buffers_of, parameters_of, tree_flatten, tree_unflatten
+from fullshard.torch_private import buffers_of, parameters_of
 from fullshard.xla.tensor import (
     _compiler,
     annotate,
@@ -35,7 +36,7 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
     - A sharded tensor is redistributed; gradients flow.
     - A parameter in host memory only records the layout; `distribute_module` and `FSDPv2` apply it.
     """
-    layout = Layout.of(mesh, partition_spec, _shape(t))
+    layout = Layout.of(mesh, partition_spec, shape_of(t))
     if not is_xla_tensor(t):
         if isinstance(t, nn.Parameter):
             t._fullshard_layout = layout
@@ -70,25 +71,16 @@ class _WithGradient(torch.autograd.Function):
 
 def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
     """A new tensor with the value of `t`, sharded over the mesh, and its gradient too. `t` is not changed."""
-    layout = Layout.of(mesh, partition_spec, _shape(t))
+    layout = Layout.of(mesh, partition_spec, shape_of(t))
     return _WithGradient.apply(t.to(runtime.device()), layout)
 
 
 def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
     """Two trees of tensors with equal layouts at each position: that of the sharded one, of `a` if both are."""
-    ours, tree = tree_flatten(a)
-    theirs, other_tree = tree_flatten(b)
-    if tree != other_tree:
-        raise LayoutError(f"shard_as: the two arguments have different structures: {tree} and {other_tree}")
-    pairs = [_with_same_layout(x, y) for x, y in zip(ours, theirs, strict=True)]
-    return tree_unflatten([x for x, _ in pairs], tree), tree_unflatten([y for _, y in pairs], tree)
+    return in_pairs(a, b, _with_same_layout)
 
 
 def _with_same_layout(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if _shape(x) != _shape(y):
-        raise LayoutError(
-            f"shard_as: tensors of shapes {tuple(x.shape)} and {tuple(y.shape)} cannot have the same layout"
-        )
     layout = sharding_of(x)
     if layout is None or not any(layout.dims):
         layout = sharding_of(y) or layout
@@ -102,8 +94,7 @@ def _with_same_layout(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, t
 
 def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> torch.Tensor:
     """The shard of each device as a tensor that the compiler does not partition; padded, so that shapes are equal."""
-    mesh = _given_or_global(mesh)
-    sharded = mark_sharding_with_gradients(t, mesh, partition_spec)
+    sharded = mark_sharding_with_gradients(t, given_or_global(mesh), partition_spec)
     return _compiler._spmd_full_to_shard_shape(sharded)
 
 
@@ -111,14 +102,7 @@ def disable_manual_sharding(
     t: torch.Tensor, partition_spec: PartitionSpec, full_shape: Sequence[int], *, mesh: Mesh | None = None
 ) -> torch.Tensor:
     """The sharded tensor of shape `full_shape` whose shards are the devices' `t`s, without their padding."""
-    mesh = _given_or_global(mesh)
-    full_shape = tuple(int(size) for size in full_shape)
-    layout = Layout.of(mesh, partition_spec, full_shape)
-    if tuple(t.shape) != layout.shard_shape(full_shape):
-        raise LayoutError(
-            f"the local tensor has shape {tuple(t.shape)}; a shard of a {full_shape} tensor with layout {layout} has "
-            f"shape {layout.shard_shape(full_shape)} (padded)"
-        )
+    layout, full_shape = layout_of_shard(t, partition_spec, full_shape, mesh)
     manual = _compiler.OpSharding([], [], [], 4)
     _compiler._mark_manual_sharding(t, manual)
     full = _compiler._spmd_shard_to_full_shape(t, op_sharding(layout), list(full_shape), t.dtype)
@@ -170,16 +154,3 @@ def sharding_string(t: torch.Tensor) -> str:
     """The layout of a sharded tensor in XLA's notation."""
     layout = sharding_of(t)
     return "{replicated}" if layout is None else draw.layout_string(layout, tuple(t.shape))
-
-
-def _given_or_global(mesh: Mesh | None) -> Mesh:
-    mesh = mesh or get_global_mesh()
-    if mesh is None:
-        raise MeshError("no mesh: pass mesh=..., or set one for all calls with set_global_mesh(mesh)")
-    return mesh
-
-
-def _shape(t: Any) -> torch.Size:
-    if not isinstance(t, torch.Tensor):
-        raise LayoutError(f"expected a tensor, got {type(t).__name__}: {t!r}")
-    return t.shape

@@ -45,13 +45,7 @@ class ShardedTensor(torch.Tensor):
     @property
     def sharding_type(self) -> ShardingType:
         """Whether the devices of the mesh hold copies, different shards, or copies of shards."""
-        layout = _layout(self)
-        shards = math.prod(layout.parts(dim) for dim in range(self.ndim))
-        if layout.mesh.size() == 1:
-            return ShardingType.MAXIMAL
-        if shards == 1:
-            return ShardingType.REPLICATED
-        return ShardingType.TILED if shards == layout.mesh.size() else ShardingType.PARTIAL
+        return ShardingType.of(_layout(self))
 
     @property
     def placements(self) -> tuple[Placement, ...]:

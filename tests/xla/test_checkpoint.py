@@ -33,6 +33,7 @@ from fullshard.checkpoint.manifest import read_manifest
 from fullshard.errors import CheckpointError
 from fullshard.xla import shards
 from tests.xla.resume_program import config, train
+from tests.xla.torch_engine import torch_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -445,9 +446,7 @@ def test_a_kill_leaves_nothing_half_published(tmp_path: Path) -> None:
 
 def torch_engine(*command: str) -> str:
     """The output of `python -m …` where the torch engine is installed."""
-    python = os.environ.get("FULLSHARD_TORCH_PYTHON")
-    if not python:
-        pytest.skip("FULLSHARD_TORCH_PYTHON is not set: make test-xla sets it")
+    python = torch_python()
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PJRT_", "CPU_NUM", "XLA_"))}
     env |= {"PYTHONPATH": str(ROOT), "FULLSHARD_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([python, "-m", *command], cwd=ROOT, env=env, capture_output=True, text=True)

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from tests.xla import examples
+from tests.xla.torch_engine import torch_python
 
 ROOT = examples.FOLDER.parent.parent
 
@@ -15,8 +16,7 @@ ROOT = examples.FOLDER.parent.parent
 @pytest.fixture(scope="module", params=[2, 4])
 def on_ranks(request: pytest.FixtureRequest) -> dict[str, str]:
     """What each script prints on the torch engine, on so many Gloo ranks."""
-    if not (python := os.environ.get("FULLSHARD_TORCH_PYTHON")):
-        pytest.skip("FULLSHARD_TORCH_PYTHON names no interpreter with the torch engine (make test-xla sets it)")
+    python = torch_python()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(request.param)]
     run = subprocess.run(

@@ -20,6 +20,7 @@ import fullshard.spmd as xs
 from fullshard.fsdp import FSDPv2, checkpoint_module, transformer_auto_wrap_policy
 from tests.xla import parity_program
 from tests.xla.parity_program import made, sharded_batch, tokens, train
+from tests.xla.torch_engine import torch_python
 
 NAMES = ("llama", "gpt2")
 
@@ -33,9 +34,7 @@ def mesh() -> xs.Mesh:
 @pytest.fixture(scope="module")
 def on_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the results of the torch engine."""
-    python = os.environ.get("FULLSHARD_TORCH_PYTHON")
-    if not python:
-        pytest.skip("FULLSHARD_TORCH_PYTHON, the interpreter of the torch engine, is not set")
+    python = torch_python()
     folder = tmp_path_factory.mktemp("torch")
     for name in NAMES:
         np.savez(folder / f"{name}-initial.npz", **{k: v.numpy() for k, v in made(name).state_dict().items()})

@@ -24,6 +24,7 @@ from fullshard.errors import ConfigError, TrainingError  # noqa: E402
 from fullshard.launch.sft_command import sft  # noqa: E402
 from fullshard.xla.compile_watch import compilations  # noqa: E402
 from tests.train.tiny import make_folder  # noqa: E402
+from tests.xla.torch_engine import torch_python  # noqa: E402
 
 STEPS = [
     "--max_steps", "6", "--save_strategy", "no", "--max_length", "48", "--torch_dtype", "float32",
@@ -60,9 +61,7 @@ def on_xla(folder: Path, out: str, *more: str) -> list[dict[str, Any]]:
 
 def on_torch(folder: Path, out: str, *more: str) -> list[dict[str, Any]]:
     """The same on two Gloo ranks of the torch engine, with its own interpreter."""
-    python = os.environ.get("FULLSHARD_TORCH_PYTHON")
-    if not python:
-        pytest.skip("FULLSHARD_TORCH_PYTHON, the interpreter of the torch engine, is not set")
+    python = torch_python()
     flags = ["--num_processes", "2", "--use_cpu", "--quiet", *words(folder, out, *more)]
     subprocess.run([python, "-m", "fullshard", "sft", *flags], check=True, timeout=300)
     return records(folder, out)
