@@ -24,7 +24,7 @@ from fullshard.lora.fused_ops import lora_group
 from fullshard.quant.base_product import base_form
 from fullshard.quant.ops import autocasts, compute_dtype
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import has_hooks
+from fullshard.torch_private import has_hooks, submodules_of
 
 SharedInputs = Mapping[type, Sequence[Sequence[str]]]
 """By class of module, the names of its linear layers that get the same input; see `models/shared_inputs.py`."""
@@ -71,19 +71,21 @@ class LoraGroup:
                 self._take(index)
                 return found
         self.computed = None
-        own = self.part(index, x)
+        dtype, casts = compute_dtype(x), autocasts(x.device)
+        own = self.part(index, dtype, casts)
         if own is None:
             return None
         rate = self.rate(index)
         chosen, parts = [], []
         for i in range(len(self.layers)):
-            part = own if i == index else self.part(i, x) if self.rate(i) == rate else None
+            part = own if i == index else self.part(i, dtype, casts) if self.rate(i) == rate else None
             if part is not None:
                 chosen.append(i)
                 parts.append(part)
-        dtype = compute_dtype(x)
         seed = draw_seed(x.device) if rate else None
-        found = lora_group(x.to(dtype), [in_dtype(part, dtype) for part in parts], seed, rate)
+        found = lora_group(x.to(dtype) if casts else x, parts, seed, rate)
+        if len(self.layers) == 1:
+            return found[0]
         outputs: list[torch.Tensor | None] = [None] * len(self.layers)
         for i, y in zip(chosen, found, strict=True):
             outputs[i] = y
@@ -104,32 +106,32 @@ class LoraGroup:
         dropout = self.layers[index].lora_dropout[self.adapter]
         return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
-    def part(self, index: int, x: torch.Tensor) -> Layer | None:
-        """A layer of the group as it is now; None if it must run PEFT's forward on `x`."""
+    def part(self, index: int, dtype: torch.dtype, casts: bool) -> Layer | None:
+        """A layer of the group as it is now, for a product in `dtype`; None if it must run PEFT's forward. `casts`:
+        autocast brings adapters to that dtype. Every call of a layer comes here: on small models its time counts."""
         layer, name = self.layers[index], self.adapter
         if layer.disable_adapters or layer.merged or layer.active_adapters != [name]:
             return None
-        base, a, b = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
+        modules = submodules_of(layer)
+        base, dropout = modules["base_layer"], submodules_of(modules["lora_dropout"])[name]
+        a, b = submodules_of(modules["lora_A"])[name], submodules_of(modules["lora_B"])[name]
         if (type(layer), type(base)) != self.types[index] or type(a) is not nn.Linear or type(b) is not nn.Linear:
             return None
-        if has_hooks(base) or has_hooks(a) or has_hooks(b) or has_hooks(layer.lora_dropout[name]):
+        if has_hooks(base) or has_hooks(a) or has_hooks(b) or has_hooks(dropout):
             return None
-        found, dtype, bias = base_form(base), compute_dtype(x), base.bias
-        if found is None or any(t.requires_grad for t in found.tensors) or (bias is not None and bias.requires_grad):
+        found, bias, weight_a, weight_b = base_form(base), base.bias, a.weight, b.weight
+        if found is None or found.compute_dtype not in (None, dtype) or (bias is not None and bias.requires_grad):
             return None
-        if any(t.is_floating_point() and t.dtype != dtype for t in found.tensors):
-            return None
-        if getattr(base, "compute_dtype", None) not in (None, dtype):
-            return None
-        if not autocasts(x.device) and (a.weight.dtype != dtype or b.weight.dtype != dtype):
-            return None
-        return Layer(found.form, found.tensors, bias, a.weight, b.weight, layer.scaling[name])
-
-
-def in_dtype(layer: Layer, dtype: torch.dtype) -> Layer:
-    """The layer with bias and adapter in the dtype of the product."""
-    bias = layer.bias if layer.bias is None else layer.bias.to(dtype)
-    return layer._replace(bias=bias, a=layer.a.to(dtype), b=layer.b.to(dtype))
+        for t in found.tensors:
+            if t.requires_grad or (t.dtype != dtype and t.is_floating_point()):
+                return None
+        if weight_a.dtype != dtype or weight_b.dtype != dtype:
+            if not casts:
+                return None
+            weight_a, weight_b = weight_a.to(dtype), weight_b.to(dtype)
+        if bias is not None and bias.dtype != dtype:
+            bias = bias.to(dtype)
+        return Layer(found.form, found.tensors, bias, weight_a, weight_b, layer.scaling[name])
 
 
 def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -48,7 +48,7 @@ def forward(
     a, width = stacked(layers)
     h = x @ a.t() if dropout is None else dropout.product(x, a, width)  # [tokens, layers·width]
     ready = base_product.prepare([layer.form for layer in layers], x)
-    return [updated(ready, layer, _columns(h, i, width, layer)) for i, layer in enumerate(layers)], h
+    return [updated(ready, layer, part) for layer, part in zip(layers, _columns(h, width, layers), strict=True)], h
 
 
 def updated(x: base_product.Prepared, layer: Layer, h: torch.Tensor) -> torch.Tensor:
@@ -76,11 +76,11 @@ def backward(
     """The gradients for those of the outputs, which are None where an output was not used."""
     a, width = stacked(layers)
     used = [(i, layer, dy) for i, (layer, dy) in enumerate(zip(layers, dys, strict=True)) if dy is not None]
-    filled = len(used) == len(layers) and all(layer.b.shape[1] == width for layer in layers)
+    filled = len(used) == len(layers) and all(len(layer.a) == width for layer in layers)
     dh = torch.empty_like(h) if filled else torch.zeros_like(h)
+    parts = _columns(dh, width, layers)
     for i, layer, dy in used:
-        part = _columns(dh, i, width, layer)
-        torch.addmm(part, dy, layer.b, beta=0, alpha=layer.scale, out=part)
+        torch.addmm(parts[i], dy, layer.b, beta=0, alpha=layer.scale, out=parts[i])
     dx = None
     if wants_x:
         products = [base_product.Gradient(layer.form, layer.base, dy) for _, layer, dy in used]
@@ -88,10 +88,10 @@ def backward(
     if not wants_adapters:
         return Gradients(dx, [], [])
     da = dh.t() @ x if dropout is None else dropout.grad_weight(dh, x, width)
-    das = [da[i * width : i * width + layer.a.shape[0]] for i, layer in enumerate(layers)]
+    das = [one[: len(layer.a)] for one, layer in zip(da.split(width), layers, strict=True)] if len(layers) > 1 else [da]
     dbs = [
-        torch.zeros_like(layer.b) if dy is None else scaled_product(dy.t(), _columns(h, i, width, layer), layer.scale)
-        for i, (layer, dy) in enumerate(zip(layers, dys, strict=True))
+        torch.zeros_like(layer.b) if dy is None else scaled_product(dy.t(), part, layer.scale)
+        for layer, dy, part in zip(layers, dys, _columns(h, width, layers), strict=True)
     ]
     return Gradients(dx, das, dbs)
 
@@ -122,6 +122,11 @@ def stacked(layers: Sequence[Layer]) -> tuple[torch.Tensor, int]:
     return torch.cat(rows), width
 
 
-def _columns(h: torch.Tensor, index: int, width: int, layer: Layer) -> torch.Tensor:
-    """The columns of one adapter."""
-    return h[:, index * width : index * width + layer.a.shape[0]]
+def _columns(h: torch.Tensor, width: int, layers: Sequence[Layer]) -> Sequence[torch.Tensor]:
+    """The columns of each adapter."""
+    if len(layers) == 1:
+        return (h,)
+    parts = h.split(width, 1)
+    return [
+        part if len(layer.a) == width else part[:, : len(layer.a)] for part, layer in zip(parts, layers, strict=True)
+    ]

@@ -72,7 +72,8 @@ def _forward(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     with without_autocast(x.device):
         ys, h = forward(as_rows(x), layers, _dropout(seed, probability))
-    return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys], h
+    lead = x.shape[:-1]
+    return [y.view(*lead, -1) for y in ys], h
 
 
 def _backward(
@@ -82,7 +83,7 @@ def _backward(
     rows = [None if dy is None else as_rows(dy) for dy in dys]
     with without_autocast(x.device):
         found = backward(as_rows(x), h, rows, layers, _dropout(seed, probability), wants_x, wants_adapters)
-    return found._replace(x=None if found.x is None else found.x.view(x.shape))
+    return Gradients(None if found.x is None else found.x.view(x.shape), found.a, found.b)
 
 
 # --- plain tensors --------------------------------------------------------------------------------------------------
@@ -123,6 +124,8 @@ def _for_used(found: Gradients, dys: Sequence[torch.Tensor | None]) -> tuple[lis
     """The adapters' gradients, None where the output was not used."""
     if not found.a:
         return [None] * len(dys), [None] * len(dys)
+    if all(dy is not None for dy in dys):
+        return found.a, found.b
     das, dbs = (
         [None if dy is None else one for one, dy in zip(grads, dys, strict=True)] for grads in (found.a, found.b)
     )

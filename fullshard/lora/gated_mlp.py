@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fullshard.lora.fused import in_dtype
 from fullshard.lora.fused_dropout import draw_seed
 from fullshard.lora.gated_mlp_ops import GatedMlp, gated_mlp
-from fullshard.quant.ops import compute_dtype
+from fullshard.quant.ops import autocasts, compute_dtype
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import has_hooks
 
@@ -77,18 +76,18 @@ def _fused(module: Any, x: torch.Tensor) -> torch.Tensor | None:
     names = module._fullshard_mlp
     if any(has_hooks(child) for child in module.children()):
         return None
+    dtype, casts = compute_dtype(x), autocasts(x.device)
     found, rates = [], []
     for name in names[:3]:
         layer = getattr(module, name)
         group, index = layer._fullshard_lora
-        part = group.part(index, x)
+        part = group.part(index, dtype, casts)
         if part is None:
             return None
         found.append(part)
         rates.append(group.rate(index))
     if rates[0] != rates[1] or rates[1] != rates[2]:
         return None
-    dtype = compute_dtype(x)
-    gate, up, down = (in_dtype(part, dtype) for part in found)
     seeds = draw_seed(x.device, 2) if rates[0] else None
+    gate, up, down = found
     return gated_mlp(x.to(dtype), GatedMlp(gate, up, down, names.activation), seeds, rates[0])

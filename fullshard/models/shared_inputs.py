@@ -34,7 +34,7 @@ def shared_inputs(model: Any) -> dict[type, list[Names]]:
 def recorded_pass(model: Any, recorder: Callable[[nn.Module, torch.Tensor], Found]) -> Found | None:
     """What is recorded in a forward pass of a small model of the same class; None if none can be built or run."""
     device = torch.device("cpu")
-    with forked_random(device), quiet_transformers():
+    with forked_random(device), quiet_transformers(), device:  # whatever the default device is
         try:
             for small in small_models(bare_model(causal(model)), device):
                 try:

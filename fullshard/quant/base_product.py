@@ -29,10 +29,11 @@ Prepared: TypeAlias = torch.Tensor | fp8.Input
 
 
 class BaseForm(NamedTuple):
-    """A frozen weight: its form and its tensors."""
+    """A frozen weight: its form, its tensors, and the only dtype its layer computes in (None: any)."""
 
     form: str
     tensors: list[torch.Tensor]
+    compute_dtype: torch.dtype | None = None
 
 
 class Kind(Protocol):
@@ -133,12 +134,12 @@ KINDS: dict[str, Kind] = {"dense": Dense(), "nf4": FourBit("nf4"), "fp4": FourBi
 
 def base_form(layer: nn.Module) -> BaseForm | None:
     """The form of a linear layer's weight; None for layers that compute something else."""
-    if (own := getattr(layer, "base_form", None)) is not None:
-        form, tensors = own()
-        return BaseForm(form, tensors)
     if type(layer) is nn.Linear:
         return BaseForm("dense", [layer.weight])
-    return None
+    if (own := getattr(layer, "base_form", None)) is None:
+        return None
+    form, tensors = own()
+    return BaseForm(form, tensors, getattr(layer, "compute_dtype", None))
 
 
 def shape(form: str, tensors: Tensors) -> tuple[int, int]:

@@ -59,7 +59,7 @@ def measured(model: Any, level: Level, backend: str) -> list[int]:
 
             with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
                 output = call(*args, **kwargs)
-            count(next(tensors_in(output)))
+            count(tensors_in(output)[0])
             found.append(sum(kept.values()))
             return output
 

@@ -2,6 +2,7 @@
 
 Inside `chaos(seed)`
 - side streams sleep before and after what they are given, and before each collective is issued; compute sleeps too;
+  for some layers only the one or only the other sleeps, because sleeping compute hides what side streams do too late;
   whole ranks come late. torch's own communication streams cannot be reached, but a collective starts no sooner than the
   stream it was issued from;
 - every block of memory that torch's allocator would hand out next is filled with 0xFF, a NaN in every floating-point
@@ -42,16 +43,21 @@ class Chaos:
     def __init__(self, seed: int, delays: bool, poison: bool):
         self.random = random.Random(f"{seed}/{runtime.rank()}")
         self.delays, self.poison = delays, poison
+        self.slow = (True, False)
+        """Which streams sleep: side streams (True), compute (False)."""
         self.slept = self.poisoned = 0
 
     def sleep(self) -> None:
         """Let the current stream sleep, sometimes."""
-        if self.delays and self.random.random() < 0.5:
+        aside = torch.cuda.current_stream() != torch.cuda.default_stream()
+        if self.delays and aside in self.slow and self.random.random() < 0.5:
             torch.cuda._sleep(self.random.randrange(CYCLES))
             self.slept += 1
 
     def come_late(self) -> None:
-        """Let the whole rank sleep, now and then."""
+        """Let the whole rank sleep, now and then, and other streams than before."""
+        if self.random.random() < 0.25:
+            self.slow = self.random.choice(((True, False), (True,), (False,)))
         if self.delays and self.random.random() < 0.1:
             time.sleep(self.random.random() * LATE)
 

@@ -57,6 +57,14 @@ def layers(model: Any) -> Any:
     return model.get_base_model().model.layers
 
 
+def test_inputs_are_recorded_whatever_the_default_device_is() -> None:
+    model = bare("llama")
+    expected = shared_inputs(model), gated_mlps(model)
+    with torch.device("cuda"):  # where this build has none, a tensor made there is an error
+        assert (shared_inputs(model), gated_mlps(model)) == expected
+    assert expected[0] and expected[1]
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "qwen2" else [pytest.mark.slow]) for n in ARCHITECTURES]
 )
@@ -298,7 +306,7 @@ def test_autocast_computes_in_its_dtype() -> None:
         expected = step(model)
         fuse(model)
         layer = layers(model)[0].self_attn.q_proj
-        assert layer._fullshard_lora[0].part(0, torch.ones(1, 32)) is not None
+        assert layer._fullshard_lora[0].part(0, torch.bfloat16, casts=True) is not None
         assert_same(step(model), expected, close=0.05)
 
 

@@ -23,7 +23,7 @@ def test_products_are_those_of_the_layer(index: int) -> None:
     layer = layers()[index]
     found = base_product.base_form(layer)
     assert found is not None
-    form, tensors = found
+    form, tensors, _ = found
     assert base_product.shape(form, tensors) == (80, 48)
     x, dy = torch.randn(7, 48, requires_grad=True), torch.randn(7, 80)
     y = layer(x)

@@ -109,7 +109,7 @@ def test_weights_that_share_an_input() -> None:
     torch.manual_seed(3)
     plain = [nn.Linear(64, n, bias=False).requires_grad_(False) for n in (48, 16, 24)]
     layers: list[nn.Module] = [FP8Linear.of(plain[0]), FP8Linear.of(plain[1]), plain[2]]
-    forms, tensors = zip(*(base_product.base_form(layer) for layer in layers), strict=True)  # type: ignore[misc]
+    forms, tensors, _ = zip(*(base_product.base_form(layer) for layer in layers), strict=True)  # type: ignore[misc]
     x = torch.randn(7, 64, requires_grad=True)
     ready, ys = base_product.prepare(forms, x.detach()), [layer(x) for layer in layers]
     for form, held, y in zip(forms, tensors, ys, strict=True):
