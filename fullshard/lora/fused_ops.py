@@ -25,10 +25,11 @@ def lora_group(
     x: torch.Tensor, layers: Sequence[Layer], seed: torch.Tensor | None, probability: float
 ) -> list[torch.Tensor]:
     """The outputs of the layers. Without a seed there is no dropout."""
-    layout, base, a, b, scales = flat(layers)
     if torch.compiler.is_compiling():
+        layout, base, a, b, scales = flat(layers)
         return lora_group_operator(x, base, a, b, seed, layout, scales, probability)[:-1]
-    found: tuple[torch.Tensor, ...] = _Group.apply(layout, scales, probability, len(base), seed, x, *base, *a, *b)
+    adapters = [t for layer in layers for t in (layer.a, layer.b)]
+    found: tuple[torch.Tensor, ...] = _Group.apply(layers, seed, probability, x, *adapters)
     return list(found)
 
 
@@ -90,34 +91,28 @@ def _backward(
 
 
 class _Group(torch.autograd.Function):
-    """`lora_group` for plain tensors."""
+    """`lora_group` for plain tensors. `adapters` are `a` and `b` of each layer, which get gradients."""
 
     @staticmethod
-    def forward(ctx, layout, scales, probability, count, seed, x, *tensors):  # type: ignore[no-untyped-def]
-        base, a, b = _Group.split(count, tensors)
-        ys, h = _forward(x, layers_of(layout, base, a, b, scales), seed, probability)
-        ctx.save_for_backward(seed, x, h, *tensors)
-        ctx.about = layout, scales, probability, count
+    def forward(ctx, layers, seed, probability, x, *adapters):  # type: ignore[no-untyped-def]
+        ys, h = _forward(x, layers, seed, probability)
+        ctx.save_for_backward(seed, x, h, *adapters, *[t for layer in layers for t in layer.base])
+        ctx.about = probability, [(layer.form, len(layer.base), layer.scale) for layer in layers]
         ctx.set_materialize_grads(False)
         return tuple(ys)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[Any, ...]:
-        layout, scales, probability, count = ctx.about
-        seed, x, h, *tensors = ctx.saved_tensors
-        base, a, b = _Group.split(count, tensors)
-        wants = ctx.needs_input_grad[5:]
-        found = _backward(
-            x, h, dys, layers_of(layout, base, a, b, scales), seed, probability, wants[0], any(wants[1:])
-        )  # fmt: skip
+        (seed, x, h, *tensors), (probability, kinds) = ctx.saved_tensors, ctx.about
+        layers, first = [], 2 * len(kinds)
+        for i, (form, count, scale) in enumerate(kinds):
+            layers.append(Layer(form, tensors[first : first + count], None, tensors[2 * i], tensors[2 * i + 1], scale))
+            first += count
+        _, _, _, wants_x, *wants_adapters = ctx.needs_input_grad
+        found = _backward(x, h, dys, layers, seed, probability, wants_x, any(wants_adapters))
         das, dbs = _for_used(found, dys)
-        return None, None, None, None, None, found.x, *[None] * count, *das, *dbs
-
-    @staticmethod
-    def split(count: int, tensors: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-        half = count + (len(tensors) - count) // 2
-        return tensors[:count], tensors[count:half], tensors[half:]
+        return None, None, None, found.x, *[grad for pair in zip(das, dbs, strict=True) for grad in pair]
 
 
 def _for_used(found: Gradients, dys: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
@@ -183,10 +178,16 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
+def _split(count: int, tensors: Tensors) -> tuple[Tensors, Tensors, Tensors]:
+    """The frozen tensors, all `a` and all `b`."""
+    half = count + (len(tensors) - count) // 2
+    return tensors[:count], tensors[count:half], tensors[half:]
+
+
 def _operator_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     seed, x, h, *tensors = ctx.saved_tensors
     base_count, count = ctx.counts
-    base, a, b = _Group.split(base_count, tensors)
+    base, a, b = _split(base_count, tensors)
     wants, dys = ctx.needs_input_grad, list(grads[:-1])
     used = [i for i, dy in enumerate(dys) if dy is not None]
     adapters = any(wants[2]) or any(wants[3])
