@@ -74,7 +74,7 @@ class MachineOptions:
     gpus_per_node: int | None = None
     """Devices in a node. If not set: what such machines usually have."""
     device_memory: str | None = option(None, given_as="a size such as 80GiB")
-    """Memory of one device that processes can use."""
+    """Memory of one device that processes can use. Without a machine and a GPU here, the nearest named GPU is meant."""
     host_memory: str | None = option(None, given_as="a size such as 512GiB")
     """Host memory of one node."""
     network_bandwidth: str | None = option(None, given_as="a size per second such as 50GB")
@@ -136,7 +136,7 @@ OTHER_NAMES = {"h100": "h100-80gb", "h100-sxm": "h100-80gb", "a100": "a100-80gb"
 
 def find_machine(options: MachineOptions) -> Machine:
     """The machine that the options describe; `ConfigError` for unknown names and impossible numbers."""
-    found = this_machine() if options.machine.strip().lower() == HERE else named_machine(options.machine)
+    found = named_machine(options.machine) if names_one(options) else stand_in(options) or this_machine()
     count, per_node = _counts(found, options.num_processes, options.gpus_per_node)
     changed: dict[str, Any] = {"num_processes": count, "gpus_per_node": per_node}
     for field, name in (("device_memory", "device_memory"), ("host_memory", "host_memory"),
@@ -144,6 +144,22 @@ def find_machine(options: MachineOptions) -> Machine:
         if (given := getattr(options, name)) is not None:
             changed[field] = _size(name, given)
     return _divided(replace(found, **changed), options) if found.shares_host_memory else replace(found, **changed)
+
+
+def names_one(options: MachineOptions) -> bool:
+    """Whether the options have a machine's name."""
+    return options.machine.strip().lower() != HERE
+
+
+def stand_in(options: MachineOptions) -> Machine | None:
+    """The named GPU that a device of this memory is taken for, if neither a name is given nor a GPU is here: the one
+    with the closest memory, the slowest where several have it."""
+    from fullshard import accelerator
+
+    if names_one(options) or options.device_memory is None or accelerator.count():
+        return None
+    memory = _size("device_memory", options.device_memory)
+    return min(_GPUS, key=lambda gpu: (abs(math.log(gpu.device_memory / memory)), gpu.flops["float16"]))
 
 
 def _divided(machine: Machine, options: MachineOptions) -> Machine:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fullshard import engines
-from fullshard.capacity.machines import MACHINES, Machine, find_machine
+from fullshard.capacity.machines import MACHINES, Machine, find_machine, stand_in
 from fullshard.configfile import SUFFIXES, read_file
 from fullshard.errors import ConfigError
 from fullshard.launch.config import ProcessSettings, launch_options
@@ -97,6 +97,8 @@ def read_request(words: Sequence[str]) -> tuple[PlanRequest, PlanOptions]:
     config.adapter_name_or_path = adapter  # it may have been given as the model
     engine = sharding_settings(config, launch.engine, notes)
     machine = _machine(options, launch.processes, engine.use_cpu)
+    if not engine.use_cpu and (found := stand_in(options)) is not None:
+        notes.append(f"there is no GPU here: speeds, links and host memory are those of {found.name} (machine)")
     engine = dataclasses.replace(engine, use_cpu=machine.shares_host_memory)
     engine.mesh_shape(machine.num_processes, machine.nodes)
     return PlanRequest(config, engine, model, adapter, machine, notes=tuple(notes)), options

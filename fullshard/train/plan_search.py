@@ -111,6 +111,8 @@ class SearchResult:
     nearest: Found | None
     """If nothing fits: what comes nearest."""
     tried: int
+    allowed: tuple[str, ...] = ()
+    """The methods that the user allowed."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -144,7 +146,7 @@ def search_settings(
     for method in _methods(request, allowed):
         search.explore(method, [method_name(method)] if allowed else [])
     found = sorted(search.fitting, key=lambda one: -one.tokens_per_second)
-    return SearchResult(tuple(found), None if found else search.nearest, search.tried)
+    return SearchResult(tuple(found), None if found else search.nearest, search.tried, allowed)
 
 
 # --- what is tried --------------------------------------------------------------------------------------------------

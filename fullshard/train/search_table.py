@@ -46,7 +46,16 @@ def nothing_fits(result: SearchResult) -> list[str]:
         f"{memory_size(verdict.needs)} on each device, which has {memory_size(verdict.has)}, and "
         f"{memory_size(verdict.needs_host)} of host memory, of {memory_size(verdict.has_host)}."
     ]
-    return [*lines, "Use more or larger devices (num_processes, machine), a shorter max_length, or allow lora, qlora."]
+    ways = []
+    if verdict.needs_host > verdict.has_host:
+        ways.append("nodes with more memory (host_memory)")
+    if verdict.needs > verdict.has:
+        ways += ["more or larger devices (num_processes, machine)", "a shorter max_length"]
+        config = found.asked.config
+        has = {"lora": bool(config.adapter_kind), "qlora": config.use_4bit_quantization}
+        if methods := [name for name, there in has.items() if not there and name not in result.allowed]:
+            ways.append(f"--allow {','.join(methods)}")
+    return [*lines, f"What would help: {', '.join(ways)}."]
 
 
 def _table(rows: tuple[Found, ...]) -> Table:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.capacity.machines import GIB, MACHINES, MachineOptions, find_machine, recognize, this_machine
+from fullshard.byte_size import parse_size
+from fullshard.capacity.machines import GIB, MACHINES, MachineOptions, find_machine, recognize, stand_in, this_machine
 from fullshard.errors import ConfigError
 
 
@@ -49,6 +50,22 @@ def test_numbers_that_are_given_replace_those_of_the_name():
     machine = find_machine(options)
     assert (machine.name, machine.device_memory, machine.host_memory) == ("rtx4090", 16 * GIB, 40 * 1000**3)
     assert machine.network == 3e9
+
+
+@pytest.mark.parametrize(
+    ("memory", "name"), [("80GiB", "a100-80gb"), ("40GB", "a100-40gb"), ("24GiB", "rtx3090"), ("1TiB", "mi300x")]
+)
+def test_memory_alone_describes_a_gpu_where_there_is_none(monkeypatch, memory, name):
+    monkeypatch.setattr("fullshard.accelerator.count", lambda: 0)
+    options = MachineOptions(device_memory=memory, num_processes=8)
+    machine, like = find_machine(options), MACHINES[name]
+    assert stand_in(options) == like
+    assert (machine.kind, machine.flops, machine.host_memory) == ("cuda", like.flops, like.host_memory)
+    assert (machine.num_processes, machine.device_memory) == (8, parse_size(memory))
+    assert find_machine(MachineOptions("cpu", device_memory=memory)).kind == "cpu"
+    assert find_machine(MachineOptions(num_processes=2)).kind == "cpu"
+    monkeypatch.setattr("fullshard.accelerator.count", lambda: 1)
+    assert stand_in(options) is None
 
 
 def test_ranks_without_gpus_share_a_node():

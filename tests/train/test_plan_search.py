@@ -15,6 +15,7 @@ from fullshard.train.checked_run import sharding_settings
 from fullshard.train.cli_args import parse
 from fullshard.train.plan_request import PlanRequest
 from fullshard.train.plan_search import search_settings, splits
+from fullshard.train.search_table import nothing_fits
 
 GIB = 1024**3
 
@@ -129,6 +130,26 @@ def test_replicas_only_between_nodes():
     ]
     assert names[0] == {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"}
     assert names[1] == names[0] | {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "allow", "host", "expected"),
+    [
+        ((), (), 0, "more or larger devices (num_processes, machine), a shorter max_length, --allow lora,qlora."),
+        ((), ("lora",), 0, "more or larger devices (num_processes, machine), a shorter max_length, --allow qlora."),
+        (("--use_peft_lora", "--use_4bit_quantization"), (), 0, "machine), a shorter max_length."),
+        ((), (), 10**15, "help: nodes with more memory (host_memory)."),
+    ],
+)
+def test_the_advice_is_about_what_is_missing(words, allow, host, expected):
+    def priced(request: PlanRequest) -> Any:
+        found = price(weights=1 if host else 30_000, activations=1 if host else 5000)(request)
+        found.verdict.needs_host = host
+        found.verdict.fits = found.verdict.fits and not host
+        return found
+
+    result = search_settings(asked(*words)[0], priced, allow)
+    assert nothing_fits(result)[-1].endswith(expected)
 
 
 def test_where_nothing_fits_the_nearest_is_named():
