@@ -388,8 +388,8 @@ def submodules_of(module: nn.Module) -> dict[str, Any]:
 
 # Whether a call of a module runs more than its forward. 2.11, 2.13. Hooks inside fused LoRA layers do not run.
 def has_hooks(module: nn.Module) -> bool:
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 # What `module.compile()` has made of the module's call, and its replacement. 2.11, 2.13. Compiled layers break.

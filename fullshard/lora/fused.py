@@ -75,23 +75,17 @@ class LoraGroup:
         own = self.part(index, dtype, casts)
         if own is None:
             return None
-        rate = self.rate(index)
-        chosen, parts = [], []
-        for i in range(len(self.layers)):
-            part = own if i == index else self.part(i, dtype, casts) if self.rate(i) == rate else None
-            if part is not None:
-                chosen.append(i)
-                parts.append(part)
+        rate, parts = self.rate(index), {index: own}
+        if len(self.layers) > 1:
+            every = range(len(self.layers))
+            now = {i: own if i == index else self.part(i, dtype, casts) for i in every if self.rate(i) == rate}
+            parts = {i: part for i, part in now.items() if part is not None}
         seed = draw_seed(x.device) if rate else None
-        found = lora_group(x.to(dtype) if casts else x, parts, seed, rate)
-        if len(self.layers) == 1:
-            return found[0]
-        outputs: list[torch.Tensor | None] = [None] * len(self.layers)
-        for i, y in zip(chosen, found, strict=True):
-            outputs[i] = y
-        self.computed = x, outputs
-        self._take(index)
-        return found[chosen.index(index)]
+        outputs = dict(zip(parts, lora_group(x.to(dtype), list(parts.values()), seed, rate), strict=True))
+        if len(parts) > 1:
+            self.computed = x, [outputs.get(i) for i in every]
+            self._take(index)
+        return outputs[index]
 
     def _take(self, index: int) -> None:
         """Forget an output that is returned, and the input with the last one."""

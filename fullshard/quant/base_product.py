@@ -63,28 +63,21 @@ class Dense:
         rows, columns = tensors[0].shape
         return rows, columns
 
-    def weight(
-        self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype
-    ) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """The weight [out, in] for one product, which is inside."""
-        return contextlib.nullcontext(tensors[0])
-
     def product(
         self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None,
         bias: torch.Tensor | None, accumulate: bool,
     ) -> torch.Tensor:  # fmt: skip
-        with self.weight(arguments, tensors, x.dtype) as weight:
-            if out is not None and accumulate:
-                return out.addmm_(x, weight.t())
-            return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+        weight = tensors[0].t()
+        if out is not None and accumulate:
+            return out.addmm_(x, weight)
+        return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
     def grad_input(
         self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
     ) -> torch.Tensor:
-        with self.weight(arguments, tensors, dy.dtype) as weight:
-            if out is not None and accumulate:
-                return out.addmm_(dy, weight)
-            return torch.mm(dy, weight, out=out)
+        if out is not None and accumulate:
+            return out.addmm_(dy, tensors[0])
+        return torch.mm(dy, tensors[0], out=out)
 
 
 class FourBit(Dense):
@@ -97,9 +90,23 @@ class FourBit(Dense):
         rows, _, columns = arguments[1].partition("x")
         return int(rows), int(columns)
 
-    def weight(
+    def product(
+        self, arguments: Sequence[str], tensors: Tensors, x: torch.Tensor, out: torch.Tensor | None,
+        bias: torch.Tensor | None, accumulate: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        with self._dequantized(arguments, tensors, x.dtype) as weight:
+            return super().product((), [weight], x, out, bias, accumulate)
+
+    def grad_input(
+        self, arguments: Sequence[str], tensors: Tensors, dy: torch.Tensor, out: torch.Tensor | None, accumulate: bool
+    ) -> torch.Tensor:
+        with self._dequantized(arguments, tensors, dy.dtype) as weight:
+            return super().grad_input((), [weight], dy, out, accumulate)
+
+    def _dequantized(
         self, arguments: Sequence[str], tensors: Tensors, dtype: torch.dtype
     ) -> contextlib.AbstractContextManager[torch.Tensor]:
+        """The weight [out, in] for one product, which is inside."""
         packed, absmax, nested = (*tensors, None)[:3]
         assert packed is not None and absmax is not None
         shape = self.shape(arguments, tensors)
