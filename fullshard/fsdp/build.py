@@ -173,7 +173,7 @@ def _make_plan(
     homes = {id(p): Earlier(p.plan, unit.module) for unit in inner_units for p in unit.parameters}
     earlier = {key: homes[id(p)] for key, p in _earlier(root, inner_units).items()}
     terms = options.terms(point_to_point=uses_point_to_point(dist.group.WORLD))
-    return plan_model(root, chosen, terms, ignored, earlier)
+    return plan_model(root, chosen, terms, ignored, earlier, {unit.module for unit in inner_units})
 
 
 def _make_units(
@@ -232,7 +232,10 @@ def _sharded(
         return known
     parameter: Any = held[0]
     offload = options.cpu_offload or plan.on_host
-    made = shard.make_shard(parameter, plan, options.mesh, sync=sync, offload=offload, meets_plain=meets_plain)
+    if (tied := shard.replaced.get(parameter)) is not None:  # to one of another module, which was wrapped alone
+        made = tied.shard_for(plan, options.mesh, offload)
+    else:
+        made = shard.make_shard(parameter, plan, options.mesh, sync=sync, offload=offload, meets_plain=meets_plain)
     sharded = ShardedParameter(plan, made, sites, options.mesh, ("fsdp", *options.replica_axes), offload)
     shard.install(parameter, sharded)
     return sharded

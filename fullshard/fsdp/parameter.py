@@ -8,6 +8,7 @@ again. What happens to the leaf's gradient is in `gradients.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -95,6 +96,16 @@ class ShardedParameter:
         self.follow(plan)
 
     # --- the shard ----------------------------------------------------------------------------------------------------
+
+    def shard_for(self, plan: ParameterPlan, mesh: Mesh, offloaded: bool) -> nn.Parameter:
+        """The shard, for a parameter tied to this one in a module that is wrapped alone as well."""
+        alike = dataclasses.replace(plan, names=self.plan.names) == self.plan
+        if not alike or mesh != self.layout.mesh or offloaded != self.offloaded:
+            raise FSDPError(
+                f"{plan.name} is tied to {self.plan.name} of a module that was wrapped with another mesh, strategy, "
+                f"precision or offload; wrap both alike, or only the module around both"
+            )
+        return self.shard
 
     @property
     def local(self) -> torch.Tensor:

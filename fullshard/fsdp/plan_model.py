@@ -89,11 +89,13 @@ def plan_model(
     terms: Terms,
     ignored: Collection[nn.Module] = (),
     earlier: Mapping[int, Earlier] | None = None,
+    wrapped: Collection[nn.Module] = (),
 ) -> ShardingPlan:
     """The plan of a model whose `chosen` modules are units, and the root.
 
     `ignored` are all modules that are not sharded. `earlier` has the parameters that are sharded already: by id, those
-    that modules hold now, and the originals that other modules may still hold because they were tied.
+    that modules hold now, and the originals that other modules may still hold because they were tied. `wrapped` are the
+    modules that are units already.
     """
     earlier = earlier or {}
     units = {root, *chosen}
@@ -103,22 +105,22 @@ def plan_model(
         for module in below:
             around.setdefault(module, []).append(unit)
     owned: dict[nn.Module, list[ParameterPlan]] = {module: [] for module in inside}
-    owned |= {known.unit: [] for known in earlier.values()}
-    kept = {known.unit for known in earlier.values()}
+    owned |= {module: [] for module in wrapped}
     for found in find_sites(root, ignored, earlier):
         known = earlier.get(id(found.parameter))
         if known is None:
             plan, owner = plan_for(found.names, found.parameter, terms), _owner(found.sites, around, inside)
         else:
             plan = dataclasses.replace(known.plan, names=tuple(found.names))
-            held = {id(parameters_of(module)[name]) for module, name in found.sites}
+            below = set(known.unit.modules())
             # Tied to a parameter outside the module that was wrapped: the unit around both owns it.
-            owner = known.unit if len(held) == 1 else _owner(found.sites, around, inside)
+            within = all(module in below for module, _ in found.sites)
+            owner = known.unit if within else _owner(found.sites, around, inside)
         owned[owner].append(plan)
     made = [
         plan_unit(name, type(module).__name__, owned[module])
         for name, module in root.named_modules()
-        if module is root or module in kept or owned.get(module)
+        if module is root or module in wrapped or owned.get(module)
     ]
     axes = tuple((str(name), size) for name, size in terms.mesh.shape().items())
     return ShardingPlan(axes, terms.strategy.name, terms.replica_axes, tuple(made))

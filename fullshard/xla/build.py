@@ -141,7 +141,8 @@ def _make_units(
     # A parameter that another module still holds as it was before a part of the model was wrapped.
     originals = {id(p): known.get(id(shard.replaced[p].parameter)) for p in root.parameters() if p in shard.replaced}
     known |= {key: earlier for key, earlier in originals.items() if earlier is not None}
-    plan = plan_model(root, chosen, dataclasses.replace(terms, any_order=True), ignored, known)
+    terms, wrapped = dataclasses.replace(terms, any_order=True), {unit.module for unit in inner}
+    plan = plan_model(root, chosen, terms, ignored, known, wrapped)
     modules = dict(root.named_modules())
     existing = {unit.module: unit for unit in inner}
     made = []

@@ -171,30 +171,48 @@ def test_nested_wrapping_by_hand_and_by_callable():
             )
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block = nn.Embedding(10, 8), Block()
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.block(self.embed(ids)))
+
+
 @ranks(2)
-def test_a_weight_tied_to_a_part_wrapped_earlier_stays_tied():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.block = nn.Embedding(10, 8), Block()
-            self.head = nn.Linear(8, 10, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, ids):
-            return self.head(self.block(self.embed(ids)))
-
+@pytest.mark.parametrize(
+    "parts", [("embed", ""), ("head", ""), ("embed", "head", ""), ("embed", "block", "head")], ids=lambda p: "+".join(p)
+)
+def test_a_weight_tied_to_a_part_wrapped_earlier_stays_tied(parts):
+    """The empty name is the model around the parts."""
     torch.manual_seed(0)
     reference = Tied()
     torch.manual_seed(0)
     model = Tied()
-    mesh = mesh_for("FULL_SHARD")
-    FSDPv2(model.embed, mesh)
-    model = FSDPv2(model, mesh)
+    for part in parts:
+        FSDPv2(model.get_submodule(part), mesh_for("FULL_SHARD"))
     assert model.head.weight is model.embed.weight
     ids = torch.arange(8)
-    reference(ids).square().mean().backward()
-    model(mine(ids)).square().mean().backward()
-    torch.testing.assert_close(model.embed.weight.grad.full_tensor(), reference.embed.weight.grad)
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.1) for m in (reference, model)]
+    for _ in range(2):
+        reference(ids).square().mean().backward()
+        model(mine(ids)).square().mean().backward()
+        torch.testing.assert_close(model.embed.weight.grad.full_tensor(), reference.embed.weight.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.head.weight.full_tensor(), reference.head.weight, rtol=0, atol=1e-5)
+
+
+@ranks(2)
+def test_tied_parts_are_wrapped_alike():
+    model = Tied()
+    FSDPv2(model.embed, mesh_for("FULL_SHARD"))
+    with pytest.raises(FSDPError, match="weight is tied to weight of a module that was wrapped with another mesh"):
+        FSDPv2(model.head, mesh_for("FULL_SHARD"), mixed_precision="bf16")
 
 
 # --- the plan -------------------------------------------------------------------------------------------------------
