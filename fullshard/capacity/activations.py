@@ -61,17 +61,30 @@ def trace_step(
     and the model's buffers are not counted, and their gradients stay until the end. A model with values runs as it is:
     that is how tests measure what is planned.
     """
-    names = list(dict.fromkeys(planned.kinds.values()))
-    modules = dict(planned.model.named_modules())
-    layers = {name: modules[name] for name in names}
     reduced = min(level, Level.RECOMPUTE)  # inputs on the host: the same step, less the inputs
-    step = _Step(planned, layers, reduced)
+    found = _traced(_Step(planned, _layers_of(planned), reduced), batch, capability)
+    return found.with_inputs_on_host() if level is Level.OFFLOAD else found
+
+
+def trace_evaluation(planned: Traceable, batch: BatchShape, *, capability: tuple[int, int] = (9, 0)) -> StepTrace:
+    """The segments of one batch of an evaluation, which keeps nothing for backward. Layers are not compiled: what they
+    need then is the most."""
+    return _traced(_Evaluation(planned, _layers_of(planned), Level.KEEP_ALL), batch, capability)
+
+
+def _layers_of(planned: Traceable) -> dict[str, nn.Module]:
+    modules = dict(planned.model.named_modules())
+    return {name: modules[name] for name in dict.fromkeys(planned.kinds.values())}
+
+
+def _traced(step: _Step, batch: BatchShape, capability: tuple[int, int]) -> StepTrace:
+    planned = step.planned
     with contextlib.ExitStack() as stack:
         stack.enter_context(accelerator.meta_stands_for(planned.device, capability >= (8, 9)))
         stack.enter_context(device_kernels())
         stack.enter_context(_gathered_dtypes(planned.model, planned.precision))
         stack.enter_context(_unread_tokens(planned.model))
-        stack.enter_context(step.compiled() if step.calls else _levels(list(layers.values()), reduced))
+        stack.enter_context(step.compiled() if step.calls else _levels(list(step.layers.values()), step.level))
         workspace.release(next(planned.model.parameters()).device)
         try:
             found = step.run(batch)
@@ -84,7 +97,7 @@ def trace_step(
             ) from error
     if accelerator.is_accelerator(planned.device):
         found = dataclasses.replace(found, workspace=found.workspace + product_workspace(capability))
-    return found.with_inputs_on_host() if level is Level.OFFLOAD else found
+    return found
 
 
 # --- the model as the engine runs it ----------------------------------------------------------------------------------
@@ -150,6 +163,8 @@ def make_batch(batch: BatchShape, device: torch.device) -> dict[str, torch.Tenso
 class _Step:
     """Runs a step and divides it into segments."""
 
+    training = True
+
     def __init__(self, planned: Traceable, layers: Mapping[str, nn.Module], level: Level) -> None:
         self.planned, self.layers, self.level = planned, layers, level
         self.inputs: dict[str, int] = {}
@@ -161,7 +176,7 @@ class _Step:
         self.notes: list[str] = []
         self.calls: dict[str, CompiledCall] = {}
         """The layers that the run compiles."""
-        if planned.engine.backend.lower() != "no":
+        if self.training and planned.engine.backend.lower() != "no":
             if has_router_loss(planned.model):
                 self.notes.append(
                     "activations of compiled layers with a router loss are those of uncompiled ones, which keep more"
@@ -199,7 +214,7 @@ class _Step:
         model = self.planned.model
         device = next(model.parameters()).device
         host = make_batch(batch, torch.device("cpu"))
-        model.train()
+        model.train(self.training)
         packed = self.planned.packed
         rows = packed.rows(host) if packed is not None else known_rows(host.get("position_ids"))
         with self.hooks(), self.trace, rows:
@@ -207,13 +222,16 @@ class _Step:
             self.begin("")
             inputs = {name: t.to(device, copy=True) for name, t in host.items()}
             loss = self.forward(inputs, batch.rows * (batch.length - 1))
-            self.moment = "backward"
-            self.begin("")
-            loss.backward()
+            self.backward(loss)
             del loss, inputs
             self.shared.clear()
             end = self.trace.mark()
         return self.result(end)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.moment = "backward"
+        self.begin("")
+        loss.backward()
 
     def forward(self, inputs: dict[str, Any], tokens: int) -> torch.Tensor:
         """The loss, as `train/training_step.py` computes it."""
@@ -318,6 +336,35 @@ class _Step:
             return Segment(unit, moment, peak, kept, cost.gradients, flops, read_write)
         peak, kept, flops, read_write = cost.forward
         return Segment(unit, moment, peak, kept, 0, flops, read_write)
+
+
+class _Evaluation(_Step):
+    """Runs a batch of an evaluation."""
+
+    training = False
+
+    @torch.no_grad()
+    def run(self, batch: BatchShape) -> StepTrace:
+        return super().run(batch)
+
+    def backward(self, loss: torch.Tensor) -> None: ...
+
+    def _before(self, name: str) -> Any:
+        def begins(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            cast = self._cast(layer, args, kwargs)
+            self.begin(name)
+            return cast
+
+        return begins
+
+    def _after(self, name: str) -> Any:
+        def ends(layer: nn.Module, args: Any, output: Any) -> None:
+            self.left -= 1
+            if not self.left:
+                self.moment = "loss"
+            self.begin("")
+
+        return ends
 
 
 class _Trained(torch.autograd.Function):

@@ -99,13 +99,14 @@ def estimate_memory(
     kinds: Mapping[str, str],
     levels: Sequence[Level],
     options: MemoryOptions,
+    evaluation: StepTrace | None = None,
 ) -> MemoryEstimate:
     """The memory of a run with this plan, whose layers keep what `levels` say.
 
     `layers` are the layers of the whole model in order, and `kinds` the layer in the traces that stands for each;
-    `traces` has at least the levels that occur.
+    `traces` has at least the levels that occur. `evaluation` is the trace of a batch of evaluations, if there are any.
     """
-    return _Estimate(plan, traces, layers, kinds, levels, options).result()
+    return _Estimate(plan, traces, layers, kinds, levels, options).result(evaluation)
 
 
 class _Estimate:
@@ -121,13 +122,17 @@ class _Estimate:
             ShardingStrategy[plan.strategy], options.forward_prefetch, options.backward_prefetch, options.in_flight
         )
 
-    def result(self) -> MemoryEstimate:
-        ledger = self._step(self.schedule)
+    def result(self, evaluation: StepTrace | None) -> MemoryEstimate:
+        schedule = self.schedule
+        ledger = self._step(schedule)
         reserved = reserved_memory(self.plan, self.options.accelerator, ledger, self.options.device_memory)
         if self._keeps_copies(ledger, reserved):
-            ledger = self._step(replace(self.schedule, keep_copies=True))
-        load, save = self._load(), self._save()
-        moments = {"load": load, **ledger.moments, "save": save}
+            schedule = replace(schedule, keep_copies=True)
+            ledger = self._step(schedule)
+        moments = {"load": self._load(), **ledger.moments}
+        if evaluation is not None:
+            moments["evaluation"] = self._evaluation(SplitTrace(evaluation), schedule)
+        moments["save"] = self._save()
         needs = HostNeeds(
             device=sum(max(moments.values(), key=lambda parts: sum(parts.values())).values()),
             shards=sum(unit.host_shards for unit in self.units.values()),
@@ -232,14 +237,25 @@ class _Estimate:
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
-    def _step(self, schedule: Schedule) -> Ledger:
+    def _begun(self, moment: str, schedule: Schedule) -> tuple[Ledger, EngineMemory, str]:
+        """What is there before a pass: its ledger, the engine, and the name of the root."""
         ledger = Ledger()
-        ledger.begin("forward")
+        ledger.begin(moment)
         for part, size in self._static.items():
             ledger.hold(part, size)
         called = [layer for layer in self.layers if layer in self.units]
         root = self.plan.units[0].name
-        engine = EngineMemory(self.units, [root, *called], schedule, ledger)
+        return ledger, EngineMemory(self.units, [root, *called], schedule, ledger), root
+
+    def _evaluation(self, trace: SplitTrace, schedule: Schedule) -> dict[str, int]:
+        """A batch of an evaluation: a forward pass between two steps."""
+        ledger, engine, root = self._begun("evaluation", schedule)
+        self._forward(engine, ledger, root, trace, [trace.forward[self.kinds[layer]] for layer in self.layers])
+        self._run(engine, ledger, root, trace.loss, "logits")
+        return ledger.moments["evaluation"]
+
+    def _step(self, schedule: Schedule) -> Ledger:
+        ledger, engine, root = self._begun("forward", schedule)
         count = min(self.options.accumulation, MICRO_BATCHES)
         for index in range(count):
             engine.sync = self.options.sync_each_batch or index == count - 1
@@ -270,20 +286,10 @@ class _Estimate:
 
     def _micro_batch(self, engine: EngineMemory, ledger: Ledger, root: str) -> None:
         model = self.traces[self.levels[-1] if self.levels else next(iter(self.traces))]
-        own = [layer if layer in self.units else None for layer in self.layers]
         ledger.begin("forward")
-        engine.begin_forward(0)
-        self._run(engine, ledger, root, model.before)
-        call = 0
-        for layer, level, unit in zip(self.layers, self.levels, own, strict=True):
-            if unit is not None:
-                call += 1
-                engine.begin_forward(call)
-            self._run(engine, ledger, unit or root, [self.traces[level].forward[self.kinds[layer]]])
-            if unit is not None:
-                engine.end_forward(call)
-            ledger.entry(f"forward {layer}")
-        self._run(engine, ledger, root, model.after)
+        kept = zip(self.layers, self.levels, strict=True)
+        layers = [self.traces[level].forward[self.kinds[layer]] for layer, level in kept]
+        self._forward(engine, ledger, root, model, layers)
         ledger.begin("loss")
         self._run(engine, ledger, root, model.loss, "logits")
         ledger.entry("loss")
@@ -293,6 +299,7 @@ class _Estimate:
         self._run(engine, ledger, root, model.head_backward, "logits")
         ledger.entry("backward of the loss")
         last: str | None = None
+        own = [layer if layer in self.units else None for layer in self.layers]
         for layer, level, unit in zip(reversed(self.layers), reversed(self.levels), reversed(own), strict=True):
             if last is not None:
                 engine.end_backward(last)
@@ -306,6 +313,24 @@ class _Estimate:
         self._run(engine, ledger, root, model.tail)
         engine.end_pass_backward()
         ledger.entry("end of backward")
+
+    def _forward(
+        self, engine: EngineMemory, ledger: Ledger, root: str, model: SplitTrace, layers: Sequence[Segment]
+    ) -> None:
+        """The forward pass, whose layers do what `layers` say."""
+        engine.begin_forward(0)
+        self._run(engine, ledger, root, model.before)
+        call = 0
+        for layer, segment in zip(self.layers, layers, strict=True):
+            unit = layer if layer in self.units else None
+            if unit is not None:
+                call += 1
+                engine.begin_forward(call)
+            self._run(engine, ledger, unit or root, [segment])
+            if unit is not None:
+                engine.end_forward(call)
+            ledger.entry(f"forward {layer}")
+        self._run(engine, ledger, root, model.after)
 
     def _run(
         self, engine: EngineMemory, ledger: Ledger, unit: str, segments: Sequence[Segment], part: str = "activations"

@@ -14,7 +14,7 @@ ERROR_BOUND = 0.05
 """How far an estimate of allocated memory may be from the truth. A run is stopped only beyond it."""
 MOMENTS = {
     "load": "while weights are loaded", "forward": "in the forward pass", "loss": "while the loss is computed",
-    "backward": "in the backward pass", "optimizer step": "in the optimizer step",
+    "backward": "in the backward pass", "optimizer step": "in the optimizer step", "evaluation": "in evaluations",
     "save": "while a checkpoint is saved",
 }  # fmt: skip
 

@@ -181,13 +181,15 @@ def chunked_cross_entropy(
     count, chosen = known_count(labels), None
     if count is not None and count <= GATHERED * shifted.numel():
         chosen = (shifted != IGNORED).byte().sort(descending=True, stable=True).indices[:count]
+    weight, bias = head.weight, head.bias
     index, values = (own.index, own.values) if own is not None else (None, None)
     trained = [v for _, args, kwargs, _ in steps for v in (*args, *kwargs.values()) if _trains(v)]
+    if not torch.is_grad_enabled():  # autograd says that a trained weight needs its gradient also then
+        weight, bias, values = (None if t is None else t.detach() for t in (weight, bias, values))
+        trained = []
     factors = {id(factor): factor for factor in trained}.values()
     hidden, options = hidden.reshape(-1, hidden.shape[-1]), _Options(steps, chunk_tokens, scale, kind, entropy)
-    return HeadStatistics(
-        *_ChunkedLoss.apply(hidden, head.weight, head.bias, values, index, shifted, chosen, options, *factors)
-    )
+    return HeadStatistics(*_ChunkedLoss.apply(hidden, weight, bias, values, index, shifted, chosen, options, *factors))
 
 
 def next_labels(labels: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def reference(
         raw.requires_grad_(want and bool(steps))
         logits = apply_steps(steps, raw)
     values = logits.detach().to(wide)
-    lse = values.logsumexp(1, keepdim=True)
+    lse = _logsumexp(values)
     target_logits = values.gather(1, targets)
     correct = (values.argmax(1, keepdim=True) == targets).to(lse.dtype)
     loss, weight, entropies = lse - target_logits, torch.ones_like(lse), torch.zeros_like(lse)
@@ -98,6 +98,13 @@ def reference(
         return Found(per_token, d_logits)
     d_raw, *d_factors = torch.autograd.grad(logits, (raw, *factors), d_logits)
     return Found(per_token, d_raw, d_factors)
+
+
+def _logsumexp(values: torch.Tensor) -> torch.Tensor:
+    """torch's, which allocates as much without a trace of it on the meta device."""
+    most = values.amax(1, keepdim=True)
+    most = most.masked_fill_(most.isinf(), 0)
+    return (values - most).exp_().sum(1, keepdim=True).log_().add_(most)
 
 
 def known_count(labels: Any) -> int | None:

@@ -233,7 +233,7 @@ def _part_bars(planned: Mapping[str, Any], measured: Mapping[str, Any], size: fl
         return {name: held / size for name, held in parts.items() if held}
 
     bars = []
-    for moment in ("load", *MOMENTS, "save"):
+    for moment in ("load", *MOMENTS, "evaluation", "save"):
         for what, found in (("planned", planned), ("measured", measured)):
             if moment in found:
                 bars.append(Bar(f"{moment}, {what}", scaled(found[moment])))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fullshard.capacity.activations import trace_step
+from fullshard.capacity.activations import trace_evaluation, trace_step
 from fullshard.capacity.estimate import Estimate
 from fullshard.capacity.machines import Machine
 from fullshard.capacity.memory import MemoryOptions, estimate_memory
@@ -28,12 +28,13 @@ from fullshard.parallelize.settings import KEEPING
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.plan_changes import ChangeSearch
 from fullshard.train.plan_request import PlanRequest
-from fullshard.train.planned_batch import assumed_length, largest_shape
+from fullshard.train.planned_batch import assumed_length, evaluation_shape, largest_shape
 from fullshard.train.planned_memory import memory_options, needed_levels, planned_levels
 from fullshard.train.planned_model import planned_model
 
 BATCH_SETTINGS = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "activation_offloading",
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+    "gradient_checkpointing", "activation_offloading",
     "optim", "optim_args", "sync_each_batch", "use_reentrant",
 )  # fmt: skip
 """Settings that neither the planned model nor its plan depends on."""
@@ -81,7 +82,7 @@ class Pricing:
     ) -> Estimate:  # fmt: skip
         """What a run with this model needs and costs; `batch` is its largest. `own_optimizer` is whether the optimizer
         is the one that the settings name."""
-        lines, certain = [*assumed, *planned.notes], True
+        lines, certain, evaluation = [*assumed, *planned.notes], True, None
         with self.clock("trace"):
             try:
                 needed = needed_levels(config, planned.engine)
@@ -89,6 +90,8 @@ class Pricing:
                 plain = traces, batch
                 if Level.KEEP_ALL not in traces:
                     plain = self._plain_step(config, planned, batch)
+                if (shape := evaluation_shape(config, batch)) is not None:
+                    evaluation = self._trace(config, planned, shape, None)
             except CapacityError as error:
                 lines.append(str(error))
                 traces, certain = untraced(planned), False
@@ -99,7 +102,7 @@ class Pricing:
                 options = dataclasses.replace(options, optimizer=dataclasses.replace(options.optimizer, name=None))
                 lines.append("the optimizer is the script's: its state is not counted")
             levels = planned_levels(config, planned, traces, options)
-            memory = estimate_memory(planned.plan, traces, planned.layers, planned.kinds, levels, options)
+            memory = estimate_memory(planned.plan, traces, planned.layers, planned.kinds, levels, options, evaluation)
         with self.clock("traffic and time"):
             traffic = step_traffic(
                 planned.plan, machine.gpus_per_node, batch.accumulation, config.sync_each_batch, options.offload,
@@ -132,8 +135,9 @@ class Pricing:
         plan = dataclasses.replace(found.plan, strategy=engine.strategy)
         return dataclasses.replace(found, engine=dataclasses.replace(found.engine, **wanted), plan=plan)
 
-    def _trace(self, config: SFTConfig, planned: PlannedModel, batch: BatchShape, level: Level) -> StepTrace:
-        """One micro-batch at a level. How the model is sharded makes no difference to it."""
+    def _trace(self, config: SFTConfig, planned: PlannedModel, batch: BatchShape, level: Level | None) -> StepTrace:
+        """One micro-batch at a level; without a level, one batch of an evaluation. How the model is sharded makes no
+        difference to it."""
         if level is Level.OFFLOAD:
             return self._trace(config, planned, batch, Level.RECOMPUTE).with_inputs_on_host()
         whole: dict[str, Any] = {
@@ -143,7 +147,8 @@ class Pricing:
         model = (_fixed(config), str(dataclasses.replace(planned.engine, **whole)), planned.device)
         key = (model, batch.rows, batch.length, batch.packed, level)
         if key not in self._traces:
-            self._traces[key] = trace_step(planned, batch, level)
+            traced = trace_evaluation(planned, batch) if level is None else trace_step(planned, batch, level)
+            self._traces[key] = traced
         return self._traces[key]
 
     def _plain_step(

@@ -56,6 +56,13 @@ def smaller_batch(request: PlanRequest) -> Iterator[Variant]:
         yield _run(request, words, WEIGHTS, **settings)
 
 
+def smaller_evaluation(request: PlanRequest) -> Iterator[Variant]:
+    """Evaluations with batches no larger than those that are trained."""
+    rows = request.config.per_device_train_batch_size
+    if request.config.eval_strategy != "no" and request.config.per_device_eval_batch_size > rows:
+        yield _run(request, f"per_device_eval_batch_size {rows}", WEIGHTS, per_device_eval_batch_size=rows)
+
+
 def checkpointing(request: PlanRequest) -> Iterator[Variant]:
     """Recompute activations: as much as needed, or all."""
     given = request.config.gradient_checkpointing
@@ -148,7 +155,7 @@ def offload_embedding(request: PlanRequest) -> Iterator[Variant]:
         yield _run(request, "offload_embedding true", ACTIVATIONS, offload_embedding=True)
 
 
-FREE: Sequence[Lever] = (smaller_batch, checkpointing, activation_offload, loss_chunks, full_shard)
+FREE: Sequence[Lever] = (smaller_evaluation, smaller_batch, checkpointing, activation_offload, loss_chunks, full_shard)
 """Levers that change nothing about the result, only time and memory."""
 COSTLY: Sequence[Lever] = (small_optimizer, adapters, offload_weights, offload_embedding)
 """Levers that train something else, or take much longer. Both lists begin with what matters least."""

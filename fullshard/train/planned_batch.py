@@ -38,6 +38,17 @@ def largest_shape(config: SFTConfig, model: Any, lengths: Sequence[int]) -> Batc
     return BatchShape(1 if collator.flatten else rows, length, config.gradient_accumulation_steps, config.keeps_apart)
 
 
+def evaluation_shape(config: SFTConfig, batch: BatchShape) -> BatchShape | None:
+    """The largest batch of evaluations, of rows like the longest that are trained; None if there are none."""
+    if config.eval_strategy == "no":
+        return None
+    trained, rows = config.per_device_train_batch_size, config.per_device_eval_batch_size
+    packed = batch.packed and config.eval_packing is not False
+    if batch.rows == 1 < trained:  # the rows of a batch are one
+        return BatchShape(1, batch.length * rows // trained, packed=packed)
+    return BatchShape(rows, batch.length, packed=packed)
+
+
 def assumed_length(config: SFTConfig, model: Any) -> tuple[int, str]:
     """The length of rows if the data is not looked at, and where it comes from."""
     if config.max_length is not None:

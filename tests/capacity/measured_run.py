@@ -20,13 +20,14 @@ from unittest import mock
 
 import torch
 
-from fullshard.capacity.activations import trace_step
+from fullshard.capacity.activations import trace_evaluation, trace_step
 from fullshard.capacity.memory import MemoryEstimate, estimate_memory
 from fullshard.capacity.step_trace import BatchShape
 from fullshard.fsdp.activation_memory import Level
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.checked_run import sharding_settings
+from fullshard.train.planned_batch import evaluation_shape
 from fullshard.train.planned_memory import memory_options, needed_levels, planned_levels
 from fullshard.train.planned_model import planned_model
 from tests.memory_tracker import MemoryTracker
@@ -74,9 +75,14 @@ class Setting:
         return sharding_settings(config, EngineSettings(**self.engine), [])
 
     def data(self) -> list[dict[str, Any]]:
+        return self._rows(self.rows * self.train.get("gradient_accumulation_steps", 1) * self.steps)
+
+    def evaluation(self) -> list[dict[str, Any]] | None:
+        return self._rows(self.train["per_device_eval_batch_size"]) if "eval_strategy" in self.train else None
+
+    def _rows(self, per_rank: int) -> list[dict[str, Any]]:
         """Rows of full length; packed ones hold two documents."""
-        generator = torch.Generator().manual_seed(1)
-        count = self.rows * self.ranks * self.train.get("gradient_accumulation_steps", 1) * self.steps
+        generator, count = torch.Generator().manual_seed(1), per_rank * self.ranks
         ids = torch.randint(3, 200, (count, self.length), generator=generator).tolist()
         cut = -(-self.length // 2)
         lengths = {"seq_lengths": [cut, self.length - cut]} if self.packed else {}
@@ -195,7 +201,10 @@ def measure(setting: Setting, model: Path, folder: Path) -> Any:
     kind = NoTracker if not first else MemoryTracker if setting.device == "cpu" else DeviceTracker
     with kind() as tracker:
         tracker.mark("load")
-        trainer = SFTTrainer(model=str(model), args=config, train_dataset=setting.data(), processing_class=tokenizer)
+        trainer = SFTTrainer(
+            model=str(model), args=config, train_dataset=setting.data(), eval_dataset=setting.evaluation(),
+            processing_class=tokenizer,
+        )  # fmt: skip
         if setting.engine:
             engine = dataclasses.replace(trainer.parts.engine, **setting.engine)
             trainer.parts = dataclasses.replace(trainer.parts, engine=engine)
@@ -209,8 +218,10 @@ def _mark_moments(trainer: Any, tracker: Any) -> None:
     """Mark the moments of all steps but the first, in which compilers and autotuning need memory of their own."""
     from transformers import TrainerCallback
 
+    during: list[str] = []
+
     def mark(moment: str) -> None:
-        tracker.mark(moment if trainer.state.global_step else "first step")
+        tracker.mark(during[0] if during else moment if trainer.state.global_step else "first step")
 
     class Marks(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -238,7 +249,17 @@ def _mark_moments(trainer: Any, tracker: Any) -> None:
         plain(loss, **options)
         mark("between steps")
 
-    trainer.accelerator.backward = backward
+    evaluate = trainer.evaluate
+
+    def evaluation(*args: Any, **options: Any) -> Any:
+        during.append("evaluation")
+        mark("evaluation")
+        found = evaluate(*args, **options)
+        during.clear()
+        mark("between steps")
+        return found
+
+    trainer.accelerator.backward, trainer.evaluate = backward, evaluation
     trainer.add_callback(Marks())
 
 
@@ -266,8 +287,9 @@ def plan(
     batch = BatchShape(setting.rows, setting.length, config.gradient_accumulation_steps, setting.packed)
     traces = {level: trace_step(planned, batch, level) for level in needed_levels(config, planned.engine)}
     options = memory_options(config, planned, batch.accumulation, setting.ranks // nodes, device_memory)
-    levels = planned_levels(config, planned, traces, options)
-    return levels, estimate_memory(planned.plan, traces, planned.layers, planned.kinds, levels, options)
+    levels, shape = planned_levels(config, planned, traces, options), evaluation_shape(config, batch)
+    evaluation = None if shape is None else trace_evaluation(planned, shape)
+    return levels, estimate_memory(planned.plan, traces, planned.layers, planned.kinds, levels, options, evaluation)
 
 
 def compare(estimate: MemoryEstimate, measured: dict[str, int]) -> dict[str, tuple[int, int]]:

@@ -236,6 +236,27 @@ def test_a_step_of_two_ranks_allocates_what_is_planned(tmp_path: Path, world_siz
     check(Setting("full", sizes=SMALL, train={"bf16": True}), tmp_path, world_size, 0.005)
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("train", [FREE, {"bf16": True, **LORA}], ids=["full", "lora"])
+def test_an_evaluation_allocates_what_is_planned(tmp_path: Path, world_size: int, train: dict[str, Any]) -> None:
+    """Larger batches than those that are trained, so that the peak of the run is there."""
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 24, "eval_on_start": False}
+    setting = Setting("evaluation", ranks=world_size, sizes=SMALL, train={**train, **evaluating}, rows=1, steps=2)
+    model = tmp_path / "model"
+    if runtime.rank() == 0:
+        write_model(setting, model)
+    exchange(None, "model written")
+    with released():
+        _, estimate = plan(setting, model, tmp_path)
+        tracker = measure(setting, model, tmp_path)
+    if runtime.rank():
+        return
+    planned = sum(estimate.moments["evaluation"].values())
+    assert estimate.peak_moment == "evaluation"
+    assert tracker.peaks["evaluation"] == pytest.approx(planned, rel=CLOSE)
+    assert max(tracker.peaks[moment] for moment in MOMENTS) < tracker.peaks["evaluation"]
+
+
 ON_ONE_RANK = [
     Setting("recompute", sizes=SMALL),
     Setting("bf16", sizes=SMALL, train={**FREE, "bf16": True}),

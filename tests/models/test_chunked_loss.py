@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import Collator, load_table
@@ -157,6 +158,33 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     with head.loss_pass():
         model(input_ids=ids, labels=labels).loss.backward()
     assert model.lm_head.weight.grad is None and model.model.embed_tokens.weight.grad is not None
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2: soft-cap", "phi: bias"])
+def test_without_gradients_none_are_computed(name: str) -> None:
+    model = build(name)
+    head, (ids, labels) = LeanHead(model, 4), batch()
+
+    def operators() -> list[str]:
+        with Operators() as seen, torch.no_grad(), head.loss_pass():
+            model(input_ids=ids, labels=labels)
+        return [name for name in seen.names if "detach" not in name]
+
+    trained = operators()
+    model.requires_grad_(False)
+    assert operators() == trained
 
 
 def test_generation_and_plain_logits_are_untouched() -> None:

@@ -36,7 +36,10 @@ def price(request: PlanRequest) -> Estimate:
     }  # fmt: skip
     if request.engine.offload_params:
         parts = {"activations": rows}
-    memory = MemoryEstimate({"backward": parts})
+    moments = {"backward": parts}
+    if config.eval_strategy != "no":
+        moments["evaluation"] = {**parts, "activations": config.per_device_eval_batch_size * ROW // 8}
+    memory = MemoryEstimate(moments)
     plan: Any = ShardingPlan((("fsdp", machine.num_processes),), "FULL_SHARD", (), ())
     unused: Any = None
     return Estimate(
@@ -69,6 +72,14 @@ def smallest(memory: float, devices: int = 1, engine: dict[str, Any] | None = No
 )
 def test_memory_of_the_batch_is_saved_first(memory: float, rows: int, settings: dict[str, Any]) -> None:
     assert smallest(memory, per_device_train_batch_size=rows) == settings
+
+
+def test_evaluations_that_need_the_most_become_smaller() -> None:
+    evaluating = {"eval_strategy": "steps", "per_device_eval_batch_size": 64, "per_device_train_batch_size": 2}
+    assert smallest(75, **evaluating) == {"per_device_eval_batch_size": 2}
+    assert smallest(67, **evaluating) == {
+        "per_device_eval_batch_size": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
 
 
 ALONE = {"sharding_strategy": "NO_SHARD"}  # more devices do not help
@@ -108,5 +119,6 @@ def test_every_lever_is_valid_for_a_plain_run() -> None:
     machine = replace(MACHINES["h100-80gb"], num_processes=2, gpus_per_node=2)
     request = PlanRequest(CommandConfig(), EngineSettings(sharding_strategy="SHARD_GRAD_OP"), "model", None, machine)
     pulled = {lever.__name__: list(lever(request)) for lever in (*FREE, more_devices, *COSTLY)}
-    assert [name for name, found in pulled.items() if not found] == ["offload_embedding"], "it needs an adapter"
+    idle = [name for name, found in pulled.items() if not found]
+    assert idle == ["smaller_evaluation", "offload_embedding"], "there are neither evaluations nor an adapter"
     assert all(variant.request != request and variant.settings for found in pulled.values() for variant in found)
