@@ -389,8 +389,9 @@ def test_all_ranks_together_hold_one_model_at_most(kind, dtype, how, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_with_random_values_is_held_once_per_rank(tmp_path):
+def test_a_model_with_random_values_is_held_once_per_rank(tmp_path, monkeypatch):
     """Each rank makes its own; none is kept besides the shards."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**17))  # or glibc may keep what has been freed, as it happens
     folder = small(tmp_path / "model", hidden=1024, layers=8, dtype=torch.bfloat16)
     launched(SCRIPTS / "load_memory.py", folder, tmp_path / "out", "bfloat16", "config")
-    assert result(tmp_path / "out")["peak"] < 2.5
+    assert result(tmp_path / "out")["peak"] < 2.1
