@@ -311,7 +311,8 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
             raise
         kinds = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ConfigError(
-            f"lora_target_modules: {error}. Linear layers of {type(model).__name__}: {', '.join(kinds)}."
+            f"lora_target_modules: {str(error).rstrip('.')}. Linear layers of {type(model).__name__}: "
+            f"{', '.join(kinds)}; all-linear takes all but the head."
         ) from None
 
 
