@@ -292,9 +292,7 @@ class _Step:
 
     def _after(self, name: str) -> Any:
         def ends(layer: nn.Module, args: Any, output: Any) -> None:
-            self.left -= 1
-            if not self.left:
-                self.moment = "loss"
+            self._one_less()
             states = next((t for t in tensors_in(output) if t.requires_grad), None)
             if states is None:
                 raise CapacityError(f"{name} returns no tensor that needs a gradient: nothing in or below it trains.")
@@ -303,6 +301,12 @@ class _Step:
             self.begin("")
 
         return ends
+
+    def _one_less(self) -> None:
+        """A layer has run; after the last one comes the loss."""
+        self.left -= 1
+        if not self.left:
+            self.moment = "loss"
 
     # --- results ----------------------------------------------------------------------------------------------------
 
@@ -347,7 +351,8 @@ class _Evaluation(_Step):
     def run(self, batch: BatchShape) -> StepTrace:
         return super().run(batch)
 
-    def backward(self, loss: torch.Tensor) -> None: ...
+    def backward(self, loss: torch.Tensor) -> None:
+        """There is none."""
 
     def _before(self, name: str) -> Any:
         def begins(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -359,9 +364,7 @@ class _Evaluation(_Step):
 
     def _after(self, name: str) -> Any:
         def ends(layer: nn.Module, args: Any, output: Any) -> None:
-            self.left -= 1
-            if not self.left:
-                self.moment = "loss"
+            self._one_less()
             self.begin("")
 
         return ends

@@ -74,7 +74,7 @@ def _forward(
     with without_autocast(x.device):
         ys, h = forward(as_rows(x), layers, _dropout(seed, probability))
     lead = x.shape[:-1]
-    return [y.view(*lead, -1) for y in ys], h
+    return [y.view(*lead, y.shape[-1]) for y in ys], h
 
 
 def _backward(

@@ -202,8 +202,8 @@ CLOSE = 0.03
 SMALL = {"num_hidden_layers": 3, "hidden_size": 96, "intermediate_size": 256}
 
 
-def check(setting: Setting, folder: Path, world_size: int, tolerance: float) -> None:
-    setting = dataclasses.replace(setting, ranks=world_size, steps=2)
+def planned_and_measured(setting: Setting, folder: Path) -> tuple[MemoryEstimate, dict[str, int]]:
+    """The estimate, and the peaks of a run; only the first rank has them."""
     model = folder / "model"
     if runtime.rank() == 0:
         write_model(setting, model)
@@ -211,9 +211,14 @@ def check(setting: Setting, folder: Path, world_size: int, tolerance: float) -> 
     with released():
         _, estimate = plan(setting, model, folder)
         tracker = measure(setting, model, folder)
+    return estimate, {} if runtime.rank() else tracker.peaks
+
+
+def check(setting: Setting, folder: Path, world_size: int, tolerance: float) -> None:
+    estimate, peaks = planned_and_measured(dataclasses.replace(setting, ranks=world_size, steps=2), folder)
     if runtime.rank():
         return
-    pairs = compare(estimate, tracker.peaks)
+    pairs = compare(estimate, peaks)
     assert max(measured for _, measured in pairs.values()) == pytest.approx(_peak(estimate), rel=tolerance)
     if len(pairs) < len(MOMENTS):  # one unit: where the forward ends and the loss begins is not marked
         del pairs["forward"]
@@ -242,19 +247,12 @@ def test_an_evaluation_allocates_what_is_planned(tmp_path: Path, world_size: int
     """Larger batches than those that are trained, so that the peak of the run is there."""
     evaluating = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 24, "eval_on_start": False}
     setting = Setting("evaluation", ranks=world_size, sizes=SMALL, train={**train, **evaluating}, rows=1, steps=2)
-    model = tmp_path / "model"
-    if runtime.rank() == 0:
-        write_model(setting, model)
-    exchange(None, "model written")
-    with released():
-        _, estimate = plan(setting, model, tmp_path)
-        tracker = measure(setting, model, tmp_path)
+    estimate, peaks = planned_and_measured(setting, tmp_path)
     if runtime.rank():
         return
-    planned = sum(estimate.moments["evaluation"].values())
     assert estimate.peak_moment == "evaluation"
-    assert tracker.peaks["evaluation"] == pytest.approx(planned, rel=CLOSE)
-    assert max(tracker.peaks[moment] for moment in MOMENTS) < tracker.peaks["evaluation"]
+    assert peaks["evaluation"] == pytest.approx(sum(estimate.moments["evaluation"].values()), rel=CLOSE)
+    assert max(peaks[moment] for moment in MOMENTS) < peaks["evaluation"]
 
 
 ON_ONE_RANK = [

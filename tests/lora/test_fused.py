@@ -57,6 +57,17 @@ def layers(model: Any) -> Any:
     return model.get_base_model().model.layers
 
 
+def test_no_tokens_are_no_error() -> None:
+    """An expert, or a rank, may get none."""
+    model = adapted(bare("llama"))
+    fuse(model)
+    attention, x = layers(model)[0].self_attn, torch.empty(0, 32, requires_grad=True)
+    found = [attention.q_proj(x), attention.k_proj(x), attention.v_proj(x), attention.o_proj(x)]
+    assert [tuple(y.shape) for y in found] == [(0, 32), (0, 16), (0, 16), (0, 32)]
+    torch.cat(found, 1).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
 def test_inputs_are_recorded_whatever_the_default_device_is() -> None:
     model = bare("llama")
     expected = shared_inputs(model), gated_mlps(model)
