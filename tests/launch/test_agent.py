@@ -311,7 +311,7 @@ def test_a_busy_port(tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         code, _, err = Launched(tmp_path, "nothing", "--quiet", "--main_process_port", str(port)).end()
-        assert code == 0 and f"port {port} is in use, so" in err
+        assert code == 0 and f"port {port} is in use; using " in err
         flags = ("--quiet", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port))
         code, _, err = Launched(tmp_path, "nothing", *flags).end()
         assert code == 2 and f"port {port} of this machine is in use" in err and err.count("\n") == 1
