@@ -34,11 +34,12 @@ def shared_inputs(model: Any) -> dict[type, list[Names]]:
 def recorded_pass(model: Any, recorder: Callable[[nn.Module, torch.Tensor], Found]) -> Found | None:
     """What is recorded in a forward pass of a small model of the same class; None if none can be built or run."""
     device = torch.device("cpu")
-    with forked_random(device), quiet_transformers(), device:  # whatever the default device is
+    with forked_random(device), quiet_transformers():
         try:
             for small in small_models(bare_model(causal(model)), device):
                 try:
-                    return recorder(small, torch.randint(SPECIAL, VOCABULARY, (1, TOKENS)))
+                    with device:  # whatever the default device is
+                        return recorder(small, torch.randint(SPECIAL, VOCABULARY, (1, TOKENS)))
                 except Exception:
                     continue
         except Exception:
