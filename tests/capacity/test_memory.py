@@ -241,8 +241,10 @@ def test_a_step_of_two_ranks_allocates_what_is_planned(tmp_path: Path, world_siz
     check(Setting("full", sizes=SMALL, train={"bf16": True}), tmp_path, world_size, 0.005)
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("train", [FREE, {"bf16": True, **LORA}], ids=["full", "lora"])
+@ranks(1, 2, slow=(1,))
+@pytest.mark.parametrize(
+    "train", [pytest.param(FREE, marks=pytest.mark.slow), {"bf16": True, **LORA}], ids=["full", "lora"]
+)
 def test_an_evaluation_allocates_what_is_planned(tmp_path: Path, world_size: int, train: dict[str, Any]) -> None:
     """Larger batches than those that are trained, so that the peak of the run is there."""
     evaluating = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 24, "eval_on_start": False}
