@@ -1,4 +1,4 @@
-"""One parameter's gradient, from the gathered value where autograd leaves it to the `.grad` of the shard.
+"""The gradients of parameters, from the gathered values where autograd leaves them to the `.grad` of the shards.
 
 `reduction.py` sums the gradients of a unit over the ranks between the two.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from fullshard.errors import FSDPError
 from fullshard.fsdp.no_sync_grads import HeldGradient
 from fullshard.fsdp.offload import HostTraffic
-from fullshard.fsdp.parameter import Copy, ShardedParameter
+from fullshard.fsdp.parameter import Copy, ShardedParameter, copy_together
 from fullshard.spmd.mesh import origin
 from fullshard.spmd.redistribute import torch_layout
 from fullshard.spmd.tensor import is_sharded, redistributed
@@ -23,21 +24,43 @@ from fullshard.torch_private import backward_hooks, local_of, post_accumulate_ho
 # --- from autograd ----------------------------------------------------------------------------------------------------
 
 
-def take(p: ShardedParameter) -> torch.Tensor | None:
-    """Remove and return this rank's term of the gradient: what backward left on the gathered value, plus what
+TOGETHER = 4 * 2**20
+"""Bytes of a gradient up to which its conversion to another dtype shares a launch with others."""
+
+
+def take(parameters: Sequence[ShardedParameter]) -> list[torch.Tensor | None]:
+    """Remove and return this rank's terms of the gradients: what backward left on the gathered values, plus what
     `no_sync` held back."""
-    total = None
-    if (held := held_by_no_sync(p)) is not None:
-        total, p.shard.grad = held.term, held.base
-    for leaf in (p.full, p.full_global):
-        if leaf is not None and leaf.grad is not None:
+    totals: list[torch.Tensor | None] = [_take_held(p) for p in parameters]
+    small: list[tuple[int, Copy]] = []
+    for i, p in enumerate(parameters):
+        for leaf in (p.full, p.full_global):
+            if leaf is None or leaf.grad is None:
+                continue
             grad, leaf.grad = leaf.grad, None
             term = _data_parallel_term(p, grad) if is_sharded(grad) else grad
             if term.layout is not torch.strided:
                 term = term.to_dense()
-            term = term.to(p.reduce_dtype).contiguous()
-            total = term if total is None else total.add_(term)
-    return total
+            if term.dtype != p.reduce_dtype and term.numel() * p.reduce_dtype.itemsize <= TOGETHER:
+                small.append((i, (torch.empty(term.shape, dtype=p.reduce_dtype, device=term.device), term)))
+            else:
+                totals[i] = _plus(totals[i], term.to(p.reduce_dtype).contiguous())
+    copy_together([copy for _, copy in small])
+    for i, (term, _) in small:
+        totals[i] = _plus(totals[i], term)
+    return totals
+
+
+def _plus(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:
+    return term if total is None else total.add_(term)
+
+
+def _take_held(p: ShardedParameter) -> torch.Tensor | None:
+    """What `no_sync` held back; the shard keeps the gradient that it had before."""
+    if (held := held_by_no_sync(p)) is None:
+        return None
+    p.shard.grad = held.base
+    return held.term
 
 
 def drop(p: ShardedParameter) -> None:
@@ -76,16 +99,16 @@ def held_by_no_sync(p: ShardedParameter) -> HeldGradient | None:
     return grad if isinstance(grad, HeldGradient) else None
 
 
-def hold_back(p: ShardedParameter) -> None:
-    """Hold this rank's gradient back, in the dtype it will be summed in."""
-    if hooks_on(p):
+def hold_back(parameters: Sequence[ShardedParameter]) -> None:
+    """Hold this rank's gradients back, in the dtype they will be summed in."""
+    if p := next((p for p in parameters if hooks_on(p)), None):
         raise FSDPError(
             f"a hook on {p.plan.name} and no_sync(): hooks on parameters receive the gradient summed over the ranks, "
             f"which no_sync() delays. Leave out no_sync() (every micro-batch is reduced then), or remove the hook"
         )
-    term = take(p)
-    if term is not None and p.shard.requires_grad:
-        p.shard.grad = HeldGradient(p.shard, term, p.shard.grad)
+    for p, term in zip(parameters, take(parameters), strict=True):
+        if term is not None and p.shard.requires_grad:
+            p.shard.grad = HeldGradient(p.shard, term, p.shard.grad)
 
 
 # --- to the shard -----------------------------------------------------------------------------------------------------

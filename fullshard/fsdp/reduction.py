@@ -17,9 +17,7 @@ from fullshard.fsdp.unit import Unit
 
 def hold_back(unit: Unit) -> None:
     """Under `no_sync`: hold this rank's gradients back, in the dtype they will be summed in."""
-    for p in unit.parameters:
-        if p.plan.trainable:
-            gradients.hold_back(p)
+    gradients.hold_back([p for p in unit.parameters if p.plan.trainable])
 
 
 class Reduction:
@@ -34,7 +32,7 @@ class Reduction:
         self.unit, self.average = unit, average
         means = unit.means
         trained = [p for p in unit.parameters if p.plan.trainable]
-        grads = {p.plan.name: gradients.take(p) for p in trained}
+        grads = {p.plan.name: grad for p, grad in zip(trained, gradients.take(trained), strict=True)}
         self._absent = {name: i for i, (name, grad) in enumerate(grads.items()) if grad is None}
         self._alone = means.reduce_link.size == 1 and means.replica_link.size == 1 or not trained
         if self._alone:

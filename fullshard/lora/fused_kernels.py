@@ -48,11 +48,13 @@ def launch(
 
 
 def _ever_smaller(tile: dict[str, int], element_size: int) -> Iterator[dict[str, int]]:
-    """The tile with fewer and fewer loaded ahead (wide elements never are), then with fewer rows."""
+    """The tile with fewer and fewer loaded ahead (wide elements never are), then with fewer rows, down to 16."""
     for ahead in range(tile["STAGES"] if element_size <= 2 else 1, 0, -1):
         yield tile | {"STAGES": ahead}
-    for part in (2, 4):
-        yield tile | {"STAGES": 1, "ROWS": tile["ROWS"] // part}
+    rows, warps = tile["ROWS"] // 2, tile["num_warps"] // 2
+    while rows >= 16:
+        yield tile | {"STAGES": 1, "ROWS": rows, "num_warps": max(4, warps)}
+        rows, warps = rows // 2, warps // 2
 
 
 class Tiles(NamedTuple):

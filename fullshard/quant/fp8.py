@@ -27,6 +27,8 @@ SMALLEST = 1e-30
 """Lower bound for the largest value of a row: a row of zeros must not divide by zero."""
 MULTIPLE = 16
 """Both sizes of a weight must be multiples of this for fp8 products."""
+LINE = 128
+"""Bytes that rows of a product's operands begin at multiples of; other rows take a sixth longer."""
 
 
 class Rows(NamedTuple):
@@ -82,7 +84,7 @@ def quantize_rows(inputs: Sequence[torch.Tensor], factors: Sequence[torch.Tensor
         return Rows((joined * inverse).to(DTYPE), largest / LARGEST)
     from fullshard.quant import fp8_kernels
 
-    values = torch.empty((rows, sum(x.shape[1] for x in inputs)), dtype=DTYPE, device=device)
+    values = _empty(rows, sum(x.shape[1] for x in inputs), device).view(DTYPE)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=device)
     whole = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
     if len(whole) > fp8_kernels.MOST:
@@ -94,7 +96,7 @@ def quantize_rows(inputs: Sequence[torch.Tensor], factors: Sequence[torch.Tensor
 def pack(matrix: torch.Tensor) -> Weight:
     """Quantize a dense weight [out, in]."""
     values, scales = quantize_rows([matrix])
-    return Weight(values.view(torch.uint8), scales.view(torch.uint8))
+    return Weight(values.view(torch.uint8).contiguous(), scales.view(torch.uint8))
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
@@ -151,6 +153,11 @@ def grad_input(
     return _into(out, found, accumulate) if accumulate else found
 
 
+def _empty(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Bytes [rows, columns], each row at the begin of a line of memory."""
+    return torch.empty((rows, -(-columns // LINE) * LINE), dtype=torch.uint8, device=device)[:, :columns]
+
+
 @functools.cache
 def _ones(count: int, device: torch.device) -> torch.Tensor:
     """The scales of a matrix whose values are used as they are, [1, count] fp32."""
@@ -176,7 +183,7 @@ def _transposed(weights: Sequence[Weight]) -> torch.Tensor:
         return torch.cat([w.packed for w in weights]).t().contiguous().view(DTYPE)
     from fullshard.quant import fp8_kernels
 
-    found = first.new_empty((first.shape[1], sum(w.packed.shape[0] for w in weights)))
+    found = _empty(first.shape[1], sum(w.packed.shape[0] for w in weights), first.device)
     start = 0
     for w in weights:
         fp8_kernels.transpose(w.packed, found[:, start : start + w.packed.shape[0]])

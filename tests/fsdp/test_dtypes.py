@@ -11,6 +11,7 @@ from fullshard import accelerator, runtime
 from fullshard.fsdp import (
     FSDPv2,
     MixedPrecision,
+    gradients,
     transformer_auto_wrap_policy,
 )
 from tests.fsdp.programs import Block, Stack, alone, batches, build, loss_of, mesh_for, mine
@@ -81,6 +82,31 @@ def test_dtypes_of_parameters_buffers_outputs_and_gradients():
     )
     assert kept.out.weight.dtype == torch.bfloat16
     assert "float32 master, frozen ones as stored, compute bfloat16" in str(policy)
+
+
+@ranks(2)
+def test_small_gradients_are_converted_together_with_the_same_values():
+    def trained(limit):
+        torch.manual_seed(0)
+        model = FSDPv2(
+            Stack(), mesh_for("FULL_SHARD"), auto_wrap_policy={Block},
+            mixed_precision=MixedPrecision("bf16", reduce_dtype="fp32", buffer_dtype="bf16"),
+        )  # fmt: skip
+        source = torch.Generator().manual_seed(runtime.rank())
+        with (
+            mock.patch.object(gradients, "TOGETHER", limit),
+            mock.patch.object(gradients, "copy_together", wraps=gradients.copy_together) as copied,
+        ):
+            for sync in (False, True):
+                with contextlib.nullcontext() if sync else model.no_sync():
+                    model(torch.randn(4, 8, generator=source)).sum().backward()
+        counts = [len(call.args[0]) for call in copied.call_args_list]
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}, counts
+
+    expected, one_by_one = trained(0)
+    found, together = trained(gradients.TOGETHER)
+    assert set(one_by_one) == {0} and sum(together) == 2 * len(found) and len(together) == len(one_by_one)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @ranks(2)

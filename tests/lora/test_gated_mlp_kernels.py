@@ -47,7 +47,8 @@ def test_tiles_that_do_not_fit_into_shared_memory_are_made_smaller(monkeypatch: 
     test_forward_and_backward("silu", True)
     assert small.tiles == [(64, 1), (32, 1), (16, 1), (16, 1)]  # float32 is not loaded ahead; the result is remembered
     options = list(fused_kernels._ever_smaller(gated_mlp_kernels.BACKWARD, 2))
-    assert [(one["ROWS"], one["STAGES"]) for one in options] == [(64, 3), (64, 2), (64, 1), (32, 1), (16, 1)]
+    tiles = [(one["ROWS"], one["STAGES"], one["num_warps"]) for one in options]
+    assert tiles == [(128, 3, 8), (128, 2, 8), (128, 1, 8), (64, 1, 4), (32, 1, 4), (16, 1, 4)]
 
 
 @pytest.mark.parametrize("drops", [False, True])
