@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fullshard.lora.fused_kernels import _kept, launch
-from fullshard.triton_jit import Kernel, tl, triton
+from fullshard.triton_jit import Kernel, exp, sigmoid, tl, triton
 
 FORWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 4, "num_warps": 4}
 BACKWARD = {"ROWS": 128, "COLUMNS": 64, "STAGES": 3, "num_warps": 8}
@@ -73,40 +73,25 @@ def _constants(
     return {
         "inner": gate.shape[1], "width": width, "gate_rank": b_gate.shape[1], "up_rank": b_up.shape[1],
         "down_rank": len(a_down), "ACTIVATION": ACTIVATIONS.index(activation), "DROPS": seed is not None,
-        "RANK": _tile(width), "DOWN_RANK": _tile(len(a_down)), "PTX": gate.is_cuda and torch.version.hip is None,
+        "RANK": _tile(width), "DOWN_RANK": _tile(len(a_down)),
     }  # fmt: skip
 
 
 @triton.jit
-def _sigmoid(x, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """To the last bits of fp32. A chip at its power limit computes more slowly than it reads, and a fifth of these
-    kernels' instructions are how `tl.sigmoid` treats denormal numbers; the machine's own take them as zero."""
-    if PTX:
-        power = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1 + power], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.sigmoid(x)
-
-
-@triton.jit
-def _activated(x, ACTIVATION: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+def _activated(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """An activation function and its derivative; the numbers are those of `ACTIVATIONS`."""
     if ACTIVATION == 0:
-        s = _sigmoid(x, PTX)
+        s = sigmoid(x)
         activated = x * s
         return activated, s + activated * (1 - s)
     elif ACTIVATION == 1:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        t = 2 * _sigmoid(2 * inner, PTX) - 1
+        t = 2 * sigmoid(2 * inner) - 1
         slope = 0.5 * x * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
         return 0.5 * x * (1 + t), 0.5 * (1 + t) + slope
     elif ACTIVATION == 2:
         cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
-        return x * cdf, cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+        return x * cdf, cdf + x * exp(-0.5 * x * x) * 0.3989422804014327
     else:
         return tl.maximum(x, 0.0), tl.where(x > 0, 1.0, 0.0)
 
@@ -129,8 +114,8 @@ def _tile_of(matrix, row, column, rows, columns):  # type: ignore[no-untyped-def
 def _forward(  # type: ignore[no-untyped-def]
     gate, up, h, b_gate, b_up, a_down, middle, h_down, seed, tokens, gate_scale, up_scale, threshold, keep_scale,
     inner: tl.constexpr, width: tl.constexpr, gate_rank: tl.constexpr, up_rank: tl.constexpr, down_rank: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPS: tl.constexpr, RANK: tl.constexpr, DOWN_RANK: tl.constexpr, PTX: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPS: tl.constexpr, RANK: tl.constexpr, DOWN_RANK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
@@ -147,7 +132,7 @@ def _forward(  # type: ignore[no-untyped-def]
         u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
         g += gate_scale * tl.dot(h_gate, tl.trans(_tile_of(b_gate, k, r, inner, gate_rank)), input_precision="ieee")
         u += up_scale * tl.dot(h_up, tl.trans(_tile_of(b_up, k, r, inner, up_rank)), input_precision="ieee")
-        activated, _ = _activated(g, ACTIVATION, PTX)
+        activated, _ = _activated(g, ACTIVATION)
         value = (activated * u).to(middle.dtype.element_ty)
         tl.store(middle + place, value, mask=inside)
         if DROPS:
@@ -168,7 +153,7 @@ def _backward(  # type: ignore[no-untyped-def]
     d_middle, gate, up, h, b_gate, b_up, dh_down, a_down, d_gate, d_up, dh, middle, seed, tokens, gate_scale, up_scale,
     threshold, keep_scale, inner: tl.constexpr, width: tl.constexpr, gate_rank: tl.constexpr, up_rank: tl.constexpr,
     down_rank: tl.constexpr, ACTIVATION: tl.constexpr, DROPS: tl.constexpr, RANK: tl.constexpr,
-    DOWN_RANK: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    DOWN_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
@@ -194,7 +179,7 @@ def _backward(  # type: ignore[no-untyped-def]
         g += gate_scale * tl.dot(h_gate, tl.trans(rows_gate), input_precision="ieee")
         u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
         u += up_scale * tl.dot(h_up, tl.trans(rows_up), input_precision="ieee")
-        activated, slope = _activated(g, ACTIVATION, PTX)
+        activated, slope = _activated(g, ACTIVATION)
         tl.store(middle + place, (activated * u).to(middle.dtype.element_ty), mask=inside)
         dg = (gradient * u * slope).to(d_gate.dtype.element_ty)
         du = (gradient * activated).to(d_up.dtype.element_ty)

@@ -12,7 +12,7 @@ import torch
 from fullshard import accelerator
 from fullshard.data.pretokenized import IGNORED
 from fullshard.models.deferred_logits import SoftCap
-from fullshard.triton_jit import Kernel, tl, triton
+from fullshard.triton_jit import Kernel, exp, tl, triton
 
 BLOCK = 4096
 """Logits that a program holds at a time."""
@@ -51,7 +51,7 @@ def _capped(raw, before, after, TANH: tl.constexpr, SCALED: tl.constexpr):  # ty
     """The logits after the soft-cap, in fp32."""
     x = raw.to(tl.float32)
     if TANH:
-        x = after * (1.0 - 2.0 / (tl.exp(2.0 * before * x) + 1.0))
+        x = after * (1.0 - 2.0 / (exp(2.0 * before * x) + 1.0))
     elif SCALED:
         x = before * x
     return x
@@ -94,8 +94,8 @@ def _token_losses(  # type: ignore[no-untyped-def]
         top = tl.max(x, 0)
         new = tl.maximum(largest, top)
         base = tl.where(new == lowest, 0.0, new)  # -inf - -inf is NaN
-        e = tl.exp(x - base)
-        rescale = tl.exp(largest - base)
+        e = exp(x - base)
+        rescale = exp(largest - base)
         total = total * rescale + tl.sum(e, 0)
         if ENTROPY:
             weighted = weighted * rescale + tl.sum(tl.where(e == 0.0, 0.0, e * x), 0)
@@ -117,7 +117,7 @@ def _token_losses(  # type: ignore[no-untyped-def]
         loss += smoothing * (target - plain / COLUMNS)
     weight = tl.full([], 1.0, tl.float32)
     if DFT:
-        weight = tl.exp(target - lse)
+        weight = exp(target - lse)
         loss *= weight
     tl.store(found, loss)
     tl.store(found + 1, correct.to(tl.float32))
@@ -130,7 +130,7 @@ def _token_losses(  # type: ignore[no-untyped-def]
             at = start + lanes
             inside = at < COLUMNS
             x = _capped(tl.load(logits + at, mask=inside, other=0), before, after, TANH, SCALED)
-            g = tl.exp(x - lse) - tl.where(at == label, 1.0 - smoothing, 0.0)
+            g = exp(x - lse) - tl.where(at == label, 1.0 - smoothing, 0.0)
             if SMOOTHING:
                 g -= smoothing / COLUMNS
             if TANH:

@@ -72,19 +72,23 @@ def hardware_note(device: torch.device) -> str | None:
     return "fp8 products are emulated on the CPU, which is slow."
 
 
-def quantize_rows(inputs: Sequence[torch.Tensor], factors: Sequence[torch.Tensor] | None = None) -> Rows:
-    """Quantize matrices [rows, …] side by side, with one scale per row. Columns are multiplied by `factors` first."""
+def quantize_rows(
+    inputs: Sequence[torch.Tensor], factors: Sequence[torch.Tensor] | None = None, multiple: int = 1
+) -> Rows:
+    """Quantize matrices [rows, …] side by side, with one scale per row, and zeros up to a multiple of columns. Columns
+    are multiplied by `factors` first."""
     first = inputs[0]
     rows, device = first.shape[0], first.device
     if not accelerator.computes_fp8(device):
         wide = [x.float() if factors is None else x.float() * factors[i].view(1, -1) for i, x in enumerate(inputs)]
         joined = wide[0] if len(wide) == 1 else torch.cat(wide, dim=1)
+        joined = torch.nn.functional.pad(joined, (0, -joined.shape[1] % multiple))
         largest = joined.abs().amax(dim=1, keepdim=True).clamp(min=SMALLEST)
         inverse = torch.full_like(largest, LARGEST) / largest  # a number divided by a tensor would round twice
         return Rows((joined * inverse).to(DTYPE), largest / LARGEST)
     from fullshard.quant import fp8_kernels
 
-    values = _empty(rows, sum(x.shape[1] for x in inputs), device).view(DTYPE)
+    values = _empty(rows, _up(sum(x.shape[1] for x in inputs), multiple), device).view(DTYPE)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=device)
     whole = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
     if len(whole) > fp8_kernels.MOST:
@@ -144,10 +148,8 @@ def grad_input(
         return _into(out, found if adapters is None else found.addmm_(*adapters), accumulate)
     if adapters is not None:
         dh, a = adapters
-        missing = -len(a) % MULTIPLE
-        weights = [*weights, pack(torch.nn.functional.pad(a, (0, 0, 0, missing)))]
-        grads = [*grads, torch.nn.functional.pad(dh, (0, missing))]
-    rows = quantize_rows(grads, [w.scales.view(-1) for w in weights])
+        weights, grads = [*weights, pack(a)], [*grads, dh]
+    rows = quantize_rows(grads, [w.scales.view(-1) for w in weights], MULTIPLE)
     ones = _ones(weights[0].packed.shape[1], device)
     found = _multiply(rows, _transposed(weights).t(), ones, dtype, None if accumulate else out)
     return _into(out, found, accumulate) if accumulate else found
@@ -155,7 +157,11 @@ def grad_input(
 
 def _empty(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """Bytes [rows, columns], each row at the begin of a line of memory."""
-    return torch.empty((rows, -(-columns // LINE) * LINE), dtype=torch.uint8, device=device)[:, :columns]
+    return torch.empty((rows, _up(columns, LINE)), dtype=torch.uint8, device=device)[:, :columns]
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 @functools.cache
@@ -177,17 +183,19 @@ def _into(out: torch.Tensor | None, found: torch.Tensor, accumulate: bool = Fals
 
 
 def _transposed(weights: Sequence[Weight]) -> torch.Tensor:
-    """The values of several weights [out, in] as one matrix [in, sum of out]."""
-    first = weights[0].packed
+    """The values of several weights [out, in] as one matrix [in, sum of out], with zeros up to a `MULTIPLE`."""
+    first, rows = weights[0].packed, sum(len(w.packed) for w in weights)
     if not accelerator.computes_fp8(first.device):
-        return torch.cat([w.packed for w in weights]).t().contiguous().view(DTYPE)
+        joined = torch.cat([w.packed for w in weights])
+        return torch.nn.functional.pad(joined, (0, 0, 0, -rows % MULTIPLE)).t().contiguous().view(DTYPE)
     from fullshard.quant import fp8_kernels
 
-    found = _empty(first.shape[1], sum(w.packed.shape[0] for w in weights), first.device)
+    found = _empty(first.shape[1], _up(rows, MULTIPLE), first.device)
     start = 0
     for w in weights:
-        fp8_kernels.transpose(w.packed, found[:, start : start + w.packed.shape[0]])
-        start += w.packed.shape[0]
+        end = start + len(w.packed)
+        fp8_kernels.transpose(w.packed, found[:, start : found.shape[1] if end == rows else end])
+        start = end
     return found.view(DTYPE)
 
 

@@ -29,14 +29,16 @@ TILE = 128
 def quantize_rows(
     inputs: Sequence[torch.Tensor], factors: Sequence[torch.Tensor] | None, values: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Quantize up to four matrices [rows, …] into `values` [rows, sum of columns], with one scale per row."""
+    """Quantize up to four matrices [rows, …] into `values` [rows, sum of columns], with one scale per row. Columns of
+    `values` beyond that sum get zeros."""
     assert len(inputs) <= MOST
     rows, device = values.shape[0], values.device
+    spare = values.shape[1] - sum(x.shape[1] for x in inputs)
     if not rows:
         return
     a, b, c, d = (*inputs, *[inputs[0]] * MOST)[:MOST]
     fa, fb, fc, fd = [scales] * MOST if factors is None else (*factors, *[factors[0]] * MOST)[:MOST]
-    one = len(inputs) == 1 and a.shape[1] <= WIDEST
+    one = len(inputs) == 1 and not spare and a.shape[1] <= WIDEST
     with accelerator.using(device):
         if one:
             block = triton.next_power_of_2(a.shape[1])
@@ -48,7 +50,7 @@ def quantize_rows(
             _quantize_long_row[(rows,)](
                 a, b, c, d, fa, fb, fc, fd, values, scales, a.stride(0), b.stride(0), c.stride(0), d.stride(0),
                 values.stride(0), WIDE_A=a.shape[1], WIDE_B=b.shape[1], WIDE_C=c.shape[1], WIDE_D=d.shape[1],
-                COUNT=len(inputs), FOLD=factors is not None,
+                SPARE=spare, COUNT=len(inputs), FOLD=factors is not None,
                 BLOCK=CHUNK, num_warps=16 if values.shape[1] > WIDEST else 8, enable_fp_fusion=False,
             )  # fmt: skip
 
@@ -72,8 +74,8 @@ def _quantize_row(  # type: ignore[no-untyped-def]
 @Kernel
 def _quantize_long_row(  # type: ignore[no-untyped-def]
     a, b, c, d, fa, fb, fc, fd, values, scales, stride_a, stride_b, stride_c, stride_d, values_stride,
-    WIDE_A: tl.constexpr, WIDE_B: tl.constexpr, WIDE_C: tl.constexpr, WIDE_D: tl.constexpr, COUNT: tl.constexpr,
-    FOLD: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE_A: tl.constexpr, WIDE_B: tl.constexpr, WIDE_C: tl.constexpr, WIDE_D: tl.constexpr, SPARE: tl.constexpr,
+    COUNT: tl.constexpr, FOLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     found = _largest(tl.zeros([BLOCK], tl.float32), a + row * stride_a, fa, WIDE_A, FOLD, BLOCK)
@@ -87,13 +89,16 @@ def _quantize_long_row(  # type: ignore[no-untyped-def]
     tl.store(scales + row, tl.div_rn(largest, LARGEST))
     inverse = tl.div_rn(LARGEST, largest)
     target = values + row * values_stride
-    _write(target, inverse, a + row * stride_a, fa, WIDE_A, FOLD, BLOCK)
+    _write(target, inverse, a + row * stride_a, fa, WIDE_A, SPARE if COUNT == 1 else 0, FOLD, BLOCK)
     if COUNT > 1:
-        _write(target + WIDE_A, inverse, b + row * stride_b, fb, WIDE_B, FOLD, BLOCK)
+        target += WIDE_A
+        _write(target, inverse, b + row * stride_b, fb, WIDE_B, SPARE if COUNT == 2 else 0, FOLD, BLOCK)
     if COUNT > 2:
-        _write(target + WIDE_A + WIDE_B, inverse, c + row * stride_c, fc, WIDE_C, FOLD, BLOCK)
+        target += WIDE_B
+        _write(target, inverse, c + row * stride_c, fc, WIDE_C, SPARE if COUNT == 3 else 0, FOLD, BLOCK)
     if COUNT > 3:
-        _write(target + WIDE_A + WIDE_B + WIDE_C, inverse, d + row * stride_d, fd, WIDE_D, FOLD, BLOCK)
+        target += WIDE_C
+        _write(target, inverse, d + row * stride_d, fd, WIDE_D, SPARE, FOLD, BLOCK)
 
 
 @triton.jit
@@ -113,26 +118,31 @@ def _largest(found, x, factors, COLUMNS: tl.constexpr, FOLD: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _write(values, inverse, x, factors, COLUMNS: tl.constexpr, FOLD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    for start in range(0, COLUMNS, BLOCK):
+def _write(  # type: ignore[no-untyped-def]
+    values, inverse, x, factors, COLUMNS: tl.constexpr, SPARE: tl.constexpr, FOLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    for start in range(0, COLUMNS + SPARE, BLOCK):
         at = start + tl.arange(0, BLOCK)
         v = _chunk(x, factors, start, COLUMNS, FOLD, BLOCK) * inverse
-        tl.store(values + at, v.to(values.dtype.element_ty), mask=at < COLUMNS)
+        tl.store(values + at, v.to(values.dtype.element_ty), mask=at < COLUMNS + SPARE)
 
 
 def transpose(matrix: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the transpose of a matrix of bytes [rows, columns] into `out` [columns, rows], which may be a slice."""
+    """Write the transpose of a matrix of bytes [rows, columns] into `out` [columns, rows], which may be a slice, and
+    zeros into columns that it has beyond these."""
     rows, columns = matrix.shape
+    width = out.shape[1]
     with accelerator.using(matrix.device):
-        _transpose[(triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))](
-            matrix, out, rows, columns, matrix.stride(0), out.stride(0), TILE=TILE, num_warps=8
+        _transpose[(triton.cdiv(width, TILE), triton.cdiv(columns, TILE))](
+            matrix, out, rows, columns, width, matrix.stride(0), out.stride(0), TILE=TILE, num_warps=8
         )
 
 
 @Kernel
-def _transpose(matrix, out, rows, columns, stride, out_stride, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _transpose(matrix, out, rows, columns, width, stride, out_stride, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tile = tl.load(matrix + row[:, None] * stride + column[None, :], mask=inside, other=0)
-    tl.store(out + column[:, None] * out_stride + row[None, :], tl.trans(tile), mask=tl.trans(inside))
+    there = (column < columns)[:, None] & (row < width)[None, :]
+    tl.store(out + column[:, None] * out_stride + row[None, :], tl.trans(tile), mask=there)

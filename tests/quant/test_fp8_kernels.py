@@ -17,9 +17,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
 
-@pytest.mark.parametrize("widths", [(48,), (300,), (48, 64), (64, 16, 32, 16)])
+@pytest.mark.parametrize("widths", [(48,), (300,), (48, 64), (64, 8), (64, 16, 32, 16), (64, 16, 32, 24)])
 @pytest.mark.parametrize("fold", [False, True])
-def test_rows(widths: tuple[int, ...], fold: bool) -> None:
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_rows(widths: tuple[int, ...], fold: bool, multiple: int) -> None:
     from fullshard.quant import fp8_kernels
 
     torch.manual_seed(0)
@@ -27,9 +28,10 @@ def test_rows(widths: tuple[int, ...], fold: bool) -> None:
     for x in xs:
         x[1] = 0
     factors = [torch.rand(n) for n in widths] if fold else None
-    values, scales = torch.empty(5, sum(widths)), torch.empty(5, 1)
+    expected = fp8.quantize_rows(xs, factors, multiple)
+    values, scales = torch.full(expected.values.shape, torch.nan), torch.empty(5, 1)
+    assert values.shape[1] == sum(widths) + -sum(widths) % multiple
     fp8_kernels.quantize_rows(xs, factors, values, scales)
-    expected = fp8.quantize_rows(xs, factors)
     assert torch.equal(values.to(fp8.DTYPE).view(torch.uint8), expected.values.view(torch.uint8))
     assert torch.equal(scales, expected.scales)
 
@@ -40,3 +42,6 @@ def test_transpose_into_columns() -> None:
     matrix, out = torch.randint(0, 256, (200, 130), dtype=torch.uint8), torch.zeros(130, 300, dtype=torch.uint8)
     fp8_kernels.transpose(matrix, out[:, 50:250])
     assert torch.equal(out[:, 50:250], matrix.t()) and not out[:, :50].any() and not out[:, 250:].any()
+    out.fill_(7)
+    fp8_kernels.transpose(matrix, out[:, 50:260])
+    assert torch.equal(out[:, 50:250], matrix.t()) and not out[:, 250:260].any() and (out[:, 260:] == 7).all()

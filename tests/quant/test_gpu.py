@@ -65,7 +65,9 @@ def test_streams_do_not_share_a_buffer():
     assert all(float(difference) == 0 for outputs in found for difference in outputs)
 
 
-@pytest.mark.parametrize("widths", [(48,), (4096,), (20000,), (64, 48), (4096, 1024, 1024, 32), (16, 16, 16, 16, 32)])
+@pytest.mark.parametrize(
+    "widths", [(48,), (4096,), (20000,), (64, 48), (64, 8), (4096, 1024, 1024, 24), (16, 16, 16, 16, 32)]
+)
 @pytest.mark.parametrize("fold", [False, True])
 def test_fp8_kernels_give_the_bits_of_the_cpu(widths, fold):
     torch.manual_seed(0)
@@ -73,8 +75,8 @@ def test_fp8_kernels_give_the_bits_of_the_cpu(widths, fold):
     for x in xs:
         x[5] = 0
     factors = [torch.rand(n) for n in widths] if fold else None
-    expected = fp8.quantize_rows(xs, factors)
-    found = fp8.quantize_rows([x.cuda() for x in xs], [f.cuda() for f in factors] if fold else None)
+    expected = fp8.quantize_rows(xs, factors, 16)
+    found = fp8.quantize_rows([x.cuda() for x in xs], [f.cuda() for f in factors] if fold else None, 16)
     assert torch.equal(bits(found.values), bits(expected.values)) and torch.equal(found.scales.cpu(), expected.scales)
 
 
@@ -89,5 +91,10 @@ def test_fp8_products_on_the_gpu_equal_those_on_the_cpu(sizes):
     for weight, on_gpu in zip(weights, there, strict=True):
         expected = fp8.product(weight, ready)
         torch.testing.assert_close(fp8.product(on_gpu, gpu_ready).cpu(), expected, rtol=2e-2, atol=2e-2)
+    assert all(t.is_contiguous() for t in fp8.pack(torch.randn(16, columns, device="cuda")))  # rows without gaps
     found = fp8.grad_input(there, [g.cuda() for g in grads])
     torch.testing.assert_close(found.cpu(), fp8.grad_input(weights, grads), rtol=2e-2, atol=2e-2)
+    dh, a = torch.randn(77, 24).bfloat16(), torch.randn(24, columns).bfloat16() * 0.02
+    found = fp8.grad_input(there, [g.cuda() for g in grads], adapters=(dh.cuda(), a.cuda()))
+    expected = fp8.grad_input(weights, grads, adapters=(dh, a))
+    torch.testing.assert_close(found.cpu(), expected, rtol=2e-2, atol=2e-2)
