@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from fullshard import accelerator
-from fullshard.capacity.compiled_calls import CompiledCall, LayerCost
+from fullshard.capacity.compiled_calls import CompiledCall, LayerCost, compiled_norms
 from fullshard.capacity.step_trace import BatchShape, Segment, StepTrace
 from fullshard.capacity.trace_storages import Mark, StorageTrace
 from fullshard.errors import CapacityError, first_line
 from fullshard.fsdp.activation_memory import Level, set_level
+from fullshard.fsdp.compile import norms_between
 from fullshard.fsdp.strategy import MixedPrecision
 from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
 from fullshard.models.attention_masks import known_rows
@@ -202,7 +203,11 @@ class _Step:
     @contextlib.contextmanager
     def compiled(self) -> Iterator[None]:
         """Inside, compiled layers are priced by their graphs."""
+        modules = dict(self.planned.model.named_modules())
+        layers = [modules[name] for name in (*self.planned.kinds, *self.layers) if name in modules]
+        norms = norms_between(self.planned.model, layers)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(compiled_norms(norms, self.trace.paused))
             for call in self.calls.values():
                 stack.enter_context(call.in_place())
             yield

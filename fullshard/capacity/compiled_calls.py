@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,15 +62,9 @@ class CompiledCall:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the layer calls it."""
-        own = vars(self.layer).get("forward")
         plain = self.layer.forward
-        self.layer.forward = lambda *args, **kwargs: self._call(plain, args, kwargs)
-        try:
+        with _replaced(self.layer, lambda *args, **kwargs: self._call(plain, args, kwargs)):
             yield
-        finally:
-            del self.layer.forward
-            if own is not None:
-                self.layer.forward = own
 
     def _call(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         states, *others = tensors_in((args, kwargs))
@@ -136,19 +130,66 @@ def _marking(mlp: nn.Module | None, joint: JointGraph) -> Iterator[None]:
     if mlp is None:
         yield
         return
-    own, plain = vars(mlp).get("forward"), mlp.forward
+    plain = mlp.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with joint.recomputing():
             return plain(*args, **kwargs)
 
-    mlp.forward = forward
+    with _replaced(mlp, forward):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a module has another forward."""
+    own = vars(module).get("forward")
+    module.forward = forward
     try:
         yield
     finally:
-        del mlp.forward
+        del module.forward
         if own is not None:
-            mlp.forward = own
+            module.forward = own
+
+
+# --- norms between layers ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def compiled_norms(
+    norms: Iterable[nn.Module], pause: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Inside, norms allocate what compiled ones do: one kernel forward and one backward each, which keep the input."""
+    with contextlib.ExitStack() as stack:
+        for norm in norms:
+            stack.enter_context(_replaced(norm, _normalize(norm, pause)))
+        yield
+
+
+def _normalize(norm: nn.Module, pause: Callable[[], contextlib.AbstractContextManager[None]]) -> Callable[..., Any]:
+    plain = norm.forward
+
+    def forward(states: torch.Tensor) -> Any:
+        with pause(), torch.no_grad():
+            template = plain(states)
+        return _Norm.apply(template, states, *norm.parameters())
+
+    return forward
+
+
+class _Norm(torch.autograd.Function):
+    """A normalized tensor like the template; gradients for the states and the norm's own vectors."""
+
+    @staticmethod
+    def forward(ctx: Any, template: torch.Tensor, *read: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*read)
+        return torch.empty_like(template)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        return None, *[torch.empty_like(t) if wants else None for t, wants in wanted]
 
 
 class _StandIn(torch.autograd.Function):

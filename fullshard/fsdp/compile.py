@@ -174,6 +174,20 @@ def _compiling() -> contextlib.AbstractContextManager[Any]:
     return settings
 
 
+def norms_between(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
+    """The norms that a model runs outside of these units, such as the one before its head: modules with vectors as
+    parameters and nothing inside. torch's own are one operator already."""
+    inside = {module for unit in units for module in unit.modules()}
+    return [module for module in model.modules() if module not in inside and _is_norm(module)]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    if not parameters or any(p.dim() > 1 for p in parameters):
+        return False
+    return not any(True for _ in module.children()) and not type(module).__module__.startswith("torch.")
+
+
 def compile_modules(modules: Iterable[nn.Module], say: Callable[[str], None] | None, **options: Any) -> None:
     """Compile each module in place. `options` are those of `torch.compile`; with `fullgraph`, a failure is an error."""
     shared = Compilation(say or logger.info, bool(options.get("fullgraph")))

@@ -84,13 +84,14 @@ class FSDPv2(WrappedModule):
         return grad_clip.clip_grad_norm_(parameters, self._fullshard_mesh, max_norm, norm_type, error_if_nonfinite)
 
     def compile_units(self, say: Callable[[str], None] | None = None, **options: Any) -> FSDPv2:
-        """`torch.compile` each unit below the root, or the root if there are none; gathers stay outside the graph.
+        """`torch.compile` each unit below the root and the norms between units, or the root if there are none; gathers
+        stay outside the graphs.
 
         `say` gets the line that announces compilation, at the first call.
         """
         inside = set(self.modules()) - {self}  # type: ignore[attr-defined]
         below = [u.module for u in self._fullshard_engine.units if u.module in inside and not u.holds_units]
-        compile.compile_modules(below or [self], say, **options)
+        compile.compile_modules([*below, *compile.norms_between(self, below)] if below else [self], say, **options)
         return self
 
     # --- values -----------------------------------------------------------------------------------------------------
