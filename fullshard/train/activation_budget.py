@@ -148,7 +148,8 @@ class ActivationBudget:
         self.levels = self._set(self.base)
         self.probe: tuple[int, Level] | None = None
         """The kind and level of the layer that the next step measures."""
-        self.predicted = 0.0
+        self.predicted, self.copies = 0.0, 0
+        """The peak of a step, and the part of it that copies of weights take."""
         self.chosen = budget is None or largest is None or not self.layers
         if not engines.is_xla():
             model._fullshard_engine.decides_copies = budget is None
@@ -182,7 +183,7 @@ class ActivationBudget:
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         accelerator.empty_cache(runtime.device())
-        self.model._fullshard_engine.keep_copies(0)
+        self._keep_copies(0)
         self.levels, self.probe, self.chosen, self._checks = self._set(self.base), None, True, 0
         self.say("activations: memory ran out; the step is repeated, and from here on all layers are recomputed.")
         return train_step(step)
@@ -276,8 +277,12 @@ class ActivationBudget:
         else:
             self._choose(levels, predicted)
         if self._checks == 0:  # copies of weights take what is left: before, they would be taken for activations
-            self.predicted += self.model._fullshard_engine.keep_copies(int(known.limit - self.predicted))
+            self._keep_copies(int(known.limit - self.predicted))
+            self.predicted += self.copies
         return result
+
+    def _keep_copies(self, spare: int) -> None:
+        self.copies = self.model._fullshard_engine.keep_copies(spare)
 
     def _next_probe(self, known: Measured) -> tuple[int, Level] | None:
         """The kind and level to measure next; None if enough is known."""
@@ -345,7 +350,10 @@ class ActivationBudget:
         """The choice, for a checkpoint; None if there is none. All ranks must call it."""
         if not self.chosen or self.budget is None:
             return None
-        return {"shape": self.shape(), "levels": [int(level) for level in self.levels], "predicted": self.predicted}
+        return {
+            "shape": self.shape(), "levels": [int(level) for level in self.levels], "predicted": self.predicted,
+            "copies": self.copies,
+        }  # fmt: skip
 
     def adopt(self, record: dict[str, Any] | None) -> None:
         """Make the choice of a checkpoint this run's, if nothing has changed that it depends on. All ranks must call
@@ -357,4 +365,6 @@ class ActivationBudget:
             return
         self.levels, self.predicted = self._set([Level(level) for level in record["levels"]]), record["predicted"]
         self.chosen = True
+        if copies := record.get("copies", 0):
+            self._keep_copies(copies)
         self.say(f"activations: as before: {self.describe()}.")

@@ -253,6 +253,17 @@ def test_the_prediction_counts_the_copies_that_are_kept(tmp_path: Path) -> None:
 
 
 @ranks(1)
+def test_a_resumed_run_keeps_the_copies_too(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch)
+        saving = {"bf16": True, "save_strategy": "steps"}
+        first = run(tmp_path, "auto", max_steps=8, save_steps=8, **saving).loop.activations
+        second = run(tmp_path, "auto", max_steps=10, save_steps=10, resume=True, overwrite=False, **saving)
+    found = second.loop.activations
+    assert not found.measured.kept and found.copies == first.copies == second.model.meter.live > 0
+
+
+@ranks(1)
 def test_the_choice_is_resumed(tmp_path: Path) -> None:
     said: list[str] = []
 
