@@ -168,18 +168,21 @@ def compiled_norms(
 
 
 def _normalize(norm: nn.Module, pause: Callable[[], contextlib.AbstractContextManager[None]]) -> Callable[..., Any]:
+    """What takes the place of a norm's forward."""
     plain = norm.forward
 
-    def forward(states: torch.Tensor) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         with pause(), torch.no_grad():
-            template = plain(states)
-        return _Norm.apply(template, states, *norm.parameters())
+            template = plain(*args, **kwargs)
+        if not isinstance(template, torch.Tensor):
+            return plain(*args, **kwargs)
+        return _Norm.apply(template, *tensors_in((args, kwargs)), *norm.parameters())
 
     return forward
 
 
 class _Norm(torch.autograd.Function):
-    """A normalized tensor like the template; gradients for the states and the norm's own vectors."""
+    """A normalized tensor like the template; gradients for the inputs and the norm's own vectors."""
 
     @staticmethod
     def forward(ctx: Any, template: torch.Tensor, *read: torch.Tensor) -> torch.Tensor:
