@@ -349,6 +349,28 @@ def test_compiled_units_train_alike_and_compile_once():
         torch.testing.assert_close(q.full_tensor(), p.detach(), rtol=0, atol=1e-6)
 
 
+@ranks(2)
+def test_the_norm_between_units_and_head_is_compiled():
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    made: list[list[str]] = []
+
+    def backend(graph, inputs):
+        made.append([node.name for node in graph.graph.nodes])
+        return graph.forward
+
+    model, reference = _model(dtype=DOUBLE).compile_units(backend=backend), build("llama", DOUBLE)
+    for batch in batches(2, DOUBLE):
+        for m, part in ((reference, batch), (model, mine(batch))):
+            loss_of(m, part).backward()
+    assert len(made) == 2  # a layer, and the norm: no product, but its root
+    norms = [names for names in made if not any("linear" in name for name in names)]
+    assert len(norms) == 1 and any("rsqrt" in name for name in norms[0])
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=0, atol=1e-9)
+
+
 @pytest.mark.slow
 @ranks(2, timeout=300)
 def test_units_compiled_by_inductor():
