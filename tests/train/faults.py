@@ -21,20 +21,20 @@ import fullshard.runtime
 from fullshard.checkpoint import manager
 from fullshard.fsdp import grad_clip
 from fullshard.launch.worker import EXIT_RANK_LOST
-from fullshard.train import assemble, loop, results
+from fullshard.train import assemble, evaluation, results, training_step
 from fullshard.watchdog import collectives
 
 PLACES: dict[str, tuple[Any, str]] = {
     "meeting": (fullshard.runtime, "meet"),
     "data": (assemble, "gather_parts"),
     "loading": (assemble, "build_loop"),
-    "forward": (loop.Loop, "forward"),
+    "forward": (training_step.TrainingStep, "training_step"),
     "backward": (torch.Tensor, "backward"),
     "metrics": (collectives, "finish"),
     "exchange": (dist, "all_reduce"),
     "norm": (grad_clip, "_sum_along"),
     "update": (torch.optim.AdamW, "step"),
-    "evaluation": (loop.Loop, "evaluate"),
+    "evaluation": (evaluation.Evaluation, "_evaluate"),
     "saving": (manager.CheckpointManager, "save"),
     "export": (results.ResultWriter, "export"),
     "end": (results, "show"),

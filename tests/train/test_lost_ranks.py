@@ -27,6 +27,12 @@ def lose(*words: str, before: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
+def test_the_places_where_ranks_are_lost_exist() -> None:
+    from tests.train.faults import PLACES
+
+    assert not [place for place, (owner, name) in PLACES.items() if not hasattr(owner, name)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["stop", "continue", "kill", "abort", "raise", "exit", "leave"])
 def test_a_lost_rank_is_named_and_the_job_ends_as_documented(how: str) -> None:
