@@ -203,9 +203,7 @@ class _Step:
     @contextlib.contextmanager
     def compiled(self) -> Iterator[None]:
         """Inside, compiled layers are priced by their graphs."""
-        modules = dict(self.planned.model.named_modules())
-        layers = [modules[name] for name in (*self.planned.kinds, *self.layers) if name in modules]
-        norms = norms_between(self.planned.model, layers)
+        norms = norms_between(self.planned.model, self.layers.values())
         with contextlib.ExitStack() as stack:
             stack.enter_context(compiled_norms(norms, self.trace.paused))
             for call in self.calls.values():

@@ -182,10 +182,9 @@ def norms_between(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Modul
 
 
 def _is_norm(module: nn.Module) -> bool:
-    parameters = list(module.parameters())
-    if not parameters or any(p.dim() > 1 for p in parameters):
-        return False
-    return not any(True for _ in module.children()) and not type(module).__module__.startswith("torch.")
+    sizes = [p.dim() for p in module.parameters()]
+    is_own = not type(module).__module__.startswith("torch.")
+    return bool(sizes) and max(sizes) <= 1 and not list(module.children()) and is_own
 
 
 def compile_modules(modules: Iterable[nn.Module], say: Callable[[str], None] | None, **options: Any) -> None:
