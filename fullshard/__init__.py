@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fullshard import old_paths
+from fullshard import engines, old_paths
 from fullshard.errors import UserError
 from fullshard.version import __version__
 
@@ -80,6 +80,12 @@ _HOMES = {
 
 
 old_paths.install()
+
+
+engines.register(
+    torch=lambda: importlib.import_module("fullshard.fsdp.torch_engine").ENGINE,
+    xla=lambda: importlib.import_module("fullshard.xla.engine").ENGINE,
+)
 
 
 def __getattr__(name: str) -> Any:

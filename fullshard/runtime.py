@@ -10,10 +10,8 @@ from __future__ import annotations
 import atexit
 import os
 import random
-import socket
 import threading
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -22,30 +20,16 @@ import torch.distributed as dist
 
 from fullshard import accelerator, engines, groups, xla_names
 from fullshard.device_kinds import KINDS
-from fullshard.errors import RuntimeSetupError, UnsupportedError, first_line
+from fullshard.errors import RuntimeSetupError, UnsupportedError
 from fullshard.foreign_wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
-from fullshard.foreign_wrappers import refuse_live_wrappers
-from fullshard.processes import this_process
-from fullshard.rank_env import (
-    DEVICE_VARIABLE,
-    INIT_TIMEOUT_VARIABLE,
-    Launch,
-    choose_backend,
-    choose_device,
-    choose_init_timeout,
-    gpu_count,
-    read_launcher,
-    read_local_place,
-)
+from fullshard.rank_env import DEVICE_VARIABLE, Launch, read_launcher, read_local_place
 from fullshard.rank_logging import forget_warnings as forget_warnings
 from fullshard.rank_logging import get_logger as get_logger
 from fullshard.rank_logging import print0 as print0
 from fullshard.rank_logging import print_rank as print_rank
 from fullshard.rank_logging import warn_once as warn_once
 from fullshard.rank_logging import warned as warned
-from fullshard.rendezvous import Meeting, meet
-from fullshard.torch_private import default_store
-from fullshard.transport import Transport, transport_of
+from fullshard.transport import Transport
 
 SHUTDOWN_PATIENCE = 5.0
 """Seconds that `shutdown()` waits for unfinished communication."""
@@ -55,8 +39,6 @@ _device: torch.device | None = None
 _owns_group = False
 _leaving: _Leaving | None = None  # of the process group that we own
 _announced = False  # whether the transport of this process group was logged
-_met = Meeting()  # what the ranks of our process group found out about each other
-_starts = 0  # how many groups were created: keeps their keys in the store apart
 
 
 # ------------------------------------------------------------------------------------------------- starting, stopping
@@ -69,7 +51,7 @@ def use_spmd(
     device: str | None = None,
     init_timeout: float | None = None,
 ) -> None:
-    """Make this process one rank of a program over all devices. Further calls do nothing.
+    """Make this process part of a program over all devices. Further calls do nothing.
 
     - `modules` are checked for wrappers that cannot be combined with SPMD (DDP, FSDP, DeepSpeed); modules that exist
       when a process group does are checked without being passed.
@@ -77,32 +59,10 @@ def use_spmd(
       if there is one (docs/devices.md).
     - `init_timeout` is how many seconds to wait for the other ranks; default: `FULLSHARD_INIT_TIMEOUT`, else 300.
 
-    An existing process group is used as it is.
+    On the torch engine each process is a rank with one device, and an existing process group is used as it is. On XLA
+    one process drives all devices of its host; processes on several hosts are joined by torch_xla, and also get a Gloo
+    group, for data of the host.
     """
-    check_use_spmd(auto, modules)
-    if is_spmd():
-        return
-    engines.require_torch_engine("use_spmd()")
-    seconds = choose_init_timeout(init_timeout, os.environ)
-    if dist.is_initialized():
-        # Every such wrapper needs a process group, so only now can one exist.
-        refuse_live_wrappers()
-        place = _place_in_group() or _place_by_host()
-        joined(place, _adopted_device(device or os.environ.get(DEVICE_VARIABLE)), owned=False)
-    else:
-        launch = read_launcher(os.environ)
-        asked = device or os.environ.get(DEVICE_VARIABLE)
-        if asked != "cpu" and device_note():
-            warn_once("accelerator", device_note())
-        chosen = choose_device(asked, launch.local_rank, gpu_count())
-        accelerator.use(chosen)
-        _init_group(launch, chosen, seconds)
-        joined(launch, chosen, owned=True)
-    _share_generator()
-
-
-def check_use_spmd(auto: bool, modules: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
-    """Refuse arguments of `use_spmd` that no engine supports."""
     if auto:
         raise UnsupportedError(
             "use_spmd(auto=True): fullshard does not choose layouts automatically. Call use_spmd() and mark tensors "
@@ -110,6 +70,8 @@ def check_use_spmd(auto: bool, modules: torch.nn.Module | Iterable[torch.nn.Modu
         )
     for module in [modules] if isinstance(modules, torch.nn.Module) else modules:
         refuse_foreign_wrappers(module)
+    if not is_spmd():
+        engines.current().devices.join(device, init_timeout)
 
 
 def joined(launch: Launch, chosen: torch.device, owned: bool) -> None:
@@ -120,76 +82,12 @@ def joined(launch: Launch, chosen: torch.device, owned: bool) -> None:
         _leaving = _Leaving()
 
 
-def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
-    global _starts, _met
-    _starts += 1
-    backend = choose_backend(device.type, own=groups.has_own(device.type))
-    groups.disable_nccl_abort(backend)
-    if launch.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    if launch.one_node and "GLOO_SOCKET_IFNAME" not in os.environ:
-        for _, name in socket.if_nameindex():
-            if name in ("lo", "lo0"):  # as Linux and macOS call it
-                os.environ["GLOO_SOCKET_IFNAME"] = name
-    try:
-        found, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
-        # A restarted job may find the store of its last attempt, with addresses of processes that have ended.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"fullshard/{attempt}/{_starts}", found)
-        _met = meet(store, launch, device, seconds, get_logger().warning)
-        backend = choose_backend(device.type, own=_met.own)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
-        # So that a rank stopped or killed before its first heartbeat can be found (see `watchdog/heartbeat.py`).
-        default_store().set(f"watch/process/{launch.rank}", this_process().text())
-    except (RuntimeError, ValueError, OSError) as error:
-        if isinstance(error, RuntimeSetupError):
-            raise
-        reason = first_line(error)
-        raise RuntimeSetupError(
-            f"Rank {launch.rank} of {launch.world_size} could not join the process group at {launch.master} "
-            f"(MASTER_ADDR:MASTER_PORT) with backend {backend}, within {seconds:g} s: {reason}. Check that every node "
-            f"reaches that address and that all ranks were started; {INIT_TIMEOUT_VARIABLE} sets the timeout."
-        ) from error
-
-
-def _place_in_group() -> Launch | None:
+def place_in_group() -> Launch | None:
     """This rank's place in an existing process group, if it can be determined without communication."""
     world, local = dist.get_world_size(), read_local_place(os.environ)
     if world == 1:
         return Launch()
     return Launch(dist.get_rank(), world, *local, node_count=-(-world // local[1])) if local else None
-
-
-def _place_by_host() -> Launch:
-    """The same, from the host names of all ranks."""
-    me, hosts = dist.get_rank(), [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    here = [r for r, host in enumerate(hosts) if host == hosts[me]]
-    return Launch(me, len(hosts), here.index(me), len(here), len(set(hosts)))
-
-
-def _adopted_device(wanted: str | None) -> torch.device:
-    assert dist.group.WORLD is not None
-    chosen = choose_device(wanted, 0, gpu_count() if groups.carries(dist.group.WORLD, accelerator.kind()) else 0)
-    # The program that created the group has also chosen the GPU.
-    return accelerator.current() if accelerator.is_accelerator(chosen) else chosen
-
-
-def _share_generator() -> None:
-    """Copy rank 0's default random states to all ranks, so that a random global value is the same everywhere."""
-    assert _device is not None and dist.group.WORLD is not None
-    if dist.get_world_size() == 1:
-        return
-    carrier = torch.device("cpu") if groups.carries(dist.group.WORLD, "cpu") else _device
-    state = torch.get_rng_state().to(carrier)
-    dist.broadcast(state, src=0)
-    torch.set_rng_state(state.cpu())
-    own = accelerator.rng_state(_device)
-    if own is not None:
-        own = own.to(carrier)
-        dist.broadcast(own, src=0)
-        accelerator.set_rng_state(_device, own)
 
 
 @atexit.register
@@ -202,6 +100,11 @@ def shutdown() -> None:
     assert _leaving is not None
     _leaving.asked.set()
     _leaving.join(SHUTDOWN_PATIENCE)
+
+
+def owns_group() -> bool:
+    """Whether the process group was created by `use_spmd()`."""
+    return _owns_group
 
 
 def abandon() -> None:
@@ -247,7 +150,7 @@ def _place() -> Launch:
         return _launch
     if not dist.is_initialized():
         return read_launcher(os.environ)
-    place = _place_in_group()
+    place = place_in_group()
     if place is None:
         raise RuntimeSetupError(
             "A process group exists, but LOCAL_RANK and LOCAL_WORLD_SIZE are not set, so the node of each rank is not "
@@ -292,10 +195,8 @@ def is_main() -> bool:
 
 
 def device() -> torch.device:
-    """The device of this rank."""
-    if _device is not None:
-        return _device
-    return choose_device(os.environ.get(DEVICE_VARIABLE), _place().local_rank, gpu_count())
+    """The device of this process."""
+    return _device if _device is not None else engines.current().devices.default_device()
 
 
 def device_note() -> str:
@@ -316,15 +217,8 @@ def device_note() -> str:
 
 
 def transport() -> Transport:
-    """How tensors of this rank's device are sent to other ranks, and why."""
-    assert dist.group.WORLD is not None or world_size() == 1, "call use_spmd() first"
-    backend = groups.backend_of(dist.group.WORLD, device()) if dist.group.WORLD is not None else ""
-    kind, numbers = device().type, (world_size(), local_world_size(), gpu_count())
-    if _owns_group:
-        return transport_of(backend, kind, *numbers, shared=_met.shared, without=_met.without)
-    without = "" if groups.has_own(kind) else "this rank"
-    shared = "ranks share GPUs" if local_world_size() > gpu_count() else ""
-    return transport_of(backend, kind, *numbers, shared=shared, without=without, ours=False)
+    """How tensors of this process's device are sent to others, and why."""
+    return engines.current().devices.transport()
 
 
 def announce_transport(say: Callable[[str], None] | None = None) -> None:
@@ -344,27 +238,40 @@ def announce_transport(say: Callable[[str], None] | None = None) -> None:
         get_logger().info("transport: %s", way)
 
 
-# PyTorch/XLA's names. Each rank has one device, so there are as many devices as processes.
-xla_device = device
-global_runtime_device_count = global_device_count = process_count = world_size
-process_index = global_ordinal = rank
-local_ordinal = local_rank
-local_process_count = local_device_count = local_world_size
-
-
 def addressable_device_count() -> int:
-    """The number of devices of this process: one."""
-    return 1
+    """The number of devices of this process."""
+    return engines.current().devices.addressable_count()
+
+
+def local_device_count() -> int:
+    """The number of devices of this node."""
+    return engines.current().devices.local_count()
+
+
+def global_device_count() -> int:
+    """The number of devices of the job, over all processes."""
+    return engines.current().devices.global_count()
+
+
+# PyTorch/XLA's names.
+xla_device, global_runtime_device_count = device, global_device_count
+process_count, process_index, global_ordinal = world_size, rank, rank
+local_ordinal, local_process_count = local_rank, local_world_size
 
 
 def more_devices(count: int) -> str:
     """How to start a job with `count` devices, for messages."""
-    return f"start more processes (torchrun --nproc_per_node {count})"
+    return engines.current().devices.more_devices(count)
 
 
 def device_type() -> str:
-    """The type of this rank's device: `CPU` or `CUDA`."""
-    return device().type.upper()
+    """The type of the devices: `CPU`, `CUDA` or `TPU`."""
+    return engines.current().devices.device_type()
+
+
+def place(value: torch.Tensor, pin: bool = False) -> torch.Tensor:
+    """A tensor of this process's batch on its devices; `pin` copies through pinned memory, without waiting."""
+    return engines.current().devices.place(value, pin)
 
 
 def host_index() -> int:
@@ -373,22 +280,25 @@ def host_index() -> int:
 
 
 def get_master_ip() -> str:
-    """The address of rank 0."""
-    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+    """The address of process 0."""
+    return engines.current().devices.master_address()
 
 
 def initialize_cache(path: str, readonly: bool = False) -> None:
-    """Does nothing: there is no cache of compiled programs."""
+    """Keep compiled programs in a folder, for the next run. The torch engine has none."""
+    engines.current().devices.initialize_cache(path, readonly)
 
 
 def sync(wait: bool = False) -> None:
-    """With `wait`, wait until this rank's device has finished. (On XLA, run what was recorded.)"""
-    if wait:
-        accelerator.synchronize(device())
+    """Compile what was recorded, and start it (the torch engine records nothing); with `wait`, wait until the devices
+    have finished."""
+    engines.current().devices.sync(wait)
 
 
 def flush() -> None:
-    """Nothing: operators are issued at once. (On XLA, run what was recorded, and keep the generator's state.)"""
+    """Run what was recorded. Unlike after `sync()`, the next random values are those that would have come anyway: a
+    checkpoint between two steps does not change the run."""
+    engines.current().devices.flush()
 
 
 def __getattr__(name: str) -> Any:
@@ -408,21 +318,28 @@ def seed(n: int, *, per_rank: bool = False, deterministic: bool = False) -> None
     value = int(n) + (rank() if per_rank else 0)
     random.seed(value)
     np.random.seed(value % 2**32)
-    torch.manual_seed(value)
+    seed_device(value)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 
 
+def seed_device(n: int) -> None:
+    """Seed the random numbers that torch draws from here on, on the host and on the devices."""
+    torch.manual_seed(n)
+    engines.current().devices.seed(n)
+
+
 def generator_state() -> tuple[str, Any]:
-    """The type of this rank's device, and the state of its default generator: None for the CPU."""
-    return device().type, accelerator.rng_state(device())
+    """The type of this process's devices, and the state of their default generator: None for the CPU.
+
+    On XLA it is the seed of the next random operator. It is exact between `sync()` and the next operator; a run that is
+    resumed from elsewhere has another sequence after its next `sync()`.
+    """
+    return engines.current().devices.generator_state()
 
 
 def set_generator_state(state: Any) -> None:
-    """Restore the state of the device's generator."""
-    accelerator.set_rng_state(device(), state)
-
-
-engines.use_xla_names(globals(), "devices")
+    """Restore the state of the devices' generator."""
+    engines.current().devices.set_generator_state(state)

@@ -128,7 +128,7 @@ def __getattr__(name: str) -> Any:
         problem = RuntimeSetupError(
             f"torch {torch.__version__} has no {home}.{path}, which fullshard needs; install torch 2.11, 2.12 or 2.13"
         )
-        if not engines.offers("torch"):
+        if engines.version_numbers(torch.__version__) < engines.TORCH_NEEDED:
             return functools.partial(_raise, problem)  # the package can be imported, not used
         raise problem from error
     return found

@@ -7,11 +7,9 @@ PyTorch/XLA's own (`xla/upstream_names.py`).
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from fullshard import engines
-from fullshard.errors import NameMissingError
 
 _GLOBAL = "tensors are global here; for per-rank data use torch.distributed"
 _COMPILED = "nothing is compiled by XLA here"
@@ -63,6 +61,4 @@ def find(module: str, known_as: str, name: str) -> Any:
     instead = REFUSED[known_as].get(name)
     if instead is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    if engines.is_xla():
-        return importlib.import_module("fullshard.xla.upstream_names").find(module, known_as, name, instead)
-    raise NameMissingError(f"PyTorch/XLA's {known_as}.{name} is not in {module}: {instead}")
+    return engines.current().guide_name(module, known_as, name, instead)

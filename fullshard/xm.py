@@ -1,8 +1,7 @@
 """The names of `torch_xla.core.xla_model`, so that programs for PyTorch/XLA run after changing their imports.
 
 PyTorch/XLA records operations until `mark_step`; the torch engine runs them immediately, so `mark_step` does nothing.
-Names without an equivalent raise an error that names the replacement (`xla_names.py`). Functions that differ on XLA are
-in `xla/xm.py`.
+Names without an equivalent raise an error that names the replacement (`xla_names.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from fullshard import accelerator, engines, runtime, xla_names
+from fullshard import engines, runtime, xla_names
 from fullshard.errors import RuntimeSetupError, UnsupportedError
 from fullshard.torch_private import tree_map
 
@@ -48,11 +47,11 @@ __all__ = [
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """The device of this rank. A process has one device, so `n` must be None or 0."""
+    """The device of this process; on XLA, the logical device that stands for all of them. `n` must be None or 0."""
     if n not in (None, 0):
         raise UnsupportedError(
-            f"xm.xla_device({n!r}): a process uses one device here; start one process per device with torchrun or "
-            f"fullshard launch, and call xm.xla_device()"
+            f"xm.xla_device({n!r}): a process uses one device here, {runtime.device()}; call xm.xla_device(), and for "
+            f"more devices {runtime.more_devices(int(n) + 1)}"
         )
     return runtime.device()
 
@@ -63,8 +62,9 @@ def get_xla_supported_devices(devkind: str | None = None, max_devices: int | Non
 
 
 def xla_device_hw(device: str | torch.device) -> str:
-    """The type of a device: `CPU` or `CUDA`."""
-    return torch.device(device).type.upper()
+    """The type of a device: `CPU`, `CUDA` or `TPU`."""
+    kind = torch.device(device).type
+    return runtime.device_type() if kind == runtime.device().type else kind.upper()
 
 
 def get_ordinal(defval: int = 0) -> int:
@@ -88,40 +88,37 @@ def is_master_ordinal(local: bool = True) -> bool:
 
 
 def get_memory_info(device: str | torch.device | None = None) -> dict[str, int]:
-    """Used and total memory of this rank's GPU, in bytes."""
-    if not accelerator.is_accelerator(runtime.device()):
-        raise UnsupportedError(f"xm.get_memory_info: only for GPUs; this rank's device is {runtime.device()}")
-    free, total = torch.accelerator.get_memory_info(runtime.device())
-    peak = torch.accelerator.max_memory_reserved(runtime.device())
-    return {"bytes_used": total - free, "bytes_limit": total, "peak_bytes_used": peak}
+    """Used and total memory of this process's devices, in bytes."""
+    return _devices().memory_info(runtime.device() if device is None else torch.device(device))
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """With `wait`, wait until the device has finished; otherwise nothing."""
-    if wait:
-        wait_device_ops()
+    """Compile what was recorded, and start it (the torch engine records nothing); with `wait`, wait until the devices
+    have finished."""
+    runtime.sync(wait)
 
 
 def wait_device_ops(devices: Sequence[Any] = ()) -> None:
-    """Wait until this rank's device has finished."""
-    accelerator.synchronize(runtime.device())
+    """Wait until the devices of this process have finished."""
+    runtime.sync(wait=True)
 
 
 def unlazy(tensors: Any) -> None:
-    """Wait for the device; tensors are not lazy here."""
-    wait_device_ops()
+    """Compute the tensors, and wait for them."""
+    runtime.sync(wait=True)
 
 
 def optimization_barrier_(tensors: Any) -> None:
-    """Does nothing: no compiler reorders operations."""
+    """Keep the compiler from moving operators across these tensors; the torch engine moves none."""
+    _devices().optimization_barrier_(tensors)
 
 
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
-    """Call `closure(*args)` immediately."""
-    closure(*args)
+    """Call `closure(*args)` when the step has been computed: at once on the torch engine."""
+    _devices().add_step_closure(closure, args, run_async)
 
 
 def optimizer_step(
@@ -131,23 +128,27 @@ def optimizer_step(
     groups: Any = None,
     pin_layout: bool = True,
 ) -> Any:
-    """`optimizer.step()`. In an SPMD program gradients are global, so nothing is reduced here."""
+    """`optimizer.step()`, then `mark_step()` if `barrier`. In an SPMD program gradients are global, so nothing is
+    reduced here."""
     if not runtime.is_spmd() and runtime.world_size() > 1:
         raise RuntimeSetupError(
             "xm.optimizer_step: without use_spmd() each rank has its own gradients, and they are not reduced. Call "
             "fullshard.runtime.use_spmd() first, and shard the batch or the model (mark_sharding, FSDPv2)."
         )
-    return optimizer.step(**(optimizer_args or {}))
+    loss = optimizer.step(**(optimizer_args or {}))
+    if barrier:
+        mark_step()
+    return loss
 
 
 def set_rng_state(seed: int, device: Any = None) -> None:
-    """Seed torch's generators."""
-    torch.manual_seed(seed)
+    """Seed the devices' generator."""
+    _devices().seed(seed)
 
 
 def get_rng_state(device: Any = None) -> int:
-    """The seed of torch's generators."""
-    return torch.initial_seed()
+    """The seed of the devices' generator."""
+    return _devices().initial_seed()
 
 
 # --- between ranks ---------------------------------------------------------------------------------------------------
@@ -195,11 +196,15 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
 def broadcast_master_param(model: torch.nn.Module) -> None:
     """Broadcast unsharded parameters and buffers from rank 0; sharded ones are already consistent."""
-    from fullshard.spmd.tensor import is_sharded
+    from fullshard.spmd import is_sharded
 
     for t in (*model.parameters(), *model.buffers()):
         if not is_sharded(t) and runtime.world_size() > 1:
-            dist.broadcast(t.data, src=0)
+            _devices().broadcast_(t)
+
+
+def _devices() -> engines.Devices:
+    return engines.current().devices
 
 
 def _of_all_ranks(value: Any) -> list[Any]:
@@ -223,6 +228,3 @@ def _on_host(data: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     return xla_names.find(__name__, "xm", name)
-
-
-engines.use_xla_names(globals(), "xm")

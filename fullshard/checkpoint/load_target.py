@@ -1,7 +1,7 @@
 """The memory that a restore reads into: the shards of each tensor that this process holds.
 
-On the torch engine that is the memory of the tensor itself. The memory of XLA devices is filled from host memory, a few
-tensors at a time, so that a restore needs little of it.
+Where a process holds one shard that is the memory of the tensor itself. Where it holds several, they are filled from
+host memory, a few tensors at a time, so that a restore needs little of it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.shard_index import on_xla, shard_of
+from fullshard.checkpoint.shard_index import host_shards, shard_of, starts
+from fullshard.engines import HostShards
 from fullshard.weights.safetensors_index import DTYPE_NAMES, DTYPES
 
 STAGED_BYTES = 2**30
-"""Restored tensors of XLA devices are together in host memory up to this size."""
+"""Restored tensors that are staged are together in host memory up to this size."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,17 @@ class TensorToLoad:
         """Called once the targets are filled."""
 
 
-class XlaTensorToLoad(TensorToLoad):
-    """A tensor on XLA devices: its targets are in host memory, and `finish` loads them into the devices."""
+class StagedTensor(TensorToLoad):
+    """A tensor whose targets are in host memory; `finish` loads them into the devices of this process."""
 
-    def __init__(self, name: str, tensor: torch.Tensor):
+    def __init__(self, name: str, tensor: torch.Tensor, shards: HostShards):
         super().__init__(name, tensor)
+        self._shards = shards
         self.staged_bytes = tensor.numel() * tensor.element_size()
 
     def targets(self) -> list[LoadTarget]:
-        from fullshard.xla import shards as xla
-
-        self._staging = xla.Staging(self.tensor)
-        return [LoadTarget(self.name, memory, xla.starts(cuts)) for cuts, memory in self._staging.parts()]
+        self._staging = self._shards.stage(self.tensor)
+        return [LoadTarget(self.name, memory, starts(cuts)) for cuts, memory in self._staging.parts()]
 
     def finish(self) -> None:
         self._staging.commit()
@@ -66,8 +66,8 @@ class XlaTensorToLoad(TensorToLoad):
 
 def to_load(name: str, tensor: torch.Tensor) -> TensorToLoad:
     """The tensor as what a stored one called `name` is read into."""
-    if on_xla(tensor):
-        return XlaTensorToLoad(name, tensor)
+    if (on_host := host_shards(tensor)) is not None:
+        return StagedTensor(name, tensor, on_host)
     shard_of(name, tensor)  # raises for a tensor that nothing can be read into
     return TensorToLoad(name, tensor)
 

@@ -2,8 +2,8 @@
 
 Nothing here communicates. If several ranks hold the same shard, each of them writes a part of it, so that every tensor
 is written once and the ranks share the work. On the torch engine a process holds at most one shard of a tensor, in
-memory that the host or the GPU can address. On XLA it holds one for each of its devices; `xla/shards.py` copies them to
-host memory.
+memory that the host or the GPU can address. Where one process drives all devices of a machine it holds one for each,
+which the engine copies to host memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard import runtime, spmd
+from fullshard import engines, runtime, spmd
+from fullshard.engines import HostShards
 from fullshard.errors import CheckpointError
 from fullshard.spmd.marked import unmarked
 from fullshard.spmd.redistribute import layout_of, torch_layout
@@ -53,22 +54,26 @@ class TensorShard:
         return self.copies == 0
 
 
-def on_xla(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is on XLA devices: one process may then hold several of its shards, and values go through host
-    memory."""
-    return tensor.device.type == "xla"
+def host_shards(tensor: torch.Tensor) -> HostShards | None:
+    """The access to the shards of a tensor through host memory, where a process may hold several of them; None where
+    it holds at most one, in memory that the host or the GPU can address."""
+    shards = engines.current().host_shards
+    return shards if shards is not None and tensor.device.type == runtime.device().type else None
+
+
+def starts(cuts: tuple[slice, ...]) -> tuple[int, ...]:
+    """Where a part begins in the whole tensor."""
+    return tuple(cut.start for cut in cuts)
 
 
 def shards_of(name: str, tensor: torch.Tensor) -> list[TensorShard]:
     """The shards of a tensor that this process holds, with their values. Those of XLA devices are copied."""
     if tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError(f"{name} has dtype {tensor.dtype}, which safetensors files cannot hold")
-    if on_xla(tensor):
-        from fullshard.xla import shards as xla
-
+    if (on_host := host_shards(tensor)) is not None:
         return [
-            TensorShard(name, tuple(tensor.shape), part.value, xla.starts(part.cuts), part.copies, part.copy, own=True)
-            for part in xla.read(tensor)
+            TensorShard(name, tuple(tensor.shape), part.value, starts(part.cuts), part.copies, part.copy, own=True)
+            for part in on_host.read(tensor)
         ]
     shard = shard_of(name, tensor)
     return [] if shard is None else [shard]
@@ -108,23 +113,21 @@ def shard_of(name: str, tensor: torch.Tensor) -> TensorShard | None:
 def layout_to_save(tensor: torch.Tensor) -> Layout | None:
     """The layout that a checkpoint records for a tensor; None for a plain one."""
     layout = spmd.sharding_of(tensor) if spmd.is_sharded(tensor) else None
-    # On XLA every computed value has a layout, most often copies on all devices: that is what a plain tensor is there.
-    return None if layout is not None and on_xla(tensor) and not any(layout.dims) else layout
+    # A compiler gives every computed value a layout, most often copies on all devices: that is a plain tensor there.
+    return None if layout is not None and host_shards(tensor) is not None and not any(layout.dims) else layout
 
 
 def has_layout(tensor: torch.Tensor, layout: Layout | None) -> bool:
     """Whether values for a tensor with this layout (None: a plain one) can be read into `tensor`."""
-    if on_xla(tensor) and layout is not None:  # otherwise it would keep what the compiler chose
+    if host_shards(tensor) is not None and layout is not None:  # otherwise it would keep what the compiler chose
         return spmd.sharding_of(tensor) == layout
     return spmd.is_sharded(tensor) == (layout is not None)
 
 
 def empty_sharded(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor | None) -> Any:
     """A sharded tensor with uninitialized values, on the device and of the class of `like` if that is sharded."""
-    if runtime.device().type == "xla":
-        from fullshard.xla import shards as xla
-
-        return xla.empty(shape, dtype, layout)
+    if (on_host := engines.current().host_shards) is not None:
+        return on_host.empty(shape, dtype, layout)
     like = like if like is not None and is_sharded(like) else None
     device = local_of(like).device if like is not None else runtime.device()
     device_mesh, placements = torch_layout(layout, shape)

@@ -3,28 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 from fullshard import engines
-from fullshard.fsdp.activation_checkpointing import checkpoint_module
-from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
-from fullshard.fsdp.policy import (
-    always_wrap_policy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
-from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fullshard.lazy_names import lazy_names
 
-if TYPE_CHECKING or not engines.is_xla():
+if TYPE_CHECKING:
+    from fullshard.fsdp.activation_checkpointing import checkpoint_module
     from fullshard.fsdp.module import FSDPv2, SpmdFullyShardedDataParallel
-
-
-def __getattr__(name: str) -> Any:
-    if (found := engines.xla_name(name, _ON_XLA)) is not None:
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-_ON_XLA = {"fsdp": ("FSDPv2", "SpmdFullyShardedDataParallel")}
-"""The names that are different on XLA, by the module of `fullshard.xla` that defines them."""
+    from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
+    from fullshard.fsdp.policy import (
+        always_wrap_policy,
+        lambda_auto_wrap_policy,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    )
+    from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 
 __all__ = [
     "BackwardPrefetch",
@@ -41,3 +32,19 @@ __all__ = [
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
 ]
+
+_find, __dir__ = lazy_names(
+    __name__,
+    {
+        "checkpoint_module": "activation_checkpointing",
+        **dict.fromkeys(("ParameterPlan", "ShardingPlan", "UnitPlan"), "plan"),
+        **dict.fromkeys([name for name in __all__ if name.endswith("_policy")], "policy"),
+        **dict.fromkeys(("BackwardPrefetch", "MixedPrecision", "ShardingStrategy"), "strategy"),
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("FSDPv2", "SpmdFullyShardedDataParallel"):
+        return engines.current().FSDPv2
+    return _find(name)

@@ -1,19 +1,19 @@
 """Activation checkpointing: a module's activations are recomputed in backward instead of being kept.
 
 A recomputed module's `forward` is a bound function of this file, the same one for all modules, so that modules of one
-class share their compiled code: `torch.compile` makes one variant for each way of recomputing. How the inputs of a
-recomputed module wait in host memory is in `activation_offload.py`.
+class share their compiled code: `torch.compile` makes one variant for each way of recomputing. The engine recomputes;
+how the inputs of a recomputed module wait in host memory is in `activation_offload.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fullshard import engines
 from fullshard.fsdp.activation_offload import inputs_on_host
@@ -34,14 +34,14 @@ def checkpoint_module(module: nn.Module, *, reentrant: bool = False, offload: bo
     twice.
     """
     if offload:
-        engines.require_torch_engine("checkpoint_module(offload=True), which keeps inputs in host memory,")
+        engines.require("inputs in host memory", "checkpoint_module(offload=True)")
     if is_checkpointed(module):
         return module
     if "forward" in vars(module):
         module.__dict__[OWN] = _unbound(module, module.forward)
-    way = _recomputed_from_host if offload else _recomputed_reentrant if reentrant else _recomputed
+    way = _ways().from_host if offload else _ways().reentrant if reentrant else _ways().recomputed
     if offload:
-        never_compile(_recomputed_from_host)  # what it calls is compiled: the same code as without offload
+        never_compile(way)  # what it calls is compiled: the same code as without offload
     module.forward = types.MethodType(way, module)
     return module
 
@@ -63,29 +63,36 @@ def _unbound(module: nn.Module, forward: Any) -> Any:
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether the module's activations are recomputed."""
-    return getattr(vars(module).get("forward"), "__func__", None) in WAYS
+    return getattr(vars(module).get("forward"), "__func__", None) in _ways()
 
 
-def _recomputed(module: Any, *args: Any, **kwargs: Any) -> Any:
-    forward = module.__dict__.get(OWN) or type(module).forward
-    if not torch.is_grad_enabled():
-        return forward(module, *args, **kwargs)
-    return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
+class _Ways(NamedTuple):
+    """The `forward` of a recomputed module, in each way: one function for all modules, so that they share code."""
+
+    recomputed: Callable[..., Any]
+    reentrant: Callable[..., Any]
+    from_host: Callable[..., Any]
 
 
-def _recomputed_reentrant(module: Any, *args: Any, **kwargs: Any) -> Any:
-    # Re-entrant checkpointing passes gradients through positional tensor arguments only.
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors_in(args)):
-        return _recomputed(module, *args, **kwargs)
-    forward = module.__dict__.get(OWN) or type(module).forward
-    return checkpoint(functools.partial(forward, module, **kwargs), *args, use_reentrant=True)
+@functools.cache
+def _ways() -> _Ways:
+    checkpoint = engines.current().checkpoint
 
+    def recomputed(module: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = module.__dict__.get(OWN) or type(module).forward
+        if not torch.is_grad_enabled():
+            return forward(module, *args, **kwargs)
+        return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
 
-def _recomputed_from_host(module: Any, *args: Any, **kwargs: Any) -> Any:
-    with inputs_on_host(args if torch.is_grad_enabled() else ()):
-        return _recomputed(module, *args, **kwargs)
+    def reentrant(module: Any, *args: Any, **kwargs: Any) -> Any:
+        # Re-entrant checkpointing passes gradients through positional tensor arguments only.
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors_in(args)):
+            return recomputed(module, *args, **kwargs)
+        forward = module.__dict__.get(OWN) or type(module).forward
+        return checkpoint(functools.partial(forward, module, **kwargs), *args, use_reentrant=True)
 
+    def from_host(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with inputs_on_host(args if torch.is_grad_enabled() else ()):
+            return recomputed(module, *args, **kwargs)
 
-WAYS = (_recomputed, _recomputed_reentrant, _recomputed_from_host)
-
-engines.use_xla_names(globals(), "recomputation")
+    return _Ways(recomputed, reentrant, from_host)

@@ -146,7 +146,7 @@ def install() -> None:
 def _chosen() -> dict[str, list[Callable[[ModuleType], None]]]:
     """What is done to a module once it is imported, by the module's name."""
     changes: dict[str, list[Callable[[ModuleType], None]]] = {}
-    if engines.is_xla():
+    if engines.current().drives_machine:
         return {"accelerate.accelerator": [_refuse_on_xla]}
     if not untested("accelerate"):
         for seam in SEAMS:

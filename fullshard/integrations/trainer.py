@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fullshard import runtime
+from fullshard import engines, runtime
 from fullshard.integrations.accelerate_prepare import is_served
 from fullshard.integrations.fsdp_plugin import NAMES
 from fullshard.options import options_of
-from fullshard.parallelize import xla_settings
 from fullshard.parallelize.fsdp_flags import read_section, read_words, settings_from_trainer_flags
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings, overlay
@@ -38,7 +37,7 @@ def fsdp_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
         made = {_PLUGIN_NAMES.get(name, name): value for name, value in values.items()}
         known = inspect.signature(FullyShardedDataParallelPlugin).parameters
         notes += [*_without_effect(values), *_not_of_the_plugin(made.keys() - known, values)]
-        for note in (*notes, *xla_settings.notes(settings)):
+        for note in (*notes, *engines.current().sharding_notes(settings)):
             runtime.get_logger().info("TrainingArguments: %s", note)
         self.fsdp, self.fsdp_config = True, {}
         original(self)

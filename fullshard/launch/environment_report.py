@@ -101,7 +101,7 @@ def _installed(package: str) -> str | None:
 
 
 def _engine() -> str:
-    return engines.engine()
+    return engines.current().name
 
 
 def _offer(name: str) -> str:
@@ -142,7 +142,7 @@ def _accelerator() -> str:
 
 
 def _xla_devices() -> str:
-    if not engines.is_xla():
+    if not engines.current().drives_machine:
         return "none (the XLA engine is not used)"
     from fullshard import runtime
 
@@ -159,7 +159,7 @@ def _device() -> str:
 def _backend() -> str:
     from fullshard import groups, rank_env, runtime
 
-    if engines.is_xla():
+    if engines.current().drives_machine:
         return str(runtime.transport())
     kind = runtime.device().type
     own = groups.has_own(kind) and runtime.local_world_size() <= rank_env.gpu_count()

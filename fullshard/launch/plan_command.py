@@ -34,7 +34,7 @@ def plan(words: Sequence[str]) -> int:
     if not words or any(word in HELP for word in words):
         show_plan_help()
         return 0
-    engines.require_torch_engine("fullshard plan")
+    engines.require("plans", "fullshard plan")
     request, options = read_request(words)
     return search(request, options) if options.search else show(request, options)
 

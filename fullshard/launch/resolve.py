@@ -31,10 +31,9 @@ from fullshard.launch.config import (
 )
 from fullshard.launch.slurm import SlurmPlace, read_slurm
 from fullshard.options import options_of, parse_flags
-from fullshard.parallelize import xla_settings
 from fullshard.parallelize.fsdp_flags import read_section, read_words
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
-from fullshard.parallelize.settings import RESOLVED_VARIABLE, EngineSettings, overlay, values_in
+from fullshard.parallelize.settings import RESOLVED_VARIABLE, XLA_DEVICES_VARIABLE, EngineSettings, overlay, values_in
 from fullshard.version import __version__
 
 
@@ -150,7 +149,7 @@ class LaunchSettings:
     def _xla_variables(self, outer: Mapping[str, str]) -> dict[str, str]:
         """What tells PyTorch/XLA which devices to use; CPU devices are made, in the number that is asked for."""
         count = self.processes.num_processes
-        asked = {} if count is None else {xla_settings.DEVICES_VARIABLE: str(count)}
+        asked = {} if count is None else {XLA_DEVICES_VARIABLE: str(count)}
         if not self.engine.use_cpu and outer.get("PJRT_DEVICE") != "CPU":
             return asked
         devices = count or outer.get("CPU_NUM_DEVICES") or 1
@@ -249,7 +248,7 @@ def _engine(values: Mapping[str, Any], processes: ProcessSettings, notes: list[s
     if kind == "MULTI_CPU":
         chosen["use_cpu"] = True
     engine = EngineSettings(**chosen)
-    notes.extend(xla_settings.notes(engine))
+    notes.extend(engines.current().sharding_notes(engine))
     if engine.transformer_layer_cls_to_wrap and engine.wrap_policy != "TRANSFORMER_BASED_WRAP":
         notes.append(f"fsdp_transformer_layer_cls_to_wrap is not used by fsdp_auto_wrap_policy: {engine.wrap_policy}")
     if engine.min_num_params is not None and engine.wrap_policy != "SIZE_BASED_WRAP":
@@ -348,8 +347,8 @@ def _module_exists(name: str) -> bool:
 
 def settle(settings: LaunchSettings, gpus: int, gpu_type: str = "cuda") -> LaunchSettings:
     """The settings with the device and the number of processes, for a machine with this many GPUs of this type."""
-    if engines.is_xla():
-        return _settle_on_xla(settings)
+    if engines.current().drives_machine:
+        return _settle_one_process(settings)
     processes, engine, notes = settings.processes, settings.engine, list(settings.notes)
     machines = processes.num_machines
     named = processes.gpu_ids not in (None, "all") and not engine.use_cpu
@@ -386,12 +385,14 @@ def settle(settings: LaunchSettings, gpus: int, gpu_type: str = "cuda") -> Launc
     return settled
 
 
-def _settle_on_xla(settings: LaunchSettings) -> LaunchSettings:
-    """One process drives all XLA devices of this machine; `num_processes` is their number."""
+def _settle_one_process(settings: LaunchSettings) -> LaunchSettings:
+    """One process drives all devices of this machine; `num_processes` is their number."""
     processes, slurm = settings.processes, settings.slurm
     if processes.num_machines > 1 or (slurm is not None and slurm.tasks > 1):
         count = max(processes.num_machines, slurm.tasks if slurm is not None else 1)
-        raise ConfigError(f"num_machines is {count}: on the XLA engine one process on one machine is supported")
+        raise ConfigError(
+            f"num_machines is {count}: on the {engines.current().name} engine one process on one machine is supported"
+        )
     if processes.num_processes is not None:
         settings.engine.mesh_shape(processes.num_processes, 1)
     return dataclasses.replace(settings, device="xla")

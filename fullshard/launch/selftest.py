@@ -59,8 +59,8 @@ def main() -> None:
     xr.seed(0)
     device, world = xr.device(), xr.world_size()
     say(f"{world} process(es) on {xr.node_count()} machine(s) are connected; the device of each is {device.type}")
-    if engines.is_xla():
-        say(f"one process drives {xr.global_device_count()} {xr.device_type()} device(s) of XLA")
+    if engines.current().drives_machine:
+        say(f"one process drives {xr.global_device_count()} {xr.device_type()} device(s)")
     ranks = torch.tensor([float(xr.rank() + 1)], device=device)
     if world > 1:
         dist.all_reduce(ranks)
@@ -83,7 +83,7 @@ def main() -> None:
     mine = slice(xr.rank() * ROWS, (xr.rank() + 1) * ROWS)
     losses = train(model, optimizer, inputs[mine], targets[mine])
     say(f"the model is sharded: {str(model.plan).splitlines()[0]}")
-    if not engines.is_xla():
+    if not engines.current().compiles_steps:
         check_links(model, way.backend)
     computed = dtype_of("fp32" if settings.mixed_precision == "no" else settings.mixed_precision)
     assert computed is not None

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from fullshard import runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp import uneven_batches
-from fullshard.parallelize.placement import place
 from fullshard.parallelize.row_assignment import RankBatch, RankBatches, RankItems, SharedRandomOrder
 from fullshard.torch_private import forget_iterator, tree_map
 
@@ -154,5 +153,5 @@ def _extended(plain: type) -> type:
 def _placed(leaf: Any) -> Any:
     """A tensor of a batch, or another object that has `to`, on this rank's device."""
     if isinstance(leaf, torch.Tensor):
-        return place(leaf)
+        return runtime.place(leaf)
     return leaf.to(runtime.device()) if hasattr(leaf, "to") else leaf

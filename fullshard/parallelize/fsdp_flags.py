@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fullshard import engines
 from fullshard.configfile import ConfigFile, read_file, sort_keys
 from fullshard.errors import ConfigError
 from fullshard.options import nearest, options_of
-from fullshard.parallelize import xla_settings
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import STRATEGIES, EngineSettings, overlay
 
@@ -39,7 +39,7 @@ def settings_from_trainer_flags(
     given = overlay(read_section(fsdp_config, notes), read_words(fsdp))
     made = EngineSettings(**overlay(values, {name: value for name, value in given.items() if name in values}))
     if any(name.startswith("xla") for name in given):
-        notes.extend(xla_settings.notes(made))
+        notes.extend(engines.current().sharding_notes(made))
     return made
 
 

@@ -25,8 +25,7 @@ from fullshard.fsdp import (
 )
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.plan_model import plan_fsdp
-from fullshard.parallelize.settings import EngineSettings
-from fullshard.parallelize.xla_settings import DEVICES_VARIABLE, buffer_dtype
+from fullshard.parallelize.settings import XLA_DEVICES_VARIABLE, EngineSettings
 from fullshard.spmd import Mesh
 from fullshard.spmd.mesh import AbsentMesh
 
@@ -38,7 +37,7 @@ def shard_model(
     """Shard a model in place and return it. `overrides` are options of `FSDPv2` that replace those of the settings;
     `say` is called when compilation begins."""
     mesh = mesh if mesh is not None else build_mesh(settings)
-    if (dtype := buffer_dtype(settings)) is not None:
+    if (dtype := engines.current().buffer_dtype(settings)) is not None:
         precision = MixedPrecision.of(overrides.get("mixed_precision", settings.mixed_precision))
         overrides["mixed_precision"] = dataclasses.replace(precision, buffer_dtype=dtype)
     layers = checkpointed_modules(model, settings) if settings.activation_checkpointing else []
@@ -76,8 +75,8 @@ def absent_mesh(settings: EngineSettings, processes: int, nodes: int = 1) -> Abs
 def build_mesh(settings: EngineSettings) -> Mesh:
     """The mesh of the strategy over all devices of this job."""
     devices = runtime.global_device_count()
-    asked = os.environ.get(DEVICES_VARIABLE, "")
-    if engines.is_xla() and asked not in ("", str(devices)):
+    asked = os.environ.get(XLA_DEVICES_VARIABLE, "")
+    if engines.current().drives_machine and asked not in ("", str(devices)):
         raise ConfigError(
             f"num_processes is {asked}, and XLA has {devices} device(s); on the XLA engine it is the number of "
             f"devices. Leave it out to use all"

@@ -7,7 +7,6 @@ over the ranks.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import nn
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader
 from fullshard import engines, runtime
 from fullshard.errors import ConfigError
 from fullshard.fsdp import FSDPv2, shard
-from fullshard.fsdp.state_dict import as_shard
 from fullshard.parallelize.data_loader import RankLoader
 from fullshard.parallelize.model import shard_model
 from fullshard.parallelize.settings import EngineSettings
@@ -72,8 +70,9 @@ def rebind(optimizer: Optimizer) -> Optimizer:
         )
     for p in with_state:
         new, state = shard.replaced[p], optimizer.state.pop(p)
-        cut = new.as_shard if engines.is_xla() else functools.partial(as_shard, p=new)
-        optimizer.state[new.shard] = {name: cut(value).clone() for name, value in state.items()}
+        optimizer.state[new.shard] = {
+            name: engines.current().as_shard(new, value).clone() for name, value in state.items()
+        }
     for group in optimizer.param_groups:
         group["params"] = [shard.replaced[p].shard if p in shard.replaced else p for p in group["params"]]
     return optimizer

@@ -14,12 +14,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from fullshard import engines
 from fullshard.errors import ConfigError
 from fullshard.options import Option, convert, option, options_of
-from fullshard.parallelize import xla_settings
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 KEEPING = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "HYBRID_SHARD_ZERO2"}
@@ -31,6 +31,9 @@ _fsdp = functools.partial(option, section="fsdp_config", prefix="fsdp_")
 _xla = functools.partial(option, section="fsdp_config")
 _sizes = functools.partial(option, section="parallelism_config", prefix="parallelism_config_")
 _dynamo = functools.partial(option, section="dynamo_config", prefix="dynamo_")
+
+XLA_DEVICES_VARIABLE = "FULLSHARD_XLA_DEVICES"
+"""The number of devices that `num_processes` asks for where one process drives them all."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +157,9 @@ class EngineSettings:
                 ) from None
         _ = self.strategy  # raises if two keys contradict each other
         if self.xla_fsdp_settings is not None:
-            object.__setattr__(self, "xla_fsdp_settings", xla_settings.read_settings(self.xla_fsdp_settings))
-        xla_settings.check(self)
-        for name, value in xla_settings.overruled(self).items():
+            object.__setattr__(self, "xla_fsdp_settings", read_xla_settings(self.xla_fsdp_settings))
+        engines.current().check_sharding(self)
+        for name, value in engines.current().sharding_overrides(self).items():
             object.__setattr__(self, name, value)
 
     # --- derived values ---------------------------------------------------------------------------------------------
@@ -230,7 +233,7 @@ class EngineSettings:
             + (" (inputs on the host)" if self.activation_checkpointing_offload else ""),
             "device": "cpu" if self.use_cpu else "GPU where there is one",
         }
-        if engines.is_xla():  # the compiler decides
+        if engines.current().compiles_steps:  # the compiler decides
             del shown["offload to host"], shown["prefetch"]
             shown["device"] = "XLA devices"
         if self.hybrid:
@@ -335,3 +338,25 @@ def _text(value: Any) -> str:
 
 def _on_off(on: bool) -> str:
     return "on" if on else "off"
+
+
+def read_xla_settings(given: Any) -> dict[str, Any]:
+    """`xla_fsdp_settings` as a mapping: it may also be JSON, or the path of a JSON file."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    text = str(given).strip()
+    if not text.startswith("{"):
+        try:
+            text = Path(text).expanduser().read_text()
+        except OSError as error:
+            raise ConfigError(
+                f"xla_fsdp_settings: {given!r} is no mapping, no JSON object and no file that can be read "
+                f"({error.strerror})"
+            ) from None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"xla_fsdp_settings: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"xla_fsdp_settings: {given!r} holds {found!r} instead of a JSON object")
+    return found

@@ -36,7 +36,7 @@ def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int
     bits are read as they are. With "fp8" as the configuration, linear layers become `FP8Linear`; fused experts and
     layers whose sizes are not multiples of 16 stay dense.
     """
-    engines.require_torch_engine("quantization of weights (4-bit, fp8)")
+    engines.require("quantized weights", "quantization of weights (4-bit, fp8)")
     _check(model)
     if config == "fp8":
         return _to_fp8(model)

@@ -85,7 +85,7 @@ class Mesh:
     def device_mesh_for(self, groups: AxisGroups) -> DeviceMesh:
         """The torch mesh whose dims merge the given axes. A collective: all ranks must call it."""
         assert sorted(axis for group in groups for axis in group) == list(range(self.ndim)), groups
-        engines.require_torch_engine("Mesh.device_mesh")
+        engines.require("device meshes of torch", "Mesh.device_mesh")
         runtime.use_spmd()
         known = _device_meshes()
         key = (self, groups)

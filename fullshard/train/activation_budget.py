@@ -151,7 +151,7 @@ class ActivationBudget:
         self.predicted, self.copies = 0.0, 0
         """The peak of a step, and the part of it that copies of weights take."""
         self.chosen = budget is None or largest is None or not self.layers
-        if not engines.is_xla():
+        if not engines.current().compiles_steps:
             model._fullshard_engine.decides_copies = budget is None
         self._checks, self._age, self._exceeded = 0, 0, False
         """How often the choice may still be corrected, the steps since it was made, and whether one took more than the

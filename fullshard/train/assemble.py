@@ -44,7 +44,6 @@ from fullshard.train.model_steps import adapt_model, ready_model
 from fullshard.train.optimizer import check_given, schedule_of
 from fullshard.train.plan_first import RunToPlan, plan_first
 from fullshard.train.read_model import read_model
-from fullshard.train.step_device import FIXED_SHAPES
 from fullshard.watchdog import collectives
 from fullshard.weights.fill import fill
 
@@ -84,10 +83,10 @@ class Parts:
 def join_ranks(engine: EngineSettings) -> None:
     """Connect the ranks, on the device that the settings choose."""
     runtime.use_spmd(device="cpu" if engine.use_cpu else None)
-    if engines.is_xla() and runtime.world_size() > 1:
+    if engines.current().drives_machine and runtime.world_size() > 1:
         raise ConfigError(
-            f"{runtime.world_size()} processes: on the XLA engine, training is supported in one process, which drives "
-            f"all devices of its machine."
+            f"{runtime.world_size()} processes: on the {engines.current().name} engine, training is supported in one "
+            f"process, which drives all devices of its machine."
         )
 
 
@@ -139,18 +138,19 @@ def build_loop(
     engine, dtypes = ready.engine, ready.precision
     layers = checkpointed_modules(model, engine) if config.gradient_checkpointing else []
     collectives.meet("start of sharding")  # creating process groups waits for all ranks unwatched
-    waits: dict[str, Any] = {} if engines.is_xla() else {"timeout": config.ddp_timeout}
+    compiled = engines.current().compiles_steps  # then the compiler issues collectives, and nothing is planned
+    waits: dict[str, Any] = {} if compiled else {"timeout": config.ddp_timeout}
     sharded = shard_model(model, engine, say=reporter.say, mixed_precision=dtypes, **waits)
     if note := report_sharded(sharded, dtypes.param_dtype).note():
         reporter.say(note)
-    if not engines.is_xla():
+    if not compiled:
         mesh = sharded._fullshard_mesh
         along_axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.mesh_shape[axis] > 1]
         collectives.set_timeout(along_axes, config.ddp_timeout)
     reentrant = config.use_reentrant and not has_router_loss(model)
     if reentrant != config.use_reentrant:
         reporter.say("use_reentrant: routers would get no gradient; gradient checkpointing is not reentrant.")
-    if FIXED_SHAPES and isinstance(steps, StepLoader):
+    if compiled and isinstance(steps, StepLoader):
         reporter.say(describe_shapes(config, steps.dataset))
     largest = largest_batch(config, steps, model)
     activations = ActivationBudget(
@@ -159,7 +159,7 @@ def build_loop(
     )  # fmt: skip
     optim = config.optim if trainer.makes_optimizer else None
     memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
-    if steps is not None and not config.skip_plan and not engines.is_xla():
+    if steps is not None and not config.skip_plan and not compiled:
         shape = largest.shape(config) if largest is not None else None
         run = RunToPlan(
             config, engine, sharded, parts.base, shape, reporter.total, parts.grown, parts.adapter_config,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import DataLoader
 
-from fullshard import runtime
+from fullshard import engines, runtime
 from fullshard.data.chat_template import template_of
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import (
@@ -40,7 +40,6 @@ from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.adapter import Say
 from fullshard.train.dataset_options import configs_of, reading, templates_of
 from fullshard.train.model import check_rows
-from fullshard.train.step_device import FIXED_SHAPES
 
 EVALUATION = "evaluation"
 """The names of data that `eval_packing` applies to begin with this."""
@@ -132,7 +131,7 @@ def with_fixed_shapes(config: SFTConfig, collator: Any, data: TokenTable | Strea
 
     Rows have the length of the longest one. With `pad_to_multiple_of` there may be several lengths.
     """
-    if not FIXED_SHAPES or not isinstance(collator, Collator):
+    if not engines.current().compiles_steps or not isinstance(collator, Collator):
         return collator
     longest = longest_row(config, data)
     least = 1 if config.pad_to_multiple_of else longest

@@ -25,7 +25,6 @@ from fullshard.parallelize.settings import EngineSettings
 from fullshard.paths import Inputs, held, looks_local
 from fullshard.reporting.logger_names import check_report_to
 from fullshard.settings.sft_config import SFTConfig
-from fullshard.settings.xla_limits import refuse_on_xla
 from fullshard.train import run_dir
 from fullshard.train.cli_args import Arguments, CommandConfig, config_of
 from fullshard.train.dataset_options import RunData, configs_of, find, script_source, streamed
@@ -114,8 +113,7 @@ def _run_of(
 
 def sharding_settings(config: SFTConfig, launched: EngineSettings | None, notes: list[str]) -> EngineSettings:
     """How the model is sharded: the launcher's settings, overridden by the run's own."""
-    if engines.is_xla():
-        refuse_on_xla(config)
+    engines.current().check_run(config)
     engine = settings_from_trainer_flags(config.fsdp, config.fsdp_config, notes=notes, base=launched)
     changes: dict[str, Any] = {"mixed_precision": config.precision} if config.precision else {}
     if config.use_cpu:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard import runtime
+from fullshard import engines, runtime
 from fullshard.data.loader import Batch, Collator
 from fullshard.data.prepared_rows import PreparedRows, prepared_rows
 from fullshard.data.pretokenized import IGNORED
@@ -28,7 +28,6 @@ from fullshard.train.batches import ScriptLoader, checked_table, evaluation_load
 from fullshard.train.dataset_options import script_source
 from fullshard.train.loop import Loop
 from fullshard.train.optimizer import ScriptSchedule
-from fullshard.train.step_device import FIXED_SHAPES
 from fullshard.train.training_step import TrainingStep, trained_tokens
 from fullshard.watchdog import collectives, watch
 
@@ -313,7 +312,7 @@ def _batches(dataloader: Any) -> Iterator[tuple[Batch, int | None]]:
     loader = dataloader if hasattr(dataloader, "next_epoch") else ScriptLoader(dataloader, 1, "get_eval_dataloader")
     for step in loader.one_pass():
         for batch, rows in zip(step.batches, step.mine, strict=True):
-            padded = FIXED_SHAPES and isinstance(getattr(loader, "collate_fn", None), Collator)
+            padded = engines.current().compiles_steps and isinstance(getattr(loader, "collate_fn", None), Collator)
             yield batch, len(rows) if padded or not rows else None
 
 

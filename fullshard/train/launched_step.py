@@ -1,7 +1,7 @@
 """A training step that was issued to the device, whose values the host reads later.
 
 The host issues a step while the device computes the one before. It must not wait for a loss to decide whether to
-update, so the device decides (`step_device.UpdateGuard`): a step without a finite loss and gradient changes nothing,
+update, so the device decides (`engines.UpdateGuard`): a step without a finite loss and gradient changes nothing,
 and neither do the steps after it, until the host has read its values and stopped the run. The same holds for a step
 whose collectives were aborted because a rank is lost. Optimizers that cannot skip an update on the device are stepped
 once the host has read the values.
@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from fullshard import runtime
+from fullshard import engines, runtime
 from fullshard.data.loader import Step
 from fullshard.ranks import exchange
 from fullshard.spmd.tensor import is_sharded
 from fullshard.train.run_progress import StepResult
-from fullshard.train.step_device import HostCopy
 from fullshard.watchdog import watch
 
 ROWS_NAMED = 16
@@ -37,7 +36,7 @@ class LaunchedStep:
         self.values = torch.cat([sums, _on_device(norm)])
         """Loss, correct predictions, entropy, router's loss × tokens, tokens, floating-point operations (sums over all
         ranks), and the norm of the gradients."""
-        self._copy = HostCopy(self.values)
+        self._copy = engines.current().devices.host_copy(self.values)
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:

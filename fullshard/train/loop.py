@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard import accelerator, runtime
+from fullshard import accelerator, engines, runtime
 from fullshard.checkpoint.manager import CheckpointManager
 from fullshard.data.loader import Batch, Step
 from fullshard.errors import TrainingError
@@ -42,7 +42,6 @@ from fullshard.train.batches import Steps, describe_data
 from fullshard.train.launched_step import LaunchedStep
 from fullshard.train.optimizer import Schedule
 from fullshard.train.run_progress import Progress, StepResult
-from fullshard.train.step_device import AHEAD, UpdateGuard, seed_device
 from fullshard.watchdog import collectives, watch
 
 
@@ -151,7 +150,7 @@ class Loop:
         progress.epoch, progress.position = pick.epoch, pick.position
         progress.skipped += not updated
         self._unread.append(launched)
-        self.read_values(but=AHEAD)
+        self.read_values(but=math.inf if engines.current().compiles_steps else 1)
 
     def read_values(self, but: float = 0) -> None:
         """Read and add up the values of the steps issued so far, but the last ones. Stops the run at a step that has
@@ -259,11 +258,11 @@ class Loop:
         return found
 
     @functools.cached_property
-    def guard(self) -> UpdateGuard | None:
+    def guard(self) -> engines.UpdateGuard | None:
         """What skips updates on the device. None where the host reads the values first: to skip steps that then do not
         count as updates, or because the optimizer cannot."""
         waits = self.config.on_nonfinite_loss == "skip" or self.scaler.is_enabled()
-        return None if waits or not UpdateGuard.serves(self.optimizer) else UpdateGuard(self.optimizer)
+        return None if waits else engines.current().devices.update_guard(self.optimizer)
 
     def _update(self, launched: LaunchedStep) -> bool:
         """Take the optimizer's step. Returns whether weights were changed, as far as the host decides it."""
@@ -291,7 +290,7 @@ class Loop:
     def _seed(self, step: int) -> None:
         """Seed the random numbers (dropout) of a step from seed, step and rank: a resumed run draws the same."""
         key = f"{self.config.seed}/{step}/{runtime.rank()}".encode()
-        seed_device(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
+        runtime.seed_device(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
 
     def _handle_nonfinite(self, launched: LaunchedStep) -> None:
         """Stop the run at a step whose loss or gradient is not finite, unless `on_nonfinite_loss` is skip."""

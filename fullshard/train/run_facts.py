@@ -75,8 +75,8 @@ def method_of(model: Any) -> str:
 def hardware() -> str:
     """The devices of the run, as the first rank sees them."""
     device, ranks, nodes = runtime.device(), runtime.global_device_count(), runtime.node_count()
-    kind = accelerator.names()[device.index or 0] if accelerator.is_accelerator(device) else "CPU rank"
-    kind = f"{runtime.device_type()} device of XLA" if engines.is_xla() else kind
+    rank = f"{runtime.device_type()} {'device of XLA' if engines.current().drives_machine else 'rank'}"
+    kind = accelerator.names()[device.index or 0] if accelerator.is_accelerator(device) else rank
     return f"{ranks:,} × {kind}" + (f" on {nodes:,} nodes" if nodes > 1 else "")
 
 

@@ -26,6 +26,8 @@ from fullshard.train.loop import Loop
 
 MEASURED = 4
 """The first step that may be measured, counted from the start: the optimizer has its state, layers are compiled."""
+WARM_UP = 3
+"""Steps in which programs are compiled as a matter of course: the first makes the optimizer's state."""
 COUNTERS = ("gathers", "gather_sent", "reduces", "reduce_sent")
 """What the engine counts by unit."""
 PARTS = ("shards", "gathered", "gradients", "optimizer", "other")
@@ -147,9 +149,28 @@ class StepRecord:
         replace_text(self.folder / STEP_FILE, json.dumps(found))
 
 
+class CompileWatch:
+    """Warns where a step after the first ones compiles another program. A callback of the run."""
+
+    def __init__(self) -> None:
+        self._steps, self._before = 0, 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        self._before = engines.current().compilations() or 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        self._steps += 1
+        new = (engines.current().compilations() or 0) - self._before
+        if self._steps > WARM_UP and new > 0:
+            runtime.warn_once(
+                "recompiled",
+                f"step {state.global_step} compiled {new} new program(s), which takes long: batches or code differ "
+                f"from those of the steps before",
+            )
+
+
 def step_watchers(folder: Path, loop: Loop) -> list[Any]:
     """The callbacks of a run that watch its steps, on this rank."""
+    if engines.current().compiles_steps:
+        return [CompileWatch()]
     return [StepRecord(folder, loop)] if runtime.is_main() else []
-
-
-engines.use_xla_names(globals(), "compile_watch")

@@ -27,7 +27,6 @@ from fullshard.models.chunked_loss import whole_cross_entropy
 from fullshard.models.inner_model import causal
 from fullshard.models.router_loss import has_router_loss
 from fullshard.models.token_loss import known_count
-from fullshard.parallelize.placement import place
 from fullshard.parallelize.prepare import rebind
 from fullshard.ranks import exchange
 from fullshard.settings.sft_config import SFTConfig
@@ -174,7 +173,7 @@ class TrainingStep:
             return type(data)(self._prepare_input(value) for value in data)
         if not isinstance(data, torch.Tensor) or data.device == runtime.device():
             return data
-        return place(data, self.args.dataloader_pin_memory)
+        return runtime.place(data, self.args.dataloader_pin_memory)
 
     # --- loss and gradients -----------------------------------------------------------------------------------------
 

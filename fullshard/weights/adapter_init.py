@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import runtime
+from fullshard import engines, runtime
 from fullshard.errors import WeightsError
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
@@ -189,7 +189,7 @@ def _set(one: DerivedAdapter, values: Values) -> None:
 
 def _device() -> torch.device:
     """Where values are computed: on the host for XLA, which would compile a program for every shape."""
-    return runtime.device() if runtime.device().type != "xla" else torch.device("cpu")
+    return runtime.device() if engines.current().host_shards is None else torch.device("cpu")
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------

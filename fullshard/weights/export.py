@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from fullshard import runtime
+from fullshard import engines, runtime
 from fullshard.byte_size import file_size
 from fullshard.errors import WeightsError
 from fullshard.fsdp import state_dict
@@ -197,10 +197,8 @@ def _stream(
 
 def _whole(p: ShardedParameter, dtype: torch.dtype) -> torch.Tensor | None:
     """Gather a parameter in rank 0's host memory; other ranks send their shards and get None."""
-    if p.shard.device.type == "xla":
-        from fullshard.xla.shards import whole as whole_on_xla
-
-        value = whole_on_xla(p.shard)  # all processes take part
+    if (on_host := engines.current().host_shards) is not None:
+        value = on_host.whole(p.shard)  # all processes take part
         return value.to(dtype) if runtime.is_main() else None
     mine = p.local.detach().to("cpu", dtype).contiguous()
     shape, group, layout = p.plan.shape, host_group(), p.layout

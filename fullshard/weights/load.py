@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from fullshard import runtime
+from fullshard import engines, runtime
 from fullshard.errors import WeightsError
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.fsdp.shard import broadcast
@@ -258,7 +258,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _share_values(model: nn.Module, mesh: Mesh) -> None:
     """Broadcast parameters that `adapt` gave values, so that they are equal on all ranks."""
-    on_host = runtime.device().type == "xla"  # FSDPv2 moves them to the devices
+    on_host = engines.current().host_shards is not None  # FSDPv2 moves them to the devices
     for p in model.parameters():
         if p.is_meta:
             continue

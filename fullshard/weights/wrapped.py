@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard import engines
 from fullshard.fsdp import state_dict
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.spmd import full_tensor
@@ -19,7 +20,7 @@ class Wrapped:
 
     root: nn.Module
     parameters: list[ShardedParameter]
-    """On XLA: `xla.loading.LoadableParameter`, which has the same interface for loading."""
+    """Where a process holds several shards of each: what has the same interface for loading."""
     buffer_dtype: torch.dtype | None
 
 
@@ -29,10 +30,8 @@ def wrapped(model: nn.Module) -> Wrapped | None:
     if engine is None:
         return None
     parameters = [p for unit in engine.units for p in unit.parameters]
-    if parameters and not isinstance(parameters[0], ShardedParameter):
-        from fullshard.xla.loading import LoadableParameter
-
-        parameters = [LoadableParameter(p) for p in parameters]
+    if (on_host := engines.current().host_shards) is not None:
+        parameters = [on_host.loadable(p) for p in parameters]
     return Wrapped(engine.units[0].module, parameters, engine.units[0].precision.buffer_dtype)
 
 

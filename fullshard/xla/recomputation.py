@@ -1,8 +1,8 @@
 """Activation checkpointing on XLA: activations are computed again in backward, and the compiler cannot undo that.
 
-`fsdp/activation_checkpointing.py` takes the names in `REPLACES` from here. The compiler's common-subexpression
-elimination removes what is computed twice, so the second computation starts from the inputs behind an optimization
-barrier. The barrier includes the gradients that start backward: nothing is recomputed before them.
+The compiler's common-subexpression elimination removes what is computed twice, so the second computation starts from
+the inputs behind an optimization barrier. The barrier includes the gradients that start backward: nothing is recomputed
+before them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fullshard.fsdp.tensor_tree import tensors_in
-
-REPLACES = ("checkpoint",)
 
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 _scopes: list[Scope] = []

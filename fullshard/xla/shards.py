@@ -1,30 +1,29 @@
 """The shards of an XLA tensor: reading them into host memory, and loading values into them.
 
 One process drives several devices, so it holds several shards of a tensor, some of them copies of each other. Host
-memory holds one tensor at a time, and of it only what the devices of this process hold. `checkpoint/` and `weights/`
-move values through this file.
+memory holds one tensor at a time, and of it only what the devices of this process hold. Implements
+`engines.HostShards`, through which `checkpoint/` and `weights/` move values.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from fullshard import runtime
+from fullshard.engines import HostPiece
+from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.spec import Layout
+from fullshard.torch_private import parameters_of
 from fullshard.xla.tensor import _compiler, annotate, sharding_of
 
 Cuts = tuple[slice, ...]
 """A part of a tensor: start and stop for each dim."""
 Key = tuple[tuple[int, int], ...]
 """The same, hashable."""
-
-
-def starts(cuts: Cuts) -> tuple[int, ...]:
-    """Where a part begins in the whole tensor."""
-    return tuple(cut.start for cut in cuts)
 
 
 def _parts(layout: Layout) -> int:
@@ -42,19 +41,6 @@ def _device_id(name: str) -> int:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class HostPiece:
-    """A part of a tensor, copied to host memory."""
-
-    cuts: Cuts
-    value: torch.Tensor
-    copies: int
-    """The number of copies of which one has to be chosen; 0 if the tensor has no layout, so that nothing is known about
-    the other processes."""
-    copy: int
-    """The index of this one among them."""
 
 
 def read(t: torch.Tensor) -> list[HostPiece]:
@@ -155,3 +141,63 @@ def load(t: torch.Tensor, value: torch.Tensor) -> None:
     for cuts, memory in staging.parts():
         memory.copy_(value[cuts])
     staging.commit()
+
+
+stage = Staging
+
+
+class LoadableParameter:
+    """A parameter of a wrapped model as loading and saving see it, with the interface of
+    `fsdp.parameter.ShardedParameter`: the plan, and host memory for the values while they are read or written."""
+
+    def __init__(self, annotated: Any):
+        self.plan, self.layout, self.sites = annotated.plan, annotated.layout, annotated.sites
+        self.shard: nn.Parameter = annotated.parameter
+        self._staging: Staging | None = None
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether the parameter has no memory yet."""
+        return self.shard.is_meta
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of host memory that `parts` takes, at most."""
+        return self.shard.numel() * self.shard.element_size()
+
+    @property
+    def held(self) -> int:
+        """The number of values of the parameter that the devices of this process hold, copies counted once."""
+        return Staging(self.shard).numel
+
+    def give_memory(self) -> None:
+        """Move a parameter from the meta device to the devices; its values are not defined until they are loaded."""
+        if self.is_meta:
+            dtype = dtype_of(self.plan.dtype)
+            assert dtype is not None
+            new = nn.Parameter(empty(self.plan.shape, dtype, None), self.shard.requires_grad)
+            torch.utils.swap_tensors(self.shard, annotate(new, self.layout))  # an optimizer may hold it
+
+    def parts(self, keep: bool = False) -> list[tuple[Cuts, torch.Tensor]]:
+        """The parts of the parameter on the devices of this process, each once, in host memory."""
+        self._staging = Staging(self.shard)
+        parts = self._staging.parts()
+        if keep:
+            values = {key(piece.cuts): piece.value for piece in read(self.shard)}
+            for cuts, memory in parts:
+                memory.copy_(values[key(cuts)])
+        return parts
+
+    def written(self) -> None:
+        """Move the values of `parts` to the devices."""
+        assert self._staging is not None
+        self._staging.commit()
+        self._staging = None
+
+    def show_shard(self) -> None:
+        """Let the modules hold the parameter again."""
+        for module, name in self.sites:
+            parameters_of(module)[name] = self.shard
+
+
+loadable = LoadableParameter

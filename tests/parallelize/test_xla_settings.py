@@ -10,9 +10,10 @@ from fullshard import engines
 from fullshard.errors import ConfigError
 from fullshard.launch.config import find_file
 from fullshard.launch.resolve import resolve, settle
-from fullshard.parallelize import xla_settings
 from fullshard.parallelize.fsdp_flags import settings_from_trainer_flags
-from fullshard.parallelize.settings import EngineSettings
+from fullshard.parallelize.settings import XLA_DEVICES_VARIABLE, EngineSettings
+from fullshard.xla import limits
+from fullshard.xla.engine import ENGINE
 
 OTHER = {
     "reshard_after_forward": False, "disable_reshard_on_root": False, "flatten_parameters": True,
@@ -28,12 +29,12 @@ OTHER = {
 
 @pytest.fixture
 def on_xla(monkeypatch):
-    monkeypatch.setattr(engines, "is_xla", lambda: True)
+    monkeypatch.setattr(engines, "current", lambda: ENGINE)
 
 
 def test_every_key_is_used_or_refused_by_name(on_xla):
-    assert OTHER.keys() == xla_settings.REFUSED.keys()
-    for key, (default, reason) in xla_settings.REFUSED.items():
+    assert OTHER.keys() == limits.REFUSED.keys()
+    for key, (default, reason) in limits.REFUSED.items():
         EngineSettings(xla=True, xla_fsdp_settings={key: default})
         EngineSettings(xla=True, xla_fsdp_settings={key: None if default is None else str(default).lower()})
         with pytest.raises(ConfigError) as raised:
@@ -43,7 +44,7 @@ def test_every_key_is_used_or_refused_by_name(on_xla):
 
 def test_dtypes_are_used(on_xla):
     made = EngineSettings(xla=True, xla_fsdp_settings={"compute_dtype": "torch.bfloat16", "buffer_dtype": "float32"})
-    assert (made.mixed_precision, xla_settings.buffer_dtype(made)) == ("bf16", "float32")
+    assert (made.mixed_precision, ENGINE.buffer_dtype(made)) == ("bf16", "float32")
     assert EngineSettings(mixed_precision="bf16", xla_fsdp_settings={"compute_dtype": "bfloat16"}).mixed_precision
     assert EngineSettings(xla_fsdp_settings={"compute_dtype": "float32"}).mixed_precision == "no"
 
@@ -92,7 +93,7 @@ def test_what_happens_is_reported(on_xla, monkeypatch):
     notes: list[str] = []
     settings_from_trainer_flags(fsdp_config={"xla": True, "xla_fsdp_v2": False}, notes=notes)
     assert any("the model is sharded by FSDPv2" in note for note in notes)
-    monkeypatch.setattr(engines, "is_xla", lambda: False)
+    monkeypatch.undo()
     notes.clear()
     settings_from_trainer_flags(fsdp_config={"xla_fsdp_settings": {"a": 1}, "xla_fsdp_v2": True}, notes=notes)
     assert notes == [f"{key} is not used without xla: true" for key in ("xla_fsdp_v2", "xla_fsdp_settings")]
@@ -107,7 +108,7 @@ def test_one_process_drives_the_devices(on_xla, tmp_path):
         assert (made.device, made.world_size) == ("xla", 1)
         assert made.describe()["devices"] == "4, driven by one process"
         sent = made.environment(home)
-        assert (sent["PJRT_DEVICE"], sent["CPU_NUM_DEVICES"], sent[xla_settings.DEVICES_VARIABLE]) == ("CPU", "4", "4")
+        assert (sent["PJRT_DEVICE"], sent["CPU_NUM_DEVICES"], sent[XLA_DEVICES_VARIABLE]) == ("CPU", "4", "4")
     sent = settle(resolve(["--tpu", "--dry_run"], home), gpus=0).environment({"PJRT_DEVICE": "TPU"})
     assert sent["PJRT_DEVICE"] == "TPU" and "CPU_NUM_DEVICES" not in sent
     with pytest.raises(ConfigError, match="one process on one machine is supported"):

@@ -18,9 +18,9 @@ from transformers import TrainerCallback
 
 from fullshard import accelerator
 from fullshard.errors import TrainingError
+from fullshard.torch_devices import update_guard
 from fullshard.torch_private import local_of
 from fullshard.train import launched_step
-from fullshard.train.step_device import UpdateGuard
 from fullshard.train.trainer import SFTTrainer
 from fullshard.watchdog import rank_state, watch
 from fullshard.watchdog.diagnosis import Failure
@@ -165,8 +165,9 @@ def test_no_update_from_collectives_that_were_aborted(monkeypatch: pytest.Monkey
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
-    assert UpdateGuard.serves(optimizer) and not UpdateGuard.serves(torch.optim.AdamW([weight], lr=0.1))
-    guard, finite = UpdateGuard(optimizer), torch.ones(7, dtype=torch.float64)
+    assert update_guard(torch.optim.AdamW([weight], lr=0.1)) is None
+    guard, finite = update_guard(optimizer), torch.ones(7, dtype=torch.float64)
+    assert guard is not None
     guard.step(finite)
     after_first = copy.deepcopy(weight.data)
     assert not torch.equal(after_first, torch.ones(3))

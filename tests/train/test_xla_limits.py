@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.settings.xla_limits import refuse_on_xla
 from fullshard.train.cli_args import CommandConfig
+from fullshard.xla.engine import ENGINE
 
 REFUSED = {
     "use_4bit_quantization": ({"use_4bit_quantization": True, "use_peft_lora": True}, "4-bit weights need kernels"),
@@ -32,11 +32,11 @@ REFUSED = {
 def test_refused_by_name(name):
     changes, why = REFUSED[name]
     with pytest.raises(ConfigError) as raised:
-        refuse_on_xla(CommandConfig(**changes))
+        ENGINE.check_run(CommandConfig(**changes))
     assert str(raised.value).startswith(f"{name} is not supported on XLA: ") and why in str(raised.value)
 
 
 def test_the_defaults_are_supported():
-    refuse_on_xla(CommandConfig())
+    ENGINE.check_run(CommandConfig())
     for optim in ("adamw_torch", "sgd", "adagrad", "rmsprop", "lion_32bit"):
-        refuse_on_xla(CommandConfig(optim=optim, gradient_checkpointing=False, attn_implementation="eager"))
+        ENGINE.check_run(CommandConfig(optim=optim, gradient_checkpointing=False, attn_implementation="eager"))

@@ -8,7 +8,7 @@ import pytest
 
 from fullshard import engines
 
-collect_ignore_glob = [] if engines.is_xla() else ["test_*.py"]
+collect_ignore_glob = [] if engines.can_be_used() and engines.current().name == "XLA" else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -33,7 +33,7 @@ def mesh():
 
 
 def test_processes_and_devices_are_counted_separately():
-    assert engines.engine() == "xla" and xr.is_spmd()
+    assert engines.current().name == "XLA" and xr.is_spmd()
     assert (xr.world_size(), xr.process_count(), xr.rank(), xr.process_index(), xr.node_count()) == (1, 1, 0, 0, 1)
     assert (xr.global_runtime_device_count(), xr.addressable_device_count(), xr.local_device_count()) == (4, 4, 4)
     assert xr.device() == xm.xla_device() == torch.device("xla:0") and xr.device_type() == "CPU"
@@ -41,8 +41,10 @@ def test_processes_and_devices_are_counted_separately():
     xr.barrier()
     with pytest.raises(UnsupportedError, match="auto=True"):
         xr.use_spmd(auto=True)
-    with pytest.raises(RuntimeSetupError, match=r"use_spmd.. is not available on the XLA engine.*torch 2.11 or newer"):
-        engines.require_torch_engine("use_spmd()")
+    with pytest.raises(
+        RuntimeSetupError, match=r"fullshard plan is not available on the XLA engine.*torch 2.11 or newer"
+    ):
+        engines.require("plans", "fullshard plan")
 
 
 FIRST_USES = """

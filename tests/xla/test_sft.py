@@ -22,7 +22,7 @@ import fullshard  # noqa: E402
 from fullshard import SFTConfig, SFTTrainer, runtime  # noqa: E402
 from fullshard.errors import ConfigError, TrainingError  # noqa: E402
 from fullshard.launch.sft_command import sft  # noqa: E402
-from fullshard.xla.compile_watch import compilations  # noqa: E402
+from fullshard.xla.engine import ENGINE  # noqa: E402
 from tests.train.tiny import make_folder  # noqa: E402
 from tests.xla.torch_engine import torch_python  # noqa: E402
 
@@ -103,7 +103,7 @@ def counts() -> tuple[int, int]:
     import torch_xla.debug.metrics as metrics
 
     reads = metrics.metric_data("TransferFromDeviceTime")
-    return compilations(), reads[0] if reads is not None else 0
+    return ENGINE.compilations(), reads[0] if reads is not None else 0
 
 
 def config(folder: Path, out: str, **changes: Any) -> SFTConfig:

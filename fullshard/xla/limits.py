@@ -1,23 +1,30 @@
-"""What the settings of PyTorch/XLA mean here: the keys of `xla_fsdp_settings`, and the sharding settings that the XLA
-engine does not have.
+"""What the XLA engine does not have: settings that are refused by name, and what the settings of PyTorch/XLA mean.
 
-The keys are keywords of PyTorch/XLA's first FSDP wrapper. There a wrapper issues collectives; on the XLA engine the
-compiler inserts them, so some keywords have nothing to set. They are accepted at their default and refused otherwise.
+Nothing here imports torch. The keys of `xla_fsdp_settings` are keywords of PyTorch/XLA's first FSDP wrapper. There a
+wrapper issues collectives; here the compiler inserts them, so some keywords have nothing to set. They are accepted at
+their default and refused otherwise.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from fullshard import engines
 from fullshard.errors import ConfigError
+from fullshard.optimizers.names import SERVED
 from fullshard.options import as_bool, nearest
 
-DEVICES_VARIABLE = "FULLSHARD_XLA_DEVICES"
-"""The number of XLA devices that `num_processes` asks for."""
+_TORCH = "it needs the torch engine: install torch 2.11 or newer."
+LACKS: Mapping[str, str] = {
+    "inputs in host memory": f"inputs of recomputed modules stay on XLA devices; {_TORCH}",
+    "quantized weights": f"{_TORCH}",
+    "device meshes of torch": f"XLA's mesh spans devices, not processes; {_TORCH}",
+    "plans": f"the compiler decides what a step holds; {_TORCH}",
+}
+"""What `engines.require` refuses here."""
+
+# --- sharding settings ------------------------------------------------------------------------------------------------
+
 PRECISION = {"float32": "no", "bfloat16": "bf16"}
 """The dtypes of `compute_dtype`, and the `mixed_precision` of each."""
 
@@ -49,39 +56,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 HONORED = ("compute_dtype", "buffer_dtype")
 
 
-def read_settings(given: Any) -> dict[str, Any]:
-    """`xla_fsdp_settings` as a mapping: it may also be JSON, or the path of a JSON file."""
-    if isinstance(given, Mapping):
-        return dict(given)
-    text = str(given).strip()
-    if not text.startswith("{"):
-        try:
-            text = Path(text).expanduser().read_text()
-        except OSError as error:
-            raise ConfigError(
-                f"xla_fsdp_settings: {given!r} is no mapping, no JSON object and no file that can be read "
-                f"({error.strerror})"
-            ) from None
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"xla_fsdp_settings: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"xla_fsdp_settings: {given!r} holds {found!r} instead of a JSON object")
-    return found
-
-
-def check(settings: Any) -> None:
-    """Refuse `xla: true` without the XLA engine, and what the XLA engine does not have. `settings` are an
-    `EngineSettings`."""
-    if settings.xla and not engines.is_xla():
-        raise ConfigError(
-            "xla: true needs the XLA engine, and this installation offers the torch engine. The XLA engine needs torch "
-            "2.9.0 with torch_xla 2.9.0; TPUs with a newer torch belong to the torch engine (docs/devices.md). Remove "
-            "the key to train with torch"
-        )
-    if not engines.is_xla():
-        return
+def check_sharding(settings: Any) -> None:
+    """Refuse sharding settings (an `EngineSettings`) that the compiler decides or does not have."""
     for wrong, text in (
         (settings.mixed_precision == "fp16", "mixed_precision: fp16 needs a loss scaler, which reads a value in every "
                                              "step; use bf16 on XLA"),
@@ -114,18 +90,16 @@ def _check_keys(given: Mapping[str, Any], precision: str) -> None:
         )
 
 
-def overruled(settings: Any) -> dict[str, Any]:
-    """The sharding settings that other keys of PyTorch/XLA set, on the XLA engine."""
-    if not engines.is_xla():
-        return {}
+def sharding_overrides(settings: Any) -> dict[str, Any]:
+    """The sharding settings that other keys of PyTorch/XLA set."""
     computes = _dtype(settings.xla_fsdp_settings or {}, "compute_dtype")
-    found: dict[str, Any] = {"activation_checkpointing": True} if settings.xla_fsdp_grad_ckpt else {}
-    return found | ({"mixed_precision": PRECISION[computes]} if computes is not None else {})
+    implied: dict[str, Any] = {"activation_checkpointing": True} if settings.xla_fsdp_grad_ckpt else {}
+    return implied | ({"mixed_precision": PRECISION[computes]} if computes is not None else {})
 
 
 def buffer_dtype(settings: Any) -> str | None:
     """The name of the dtype that floating-point buffers are cast to; None leaves them as they are."""
-    return _dtype(settings.xla_fsdp_settings or {}, "buffer_dtype") if engines.is_xla() else None
+    return _dtype(settings.xla_fsdp_settings or {}, "buffer_dtype")
 
 
 def _dtype(given: Mapping[str, Any], key: str) -> str | None:
@@ -143,11 +117,72 @@ def _is_default(value: Any, default: Any) -> bool:
     return value is None or str(value) == str(default)
 
 
-def notes(settings: Any) -> Iterator[str]:
-    """What happens with settings of PyTorch/XLA that are not taken literally."""
-    if not engines.is_xla():
-        for key in ("xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt"):
-            if getattr(settings, key):
-                yield f"{key} is not used without xla: true"
-    elif settings.xla_fsdp_v2 is False:
-        yield "xla_fsdp_v2: false: PyTorch/XLA's first FSDP wrapper is not offered; the model is sharded by FSDPv2"
+# --- settings of a run ------------------------------------------------------------------------------------------------
+
+ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "lion_32bit")
+"""The optimizers whose updates are plain operators, which the compiler fuses."""
+_READS = "reads values in every step, which ends the compiled program"
+_LENGTHS = "makes batches of many lengths, and XLA compiles a program for each"
+
+
+class Limit(NamedTuple):
+    """A setting that the XLA engine does not have."""
+
+    name: str
+    is_set: bool
+    why: str
+    """The reason, and what to use."""
+
+
+def check_run(config: Any) -> None:
+    """Refuse settings of a training run (an `SFTConfig`) that only the torch engine has."""
+    for limit in _limits(config):
+        if limit.is_set:
+            raise ConfigError(f"{limit.name} is not supported on XLA: {limit.why}.")
+
+
+def _limits(config: Any) -> tuple[Limit, ...]:
+    optim = "needs bitsandbytes' kernels" if SERVED[config.optim].package else "updates whole matrices"
+    attention = config.attn_implementation or ""
+    return (
+        Limit(
+            "use_4bit_quantization",
+            config.use_4bit_quantization,
+            "4-bit weights need kernels of the torch engine; leave it out, or use LoRA on the model as it is",
+        ),
+        Limit(
+            "base_dtype", config.base_dtype is not None, "fp8 weights need kernels of the torch engine; leave it out"
+        ),
+        Limit(
+            f"optim {config.optim}", config.optim not in ELEMENTWISE, f"{optim}; use one of {', '.join(ELEMENTWISE)}"
+        ),
+        Limit(
+            "torch_compile",
+            config.torch_compile is True or config.torch_compile_backend is not None,
+            "XLA compiles whole steps already; leave it out",
+        ),
+        Limit(
+            f"gradient_checkpointing {config.gradient_checkpointing}",
+            config.activation_budget is not None,
+            "budgets are measured on GPUs; use true or false",
+        ),
+        Limit(
+            "activation_offloading",
+            config.activation_offloading,
+            "inputs of recomputed layers stay on XLA devices; leave it out",
+        ),
+        Limit("offload_embedding", config.offload_embedding is True, "parameters stay on XLA devices; leave it out"),
+        Limit("fused_lora", config.fused_lora is True, "the compiler fuses LoRA layers itself; leave it out"),
+        Limit("use_flash_attn", config.use_flash_attn, "flash-attn's kernels are for GPUs; leave it out"),
+        Limit(
+            f"attn_implementation {attention}",
+            attention not in ("", "sdpa", "eager"),
+            "its kernels are for GPUs; use sdpa or eager",
+        ),
+        Limit("padding_free", config.padding_free, f"{_LENGTHS}; use packing"),
+        Limit("on_nonfinite_loss skip", config.on_nonfinite_loss == "skip", f"{_READS}; use stop"),
+        Limit("eval_samples", config.eval_samples > 0, f"generation {_LENGTHS}; use fullshard chat afterwards"),
+        Limit(
+            "sample_prompts", config.sample_prompts is not None, f"generation {_LENGTHS}; use fullshard chat afterwards"
+        ),
+    )
