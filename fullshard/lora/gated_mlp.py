@@ -43,7 +43,7 @@ def fuse_mlps(model: nn.Module, known: Mapping[type, GatedParts]) -> int:
         layers = [getattr(module, name, None) for name in parts[:3]]
         if all("_fullshard_lora" in getattr(layer, "__dict__", ()) for layer in layers) and _fits(layers):
             module._fullshard_mlp = parts
-            module.forward = types.MethodType(_forward, module)
+            module.forward = types.MethodType(_run_joint, module)
             count += 1
     return count
 
@@ -61,7 +61,7 @@ def _fits(layers: list[Any]) -> bool:
     return max(ranks) <= LARGEST_RANK and len({group.adapter for group in groups}) == 1
 
 
-def _forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _run_joint(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of a gated MLP."""
     if not args and not kwargs and not is_sharded(x):
         found = _fused(module, x)

@@ -25,11 +25,11 @@ Calls = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 def gated_mlps(model: Any) -> dict[type, GatedParts]:
     """The parts of gated MLPs by class of module. Empty if no small model of the class can be built or run."""
-    return recorded_pass(model, record) or {}
+    return recorded_pass(model, record_gated_mlps) or {}
 
 
 @torch.no_grad()
-def record(model: nn.Module, input_ids: torch.Tensor) -> dict[type, GatedParts]:
+def record_gated_mlps(model: nn.Module, input_ids: torch.Tensor) -> dict[type, GatedParts]:
     """The gated MLPs among the modules that run in a forward pass."""
     inputs: dict[nn.Module, torch.Tensor] = {}
 

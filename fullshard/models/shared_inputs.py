@@ -28,7 +28,7 @@ def shared_inputs(model: Any) -> dict[type, list[Names]]:
 
     Empty if no small model of the class can be built or run.
     """
-    return recorded_pass(model, record) or {}
+    return recorded_pass(model, record_shared_inputs) or {}
 
 
 def recorded_pass(model: Any, recorder: Callable[[nn.Module, torch.Tensor], Found]) -> Found | None:
@@ -48,7 +48,7 @@ def recorded_pass(model: Any, recorder: Callable[[nn.Module, torch.Tensor], Foun
 
 
 @torch.no_grad()
-def record(model: nn.Module, input_ids: torch.Tensor) -> dict[type, list[Names]]:
+def record_shared_inputs(model: nn.Module, input_ids: torch.Tensor) -> dict[type, list[Names]]:
     """The groups of linear layers that get the same tensor in a forward pass, in all modules of a class."""
     calls: dict[nn.Module, list[tuple[str, torch.Tensor, int]]] = defaultdict(list)
 

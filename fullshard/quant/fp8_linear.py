@@ -84,7 +84,7 @@ class FP8Linear(QuantizedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype, out_dtype = self.product_dtypes(x)
-        out = fp8_ops.linear(x.to(dtype), fp8.Weight(self.packed, self.scales))
+        out = fp8_ops.fp8_product(x.to(dtype), fp8.Weight(self.packed, self.scales))
         if self.bias is not None:
             out = out + self.bias.to(dtype)
         return out.to(out_dtype)

@@ -16,7 +16,7 @@ from fullshard.spmd.rules_elementwise import Independent
 from fullshard.spmd.tensor import is_sharded
 
 
-def linear(x: torch.Tensor, weight: fp8.Weight) -> torch.Tensor:
+def fp8_product(x: torch.Tensor, weight: fp8.Weight) -> torch.Tensor:
     """`x @ weight.T` in the dtype of `x`."""
     if torch.compiler.is_compiling() or is_sharded(x):
         return linear_fp8(x, *weight)

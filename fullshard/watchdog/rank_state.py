@@ -282,7 +282,7 @@ def finish_followed(now: float) -> tuple[Operation, str] | None:
         while log.followed:
             try:
                 operation, probes, issued = log.followed[0]
-                if not all(device_work.is_done(probe) for probe in probes):
+                if not all(device_work.is_done(one) for one in probes):
                     if log.oldest[0] is not operation:
                         log.oldest = (operation, max(now, issued) if log.oldest[0] is not None else issued)
                     break

@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.fsdp import checkpoint_module
 from fullshard.lora.fused import fuse_lora
 from fullshard.lora.gated_mlp import GatedParts, fuse_mlps, undo_fuse_mlps
-from fullshard.models.gated_mlps import gated_mlps, record
+from fullshard.models.gated_mlps import gated_mlps, record_gated_mlps
 from fullshard.models.shared_inputs import shared_inputs
 from tests.lora.fused_models import adapted, assert_same, bare, step
 
@@ -76,8 +76,8 @@ class Model(nn.Module):
 def test_dropout_and_limits_inside_a_module_are_noticed() -> None:
     torch.manual_seed(0)
     ids = torch.arange(9)[None]
-    assert record(Model(Mlp()), ids) == {Mlp: GatedParts("gate", "up", "down", "silu")}
-    assert record(Model(Mlp(dropout=0.5)), ids) == record(Model(Mlp(limit=7.0)), ids) == {}
+    assert record_gated_mlps(Model(Mlp()), ids) == {Mlp: GatedParts("gate", "up", "down", "silu")}
+    assert record_gated_mlps(Model(Mlp(dropout=0.5)), ids) == record_gated_mlps(Model(Mlp(limit=7.0)), ids) == {}
 
 
 @pytest.mark.parametrize(
