@@ -216,6 +216,12 @@ def device_note() -> str:
     return ""
 
 
+def warn_of_new_device() -> None:
+    """Warn once where this machine's accelerator has not been tried."""
+    if device_note():
+        warn_once("accelerator", device_note())
+
+
 def transport() -> Transport:
     """How tensors of this process's device are sent to others, and why."""
     return engines.current().devices.transport()

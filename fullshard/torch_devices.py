@@ -28,7 +28,7 @@ from fullshard.rank_env import (
     gpu_count,
     read_launcher,
 )
-from fullshard.rank_logging import get_logger, warn_once
+from fullshard.rank_logging import get_logger
 from fullshard.rendezvous import Meeting, meet
 from fullshard.torch_private import default_store, skips_on_device
 from fullshard.transport import Transport, transport_of
@@ -55,8 +55,8 @@ def join(device: str | None, init_timeout: float | None) -> None:
         runtime.joined(place, chosen, owned=False)
     else:
         launch = read_launcher(os.environ)
-        if requested != "cpu" and runtime.device_note():
-            warn_once("accelerator", runtime.device_note())
+        if requested != "cpu":
+            runtime.warn_of_new_device()
         chosen = choose_device(requested, launch.local_rank, gpu_count())
         accelerator.use(chosen)
         _init_group(launch, chosen, seconds)

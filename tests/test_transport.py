@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard.runtime as xr
 import fullshard.spmd as xs
-from fullshard import accelerator, groups, rendezvous
+from fullshard import accelerator, groups, rendezvous, torch_devices
 from fullshard.errors import RuntimeSetupError, TrainingError
 from fullshard.fsdp import FSDPv2
 from fullshard.launch import selftest
@@ -79,7 +79,7 @@ def four(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
 def on_gpus(patch: pytest.MonkeyPatch, backend: str, gpus: int, nccl: bool = True) -> None:
     """Make the runtime believe in GPUs, and in this backend for them."""
     patch.setattr(xr, "_device", torch.device("cuda", 0))
-    patch.setattr(xr, "gpu_count", lambda: gpus)
+    patch.setattr(torch_devices, "gpu_count", lambda: gpus)
     patch.setattr(groups, "has_own", lambda device_type: nccl)
     patch.setattr(groups, "backend_of", lambda group, device: backend if device.type == "cuda" else "gloo")
 
