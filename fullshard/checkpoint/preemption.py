@@ -52,6 +52,7 @@ class SignalListener:
                 f"main thread; call manager.preempt() when your program should stop",
             )
             return False
+        _runtime()  # takes seconds, which the listener must not spend between two signals
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         for number in self.signals:
