@@ -16,6 +16,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fullshard.errors import RuntimeSetupError
+from fullshard.version import TORCH_NEEDED, version_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from fullshard.transport import Transport
 
 ENGINE_VARIABLE = "FULLSHARD_ENGINE"
-TORCH_NEEDED = (2, 11)
-"""The first torch that the torch engine runs on."""
 TORCH_XLA_NEEDED = (2, 9)
 """The first torch_xla, and with it torch, that the XLA engine runs on."""
 
@@ -287,12 +286,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def version_numbers(version: str) -> tuple[int, int]:
-    """The first two numbers of a version."""
-    major, minor = version.split(".")[:2]
-    return int(major), int("".join(digit for digit in minor if digit.isdigit()))
 
 
 def _dotted(version: tuple[int, int]) -> str:

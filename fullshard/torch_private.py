@@ -62,8 +62,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import engines
 from fullshard.errors import RuntimeSetupError
+from fullshard.version import TORCH_NEEDED, version_numbers
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -128,7 +128,7 @@ def __getattr__(name: str) -> Any:
         problem = RuntimeSetupError(
             f"torch {torch.__version__} has no {home}.{path}, which fullshard needs; install torch 2.11, 2.12 or 2.13"
         )
-        if engines.version_numbers(torch.__version__) < engines.TORCH_NEEDED:
+        if version_numbers(torch.__version__) < TORCH_NEEDED:
             return functools.partial(_raise, problem)  # the package can be imported, not used
         raise problem from error
     return found

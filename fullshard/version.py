@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 __version__ = "0.1.0"
+TORCH_NEEDED = (2, 11)
+"""The first torch that the torch engine runs on."""
 
 LIBRARIES = ("torch", "torch_xla", "transformers", "peft", "safetensors", "tokenizers")
 
@@ -21,3 +23,9 @@ def library_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def version_numbers(version: str) -> tuple[int, int]:
+    """The first two numbers of a version."""
+    major, minor = version.split(".")[:2]
+    return int(major), int("".join(digit for digit in minor if digit.isdigit()))
