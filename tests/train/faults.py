@@ -17,7 +17,7 @@ import fullshard
 import torch
 import torch.distributed as dist
 
-import fullshard.runtime
+import fullshard.torch_devices
 from fullshard.checkpoint import manager
 from fullshard.fsdp import grad_clip
 from fullshard.launch.worker import EXIT_RANK_LOST
@@ -25,7 +25,7 @@ from fullshard.train import assemble, evaluation, results, training_step
 from fullshard.watchdog import collectives
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "meeting": (fullshard.runtime, "meet"),
+    "meeting": (fullshard.torch_devices, "meet"),
     "data": (assemble, "gather_parts"),
     "loading": (assemble, "build_loop"),
     "forward": (training_step.TrainingStep, "training_step"),
