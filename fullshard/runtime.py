@@ -8,12 +8,14 @@ launcher the world size is 1), chooses device and backend, and sets the same ran
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import random
 import socket
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,10 +27,12 @@ from fullshard.device_kinds import KINDS
 from fullshard.errors import RuntimeSetupError, UnsupportedError, first_line
 from fullshard.foreign_wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
 from fullshard.foreign_wrappers import refuse_live_wrappers
+from fullshard.job_store import JobStore, SignedPickler, attempt, job_secret, listen
 from fullshard.processes import this_process
 from fullshard.rank_env import (
     DEVICE_VARIABLE,
     INIT_TIMEOUT_VARIABLE,
+    JOINED_VARIABLE,
     Launch,
     choose_backend,
     choose_device,
@@ -44,7 +48,7 @@ from fullshard.rank_logging import print_rank as print_rank
 from fullshard.rank_logging import warn_once as warn_once
 from fullshard.rank_logging import warned as warned
 from fullshard.rendezvous import Meeting, meet
-from fullshard.torch_private import default_store
+from fullshard.torch_private import default_store, sign_objects
 from fullshard.transport import Transport, transport_of
 
 SHUTDOWN_PATIENCE = 5.0
@@ -57,6 +61,7 @@ _leaving: _Leaving | None = None  # of the process group that we own
 _announced = False  # whether the transport of this process group was logged
 _met = Meeting()  # what the ranks of our process group found out about each other
 _starts = 0  # how many groups were created: keeps their keys in the store apart
+_generation = ""  # of the values in the store of our process group
 
 
 # ------------------------------------------------------------------------------------------------- starting, stopping
@@ -79,14 +84,18 @@ def use_spmd(
 
     An existing process group is used as it is.
     """
+    global _generation
     check_use_spmd(auto, modules)
     if is_spmd():
         return
     engines.require_torch_engine("use_spmd()")
     seconds = choose_init_timeout(init_timeout, os.environ)
+    if job_secret():
+        sign_objects(SignedPickler)
     if dist.is_initialized():
         # Every such wrapper needs a process group, so only now can one exist.
         refuse_live_wrappers()
+        _generation = attempt()
         place = _place_in_group() or _place_by_host()
         joined(place, _adopted_device(device or os.environ.get(DEVICE_VARIABLE)), owned=False)
     else:
@@ -99,6 +108,9 @@ def use_spmd(
         _init_group(launch, chosen, seconds)
         joined(launch, chosen, owned=True)
     _share_generator()
+    if folder := os.environ.get(JOINED_VARIABLE):
+        with contextlib.suppress(OSError):  # a launcher that has ended
+            (Path(folder) / f"{attempt()}-{rank()}").touch()
 
 
 def check_use_spmd(auto: bool, modules: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
@@ -121,7 +133,7 @@ def joined(launch: Launch, chosen: torch.device, owned: bool) -> None:
 
 
 def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
-    global _starts, _met
+    global _starts, _met, _generation
     _starts += 1
     backend = choose_backend(device.type, own=groups.has_own(device.type))
     groups.disable_nccl_abort(backend)
@@ -133,15 +145,15 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
             if name in ("lo", "lo0"):  # as Linux and macOS call it
                 os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
-        found, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
         # A restarted job may find the store of its last attempt, with addresses of processes that have ended.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"fullshard/{attempt}/{_starts}", found)
-        _met = meet(store, launch, device, seconds, get_logger().warning)
+        _generation = f"{attempt()}/{_starts}"
+        store = dist.PrefixStore(f"fullshard/{_generation}", _open_store(launch, timedelta(seconds=seconds)))
+        warn = get_logger().warning
+        _met = meet(JobStore(store, _generation, "meet/", warn), launch, device, seconds, warn)
         backend = choose_backend(device.type, own=_met.own)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
         # So that a rank stopped or killed before its first heartbeat can be found (see `watchdog/heartbeat.py`).
-        default_store().set(f"watch/process/{launch.rank}", this_process().text())
+        watch_store(default_store()).put(f"process/{launch.rank}", this_process().text())
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, RuntimeSetupError):
             raise
@@ -151,6 +163,19 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
             f"(MASTER_ADDR:MASTER_PORT) with backend {backend}, within {seconds:g} s: {reason}. Check that every node "
             f"reaches that address and that all ranks were started; {INIT_TIMEOUT_VARIABLE} sets the timeout."
         ) from error
+
+
+def _open_store(launch: Launch, timeout: timedelta) -> dist.TCPStore:
+    """The store that the launcher holds, else rank 0."""
+    host, _, port = launch.master.rpartition(":")
+    if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return listen(host, int(port), timeout)
+    return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+
+
+def watch_store(store: Any) -> JobStore:
+    """The watchdog's values in the store of the job's process group."""
+    return JobStore(store, _generation, "watch/", get_logger().warning)
 
 
 def _place_in_group() -> Launch | None:
