@@ -92,8 +92,15 @@ class AgentStore(JobStore):
         old, new = (one.encode() if isinstance(one, str) else one for one in (expected, wanted))
         return self.change(key, lambda now: new if (now or b"") == old else now or old)
 
-    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
-        self._store.wait([self._prefix + key for key in keys], *timeout)
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        end, pause = time.monotonic() + (timeout or self.timeout).total_seconds(), 0.01
+        # Polled: a wait that times out makes torch print a warning about its sockets.
+        while not self.has(keys):
+            if time.monotonic() > end:
+                missing = [key for key in keys if not self.has([key])]
+                raise dist.DistStoreError(f"nothing arrived for {', '.join(missing)}")
+            time.sleep(pause)
+            pause = min(0.5, 1.5 * pause)
 
     @property
     def port(self) -> int:
