@@ -112,7 +112,7 @@ class AgentStore(JobStore):
 
     @property
     def timeout(self) -> timedelta:
-        return self._store.timeout  # type: ignore[no-any-return]
+        return self._store.timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._store.set_timeout(timeout)
@@ -131,7 +131,7 @@ class _SignedStatic(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         where = RendezvousStoreInfo(self.master_addr, self.master_port)
-        return RendezvousInfo(self.signed, self.rank, self.world_size, where)  # type: ignore[arg-type]
+        return RendezvousInfo(self.signed, self.rank, self.world_size, where)
 
 
 class _SignedC10d(DynamicRendezvousHandler):
