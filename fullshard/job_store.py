@@ -124,13 +124,15 @@ class JobStore:
                 wanted = new(now)
                 if wanted == now:
                     return wanted
-                signed = self.sign(key, self._seen.get(key, (0, b""))[0] + 1, wanted)
+                # Larger than the last number, and not that of another process which writes the same text now.
+                number = (self._seen.get(key, (0, b""))[0] >> 32) + 1 << 32 | _chance.getrandbits(32)
+                signed = self.sign(key, number, wanted)
                 if bytes(self._store.compare_set(name, raw, signed)) == signed:
                     self._existing.add(key)
                     self.open(key, signed)
                     return wanted
             tries += 1
-            time.sleep(_backoff.uniform(0, 0.002 * min(tries, 50)))
+            time.sleep(_chance.uniform(0, 0.002 * min(tries, 50)))
 
     # --- signatures -------------------------------------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ class JobStore:
         return text
 
 
-_backoff = random.Random()
+_chance = random.SystemRandom()  # not the generator that a program seeds
 
 
 def _bytes(text: str | bytes) -> bytes:

@@ -88,6 +88,23 @@ def test_a_counter_that_was_overwritten_goes_on() -> None:
     assert [one.add("leader", 1), other.add("leader", 1)] == [3, 4]
 
 
+def test_ranks_that_add_at_the_same_moment_get_different_results() -> None:
+    shared, _, (one, other) = stores()
+    results, compare_set = list[int](), shared.compare_set
+
+    class Late:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(shared, name)
+
+        def compare_set(self, *words: Any) -> Any:
+            if not results:
+                results.append(other.add("members", 1))
+            return compare_set(*words)
+
+    one._store = Late()
+    assert [one.add("members", 1), *results] == [2, 1]
+
+
 def test_a_forged_failure_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     shared, failures = dist.HashStore(), list[Failure]()
     monkeypatch.setattr(runtime, "_generation", "0/1")

@@ -59,8 +59,8 @@ def test_a_rank_lost_at_any_place_of_the_start_is_named_and_the_job_ends(how: st
         ("stop", "end", "from fullshard.launch.agent import Agent; Agent._look_for_stopped = lambda _: 0", "not named"),
         ("stop", "forward", "from fullshard.launch.agent import Agent; Agent._outcome_known = property(lambda _: 0, "
          "lambda agent, value: None)", "exit code 137, not 69"),
-        ("stop", "script", "from fullshard.launch.agent import Agent; Agent._was_starting = lambda *_: False",
-         "the rank was not named"),
+        ("stop", "joining", "from fullshard.launch.agent import Agent; Agent._was_starting = lambda *_: False",
+         "not ended"),
         ("kill", "metrics", "from fullshard.launch.agent import Agent; Agent._name = lambda *_: str()",
          "was not named"),
     ],
