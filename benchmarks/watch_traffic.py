@@ -33,7 +33,7 @@ class CountingStore:
         self.calls += 1
         self.bytes += sum(len(part) for part in parts)
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: bytes) -> None:
         self._count(key, value)
         self.shared.set(key, value)
 
@@ -42,9 +42,10 @@ class CountingStore:
         self._count(key, value)
         return bytes(value)
 
-    def add(self, key: str, amount: int) -> int:
-        self._count(key, "12345678")
-        return int(self.shared.add(key, amount))
+    def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
+        found = bytes(self.shared.compare_set(key, expected, value))
+        self._count(key, expected, value, found)
+        return found
 
     def check(self, keys: list[str]) -> bool:
         self._count(*keys)
@@ -84,14 +85,15 @@ class Rank:
 def measure(world: int, seconds: float = 30.0, sampled: int = 8) -> dict[str, Any]:
     """Mean traffic of a rank, and of the busiest one."""
     shared = dist.HashStore()
+    others = runtime.watch_store(shared)
     chosen = sorted({int(i * world / sampled) for i in range(sampled)} | {world - 2, world - 1})
     ranks = [Rank(rank, world, shared) for rank in chosen]
     status = published_status(ranks[0])
     for rank in set(range(world)) - set(chosen):  # the others answer too; each has a heartbeat and a status
-        shared.set(f"watch/beat/{rank}", "1 step 2, unit model.layers.79, gather")
-        shared.set(f"watch/process/{rank}", f"node {rank} 5 host")
-        shared.set(f"watch/status/{rank}", status)
-    shared.set(f"watch/process/{world - 1}", "elsewhere 1 5 host")  # the one that will be missing
+        others.put(f"beat/{rank}", "1 step 2, unit model.layers.79, gather")
+        others.put(f"process/{rank}", f"node {rank} 5 host")
+        others.put(f"status/{rank}", status)
+    others.put(f"process/{world - 1}", "elsewhere 1 5 host")  # the one that will be missing
     beat = beat_every(world)
     found: dict[str, Any] = {"ranks": world, "beat_s": beat, "status_bytes": len(status)}
     now = 1000.0
@@ -103,7 +105,7 @@ def measure(world: int, seconds: float = 30.0, sampled: int = 8) -> dict[str, An
         for _ in range(int(seconds / beat)):
             now += beat
             for rank in set(range(world)) - set(chosen):
-                shared.set(f"watch/beat/{rank}", f"{now:.0f} step 2, unit model.layers.79, gather")
+                others.put(f"beat/{rank}", f"{now:.0f} step 2, unit model.layers.79, gather")
             for rank in here:
                 if state == "missing":
                     rank.state.waiting = (rank.label, 1000.0 + int(seconds / beat) * beat)

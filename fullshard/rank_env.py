@@ -17,6 +17,8 @@ from fullshard.errors import RuntimeSetupError
 
 INIT_TIMEOUT_VARIABLE = "FULLSHARD_INIT_TIMEOUT"
 DEVICE_VARIABLE = "FULLSHARD_DEVICE"
+JOINED_VARIABLE = "FULLSHARD_JOINED"
+"""The folder in which a rank leaves a file once it has joined the others: until then the launcher watches it."""
 DEFAULT_INIT_TIMEOUT = 300.0
 
 

@@ -8,7 +8,8 @@ wait for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard import runtime
-from fullshard.errors import TrainingError, UserError
+from fullshard.errors import ConfigError, TrainingError, UserError
 from fullshard.groups import carries, new_group
+from fullshard.rendezvous import differences, versions
 from fullshard.watchdog import abort, watch
 
 T = TypeVar("T")
@@ -129,6 +131,20 @@ def exchange(value: T, what: str, *, watched: bool = True) -> list[T]:
             raise connection_lost(what, error) from error
     watch.doing(f"after {what}")
     return values
+
+
+def require_equal(facts: Mapping[str, Any], what: str) -> None:
+    """Raise on all ranks if a fact that decides the result is not the same on all; the error names it, its values and
+    their ranks. Versions are compared too."""
+    values = exchange({**versions(), **_plain(facts)}, f"comparing {what}", watched=False)
+    if found := differences(dict(enumerate(values))):
+        raise ConfigError(f"the ranks would train differently: {found}. Start all ranks with the same {what}.")
+
+
+def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that are equal in every process if they are the same: texts with the address of an object are not."""
+    described = {name: json.dumps(value, default=str, sort_keys=True) for name, value in facts.items()}
+    return {name: facts[name] for name, text in described.items() if " at 0x" not in text}
 
 
 def any_of(flags: int, what: str) -> int:

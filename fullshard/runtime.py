@@ -22,6 +22,7 @@ from fullshard import accelerator, engines, groups, xla_names
 from fullshard.device_kinds import KINDS
 from fullshard.errors import RuntimeSetupError, UnsupportedError
 from fullshard.foreign_wrappers import refuse_foreign_wrappers as refuse_foreign_wrappers
+from fullshard.job_store import JobStore
 from fullshard.rank_env import DEVICE_VARIABLE, Launch, read_launcher, read_local_place
 from fullshard.rank_logging import forget_warnings as forget_warnings
 from fullshard.rank_logging import get_logger as get_logger
@@ -39,6 +40,7 @@ _device: torch.device | None = None
 _owns_group = False
 _leaving: _Leaving | None = None  # of the process group that we own
 _announced = False  # whether the transport of this process group was logged
+_generation = ""  # of the values in the store of our process group
 
 
 # ------------------------------------------------------------------------------------------------- starting, stopping
@@ -80,6 +82,17 @@ def joined(launch: Launch, chosen: torch.device, owned: bool) -> None:
     _launch, _device, _owns_group, _announced = launch, chosen, owned, False
     if owned:
         _leaving = _Leaving()
+
+
+def begin_generation(generation: str) -> None:
+    """Set which generation of the job the values in its store must belong to."""
+    global _generation
+    _generation = generation
+
+
+def watch_store(store: Any) -> JobStore:
+    """The watchdog's values in the store of the job's process group."""
+    return JobStore(store, _generation, "watch/", get_logger().warning)
 
 
 def place_in_group() -> Launch | None:

@@ -5,10 +5,12 @@ Implements `engines.Devices`. Operators run at once, so there is nothing to comp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +19,12 @@ import torch.distributed as dist
 from fullshard import accelerator, groups, runtime
 from fullshard.errors import RuntimeSetupError, UnsupportedError, first_line
 from fullshard.foreign_wrappers import refuse_live_wrappers
+from fullshard.job_store import JobStore, SignedPickler, attempt, job_secret, listen
 from fullshard.processes import this_process
 from fullshard.rank_env import (
     DEVICE_VARIABLE,
     INIT_TIMEOUT_VARIABLE,
+    JOINED_VARIABLE,
     Launch,
     choose_backend,
     choose_device,
@@ -30,7 +34,7 @@ from fullshard.rank_env import (
 )
 from fullshard.rank_logging import get_logger
 from fullshard.rendezvous import Meeting, meet
-from fullshard.torch_private import default_store, skips_on_device
+from fullshard.torch_private import default_store, sign_objects, skips_on_device
 from fullshard.transport import Transport, transport_of
 from fullshard.watchdog import watch
 
@@ -46,10 +50,13 @@ host_copy = accelerator.HostCopy
 def join(device: str | None, init_timeout: float | None) -> None:
     """Create the process group, or use an existing one as it is; copy rank 0's random states to all ranks."""
     seconds = choose_init_timeout(init_timeout, os.environ)
+    if job_secret():
+        sign_objects(SignedPickler)
     requested = device or os.environ.get(DEVICE_VARIABLE)
     if dist.is_initialized():
         # Every such wrapper needs a process group, so only now can one exist.
         refuse_live_wrappers()
+        runtime.begin_generation(attempt())
         place = runtime.place_in_group() or _place_by_host()
         chosen = _adopted_device(requested)
         runtime.joined(place, chosen, owned=False)
@@ -62,6 +69,9 @@ def join(device: str | None, init_timeout: float | None) -> None:
         _init_group(launch, chosen, seconds)
         runtime.joined(launch, chosen, owned=True)
     _share_generator(chosen)
+    if folder := os.environ.get(JOINED_VARIABLE):
+        with contextlib.suppress(OSError):  # a launcher that has ended
+            (Path(folder) / f"{attempt()}-{runtime.rank()}").touch()
 
 
 def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
@@ -77,15 +87,16 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
             if name in ("lo", "lo0"):  # as Linux and macOS call it
                 os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
-        found, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
         # A restarted job may find the store of its last attempt, with addresses of processes that have ended.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"fullshard/{attempt}/{_starts}", found)
-        _met = meet(store, launch, device, seconds, get_logger().warning)
+        generation = f"{attempt()}/{_starts}"
+        runtime.begin_generation(generation)
+        store = dist.PrefixStore(f"fullshard/{generation}", _open_store(launch, timedelta(seconds=seconds)))
+        warn = get_logger().warning
+        _met = meet(JobStore(store, generation, "meet/", warn), launch, device, seconds, warn)
         backend = choose_backend(device.type, own=_met.own)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
         # So that a rank stopped or killed before its first heartbeat can be found (see `watchdog/heartbeat.py`).
-        default_store().set(f"watch/process/{launch.rank}", this_process().text())
+        runtime.watch_store(default_store()).put(f"process/{launch.rank}", this_process().text())
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, RuntimeSetupError):
             raise
@@ -95,6 +106,14 @@ def _init_group(launch: Launch, device: torch.device, seconds: float) -> None:
             f"(MASTER_ADDR:MASTER_PORT) with backend {backend}, within {seconds:g} s: {reason}. Check that every node "
             f"reaches that address and that all ranks were started; {INIT_TIMEOUT_VARIABLE} sets the timeout."
         ) from error
+
+
+def _open_store(launch: Launch, timeout: timedelta) -> dist.TCPStore:
+    """The store that the launcher holds, else rank 0."""
+    host, _, port = launch.master.rpartition(":")
+    if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return listen(host, int(port), timeout)
+    return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
 
 
 def _place_by_host() -> Launch:

@@ -33,6 +33,8 @@ Attributes of other libraries that fullshard replaces, and why nothing else does
 - `torch.autograd._engine_run_backward`, by `fsdp.backward_entry`: torch has no hook at the start of a backward pass.
 - `distributed_c10d._process_group_name`, by `groups.new_group` during one call: `new_group` has no argument for the
   name, and torch's own name depends on how many groups this rank has already made.
+- `distributed_c10d._pickler` and `_unpickler`, by `runtime.use_spmd` where the job has a secret: torch unpickles what
+  arrives on its sockets without knowing who sent it.
 - `DTensor.data`, by `spmd.dtensor_fixes`: parameters of FSDPv2 are plain DTensors, and `Tensor.data` calls no hook.
 - `DTensor._op_dispatcher._custom_op_handlers` (entries are added), by `spmd.dtensor_fixes`: torch has no public
   way to register a function for an operator on DTensors.
@@ -504,6 +506,11 @@ def set_group_timeout(group: Any, limit: timedelta) -> None:
 # The store of the default group. 2.11, 2.13. No heartbeats.
 def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
+
+
+# What object collectives (`all_gather_object` and its like) pickle with. 2.11, 2.13. They unpickle whatever arrives.
+def sign_objects(pickler: Any) -> None:
+    dist.distributed_c10d._pickler = dist.distributed_c10d._unpickler = pickler
 
 
 # All groups of this process. 2.11, 2.13. Waits in them are not ended when a rank is lost.

@@ -543,6 +543,30 @@ def process_groups() -> None:
     assert store.get("contract") == b"kept"
 
 
+@check("sign_objects")
+def objects() -> None:
+    on_one_device()
+    modules, found = dist.distributed_c10d, list[Any]([None])
+    before = modules._pickler, modules._unpickler
+
+    class Upper:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def dump(self, value: str) -> None:
+            self.file.write(value.encode())
+
+        def load(self) -> str:
+            return str(self.file.read().decode()).upper()
+
+    try:
+        torch_private.sign_objects(Upper)
+        dist.all_gather_object(found, "text")
+    finally:
+        modules._pickler, modules._unpickler = before
+    assert found == ["TEXT"]
+
+
 @check("mesh_without_groups")
 def meshes() -> None:
     on_one_device()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -18,9 +20,10 @@ import fullshard.spmd as xs
 from fullshard import accelerator, groups, rendezvous, torch_devices
 from fullshard.errors import RuntimeSetupError, TrainingError
 from fullshard.fsdp import FSDPv2
+from fullshard.job_store import JobStore
 from fullshard.launch import selftest
 from fullshard.rank_env import Launch, choose_backend
-from fullshard.rendezvous import Meeting, meet
+from fullshard.rendezvous import Meeting, introduce, meet
 from fullshard.spmd.redistribute import _over_gloo
 from fullshard.transport import Transport, transport_of
 from tests.pool import ranks
@@ -204,7 +207,7 @@ def meeting(gpus: list[str], patch: pytest.MonkeyPatch, nccl: list[bool] | None 
             torch.device("cuda" if gpus[rank] else "cpu"),
         )
         try:
-            found[rank] = (*_found(meet(dist.PrefixStore("run", store), launch, device, 10, print), device), "")
+            found[rank] = (*_found(meet(JobStore(store, "0"), launch, device, 10, print), device), "")
         except RuntimeSetupError as error:
             found[rank] = ("", "", str(error))
 
@@ -227,18 +230,18 @@ def test_all_ranks_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_pretend_to_be_nodes_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    # NCCL tells nodes apart by this variable; here both ranks run in one process, so it stands for a node of its own.
-    monkeypatch.setenv("NCCL_HOSTID", "node0")
-    store = dist.HashStore()
-    store.add("gpu/node1/a", 1)
-    store.add("here", 1)
+    # NCCL tells nodes apart by this variable; here both ranks run in one process, one after the other.
+    store, gpu = JobStore(dist.HashStore(), "0"), torch.device("cuda", 0)
     monkeypatch.setattr(accelerator, "identity", lambda device: "a")
     monkeypatch.setattr(groups, "has_own", lambda kind: True)
-    store.add("device/cuda", 1)
-    assert meet(store, Launch(1, 2), torch.device("cuda", 0), 5, print).own
+    for node, own in (("node1", True), ("", False)):
+        monkeypatch.setenv("NCCL_HOSTID", node)
+        store.put("here/1", json.dumps(asdict(introduce(Launch(1, 2, 1, 2), gpu))))
+        monkeypatch.setenv("NCCL_HOSTID", "")
+        assert meet(store, Launch(0, 2, 0, 2), gpu, 5, print).own == own
 
 
 def test_devices_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [found[2] for found in meeting(["a", "b", "", ""], monkeypatch)]
-    assert "Rank 0 and 1 other(s) of the 4 ranks run on cuda" in errors[0]
-    assert "Rank 3 and 1 other(s) of the 4 ranks run on cpu" in errors[3]
+    assert len(set(errors)) == 1
+    assert 'started differently: type of device is "cuda" on rank 0, 1, "cpu" on rank 2, 3. One program' in errors[0]

@@ -227,4 +227,7 @@ def _difference(one: Any, other: Any, where: str = "") -> str:
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         key = next(k for k in one if one[k] != other[k])
         return _difference(one[key], other[key], f"{where}/{key}")
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        index = next(index for index, values in enumerate(zip(one, other, strict=True)) if values[0] != values[1])
+        return _difference(one[index], other[index], f"{where}/{index}")
     return f"{where or 'its kind'}: {json.dumps(one)[:80]} and {json.dumps(other)[:80]}"

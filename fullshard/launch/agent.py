@@ -21,12 +21,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,10 +37,14 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from fullshard.checkpoint.preemption import EXIT_PREEMPTED
-from fullshard.launch.machine_rendezvous import open_rendezvous, rendezvous_error
+from fullshard.launch.guard import Guard
+from fullshard.launch.machine_rendezvous import give_secret, open_rendezvous, rendezvous_error
 from fullshard.launch.resolve import LaunchSettings
 from fullshard.launch.worker import EXIT_RANK_LOST, EXIT_USER_ERROR, PARENT
 from fullshard.processes import is_stopped
+from fullshard.rank_env import JOINED_VARIABLE, choose_init_timeout
+from fullshard.temporary_folders import temporary_folder
+from fullshard.watchdog.heartbeat import LOST_AFTER
 
 CRASH_PATIENCE = 5.0
 """Seconds the other processes have to fail by themselves, with their own messages, once one has crashed."""
@@ -54,6 +56,7 @@ WORKER = str(Path(__file__).with_name("worker.py"))
 
 def launch(settings: LaunchSettings, say: Callable[[str], None]) -> int:
     """Run the script on all ranks of this machine; returns the exit code. `say` prints a line for the user."""
+    give_secret(settings, os.environ)
     os.environ.update(environment := settings.environment(os.environ))
     for name in set(os.environ) - set(environment):
         del os.environ[name]
@@ -61,8 +64,14 @@ def launch(settings: LaunchSettings, say: Callable[[str], None]) -> int:
         _become_rank(settings)
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # `say` reports the same in plain words
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
-        return _run(Agent(worker_spec(settings, say), settings, say, settings.run.log_dir or folder), settings, say)
+    with temporary_folder() as folder:
+        os.environ[JOINED_VARIABLE] = str(folder)
+        agent = Agent(worker_spec(settings, say), settings, say, settings.run.log_dir or str(folder))
+        agent.guard = Guard(str(folder))
+        try:
+            return _run(agent, settings, say)
+        finally:
+            agent.guard.end()
 
 
 def _run(agent: Agent, settings: LaunchSettings, say: Callable[[str], None]) -> int:
@@ -136,8 +145,13 @@ class Agent(LocalElasticAgent):
         """By rank, where in the program it was then."""
         self._outcome_known = False
         """Whether the outcome is known: processes that are left are killed, and their exit codes do not count."""
-        self._stopped_since: float | None = None
-        """Since when all processes that are left are stopped; infinity once that was reported."""
+        self._stopped: dict[int, float] = {}
+        """By rank, since when a process is stopped."""
+        self._named: set[int] = set()
+        """The stopped ranks that were reported."""
+        self._started = 0.0
+        """When the processes of this attempt were started."""
+        self.guard: Guard | None = None
         run = settings.run
         tee = Std(int(run.tee if run.tee is not None else 3 if run.log_dir else 0))
         logs = DefaultLogsSpecs(log_dir=log_dir, redirects=Std.NONE, tee=tee)
@@ -146,7 +160,11 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         os.environ[PARENT] = str(os.getpid())
         self.exit_codes, self.user_errors, self.rank_lost, self.positions, self._outcome_known = {}, {}, {}, {}, False
-        return super()._start_workers(worker_group)
+        self._stopped, self._named, self._started = {}, set(), time.monotonic()
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        if self.guard is not None:
+            self.guard.watch([handler.proc.pid for handler in self._running()])
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Like torch's; if a process fails, decides about the other processes and about a restart."""
@@ -184,16 +202,39 @@ class Agent(LocalElasticAgent):
                     self.positions[worker.global_rank] = str(report.get("at", ""))
 
     def _look_for_stopped(self) -> None:
-        """Report it if all processes that are left are stopped: none of them can."""
+        """Report stopped processes that no rank can report: before they have joined the others, or all that are left.
+
+        The others wait in vain for one that has not joined. It is given up when a rank gives up a stopped one.
+        """
+        now = time.monotonic()
         left = [worker for worker in self._worker_group.workers if worker.global_rank not in self.exit_codes]
-        if not all(is_stopped(worker.id) for worker in left):
-            self._stopped_since = None
-        elif self._stopped_since is None:
-            self._stopped_since = time.monotonic()
-        elif time.monotonic() - self._stopped_since > STOPPED_AFTER:
-            self._stopped_since = math.inf
-            for worker in left:
+        for worker in left:
+            if is_stopped(worker.id):
+                self._stopped.setdefault(worker.global_rank, now)
+            else:
+                self._stopped.pop(worker.global_rank, None)
+                self._named.discard(worker.global_rank)
+        nobody_waits = self.settings.processes.num_machines == 1 and len(self._stopped) == len(left)
+        for worker in left:
+            rank, seconds = worker.global_rank, now - self._stopped.get(worker.global_rank, now)
+            if seconds < STOPPED_AFTER or not (nobody_waits or self._was_starting(rank)):
+                continue
+            if rank not in self._named:
+                self._named.add(rank)
                 self.say(f"{self._name(worker)} is stopped (SIGSTOP, or a debugger); the job waits for it")
+            if seconds >= LOST_AFTER and not nobody_waits:
+                self.exit_codes[rank] = EXIT_RANK_LOST
+                self.rank_lost[rank] = (
+                    f"{self._name(worker)} is stopped (SIGSTOP, or a debugger) and has not joined the other ranks for "
+                    f"{LOST_AFTER:g} s"
+                )
+
+    def _was_starting(self, rank: int) -> bool:
+        """Whether a stopped rank has not joined the others, and was stopped while it still could."""
+        attempt = self._worker_group.spec.max_restarts - self._remaining_restarts
+        joined = Path(os.environ[JOINED_VARIABLE]) / f"{attempt}-{rank}"
+        in_time = self._stopped[rank] - self._started < choose_init_timeout(None, os.environ)
+        return in_time and not joined.exists()
 
     def _name(self, worker: Any) -> str:
         return f"rank {worker.global_rank} (process {worker.id} on {socket.gethostname()})"

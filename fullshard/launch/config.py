@@ -51,6 +51,9 @@ class ProcessSettings:
     by a free one. On several machines a busy port is an error; unset means 29500."""
     rdzv_backend: str = option("static", given_as="static, c10d or another of torchrun's")
     """How machines find each other."""
+    job_secret_file: str | None = option(None, given_as="PATH")
+    """A file with the secret of a job on several machines, the same on all. It signs what machines and ranks write for
+    each other. Unset: the variable FULLSHARD_JOB_SECRET; on one machine a new secret for every run."""
     enable_cpu_affinity: bool = False
     """Bind each process to its own share of the machine's CPU cores."""
     fp16: bool | None = None

@@ -1,18 +1,38 @@
-"""How the machines of a job find each other: an address and a port on machine 0, and torch's rendezvous there."""
+"""How the machines of a job find each other: an address and a port on machine 0, and a signed store there.
+
+The rendezvous is torch's, static or `c10d`; what its agents and ranks leave in the store is signed with the job's
+secret (`job_store.py`), and the store listens on one interface.
+"""
 
 from __future__ import annotations
 
+import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from fullshard.errors import RuntimeSetupError
+from fullshard.errors import ConfigError, RuntimeSetupError
+from fullshard.job_store import SECRET_VARIABLE, JobStore, listen
 from fullshard.launch.resolve import LaunchSettings
+
+LIMITS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout")
+"""The time limits of the `c10d` rendezvous, as torchrun's `--rdzv_conf` names them."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +48,130 @@ class MachineRendezvous:
 def open_rendezvous(settings: LaunchSettings, say: Callable[[str], None]) -> MachineRendezvous:
     """The rendezvous of this job; machine 0 must be reachable."""
     processes, run = settings.processes, settings.run
-    address, port = _endpoint(settings, say)
     options: dict[str, Any] = dict(part.split("=", 1) for part in run.rdzv_conf.split(",") if "=" in part)
     backend = processes.rdzv_backend if processes.num_machines > 1 else "static"
+    options = _backend_options(settings, backend) | options
+    address, store = _open_store(settings, timedelta(seconds=int(options["timeout"])), say, backend)
     parameters = RendezvousParameters(
-        backend=backend, endpoint=f"{address}:{port}", run_id=run.rdzv_id, min_nodes=processes.num_machines,
-        max_nodes=processes.num_machines, local_addr=None, **(_backend_options(settings, backend) | options),
+        backend=backend, endpoint=f"{address}:{store.port if store else processes.main_process_port}",
+        run_id=run.rdzv_id, min_nodes=processes.num_machines, max_nodes=processes.num_machines, local_addr=None,
+        **options,
     )  # fmt: skip
-    handler = rendezvous_registry.get_rendezvous_handler(parameters)
-    return MachineRendezvous(handler, *((address, port) if backend == "static" else (None, None)))
+    if store is None:
+        return MachineRendezvous(rendezvous_registry.get_rendezvous_handler(parameters), None, None)
+    signed = AgentStore(store, run.rdzv_id, f"{run.rdzv_id}/", say)
+    if backend == "c10d":
+        return MachineRendezvous(_c10d(settings, signed, options), address, store.port)
+    handler = _SignedStatic(
+        address, store.port, processes.machine_rank, processes.num_machines, run.rdzv_id, int(options["timeout"])
+    )
+    handler.signed = signed
+    return MachineRendezvous(handler, address, store.port)
+
+
+class AgentStore(JobStore):
+    """Signed values under the names of a store of torch's, as torch's elastic agents call them."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.put(key, value)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.put(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        values = [self.open(key, value) for key, value in zip(keys, self._values(list(keys)), strict=True)]
+        return [_accepted(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def compare_set(self, key: str, expected: str | bytes, wanted: str | bytes) -> bytes:
+        """Replace a value if it is as expected, or is missing and nothing is expected; returns what it is now."""
+        old, new = (one.encode() if isinstance(one, str) else one for one in (expected, wanted))
+        return self.change(key, lambda now: new if (now or b"") == old else now or old)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        end, pause = time.monotonic() + (timeout or self.timeout).total_seconds(), 0.01
+        # Polled: a wait that times out makes torch print a warning about its sockets.
+        while not self.has(keys):
+            if time.monotonic() > end:
+                missing = [key for key in keys if not self.has([key])]
+                raise dist.DistStoreError(f"nothing arrived for {', '.join(missing)}")
+            time.sleep(pause)
+            pause = min(0.5, 1.5 * pause)
+
+    @property
+    def port(self) -> int:
+        return int(self._store.port)
+
+    def within(self, round_: str) -> AgentStore:
+        """The values of one round of the rendezvous."""
+        return AgentStore(self._store, f"{self._generation.decode()}/{round_}", f"{self._prefix}{round_}/", self._warn)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._store.timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+
+def _accepted(key: str, value: bytes | None) -> bytes:
+    if value is None:
+        raise dist.DistStoreError(f"the value of {key} is not signed with this machine's {SECRET_VARIABLE}")
+    return value
+
+
+class _SignedStatic(StaticTCPRendezvous):
+    """torch's static rendezvous, in a store that is open already."""
+
+    signed: AgentStore
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        where = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(self.signed, self.rank, self.world_size, where)
+
+
+class _SignedC10d(DynamicRendezvousHandler):
+    """torch's `c10d` rendezvous, whose ranks use the store of machine 0: no other is opened."""
+
+    use_agent_store = True
+
+    def _get_store(self) -> Any:
+        store: Any = self._store
+        return store.within(f"round {self._state_holder.state.round}")
+
+    def _create_tcp_store_server(self, *_: Any) -> Any:
+        return self._store
+
+
+def _c10d(settings: LaunchSettings, store: Any, options: Mapping[str, Any]) -> RendezvousHandler:
+    limits = {name.rpartition("_")[0]: options[name] for name in LIMITS if name in options}
+    name, machines = settings.run.rdzv_id, settings.processes.num_machines
+    return _SignedC10d.from_backend(
+        name, store, C10dRendezvousBackend(store, name), machines, machines,
+        timeout=RendezvousTimeout(**{key: timedelta(seconds=int(one)) for key, one in limits.items()}),
+        **{key: int(options[key]) for key in ("keep_alive_interval", "keep_alive_max_attempt") if key in options},
+    )  # fmt: skip
+
+
+def give_secret(settings: LaunchSettings, environment: MutableMapping[str, str]) -> None:
+    """Set the job's secret for all processes of this machine: that of the file, else of the variable. Where there is
+    only one machine and neither is set, a new one; several machines cannot agree on one without an insecure channel."""
+    path = settings.processes.job_secret_file
+    if path is not None:
+        try:
+            environment[SECRET_VARIABLE] = Path(path).expanduser().read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"job_secret_file {path}: {getattr(error, 'strerror', None) or error}") from None
+        if not environment[SECRET_VARIABLE]:
+            raise ConfigError(
+                f"job_secret_file {path} is empty; expected a secret, such as that of openssl rand -hex 32"
+            )
+    elif settings.processes.num_machines == 1 and not settings.one_task_per_process:
+        environment.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
 
 
 def rendezvous_error(settings: LaunchSettings, error: Exception) -> RuntimeSetupError:
@@ -51,49 +186,51 @@ def rendezvous_error(settings: LaunchSettings, error: Exception) -> RuntimeSetup
 
 def _backend_options(settings: LaunchSettings, backend: str) -> dict[str, Any]:
     seconds, machine = max(1, int(settings.run.rdzv_timeout)), settings.processes.machine_rank
-    if backend == "static":
-        return {"timeout": seconds, "rank": machine}
-    return {"join_timeout": seconds, "read_timeout": seconds} | ({"is_host": machine == 0} if backend == "c10d" else {})
+    own = {"rank": machine} if backend == "static" else {"is_host": machine == 0} if backend == "c10d" else {}
+    return {"timeout": seconds, "join_timeout": seconds, "read_timeout": seconds} | own
 
 
-def _endpoint(settings: LaunchSettings, say: Callable[[str], None]) -> tuple[str, int]:
-    """The address and port of the rendezvous, checked from this machine."""
+def _open_store(
+    settings: LaunchSettings, timeout: timedelta, say: Callable[[str], None], backend: str
+) -> tuple[str, dist.TCPStore | None]:
+    """The address of machine 0 and the store there; no store for a backend that has its own."""
     processes = settings.processes
-    asked = processes.main_process_port
+    asked = processes.main_process_port or 0
     if processes.num_machines == 1:
-        if asked and _is_busy("127.0.0.1", asked):
-            port = _free_port()
-            say(f"port {asked} is in use; using {port} instead")
-            return "127.0.0.1", port
-        return "127.0.0.1", asked or _free_port()
-    assert processes.main_process_ip is not None and asked is not None
-    if processes.machine_rank == 0:
-        if _is_busy("", asked):
-            raise RuntimeSetupError(
-                f"port {asked} of this machine is in use, and the other machines expect the rendezvous there; end the "
-                "program that uses it, or set another --main_process_port on all machines"
-            )
-    else:
-        _wait_for_machine_0(processes.main_process_ip, asked, settings.run.rdzv_timeout, processes.machine_rank)
-    return processes.main_process_ip, asked
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _is_busy(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        host = "127.0.0.1"
         try:
-            probe.bind((host, port))
+            return host, listen(host, asked, timeout)
         except PermissionError:
-            raise RuntimeSetupError(f"port {port} may not be used; set a --main_process_port above 1023") from None
+            raise _forbidden(asked) from None
         except OSError:
-            return True
-    return False
+            store = listen(host, 0, timeout)
+            say(f"port {asked} is in use; using {store.port} instead")
+            return host, store
+    assert processes.main_process_ip is not None
+    host = processes.main_process_ip
+    if backend not in ("static", "c10d"):
+        return host, None
+    if processes.machine_rank > 0:
+        _wait_for_machine_0(host, asked, settings.run.rdzv_timeout, processes.machine_rank)
+        return host, dist.TCPStore(host, asked, is_master=False, timeout=timeout)
+    try:
+        return host, listen(host, asked, timeout)
+    except PermissionError:
+        raise _forbidden(asked) from None
+    except socket.gaierror as error:
+        raise RuntimeSetupError(
+            f"main_process_ip {host}: the name cannot be resolved on machine 0 ({error.strerror}); use an address of "
+            "this machine that the others reach"
+        ) from None
+    except OSError:
+        raise RuntimeSetupError(
+            f"port {asked} of this machine is in use, and the other machines expect the rendezvous there; end the "
+            "program that uses it, or set another --main_process_port on all machines"
+        ) from None
+
+
+def _forbidden(port: int) -> RuntimeSetupError:
+    return RuntimeSetupError(f"port {port} may not be used; set a --main_process_port above 1023")
 
 
 def _wait_for_machine_0(host: str, port: int, seconds: float, machine: int) -> None:

@@ -27,6 +27,7 @@ from fullshard.fsdp.strategy import dtype_of
 from fullshard.parallelize.prepare import prepare
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.spmd import full_tensor
+from fullshard.temporary_folders import owned_prefix
 
 STEPS, ROWS, WIDTH = 3, 8, 16
 OK = "ok      "
@@ -128,7 +129,7 @@ def try_checkpoint(model: Any, optimizer: Any) -> None:
         return
     from fullshard.checkpoint.manager import load_state, save_state
 
-    folder = [tempfile.mkdtemp(prefix="fullshard-test-") if xr.is_main() else ""]
+    folder = [tempfile.mkdtemp(prefix=owned_prefix()) if xr.is_main() else ""]
     if xr.world_size() > 1:
         dist.broadcast_object_list(folder, src=0)
     before = [full_tensor(p.detach()).clone() for p in model.parameters()]

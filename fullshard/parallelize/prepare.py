@@ -7,8 +7,11 @@ over the ranks.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sized
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
@@ -20,6 +23,7 @@ from fullshard.fsdp import FSDPv2, shard
 from fullshard.parallelize.data_loader import RankLoader
 from fullshard.parallelize.model import shard_model
 from fullshard.parallelize.settings import EngineSettings
+from fullshard.ranks import require_equal
 
 
 def prepare(*objects: Any, settings: EngineSettings | None = None, loss_reduction: str = "mean") -> Any:
@@ -37,6 +41,8 @@ def prepare(*objects: Any, settings: EngineSettings | None = None, loss_reductio
     """
     settings = settings if settings is not None else EngineSettings.from_environment()
     runtime.use_spmd(device="cpu" if settings.use_cpu else None)
+    facts = {**dataclasses.asdict(settings), "loss_reduction": loss_reduction, **step_facts(*objects)}
+    require_equal(facts, "settings, versions and data")
     prepared: dict[int, Any] = {}
     for one in objects:
         if isinstance(one, nn.Module):
@@ -57,6 +63,42 @@ def prepare(*objects: Any, settings: EngineSettings | None = None, loss_reductio
             )
     results = tuple(prepared[id(one)] for one in objects)
     return results[0] if len(results) == 1 else results
+
+
+def step_facts(*objects: Any) -> dict[str, Any]:
+    """What decides a step of these objects, except for values of tensors: sizes, and the numbers of optimizers,
+    loaders and schedules."""
+    facts: dict[str, Any] = {}
+    for number, one in enumerate(one for one in objects if one is not None):
+        name = f"{type(one).__name__} (argument {number + 1})"
+        if isinstance(one, nn.Module):
+            facts[f"parameters of {name}"] = [len(list(one.parameters())), sum(p.numel() for p in one.parameters())]
+        elif isinstance(one, Optimizer):
+            for index, group in enumerate(one.param_groups):
+                numbers = {f"{key} of group {index}": value for key, value in group.items() if key != "params"}
+                facts |= {f"{key} of {name}": value for key, value in _numbers(numbers).items()}
+        elif isinstance(one, DataLoader):
+            rows = len(one.dataset) if isinstance(one.dataset, Sized) else None
+            facts |= {f"rows of {name}": rows, f"batch_size of {name}": one.batch_size}
+            facts[f"drop_last of {name}"] = one.drop_last
+        elif isinstance(one, LRScheduler):
+            facts |= {f"{key} of {name}": value for key, value in _numbers(one.state_dict()).items()}
+    return facts
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values among these, and the values of tensors with one element."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type != "meta":
+            found[name] = value.item()
+        elif (
+            isinstance(value, bool | int | float | str | None)
+            or isinstance(value, list | tuple)
+            and all(isinstance(each, bool | int | float) for each in value)
+        ):
+            found[name] = value
+    return found
 
 
 def rebind(optimizer: Optimizer) -> Optimizer:

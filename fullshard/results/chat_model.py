@@ -6,9 +6,7 @@ The model is loaded as for training (`load_pretrained`), so that answers are tho
 from __future__ import annotations
 
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from fullshard.models.generate import StopCriteria, stop_criteria
 from fullshard.models.inner_model import causal, embedding_rows
 from fullshard.quant.config import dense_dtype, quantization_from_options
 from fullshard.results.find_result import Result
+from fullshard.temporary_folders import temporary_folder
 from fullshard.weights.load import load_pretrained
 
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -67,11 +66,11 @@ def load_chat_model(
         "quantization_config": quantization,
         "progress": sys.stderr.isatty(),
     }
-    with tempfile.TemporaryDirectory(prefix="fullshard-adapter-") as temporary:
+    with temporary_folder() as temporary:
         adapter = result.folder
         if result.kind == "adapter" and result.checkpoint:
-            write_adapter(result.folder, Path(temporary))
-            adapter = temporary
+            write_adapter(result.folder, temporary)
+            adapter = str(temporary)
         if result.kind == "adapter":
             model = load_pretrained(str(result.base), adapter=adapter, **options)
         else:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from fullshard.progress import Bar
 from fullshard.quant import bnb_format
 from fullshard.results.chat_model import trained_quantization
 from fullshard.results.find_result import TOKENIZER, Result
+from fullshard.temporary_folders import temporary_folder
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name
 from fullshard.weights.dtypes import choose_dtype, dtypes_kept
 from fullshard.weights.load import class_of, on_meta, read_config
@@ -59,11 +59,11 @@ def export(result: Result, out: str | Path, choices: Choices) -> dict[str, Any]:
     target = Path(out).expanduser()
     check_new_folder(target)
     if result.kind == "adapter":
-        with tempfile.TemporaryDirectory(prefix="fullshard-adapter-") as temporary:
+        with temporary_folder() as temporary:
             folder = Path(result.folder)
             if result.checkpoint:
-                write_adapter(folder, Path(temporary), verify=choices.verify)
-                folder = Path(temporary)
+                write_adapter(folder, temporary, verify=choices.verify)
+                folder = temporary
             (_merge if choices.merge else _copy_adapter)(result, folder, target, choices)
     elif result.checkpoint:
         merge_weights(

@@ -7,6 +7,7 @@ model and sharding are those of `model_steps.py`; `planned_model.py` takes the s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +17,15 @@ import torch
 
 from fullshard import engines, runtime
 from fullshard.data.stream import Stream
-from fullshard.data.token_table import TokenTable
+from fullshard.data.token_table import TokenTable, identity
 from fullshard.errors import ConfigError
 from fullshard.lora.fused import report_sharded
 from fullshard.models.packed_inputs import PackingMethod
 from fullshard.models.router_loss import has_router_loss
 from fullshard.parallelize.model import checkpointed_modules, shard_model
-from fullshard.parallelize.prepare import rebind
+from fullshard.parallelize.prepare import rebind, step_facts
 from fullshard.parallelize.settings import EngineSettings
-from fullshard.ranks import agree, agree_locally
+from fullshard.ranks import agree, agree_locally, require_equal
 from fullshard.reporting.reporter import Reporter
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import adapter, memory_check
@@ -44,6 +45,7 @@ from fullshard.train.model_steps import adapt_model, ready_model
 from fullshard.train.optimizer import check_given, schedule_of
 from fullshard.train.plan_first import RunToPlan, plan_first
 from fullshard.train.read_model import read_model
+from fullshard.train.run_dir import settings_that_train
 from fullshard.watchdog import collectives
 from fullshard.weights.fill import fill
 
@@ -94,6 +96,7 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
     """The model without weights (unless it was given in memory), its adapter and its data. All ranks must call it."""
     config, engine = run.config, run.engine
     join_ranks(engine)
+    require_equal(settings_that_train(config) | dataclasses.asdict(engine), "settings, versions and data")
     runtime.announce_transport(say)
     runtime.seed(config.seed, deterministic=config.full_determinism)
     if config.tf32 is not None:
@@ -118,6 +121,8 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
         trains=run.train is not None,
     )  # fmt: skip
     train, evaluation = load_data(config, model, tokenizer, run.train, run.evaluation, say)
+    if isinstance(train, TokenTable):
+        require_equal({"training data": identity(train)}, "data")
     return Parts(
         engine, model, base, earlier, tokenizer, peft_config is not None and earlier is None, grown, own_tables,
         packing, train, evaluation, peft_config if held is None else held,
@@ -174,6 +179,7 @@ def build_loop(
     set_projection_dtype(sharded, dtypes.param_dtype)
     trainer.create_optimizer_and_scheduler(reporter.total)
     optimizer, schedule = check_given(rebind(trainer.optimizer)), schedule_of(trainer.lr_scheduler)
+    require_equal(step_facts(trainer.optimizer, trainer.lr_scheduler), "optimizer and schedule")
     activations.watch(optimizer)
     return Loop(
         config, sharded, ready.head, optimizer, schedule, steps, reporter, engine.mixed_precision, ready.packed,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from fullshard.models.inner_model import causal
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.ranks import on_rank_0
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.temporary_folders import temporary_folder
 from fullshard.train.adapter import Say
 from fullshard.train.estimate_run import Pricing, advised
 from fullshard.train.plan_request import PlanRequest
@@ -110,9 +110,9 @@ def described(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
     if not hasattr(getattr(inner, "config", None), "to_json_file"):
         raise CapacityError(f"{type(inner).__name__} is not a model of transformers.")
     config.torch_dtype = dtype_name(inner.dtype)  # type: ignore[assignment]
-    with tempfile.TemporaryDirectory() as folder:
-        inner.config.to_json_file(Path(folder) / "config.json")
-        yield config, Path(folder)
+    with temporary_folder() as folder:
+        inner.config.to_json_file(folder / "config.json")
+        yield config, folder
 
 
 def check_same(planned: ShardingPlan, real: ShardingPlan) -> None:

@@ -222,6 +222,13 @@ HARMLESS = frozenset({
 """Settings whose change in a resumed run does not change training."""
 
 
+OF_A_NODE = frozenset({
+    "cache_dir", "dataloader_num_workers", "dataloader_pin_memory", "disable_tqdm", "hub_token", "local_rank",
+    "log_level", "log_level_replica", "logging_dir", "preview", "preview_rows", "progress",
+})  # fmt: skip
+"""Settings that ranks may have different values of."""
+
+
 def read_settings(folder: Path) -> dict[str, Any] | None:
     """The settings of the run in this folder; None if it holds no run."""
     try:
@@ -238,6 +245,11 @@ def changes(earlier: Mapping[str, Any], config: SFTConfig) -> dict[str, tuple[An
         for name in now
         if name not in HARMLESS | unused and name in earlier and earlier[name] != now[name]
     }
+
+
+def settings_that_train(config: SFTConfig) -> dict[str, Any]:
+    """The settings that must be equal on all ranks: all but those of a node, or of one rank's output."""
+    return {name: value for name, value in config.to_dict().items() if name not in OF_A_NODE}
 
 
 def describe_changes(earlier: Mapping[str, Any], config: SFTConfig) -> str:

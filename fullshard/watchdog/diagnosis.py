@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from fullshard.job_store import parse
 from fullshard.watchdog.heartbeat import Liveness
 
 SHOWN = 16
@@ -50,7 +51,7 @@ class RankStatus:
 
     @classmethod
     def parse(cls, text: str) -> RankStatus:
-        found = json.loads(text)
+        found = parse(text)
         return cls(**{**found, "waits": [Wait(**wait) for wait in found["waits"]]})
 
 

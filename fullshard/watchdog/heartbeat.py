@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from fullshard.job_store import JobStore, parse
 from fullshard.processes import Process, state_of, this_process
 
 BEAT = 1.0
@@ -30,53 +29,6 @@ SUCCESSORS = 64
 def beat_every(world: int) -> float:
     """Seconds between two heartbeats in a job of this many ranks."""
     return BEAT * min(SLOWEST_BEAT, max(1.0, world / 2048))
-
-
-# --- the store --------------------------------------------------------------------------------------------------------
-
-
-class WatchStore:
-    """The watchdog's keys in the job's store."""
-
-    def __init__(self, store: Any):
-        self._store = store
-        self._existing: set[str] = set()
-        self._has_multi_get = True
-
-    def put(self, key: str, text: str) -> None:
-        self._store.set(f"watch/{key}", text)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number that all ranks share; returns the result."""
-        return int(self._store.add(f"watch/{key}", amount))
-
-    def read(self, keys: Sequence[str]) -> dict[str, str]:
-        """The values of the keys that exist, in few calls: a key that was seen before is not checked again."""
-        unseen = [key for key in keys if key not in self._existing]
-        self._existing.update(self._find_existing(unseen))
-        known = [key for key in keys if key in self._existing]
-        return dict(zip(known, self._values(known), strict=True))
-
-    def _find_existing(self, keys: list[str]) -> list[str]:
-        if not keys:
-            return []
-        if self._store.check([f"watch/{key}" for key in keys]):
-            return keys
-        if len(keys) == 1:
-            return []
-        half = len(keys) // 2
-        return self._find_existing(keys[:half]) + self._find_existing(keys[half:])
-
-    def _values(self, keys: list[str]) -> list[str]:
-        names = [f"watch/{key}" for key in keys]
-        if self._has_multi_get and len(names) > 1:
-            try:
-                return [bytes(value).decode() for value in self._store.multi_get(names)]
-            except (NotImplementedError, RuntimeError) as error:
-                if "not implemented" not in str(error).lower() and "extended api" not in str(error).lower():
-                    raise
-                self._has_multi_get = False  # a FileStore, for example
-        return [bytes(self._store.get(name)).decode() for name in names]
 
 
 # --- the ring ---------------------------------------------------------------------------------------------------------
@@ -103,7 +55,7 @@ class Liveness:
 
     @classmethod
     def parse(cls, text: str) -> Liveness:
-        return cls(**json.loads(text))
+        return cls(**parse(text))
 
     def __str__(self) -> str:
         name = f"rank {self.rank}{self.process}"
@@ -133,7 +85,7 @@ class _Heartbeat:
 class HeartbeatRing:
     """This rank's heartbeat, and those of the ranks that follow it."""
 
-    def __init__(self, store: WatchStore, rank: int, world: int):
+    def __init__(self, store: JobStore, rank: int, world: int):
         self.store, self.rank, self.world = store, rank, world
         self._count = 0
         self._heartbeats: dict[int, _Heartbeat] = {}

@@ -13,9 +13,10 @@ import time
 from typing import Any
 
 from fullshard import runtime
+from fullshard.job_store import parse
 from fullshard.watchdog import rank_state
 from fullshard.watchdog.diagnosis import Failure, RankStatus
-from fullshard.watchdog.heartbeat import Liveness, WatchStore
+from fullshard.watchdog.heartbeat import Liveness
 
 ANSWER_FOR = 10.0
 """Seconds for which a rank publishes its status after a request."""
@@ -26,7 +27,7 @@ class Messages:
 
     def __init__(self, store: Any):
         self.rank, self.size = runtime.rank(), runtime.world_size()
-        self.store = WatchStore(store)
+        self.store = runtime.watch_store(store)
         self.liveness: dict[int, Liveness] = {}
         self.request = 0
         """The number of the last request for statuses."""
@@ -61,11 +62,11 @@ class Messages:
         for text in self.store.read([f"change/{n}" for n in range(self._liveness_read + 1, count + 1)]).values():
             change = Liveness.parse(text)
             self.liveness[change.rank] = change
-        self._liveness_read = count
-        if (request := int(values.get("request", 0))) != self.request:
+        self._liveness_read = max(count, self._liveness_read)
+        if (request := int(values.get("request", 0))) > self.request:
             self.request, self._answer_until = request, now + ANSWER_FOR
         if "failure" in values:
-            found = json.loads(values["failure"])
+            found = parse(values["failure"])
             if (number := found.pop("number")) > self._failures_read:
                 self._failures_read = number
                 rank_state.set_failure(Failure(**found))
@@ -122,7 +123,7 @@ class Messages:
             return
         number = self.store.add("failures", 1)
         self._failures_read = max(self._failures_read, number)
-        self.store.put("failure", json.dumps({"number": number, **dataclasses.asdict(failure)}))
+        self.store.replace("failure", json.dumps({"number": number, **dataclasses.asdict(failure)}))
         self._publish_news()
         self._unsent = None
 

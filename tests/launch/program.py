@@ -70,6 +70,25 @@ elif how == "deaf":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     (folder / f"pid-child-{rank}").write_text(str(child.pid))
     wait()
+elif how == "joined":
+    from fullshard import runtime
+
+    runtime.use_spmd()
+elif how == "stopped in the start":
+    from fullshard import runtime
+
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    runtime.use_spmd()
+elif how == "with children":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (folder / f"pid-child-{rank}").write_text(str(child.pid))
+    (folder / f"port-{rank}").write_text(os.environ["MASTER_PORT"])
+    (folder / f"secret-{rank}").write_text(os.environ.get("FULLSHARD_JOB_SECRET", ""))
+    (folder / f"ready-{rank}").touch()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait()
 elif how == "mistaken":
     from fullshard.errors import MeshError
 

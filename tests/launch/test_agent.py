@@ -9,17 +9,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing import Std
 
+from fullshard import temporary_folders
 from fullshard.launch import agent as run
 from fullshard.launch.config import ProcessSettings, RunSettings
 from fullshard.launch.resolve import resolve, settle
 from fullshard.options import options_of
 from tests.pool import ROOT
+from tests.test_job_store import listening_on
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
 
@@ -27,10 +30,10 @@ PROGRAM = str(Path(__file__).with_name("program.py"))
 class Launched:
     """`fullshard launch` in a process of its own."""
 
-    def __init__(self, folder: Path, how: str, *flags: str, processes: int = 2):
+    def __init__(self, folder: Path, how: str, *flags: str, processes: int = 2, path: str = str(ROOT)):
         self.folder = folder
         words = ["launch", "--cpu", "--num_processes", str(processes), *flags, PROGRAM, how, str(folder)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": str(folder), "HF_HOME": str(folder)}
+        environment = {**os.environ, "PYTHONPATH": path, "XDG_CONFIG_HOME": str(folder), "HF_HOME": str(folder)}
         environment.pop("OMP_NUM_THREADS", None)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "fullshard", *words], env=environment, text=True, stdout=subprocess.PIPE,
@@ -115,7 +118,7 @@ def test_every_option_of_the_launcher_is_tried_somewhere():
         "test_files": "compute_environment distributed_type deepspeed_config megatron_lm_config mpirun_config "
         "fp8_config",
         "test_resolve": "num_processes num_machines machine_rank gpu_ids main_process_ip",
-        "test_agent": "main_process_port rdzv_backend enable_cpu_affinity",
+        "test_agent": "main_process_port rdzv_backend enable_cpu_affinity job_secret_file",
         "test_questionnaire": "fp16",
     }
     for config, places in ((RunSettings, run_flags), (ProcessSettings, keys)):
@@ -260,12 +263,91 @@ def test_grace_is_the_kill_delay(tmp_path):
     assert job.end(seconds=45)[0] == 128 + signal.SIGTERM
 
 
-@pytest.mark.slow
-def test_nothing_outlives_a_killed_launcher(tmp_path):
-    job = Launched(tmp_path, "preempted", "--quiet")
+def test_nothing_outlives_a_killed_launcher(tmp_path, monkeypatch):
+    """No rank, not even a stopped one, none of their children, no folder; and while it runs, no open port."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    job = Launched(tmp_path, "with children", "--quiet")
     job.when("ready-0", "ready-1")
+    assert listening_on(int((tmp_path / "port-0").read_text())) == {"0100007F"}  # loopback
+    assert len((tmp_path / "secret-0").read_text()) == 64
+    assert len([*(tmp_path / "tmp").glob("fullshard-*")]) == 1
     job.process.kill()
     assert job.end()[0] == -signal.SIGKILL
+    _until(lambda: not [*(tmp_path / "tmp").glob("fullshard-*")])
+
+
+@pytest.mark.slow
+def test_a_rank_stopped_before_its_first_line_ends_with_its_launcher(tmp_path):
+    """Stopped while Python starts, before the rank can ask Linux to be ended with its parent."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib, signal\n"
+        "if os.environ.get('RANK') == '1':\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'pid-0-1').write_text(str(os.getpid()))\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    job = Launched(tmp_path, "preempted", "--quiet", path=f"{tmp_path}:{ROOT}")
+    job.when("ready-0", "pid-0-1")
+    job.process.kill()
+    assert job.end()[0] == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_rank_stopped_before_it_joins_is_named_and_given_up(tmp_path):
+    job = Launched(tmp_path, "stopped in the start", "--quiet")
+    code, _, err = job.end()
+    assert code == 69, err
+    first, *_, last = err.splitlines()
+    name = r"fullshard: rank 1 \(process \d+ on .*\) is stopped \(SIGSTOP, or a debugger\)"
+    assert re.fullmatch(f"{name}; the job waits for it", first)
+    assert re.fullmatch(f"{name} and has not joined the other ranks for 30 s", last)
+
+
+def test_folders_of_killed_processes_are_removed_by_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    prefix = temporary_folders.owned_prefix()
+    me, start = str(os.getpid()), prefix.split("-")[3]
+    ended.wait()
+    kept = ["fullshard-mine", f"{prefix}x", prefix.replace(prefix.split("-")[1], "0123456789ab") + "elsewhere"]
+    gone = [prefix.replace(f"-{me}-", f"-{ended.pid}-") + "ended", prefix.replace(f"-{start}-", "-1-") + "of another"]
+    for name in (*kept, *gone):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log").write_text("x")
+    (tmp_path / f"{gone[0]}-link").symlink_to(tmp_path / kept[0])
+    with temporary_folders.temporary_folder() as folder:
+        assert folder.parent == tmp_path and folder.name.startswith(prefix)
+        assert sorted(os.listdir(tmp_path)) == sorted([*kept, folder.name, f"{gone[0]}-link"])
+    assert not folder.exists() and (tmp_path / kept[0] / "log").exists()
+
+
+@pytest.mark.slow
+def test_the_secret_of_several_machines(tmp_path):
+    """From a file or a variable; without one there is a warning, and with different ones an error."""
+    (tmp_path / "secret").write_text("known to both\n")
+
+    def run(*secrets):
+        jobs, port = [], _free_port()
+        for machine, flags in enumerate(secrets):
+            folder = tmp_path / f"{port}-{machine}"
+            folder.mkdir()
+            flags = (
+                *flags, "--quiet", "--num_machines", "2", "--machine_rank", str(machine), "--main_process_ip",
+                "127.0.0.1", "--main_process_port", str(port), "--rdzv_timeout", "20",
+            )  # fmt: skip
+            jobs.append(Launched(folder, "joined", *flags))
+        return [job.end() for job in jobs]
+
+    for code, _, err in run(*[["--job_secret_file", str(tmp_path / "secret")]] * 2):
+        assert code == 0 and "SECRET" not in err, err
+    first, second = run([], [])
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert (first[2] + second[2]).count("FULLSHARD_JOB_SECRET is not set: whoever can reach port") == 1
+    (tmp_path / "other").write_text("another")
+    ends = run(["--job_secret_file", str(tmp_path / "secret")], ["--job_secret_file", str(tmp_path / "other")])
+    assert [code for code, _, _ in ends] == [2, 2], ends
+    assert "not signed with this machine's FULLSHARD_JOB_SECRET" in ends[0][2], ends
+    assert not any("Traceback" in err for _, _, err in ends), ends
 
 
 @pytest.mark.slow
@@ -347,6 +429,13 @@ def test_one_task_per_process_under_slurm(tmp_path):
         tasks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
     said = [task.communicate(timeout=240)[0].strip() for task in tasks]
     assert said == ["0 0 2 cpu", "1 1 2 cpu", "2 0 2 cpu", "3 1 2 cpu"]
+
+
+def _until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def _free_port() -> int:

@@ -20,12 +20,18 @@ import torch.distributed as dist
 import fullshard.torch_devices
 from fullshard.checkpoint import manager
 from fullshard.fsdp import grad_clip
+from fullshard.launch import worker
 from fullshard.launch.worker import EXIT_RANK_LOST
 from fullshard.train import assemble, evaluation, results, training_step
 from fullshard.watchdog import collectives
 
 PLACES: dict[str, tuple[Any, str]] = {
+    "script": (worker, "_run"),
+    "connecting": (fullshard.torch_devices, "_open_store"),
     "meeting": (fullshard.torch_devices, "meet"),
+    "joining": (dist, "init_process_group"),
+    "sharing": (fullshard.torch_devices, "_share_generator"),
+    "comparing": (assemble, "require_equal"),
     "data": (assemble, "gather_parts"),
     "loading": (assemble, "build_loop"),
     "forward": (training_step.TrainingStep, "training_step"),
@@ -40,6 +46,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "end": (results, "show"),
 }
 """Where a rank can be lost: before the n-th call of a function."""
+START = ("script", "connecting", "meeting", "joining", "sharing", "comparing")
+"""The places of the start, in their order."""
 REPEATED = ("forward", "backward", "metrics", "exchange", "norm", "update")
 AFTER = ("evaluation", "saving")
 """What takes part in steps again and again, and what does so now and then."""
@@ -119,6 +127,8 @@ def lose_at(fault: Fault, folder: Path) -> None:
 def draw_place(chance: random.Random, how: str, places: str) -> tuple[str, int]:
     """Where a rank is lost, and at which call; among `places`, separated by commas, if there are any."""
     moments = [""] * 4 if how in ("stop", "continue", "kill", "abort") else []
-    here = [place for place in PLACES if (how, place) != ("raise", "meeting")]  # there it is an error of the rendezvous
+    here = [
+        place for place in PLACES if how != "raise" or place not in START[:-1]
+    ]  # there it is an error of the rendezvous
     place = chance.choice(places.split(",") if places else [*here, *moments])
     return place, chance.randint(1, 9) if place in REPEATED else chance.randint(1, 2) if place in AFTER else 1

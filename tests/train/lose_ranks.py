@@ -260,7 +260,8 @@ def draw(number: int, args: argparse.Namespace) -> Fault:
     chance = random.Random(f"{args.seed}/{number}")
     count = {"one": 1, "two": 2, "all but one": args.ranks - 1}[args.who]
     ranks = tuple(sorted(chance.sample(range(args.ranks), count)))
-    place, turn = ("", 1) if args.cold else draw_place(chance, args.how, args.places)
+    places = args.places.split(",")[number % len(args.places.split(","))] if args.each else args.places
+    place, turn = ("", 1) if args.cold else draw_place(chance, args.how, places)
     return Fault(args.how, ranks, place, turn, chance.uniform(0, args.cold or 6.0))
 
 
@@ -273,6 +274,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--who", choices=("one", "two", "all but one"), default="one")
     parser.add_argument("--places", default="", help=f"of {', '.join(PLACES)}; moments if empty between commas")
+    parser.add_argument("--each", action="store_true", help="take the places in turn")
     parser.add_argument("--cold", type=float, default=0.0, help="start afresh; lost within so many seconds")
     parser.add_argument("--seed", default="0")
     parser.add_argument("--keep", help="a folder for the output of tries that went wrong")

@@ -41,6 +41,16 @@ def test_a_lost_rank_is_named_and_the_job_ends_as_documented(how: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_rank_lost_at_any_place_of_the_start_is_named_and_the_job_ends(how: str) -> None:
+    from tests.train.faults import START
+
+    tries = str(len(START))
+    done = lose("--how", how, "--places", ",".join(START), "--each", "--tries", tries, "--jobs", tries, "--ranks", "3")
+    assert done.returncode == 0 and f"{tries} of {tries} tries" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "place", "fault", "noticed"),
     [
@@ -49,6 +59,8 @@ def test_a_lost_rank_is_named_and_the_job_ends_as_documented(how: str) -> None:
         ("stop", "end", "from fullshard.launch.agent import Agent; Agent._look_for_stopped = lambda _: 0", "not named"),
         ("stop", "forward", "from fullshard.launch.agent import Agent; Agent._outcome_known = property(lambda _: 0, "
          "lambda agent, value: None)", "exit code 137, not 69"),
+        ("stop", "joining", "from fullshard.launch.agent import Agent; Agent._was_starting = lambda *_: False",
+         "not ended"),
         ("kill", "metrics", "from fullshard.launch.agent import Agent; Agent._name = lambda *_: str()",
          "was not named"),
     ],

@@ -14,7 +14,9 @@ import torch
 from transformers import get_scheduler
 
 from fullshard import runtime
+from fullshard.errors import ConfigError
 from fullshard.ranks import exchange
+from tests.data.tiny import text_rows
 from tests.pool import ranks
 from tests.train.runs import global_batch, losses, plain_losses, settings, train
 from tests.train.tiny import make_trained
@@ -78,3 +80,26 @@ def test_losses_of_one_device_everywhere(
     strategy: str, kind: str, packing: bool, world_size: int, tmp_path: Path
 ) -> None:
     check(strategy, kind, packing, world_size, tmp_path)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("changes", "rows", "told"),
+    [
+        ({"learning_rate": 1e-3}, 60, r"learning_rate is 0\.005 on rank 0, 0\.001 on rank 1\."),
+        ({"seed": 7}, 60, r"; seed is 42 on rank 0, 7 on rank 1|: seed is 42 on rank 0, 7 on rank 1"),
+        ({}, 59, r'training data is "60 rows, .* on rank 0, "59 rows, .* on rank 1'),
+    ],
+)  # fmt: skip
+def test_ranks_with_other_settings_or_data_are_refused_before_the_first_step(
+    changes: dict[str, Any], rows: int, told: str, tmp_path: Path
+) -> None:
+    """As where a learning rate comes from each machine's own environment, or each machine has its own copy of data."""
+    other = runtime.rank() == 1
+    config = settings(tmp_path, max_steps=1, **(changes if other else {}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "local_rank", lambda: 0)  # each rank reads its own data, as on two machines
+        patch.setattr(runtime, "local_world_size", lambda: 1)
+        config.cache_dir = str(tmp_path / f"cache-{runtime.rank()}")
+        with pytest.raises(ConfigError, match=told):
+            train(make_trained("full"), config, text_rows(rows if other else 60))

@@ -21,6 +21,7 @@ from fullshard import processes, runtime
 from fullshard.errors import FSDPError, RankLostError
 from fullshard.fsdp import FSDPv2
 from fullshard.groups import short_name
+from fullshard.job_store import JobStore
 from fullshard.launch.worker import EXIT_RANK_LOST
 from fullshard.processes import Process, state_of
 from fullshard.watchdog import abort, heartbeat, investigate, rank_state, threads, watch
@@ -34,7 +35,7 @@ from fullshard.watchdog.diagnosis import (
     late_ranks,
 )
 from fullshard.watchdog.external_waits import ExternalWaits
-from fullshard.watchdog.heartbeat import HeartbeatRing, Liveness, WatchStore, beat_every
+from fullshard.watchdog.heartbeat import HeartbeatRing, Liveness, beat_every
 from tests.fsdp.programs import Block, Stack, mesh_for
 from tests.pool import ROOT, ranks
 
@@ -489,7 +490,7 @@ def _until(condition, seconds=5):
 
 
 def test_the_ring_names_the_silent_and_leaves_the_rest_alone(monkeypatch):
-    store = WatchStore(dist.HashStore())
+    store = JobStore(dist.HashStore(), "0")
     rings = [HeartbeatRing(store, rank, 4) for rank in range(4)]
     for rank in range(1, 4):  # on nodes of the same name, where processes of such numbers are not
         store.put(f"process/{rank}", Process(f"node {rank}", 999_999, "5", socket.gethostname()).text())
@@ -517,7 +518,7 @@ def test_the_ring_names_the_silent_and_leaves_the_rest_alone(monkeypatch):
 
 
 def test_a_rank_that_was_stopped_itself_accuses_nobody():
-    store = WatchStore(dist.HashStore())
+    store = JobStore(dist.HashStore(), "0")
     rings = [HeartbeatRing(store, rank, 2) for rank in range(2)]
     store.put("process/1", Process("another-node", 999_999, "5", "b").text())
     look = lambda now: [change.state for change in rings[0].check(store.read(["beat/1"]), now)]  # noqa: E731
@@ -530,7 +531,7 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody():
 
 
 def test_a_rank_that_is_stopped_before_its_first_heartbeat_is_named(monkeypatch):
-    store = WatchStore(dist.HashStore())
+    store = JobStore(dist.HashStore(), "0")
     ring = HeartbeatRing(store, 0, 3)
     states = {"1": "alive", "2": "alive"}
     monkeypatch.setattr(heartbeat, "state_of", lambda process: states[process.start] if process else "")
@@ -553,7 +554,7 @@ def test_reading_keys_takes_few_calls():
             return getattr(self.store, name)
 
     counting = Counting()
-    store = WatchStore(counting)
+    store = JobStore(counting, "0")
     for rank in range(1000):
         if rank != 321:
             store.put(f"status/{rank}", str(rank))
