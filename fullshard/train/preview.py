@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.data.row_formats import bad_kinds
 from fullshard.data.sources import DataSource, hold_back
 from fullshard.data.token_table import TokenTable, statistics, unused_columns
 from fullshard.train.batches import EVALUATION, make_table
@@ -134,7 +135,9 @@ def show_statistics(name: str, table: TokenTable, console: Console) -> None:
         lines.add_row(label, value)
     console.rule(f"{name} data", align="left")
     console.print(lines)
-    console.print(histogram(np.diff(table.document_starts)))
+    for row in facts["bad_rows"]:
+        console.print(Text(f"  {row}"), soft_wrap=True)
+    console.print(histogram(np.diff(table.document_starts[:])))
 
 
 def _statistics(found: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
@@ -146,10 +149,12 @@ def _statistics(found: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
         "length": f"{low:,} to {high:,} tokens; median {median:,.0f}, mean {mean:,.1f}, 95 % up to {p95:,.0f}",
         "rows": f"{facts['rows']:,} of at most {found['row_length']:,} tokens, {found['efficiency']:.1%} full",
     }
-    left_out = {"empty": "dropped: empty", "bad": "dropped: unknown format", "masked": "dropped: no trained tokens"}
+    left_out = {"empty": "dropped: empty", "masked": "dropped: no trained tokens"}
     for key, label in left_out.items():
         if facts.get(key):
             lines[label] = f"{facts[key]:,}"
+    if facts.get("bad"):
+        lines["left out"] = f"{facts['bad']:,} rows: {bad_kinds(facts)}"
     for name, count in unused_columns(facts).items():
         lines[f"not used: `{name}`"] = f"in {count:,} rows"
     if facts.get("long"):

@@ -298,7 +298,7 @@ def test_rows_that_a_template_refuses_can_be_skipped() -> None:
     settings = encode.TextSettings(template=template, reading=encode.Reading(on_bad_row="skip"))
     kept = list(encode.encode_rows(raw, make_tokenizer(), settings, counts))
     assert len(kept) + counts["bad"] == 4 and counts["bad"] >= 1
-    assert "row 3: the chat template rejects this conversation: roles must alternate" in counts["bad_rows"][-1]
+    assert "row 3: the chat template rejects this conversation: roles must alternate" in counts["bad_rows"][-1][1]
 
 
 def test_a_conversation_needs_a_template() -> None:
