@@ -59,7 +59,7 @@ class CheckedArray:
         # A plain array: slicing a numpy.memmap is slower.
         self._values = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
         self._per_block = BLOCK // self._values.itemsize
-        self._is_checked = np.zeros(len(self._checksums), np.bool_)
+        self._is_checked = bytearray(len(self._checksums))
 
     def __len__(self) -> int:
         return len(self._values)
@@ -67,7 +67,7 @@ class CheckedArray:
     def __getitem__(self, key: Any) -> Any:
         """A value by its number, or those of a slice or of an array of numbers."""
         if isinstance(key, slice):
-            first, end, _ = key.indices(len(self))
+            first, end, _ = key.indices(len(self._values))
             if first < end:
                 self._check(range(first // self._per_block, (end - 1) // self._per_block + 1))
         elif isinstance(key, int | np.integer):
@@ -85,7 +85,7 @@ class CheckedArray:
 
     def _agrees(self, block: int) -> bool:
         part = self._values[block * self._per_block : (block + 1) * self._per_block]
-        return zlib.crc32(part) == self._checksums[block]
+        return zlib.crc32(part.data) == self._checksums[block]
 
     def _check(self, blocks: Any) -> None:
         for block in blocks:
@@ -94,11 +94,11 @@ class CheckedArray:
                     self._replace(f"block {block} of {self.path.name} has another checksum than when it was written")
                     if not self._agrees(block):
                         raise DataError(f"{self.path}: block {block} is read as other bytes than were just written.")
-                self._is_checked[block] = True
+                self._is_checked[block] = 1
 
     def _replace(self, damage: str) -> None:
         if self._mend is None:
             raise DataError(f"the tokens in {self.path.parent} are damaged: {damage}.")
         other = self._mend(damage)
         self._values, self._checksums = other._values, other._checksums
-        self._is_checked = np.zeros(len(self._checksums), np.bool_)
+        self._is_checked = bytearray(len(self._checksums))

@@ -30,7 +30,7 @@ from fullshard.data.row_formats import UNUSED, BadRows, bad_kinds, few_bad_rows
 from fullshard.data.sources import DataSource
 from fullshard.data.temp_dirs import TempDir
 from fullshard.data.tokenize import Chunk, TokenizerPool, batch_rows, count_targets
-from fullshard.durable import sync
+from fullshard.durable import sync, sync_tree
 from fullshard.errors import DataError
 
 FORMAT = 5
@@ -78,8 +78,8 @@ class TokenTable:
     def documents(self, row: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
         """The documents of a row: (tokens, loss mask)."""
         found = []
-        for document in self.row_documents[slice(*self.row_starts[row : row + 2])]:
-            piece = slice(*self.document_starts[document : document + 2])
+        for document in self.row_documents[slice(*self.row_starts[row : row + 2].tolist())].tolist():
+            piece = slice(*self.document_starts[document : document + 2].tolist())
             found.append((self.tokens[piece], self.loss_mask[piece]))
         return found
 
@@ -176,8 +176,7 @@ def make_table(
                     progress(len(batch.rows), len(chunk.tokens))
             facts = writer.finish()
             check_some(facts, settings)
-            for path in (*temp_dir.folder.iterdir(), temp_dir.folder):
-                sync(path)
+            sync_tree(temp_dir.folder)
             if folder.exists() and open_table(folder) is None:
                 folder.rename(temp_dir.folder / "damaged")
             with contextlib.suppress(OSError):  # another process may have made the same table first

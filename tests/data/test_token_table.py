@@ -12,7 +12,7 @@ import pytest
 
 from fullshard import progress as display
 from fullshard import runtime
-from fullshard.data import chat_template, checked_array, loader, token_table
+from fullshard.data import chat_template, checked_array, loader
 from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import load_table
@@ -256,15 +256,6 @@ def test_other_data_does_not_mend_a_table(tmp_path: Path) -> None:
     changed[0] = True
     with pytest.raises(DataError, match="rows has changed since the run began, and its token cache was damaged"):
         found.documents(0)
-
-
-def test_a_table_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[tuple[str, bool]] = []
-    folder = tmp_path / "table"
-    monkeypatch.setattr(token_table, "sync", lambda path: synced.append((path.name, folder.exists())))
-    make_table(row_source(text_rows(5), "rows"), make_tokenizer(), TextSettings(), folder)
-    files = {f"{name}.bin" for name in FILES} | {"manifest.json"}
-    assert files <= {name for name, named in synced if not named} and synced[-1] == (tmp_path.name, True)
 
 
 def test_two_makers_at_once_leave_one_table(tmp_path: Path) -> None:
