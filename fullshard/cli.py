@@ -11,6 +11,7 @@ import typer.core
 
 from fullshard import log_filter
 from fullshard.errors import ConfigError, UserError
+from fullshard.terminal_text import print_text
 from fullshard.version import __version__
 
 INTERRUPTED = 130
@@ -24,7 +25,7 @@ class Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            print("\nfullshard: interrupted", file=sys.stderr)
+            print_text("\nfullshard: interrupted", sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
 
 
@@ -47,13 +48,13 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"fullshard: {error}", file=sys.stderr)
+        print_text(f"fullshard: {error}", sys.stderr)
         sys.exit(error.exit_code)
 
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"fullshard {__version__}")
+        print_text(f"fullshard {__version__}")
         raise typer.Exit
 
 
@@ -74,7 +75,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
     facts = environment_report.describe_environment()
     if isinstance(facts["rank"], int) and facts["rank"] != 0:
         return
-    print(json.dumps(facts) if as_json else "\n".join(environment_report.as_lines(facts)))
+    print_text(json.dumps(facts) if as_json else "\n".join(environment_report.as_lines(facts)))
 
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
@@ -135,7 +136,7 @@ def merge_weights(
 
     options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "model": model, "verify": verify}
     for file in merge(checkpoint, out, progress=True, **options):
-        print(file)
+        print_text(str(file))
 
 
 @app.command("inspect", context_settings=_NAMES, short_help="Show the contents of a checkpoint.")
@@ -149,15 +150,16 @@ def inspect_checkpoint(
 
     facts = inspect.inspect_checkpoint(checkpoint, verify)
     if as_json:
-        print(json.dumps(facts))
+        print_text(json.dumps(facts))
     else:
-        from rich.console import Console
         from rich.table import Table
+
+        from fullshard.console import Terminal
 
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         for name, value in inspect.lines(facts):
             table.add_row(name, value)
-        Console().print(table)
+        Terminal().print(table)
     if any(one["health"] == "damaged" for one in facts.get("checkpoints", [facts])):
         raise typer.Exit(1)
 

@@ -17,6 +17,7 @@ import yaml
 
 from fullshard.errors import ConfigError
 from fullshard.options import Option, convert, nearest
+from fullshard.paths import replace_text
 
 SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -191,10 +192,8 @@ def write_file(path: Path, values: Mapping[str, Any]) -> None:
     text = (
         json.dumps(values, indent=2, sort_keys=True) + "\n" if path.suffix == ".json" else yaml.safe_dump(dict(values))
     )
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        replace_text(path, text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

@@ -13,3 +13,9 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """fsync everything in a directory, and the directory: before it is renamed to the name that readers know."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fullshard.durable import sync
 from fullshard.errors import ConfigError
 
 Inputs = Mapping[str, Iterable[Path]]
@@ -97,11 +98,13 @@ def check_new_folder(folder: str | Path) -> Path:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically; if the path is a link, its target is not changed."""
+    """Replace a file atomically and durably; if the path is a link, its target is not changed."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         part.write_text(text, encoding="utf-8")
+        sync(part)  # else a power failure could leave the new name with no content
         os.replace(part, path)
+        sync(path.parent)
     finally:
         part.unlink(missing_ok=True)
 
@@ -117,7 +120,9 @@ def replaced_files(folder: Path) -> Iterator[Path]:
         for file in sorted(p for p in Path(made).rglob("*") if p.is_file()):
             target = folder / file.relative_to(made)
             target.parent.mkdir(parents=True, exist_ok=True)
+            sync(file)
             os.replace(file, target)
+            sync(target.parent)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -11,7 +11,6 @@ import sys
 import time
 from typing import Any, Self
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -23,6 +22,8 @@ from rich.progress import (
 )
 
 from fullshard import runtime
+from fullshard.console import Terminal
+from fullshard.terminal_text import print_text, visible
 
 PLAIN_LINE_EVERY = 10.0
 """Seconds between plain lines; shorter work prints none."""
@@ -33,13 +34,6 @@ def resolve_progress(progress: str) -> str:
     moves = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     live = moves if progress == "auto" else progress == "live"
     return progress if progress in ("json", "quiet") else "live" if live else "plain"
-
-
-class Terminal(Console):
-    """The terminal, with a visible cursor: a process that is killed could not bring a hidden one back."""
-
-    def show_cursor(self, show: bool = True) -> bool:
-        return False
 
 
 class _Display:
@@ -63,7 +57,13 @@ class Bar(_Display):
     def __init__(self, what: str, total: int, wanted: bool = True):
         console = Terminal(stderr=True)
         if wanted and runtime.is_main() and console.is_terminal:
-            columns = (TextColumn(what), BarColumn(20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn(what, markup=False),
+                BarColumn(20),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task(what, total=total)
 
@@ -76,7 +76,7 @@ class TokenizingProgress(_Display):
     """Counts rows and tokens and shows them as the option `progress` selects."""
 
     def __init__(self, name: str, progress: str) -> None:
-        self.name, self.rows, self.tokens = name, 0, 0
+        self.name, self.rows, self.tokens = visible(name), 0, 0
         mode = resolve_progress(progress) if runtime.is_main() else "quiet"
         self._started = self._printed = time.monotonic()
         self._plain = mode == "plain"
@@ -84,7 +84,7 @@ class TokenizingProgress(_Display):
             self._bar = Progress(
                 SpinnerColumn(), TextColumn("{task.description}", markup=False), console=Terminal(), transient=True
             )
-            self._task = self._bar.add_task(f"tokenizing {name}", total=None)
+            self._task = self._bar.add_task(f"tokenizing {self.name}", total=None)
 
     def __call__(self, rows: int, tokens: int) -> None:
         self.rows, self.tokens = self.rows + rows, self.tokens + tokens
@@ -92,7 +92,7 @@ class TokenizingProgress(_Display):
             self._bar.update(self._task, description=self._line())
         elif self._plain and time.monotonic() > self._printed + PLAIN_LINE_EVERY:
             self._printed = time.monotonic()
-            print(self._line(), flush=True)
+            print_text(self._line())
 
     def _line(self) -> str:
         rate = self.tokens / max(1e-9, time.monotonic() - self._started)

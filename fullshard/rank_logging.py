@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fullshard.log_filter import own_line
 from fullshard.rank_env import read_launcher
+from fullshard.terminal_text import visible
 
 
 def rank() -> int:
@@ -51,7 +52,7 @@ class _Terminal(logging.StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         start = "" if getattr(record, "rank", 0) == 0 else own_line(self.stream)
-        return start + super().format(record)
+        return start + visible(super().format(record))
 
 
 def get_logger(name: str = "fullshard", *, all_ranks: bool = False) -> logging.Logger:

@@ -11,6 +11,7 @@ from rich.text import Text
 from fullshard.byte_size import memory_size
 from fullshard.capacity.estimate import Estimate
 from fullshard.capacity.memory import MemoryEstimate
+from fullshard.console import Terminal
 from fullshard.fsdp.activation_memory import describe_levels
 
 GIB, MIB = 1024**3, 1024**2
@@ -25,7 +26,7 @@ COLORS = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 def print_estimate(estimate: Estimate, console: Console | None = None) -> None:
     """Print an estimate; without colors unless the output is a terminal."""
-    console = console or Console(highlight=False)
+    console = console or Terminal()
     first, *others = estimate.verdict.sentences()
     console.print(Text(first, COLORS[estimate.verdict.fits]))
     for sentence in others:

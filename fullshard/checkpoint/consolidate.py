@@ -71,14 +71,14 @@ def merge_weights(
 
     tensors = dict([*stored_tensors(manifest, directory, name), *_from_base(entry)])
     from fullshard.checkpoint.publish import discard, new_token, publish
-    from fullshard.durable import sync
+    from fullshard.durable import sync_tree
 
     hidden = place.with_name(unpublished_name(place.name, new_token()))
     try:
         hidden.mkdir(parents=True)
         _write_weights(hidden, tensors, entry, dtype, max_shard_size, progress)
         _write_rest(hidden, entry, dtype, tokenizer)
-        sync(hidden)
+        sync_tree(hidden)
         publish(hidden, place)
     except OSError as error:
         raise CheckpointError(f"{place} could not be written: {error.strerror or error}") from error

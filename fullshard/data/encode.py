@@ -135,7 +135,7 @@ def _tokenize(
         except DataError as error:
             if settings.reading_of(document.data_set).on_bad_row != "skip":
                 raise
-            count_bad(counts, str(error))
+            count_bad(counts, "refused by the chat template or a setting", str(error))
             continue
         template = settings.template_of(document.data_set)
         for name in (document.template_kwargs or {}).keys() - variables(template or ""):

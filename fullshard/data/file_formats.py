@@ -15,7 +15,17 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fullshard.data.raw_row import BadRow, RawRow, RowPosition, names, no_key_twice, parse_json, short
+from fullshard.data.raw_row import (
+    BadRow,
+    RawRow,
+    RowPosition,
+    json_place,
+    names,
+    no_key_twice,
+    parse_json,
+    place_in,
+    short,
+)
 from fullshard.data.text_files import MARK, open_file, read_csv, read_table, read_text
 from fullshard.errors import DataError
 
@@ -144,11 +154,12 @@ def _json_list(path: Path, text: str, start: RowPosition) -> Iterator[RawRow]:
         except BadRow as bad:  # a duplicate key
             value, end = bad, _decode(_LENIENT, text, begin, path, where)[1]
         after = _skip(text, end)
-        line += text.count("\n", begin, after)
         if text.startswith(",", after):
             after += 1
         elif not text.startswith("]", after):
-            raise DataError(f"{path}, line {line}: not JSON (expected , or ] after row {number}).")
+            last, column = place_in(text, end)
+            raise DataError(f"{path}, line {last}: not JSON (expected , or ] after row {number} at column {column}).")
+        line += text.count("\n", begin, after)
         at, number = after, number + 1
         yield RawRow(where, value, (at, number, line))
     if _skip(text, begin + 1) < len(text):
@@ -159,7 +170,8 @@ def _decode(decoder: json.JSONDecoder, text: str, begin: int, path: Path, where:
     try:
         return decoder.raw_decode(text, begin)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: not JSON ({error.msg} at column {error.colno}).") from None
+        line, column = json_place(error)
+        raise DataError(f"{path}, line {line}: not JSON ({error.msg} at column {column}).") from None
     except (RecursionError, ValueError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise DataError(f"{where or path}: not usable JSON ({why}).") from None

@@ -35,16 +35,18 @@ def check(row: Mapping[str, Any], read: Collection[str]) -> None:
     if media := [name for name in MEDIA if name in row and name not in read and not _is_empty(row[name])]:
         raise BadRow(
             f"`{media[0]}`: the data is vision-related, or has sound; images, video and audio need a vision-language "
-            f"model, and only text is supported. Remove the column to train on the text alone."
+            f"model, and only text is supported. Remove the column to train on the text alone.",
+            kind="images, video or audio",
         )
     paired = "chosen" in row and "rejected" in row and "chosen" not in read
     if paired and not (read and _is_answered(row)):
-        raise BadRow(f"the row holds {PREFERENCES}.")
+        raise BadRow(f"the row holds {PREFERENCES}.", kind="preferences")
     for name in QUALITY_LABELS if "completion" in row or "messages" in row or "conversations" in row else ():
         if isinstance(row.get(name), bool) or str(row.get(name)).lower() in ("true", "false"):
             raise BadRow(
                 f"`{name}` is {short(row[name])}: an unpaired preference (KTO), in which a completion may be a bad "
-                f"example. SFT would train on all of them: keep only the good rows, and remove this column."
+                f"example. SFT would train on all of them: keep only the good rows, and remove this column.",
+                kind="preferences",
             )
 
 

@@ -8,6 +8,8 @@ ids restart with each document; `models/packed_inputs.py` provides what else a m
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,13 +22,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fullshard import runtime
 from fullshard.data.encode import TextSettings
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.sources import DataSource
-from fullshard.data.token_table import TokenTable, cache_root, make_table, open_table, table_key
+from fullshard.data.token_table import MANIFEST, TokenTable, cache_root, make_table, open_table, table_key
 from fullshard.errors import DataError
 from fullshard.progress import TokenizingProgress
-from fullshard.ranks import agree, once_per_node
+from fullshard.ranks import agree_locally, exchange, once_per_node
 
 Batch = dict[str, torch.Tensor]
 
@@ -40,31 +43,87 @@ def load_table(
     `workers` processes tokenize, with the same result for any number; `progress` is the option of that name.
     """
 
-    def make() -> str:
+    def make(folder: Path) -> None:
+        with TokenizingProgress(source.name, progress) as shown:
+            make_table(source, tokenizer, settings, folder, workers, shown)
+
+    def begin() -> str:
         folder = cache_root(cache) / table_key(source, tokenizer, settings)
         if open_table(folder) is None:
-            with TokenizingProgress(source.name, progress) as shown:
-                make_table(source, tokenizer, settings, folder, workers, shown)
+            if folder.exists():
+                _say_damaged(folder, "files are missing, or not as they were written")
+            make(folder)
         return str(folder)
 
-    folder = Path(once_per_node(make, "tokenizing"))
-    agree(lambda: _must_open(folder, source), "token table")
-    table = open_table(folder)
-    assert table is not None
+    def mend(damage: str) -> TokenTable:
+        again = _remake_table(folder, lambda: make(folder), damage)
+        if again.facts["check"] != table.facts["check"]:
+            raise DataError(f"{source.name} has changed since the run began, and its token cache was damaged.")
+        return again
+
+    folder = Path(once_per_node(begin, "tokenizing"))
+    table = agree_locally(lambda: _opened(folder, source, mend), "token table")
+    check_same(exchange(table.facts["check"], "token table"), source)
     return table
+
+
+def _remake_table(folder: Path, make: Callable[[], None], damage: str) -> TokenTable:
+    """The table of a folder in which damage was found. The first process to find it calls `make`; the others, which
+    may share the folder, wait for that."""
+    with _one_process_at_a_time(folder.parent):
+        table = open_table(folder)
+        if table is None or not table.is_sound():
+            _say_damaged(folder, damage)
+            # Should this process be killed now, the next start sees that there is no table.
+            (folder / MANIFEST).unlink(missing_ok=True)
+            make()
+            table = open_table(folder)
+    if table is None:
+        raise DataError(f"the token cache {folder} was made anew, but cannot be read.")
+    return table
+
+
+def _say_damaged(folder: Path, damage: str) -> None:
+    """Log that a table is made anew."""
+    runtime.get_logger().warning("the token cache %s is damaged (%s): the data is tokenized again", folder, damage)
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time(folder: Path) -> Iterator[None]:
+    """Inside, no other process of this machine is in here with the same folder."""
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: each process makes its own, all equal
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def cached_table(
     source: DataSource, tokenizer: Any, settings: TextSettings, cache: str | None = None
 ) -> TokenTable | None:
-    """The token table of this data, if it is in the cache of this machine."""
-    return open_table(cache_root(cache) / table_key(source, tokenizer, settings))
+    """The token table of this data, if it is in the cache of this machine and undamaged."""
+    table = open_table(cache_root(cache) / table_key(source, tokenizer, settings))
+    return table if table is not None and table.is_sound() else None
 
 
-def _must_open(folder: Path, source: DataSource) -> None:
-    if open_table(folder) is None:
+def _opened(folder: Path, source: DataSource, mend: Callable[[str], TokenTable]) -> TokenTable:
+    table = open_table(folder, mend)
+    if table is None:
         raise DataError(
             f"the tokens of {source.name} were written to {folder}, but not every rank of the node can read them."
+        )
+    return table
+
+
+def check_same(checks: Sequence[int], source: DataSource) -> None:
+    """Raise if the checksums of tokens that the ranks have differ."""
+    if len(set(checks)) > 1:
+        others = ", ".join(str(rank) for rank, check in enumerate(checks) if check != checks[0])
+        raise DataError(
+            f"{source.name}: ranks {others} read other data than rank 0; every node needs the same files, tokenizer "
+            f"and settings."
         )
 
 

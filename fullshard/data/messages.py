@@ -53,7 +53,7 @@ def list_of(value: Any, what: str, of: str) -> Sequence[Any]:
     if hasattr(value, "tolist"):  # numpy arrays and torch tensors
         value = value.tolist()
     if not isinstance(value, list | tuple) or not value:
-        raise BadRow(f"`{what}` is {short(value)}; expected a list of {of}.")
+        raise BadRow(f"`{what}` is {short(value)}; expected a list of {of}.", kind=f"no {what}")
     return value
 
 
@@ -63,7 +63,7 @@ def _parsed(value: Any, what: str, opens: str) -> Any:
     try:
         return parse_json(value)
     except BadRow as bad:
-        raise BadRow(f"`{what}`: {bad.why}") from None
+        raise BadRow(f"`{what}`: {bad.why}", kind=bad.kind) from None
 
 
 def messages_from_json(*values: Any) -> Sequence[Any]:
@@ -95,7 +95,8 @@ def message_of(message: Any, what: str) -> dict[str, Any]:
     role, content = message.get(role_key), message.get(content_key)
     known = ROLES.get(role.lower()) if isinstance(role, str) else None
     if known is None:
-        raise BadRow(f"{what} has the role {short(role)}; expected one of {', '.join(dict.fromkeys(ROLES.values()))}.")
+        expected = ", ".join(dict.fromkeys(ROLES.values()))
+        raise BadRow(f"{what} has the role {short(role)}; expected one of {expected}.", kind="unknown role")
     # Columnar files give every message the keys of all messages, with null where a message has none.
     more = {k: plain(v, what) for k, v in message.items() if k not in (role_key, content_key) and v is not None}
     if more.get("train_detail"):
@@ -107,11 +108,12 @@ def message_of(message: Any, what: str) -> dict[str, Any]:
     if isinstance(content, list | tuple):
         content = "".join(_part(part, what) for part in content)
     if not isinstance(content, str) and not (content is None and calls):
-        raise BadRow(f"{what} has the content {short(content)}; expected text.")
+        kind = "null content" if content is None else "content that is not text"
+        raise BadRow(f"{what} has the content {short(content)}; expected text.", kind=kind)
     text_of(content or "", f"the content of {what}")
     empty = not (content or "").strip()
     if known in ("user", "assistant") and empty and not calls:
-        raise BadRow(f"{what}: the {known} message is empty; expected text.")
+        raise BadRow(f"{what}: the {known} message is empty; expected text.", kind="empty message")
     parsed = {"role": known, "content": None if calls and empty else content}
     return {**parsed, **more, **({"tool_calls": calls} if calls else {}), **weight}
 

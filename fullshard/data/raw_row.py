@@ -32,25 +32,52 @@ class RawRow:
 
 
 class BadRow(Exception):
-    """A row that cannot be used: the reason as a sentence, and the row if it can be shown."""
+    """A row that cannot be used: the reason as a sentence, the row if it can be shown, and in two or three words the
+    kind of reason, by which rows that are left out are counted."""
 
-    def __init__(self, why: str, row: Any = None) -> None:
-        super().__init__(why, row)
-        self.why, self.row = why, row
+    def __init__(self, why: str, row: Any = None, kind: str = "unusable values") -> None:
+        super().__init__(why, row, kind)
+        self.why, self.row, self.kind = why, row, kind
+
+
+BROKEN_JSON, TRUNCATED_JSON = "broken JSON", "truncated JSON"
 
 
 def parse_json(line: bytes | str) -> Any:
     """Parse JSON; raises `BadRow` if it is invalid."""
     try:
-        return json.loads(line.decode() if isinstance(line, bytes) else line, object_pairs_hook=no_key_twice)
+        text = line.decode() if isinstance(line, bytes) else line
+        return json.loads(text.rstrip("\r\n"), object_pairs_hook=no_key_twice)
     except UnicodeDecodeError as error:
-        raise BadRow(f"not UTF-8 text ({error.reason} at byte {error.start}).", line) from None
+        raise BadRow(f"not UTF-8 text ({error.reason} at byte {error.start}).", line, "not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise BadRow(f"not JSON ({error.msg} at column {error.colno}).", line) from None
+        number, column = json_place(error)
+        place = f"column {column}" if number == 1 else f"column {column} of its line {number}"
+        kind = TRUNCATED_JSON if _is_truncated(error) else BROKEN_JSON
+        raise BadRow(f"not JSON ({error.msg} at {place}).", line, kind) from None
     except RecursionError:
-        raise BadRow("JSON that is nested too deeply.", line) from None
+        raise BadRow("JSON that is nested too deeply.", line, BROKEN_JSON) from None
     except ValueError as error:  # an integer with too many digits
-        raise BadRow(f"not usable JSON ({error}).", line) from None
+        raise BadRow(f"not usable JSON ({error}).", line, BROKEN_JSON) from None
+
+
+def json_place(error: json.JSONDecodeError) -> tuple[int, int]:
+    """The line and column, from 1, at which JSON is broken. What is missing is missing after the last thing that is
+    there; Python's parser names the place of the next one, which may be lines below."""
+    text, at = error.doc, error.pos
+    if "delimiter" in error.msg or not text[at:].strip():
+        at = len(text[:at].rstrip())
+    return place_in(text, at)
+
+
+def place_in(text: str, at: int) -> tuple[int, int]:
+    """The line and column of a character, from 1."""
+    return 1 + text.count("\n", 0, at), at - text.rfind("\n", 0, at)
+
+
+def _is_truncated(error: json.JSONDecodeError) -> bool:
+    """Whether text that continues could be JSON."""
+    return not error.doc[error.pos :].strip() or error.msg.startswith("Unterminated string")
 
 
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -58,7 +85,7 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise BadRow(f"the key {short(next(n for n in names if names.count(n) > 1))} occurs twice.")
+        raise BadRow(f"the key {short(next(n for n in names if names.count(n) > 1))} occurs twice.", None, BROKEN_JSON)
     return found
 
 

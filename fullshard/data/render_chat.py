@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fullshard.errors import DataError
+from fullshard.data.time_limit import run_limited
+from fullshard.errors import ConfigError, DataError
 
 ChatMessage = Mapping[str, Any]
 Span = tuple[int, int]
@@ -160,6 +161,8 @@ class Conversation:
         try:
             variables = {**self.tokenizer.special_tokens_map, **self.template_kwargs}
             return render(self.template, messages, self.tools, variables, generation_prompt, marks)
+        except ConfigError as error:
+            raise ConfigError(f"{self.where}: {error}") from None
         except Exception as error:  # a template is a program and may raise anything
             kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
             reason = str(error).strip().rstrip(".") or type(error).__name__
@@ -173,12 +176,15 @@ def render(
     """Render messages with a template; with `marks`, also the spans of its `{% generation %}` blocks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    texts, spans = render_jinja_template(
-        conversations=[[dict(m) for m in messages]],
-        tools=[dict(tool) for tool in tools] if tools else None,  # some templates add a tools section for an empty list
-        chat_template=template,
-        add_generation_prompt=generation_prompt,
-        return_assistant_tokens_mask=marks,
-        **variables,
-    )
+    def rendered() -> Any:
+        return render_jinja_template(
+            conversations=[[dict(m) for m in messages]],
+            tools=[dict(tool) for tool in tools] if tools else None,  # some templates add a section for an empty list
+            chat_template=template,
+            add_generation_prompt=generation_prompt,
+            return_assistant_tokens_mask=marks,
+            **variables,
+        )
+
+    texts, spans = run_limited(rendered)
     return texts[0], [(int(a), int(b)) for a, b in spans[0]] if marks else []

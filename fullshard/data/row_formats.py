@@ -120,6 +120,10 @@ NAMED = 5
 """How many bad rows are reported; all are counted."""
 UNUSED = "unused "
 """Prefix of the counters of rows with unused columns."""
+BAD = "bad: "
+"""Prefix of the counters of bad rows, by the kind of reason."""
+BadRows = list[tuple[str, str]]
+"""Bad rows that are reported: (kind of reason, message)."""
 
 
 def parse_rows(batch: Sequence[RawRow], reading: Reading, counts: dict[str, Any]) -> list[Document]:
@@ -133,7 +137,7 @@ def parse_rows(batch: Sequence[RawRow], reading: Reading, counts: dict[str, Any]
         except BadRow as bad:
             if reading.on_bad_row != "skip":
                 raise _error(raw, bad) from None
-            count_bad(counts, f"{raw.where}: {bad.why}")
+            count_bad(counts, bad.kind, f"{raw.where}: {bad.why}")
     return found
 
 
@@ -150,12 +154,30 @@ def count(counts: dict[str, Any], name: str, number: int = 1) -> None:
     counts[name] = counts.get(name, 0) + int(number)
 
 
-def count_bad(counts: dict[str, Any], message: str) -> None:
-    """Count a row that is left out: "bad" counts all of them, "bad_rows" holds the messages of the first few."""
+def count_bad(counts: dict[str, Any], kind: str, message: str) -> None:
+    """Count a row that is left out: "bad" counts all of them, "bad_rows" holds a few of them."""
     count(counts, "bad")
-    named = counts.setdefault("bad_rows", [])
-    if len(named) < NAMED:
-        named.append(message)
+    count(counts, f"{BAD}{kind}")
+    counts["bad_rows"] = few_bad_rows(counts.get("bad_rows", []), [(kind, message)])
+
+
+def few_bad_rows(named: BadRows, more: BadRows) -> BadRows:
+    """The bad rows to report: the first ones, and as many kinds of reasons as possible."""
+    named = list(named)
+    for kind, message in more:
+        kinds = [kind for kind, _ in named]
+        if len(named) == NAMED and kind not in kinds:
+            again = [i for i, known in enumerate(kinds) if known in kinds[:i]]
+            named = [row for i, row in enumerate(named) if i != max(again, default=-1)]
+        if len(named) < NAMED:
+            named.append((kind, message))
+    return named
+
+
+def bad_kinds(facts: Mapping[str, Any]) -> str:
+    """How many rows were left out for which kind of reason, in words."""
+    kinds = {name.removeprefix(BAD): count for name, count in facts.items() if name.startswith(BAD)}
+    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items(), key=lambda one: -one[1]))
 
 
 def _error(raw: RawRow, bad: BadRow) -> DataError:
@@ -171,7 +193,7 @@ def _parse_row(raw: RawRow, reading: Reading) -> Document:
     if isinstance(row, bytes):
         row = parse_json(row)
     if not isinstance(row, Mapping):
-        raise BadRow(f"{short(row)} is not an object with columns.", row)
+        raise BadRow(f"{short(row)} is not an object with columns.", row, "no columns")
     whole = _renamed(row, reading.columns)
     row = {name: value for name, value in whole.items() if not _is_null(value)}
     formats = _formats(reading.text_field, reading.prompt_format)
@@ -185,7 +207,10 @@ def _parse_row(raw: RawRow, reading: Reading) -> Document:
             unused = foreign_columns.unused(row, read)
             return Document(raw.where, **row_format.read(row), unused=unused, data_set=raw.data_set)
     except BadRow as bad:
-        raise BadRow(bad.why, whole) from None
+        raise BadRow(bad.why, whole, bad.kind) from None
+    known = {column for row_format in formats for column in row_format.columns}
+    if null := [name for name in whole if name in known and name not in row]:
+        raise BadRow(f"`{null[0]}` is null; expected a value.", whole, f"no {null[0]}")
     alone = (
         " Rows with only a prompt are for trainers that generate completions (GRPO, PPO)." if "prompt" in row else ""
     )
@@ -195,6 +220,7 @@ def _parse_row(raw: RawRow, reading: Reading) -> Document:
         f"have other names, set dataset_columns (such as prompt=question,completion=answer) or "
         f"dataset_text_field.{alone}",
         whole,
+        "other columns",
     )
 
 
@@ -203,7 +229,8 @@ def _renamed(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...]) -> Ma
         return row
     absent = [f"{name}={column}" for name, column in columns if column not in row]
     if absent:
-        raise BadRow(f"dataset_columns is {', '.join(absent)}, but the columns are {names(row)}.", row)
+        why = f"dataset_columns is {', '.join(absent)}, but the columns are {names(row)}."
+        raise BadRow(why, row, "other columns")
     old = {column for _, column in columns}
     return {**{k: v for k, v in row.items() if k not in old}, **{name: row[column] for name, column in columns}}
 
@@ -249,7 +276,7 @@ def _read_completion(row: Mapping[str, Any]) -> dict[str, Any]:
     prompt, completion = messages_from_json(row["prompt"], row["completion"])
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
-            raise BadRow("`completion` is empty; expected text.")
+            raise BadRow("`completion` is empty; expected text.", kind="empty completion")
         return {"prompt": text_of(prompt, "`prompt`"), "text": text_of(completion, "`completion`")}
     if isinstance(prompt, str) or isinstance(completion, str):
         raise BadRow("only one of `prompt` and `completion` is text; expected two texts or two lists of messages.")
@@ -270,7 +297,7 @@ def _read_instruction(row: Mapping[str, Any]) -> dict[str, Any]:
     answer = text_of(row["output"], "`output`")
     for name, text in (("instruction", question), ("output", answer)):
         if not text.strip():
-            raise BadRow(f"`{name}` is empty; expected text.")
+            raise BadRow(f"`{name}` is empty; expected text.", kind=f"empty {name}")
     turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return _conversation(row, [message_of(turn, f"turn {i}") for i, turn in enumerate(turns)])
 
@@ -285,7 +312,8 @@ def _prompt_format(prompt_format: str) -> RowFormat:
         if answer is None or len(absent) == len(named):
             raise BadRow(
                 f"columns {names(row)}; prompt_format needs {', '.join(named)}, and the completion must be in "
-                f"`completion` or `output` (set dataset_columns if the columns have other names)."
+                f"`completion` or `output` (set dataset_columns if the columns have other names).",
+                kind="other columns",
             )
         completion = text_of(row[answer], f"`{answer}`")
         if not completion:

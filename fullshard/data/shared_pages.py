@@ -24,6 +24,7 @@ from typing import Any
 from fullshard import runtime
 from fullshard.data.encode import TextSettings
 from fullshard.data.raw_row import RowPosition
+from fullshard.data.row_formats import BAD
 from fullshard.data.sources import DataSource
 from fullshard.data.temp_dirs import TempDir, is_alive
 from fullshard.data.token_table import CACHE_VARIABLE, LEFT_OUT, TableWriter, TokenTable, check_some, open_table
@@ -128,10 +129,12 @@ class PageMaker:
                 continue
             facts = writer.finish(epoch=epoch, page=page, place=place, ends_epoch=batch.ends_data)
             if totals is not None:
-                totals.update({name: facts[name] for name in ("documents", "targets", *LEFT_OUT)})
+                counted = ("documents", "targets", *LEFT_OUT, *(name for name in facts if name.startswith(BAD)))
+                totals.update({name: facts[name] for name in counted})
             if batch.ends_data:
                 if totals is not None:  # else the stream would repeat forever without a row
-                    check_some({"source": facts["source"], **totals}, self._pages.settings)
+                    shown = {name: facts[name] for name in ("source", "bad_rows")}
+                    check_some({**shown, **totals}, self._pages.settings)
                 totals = Counter()
             (self.folder / "part").rename(_page(self.folder, self._number))
             self._number, writer = self._number + 1, None

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fullshard import runtime
-from fullshard.data.loader import Pick
+from fullshard.data.loader import Pick, check_same
+from fullshard.data.row_formats import bad_kinds
 from fullshard.data.shared_pages import PageMaker, PageReader, Pages
 from fullshard.data.token_table import LEFT_OUT, TokenTable, cache_root, unused_columns
-from fullshard.errors import DataError
 from fullshard.ranks import agree, once_per_node
 
 COUNTED = ("documents", "rows", "tokens", "targets", *LEFT_OUT)
@@ -124,12 +124,7 @@ class _StreamCursor:
     def _open_first_page(self, at: dict[str, Any]) -> None:
         """Open the first page, and check that all nodes have made the same one."""
         checks = agree(lambda: self._read().table.facts["check"], "first page of the stream")
-        if len(set(checks)) > 1:
-            others = ", ".join(str(r) for r, check in enumerate(checks) if check != checks[0])
-            raise DataError(
-                f"{self.sampler.stream.pages.source.name}: ranks {others} read other data than rank 0; every node "
-                f"needs the same files, tokenizer and settings."
-            )
+        check_same(checks, self.sampler.stream.pages.source)
         page = self.open[0]
         if at["check"] is not None and page.table.facts["check"] != at["check"]:
             if runtime.is_main():
@@ -183,7 +178,9 @@ class _StreamCursor:
         if facts["bad"]:
             found = "; ".join(facts["bad_rows"])
             runtime.warn_once(
-                "bad rows", f"rows that cannot be parsed are left out and counted. The first ones: {found}"
+                "bad rows",
+                f"rows that cannot be used are left out and counted; on the first page with any: {bad_kinds(facts)}. "
+                f"The first ones: {found}",
             )
         for name in unused_columns(facts):
             runtime.warn_once(f"unused {name}", f"the column `{name}` of the data is not used.")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fullshard.data.built_in_templates import built_in_name
 from fullshard.data.messages import REASONING
 from fullshard.data.render_chat import PROBE, ChatMessage, render
-from fullshard.errors import DataError
+from fullshard.errors import ConfigError, DataError
 
 ARGUMENT, CONTENT = f"{PROBE}Argument", f"{PROBE}Content"
 USER: ChatMessage = {"role": "user", "content": "Hello"}
@@ -42,6 +42,8 @@ def _rendered(template: str, special: Special, messages: Sequence[ChatMessage], 
     """The text of a small conversation; None if the template rejects it."""
     try:
         return render(template, messages, tools, dict(special))[0]
+    except ConfigError:  # it does not end
+        raise
     except Exception:  # it requires other messages than these
         return None
 

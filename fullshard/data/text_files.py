@@ -127,7 +127,7 @@ def read_table(path: Path, start: RowPosition, delimiter: str) -> Iterator[RawRo
                 yield RawRow(where, fields, place)
             elif fields and len(fields) != len(header):
                 why = f"{len(fields)} values, the header has {len(header)} ({names(header)})."
-                yield RawRow(where, BadRow(why, fields), place)
+                yield RawRow(where, BadRow(why, fields, "too few or too many values"), place)
             elif fields:
                 yield RawRow(where, dict(zip(header, fields, strict=True)), place)
 

@@ -1,8 +1,9 @@
 """The token table: a dataset tokenized once, packed into rows, and read memory-mapped.
 
-A `TokenTable` is a folder of binary files and a JSON manifest. The table of a whole dataset is cached under a hash of
-its inputs (data, tokenizer, chat template, settings); a stream (`stream.py`) is a sequence of small tables. A table
-appears by one rename, so a reader sees all of it or nothing. `loader.py` decides the order in which rows are used.
+A `TokenTable` is a folder of binary files and a JSON manifest with their checksums. The table of a whole dataset is
+cached under a hash of its inputs (data, tokenizer, chat template, settings); a stream (`stream.py`) is a sequence of
+small tables. A table appears by one rename, so a reader sees all of it or nothing; one that is damaged later is made
+anew. `loader.py` decides the order in which rows are used.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fullshard.data.checked_array import BlockChecksums, CheckedArray
 from fullshard.data.encode import TextSettings
 from fullshard.data.packing import best_fit_decreasing
-from fullshard.data.row_formats import NAMED, UNUSED
+from fullshard.data.row_formats import UNUSED, BadRows, bad_kinds, few_bad_rows
 from fullshard.data.sources import DataSource
 from fullshard.data.temp_dirs import TempDir
 from fullshard.data.tokenize import Chunk, TokenizerPool, batch_rows, count_targets
+from fullshard.durable import sync, sync_tree
 from fullshard.errors import DataError
 
-FORMAT = 4
+FORMAT = 5
+MANIFEST = "manifest.json"
 CACHE_VARIABLE = "FULLSHARD_CACHE"
 FILES = {
     "tokens": np.int32,
@@ -48,23 +52,24 @@ LEFT_OUT = ("empty", "bad", "long", "dropped", "cut", "masked", "packed", "texts
 @dataclass(frozen=True)
 class TokenTable:
     """Tokenized rows, each of one or more documents. The arrays are memory-mapped, so a rank reads only what it
-    uses."""
+    uses, and checks what it reads."""
 
     folder: Path
     facts: dict[str, Any]
     """Dataset statistics: `documents`, `rows`, `tokens`, `targets` (tokens that contribute to the loss). What was left
     out: rows that were `empty` or `bad` (could not be parsed; `bad_rows` has the reasons of the first few), documents
     that were too `long`, those of them that were `dropped`, tokens `cut`, documents without any loss (`masked`). Rows
-    that were `packed` already, and rows of plain text (`texts`). And `lengths` of documents."""
-    tokens: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.uint8]
+    that were `packed` already, and rows of plain text (`texts`). And `lengths` of documents, the `largest_token`, and
+    `check`, a checksum of tokens and masks that tables of the same content share."""
+    tokens: CheckedArray
+    loss_mask: CheckedArray
     """1 for tokens that contribute to the loss, else 0."""
-    document_starts: npt.NDArray[np.int64]
-    row_starts: npt.NDArray[np.int64]
-    row_documents: npt.NDArray[np.int64]
-    row_sizes: npt.NDArray[np.int64]
+    document_starts: CheckedArray
+    row_starts: CheckedArray
+    row_documents: CheckedArray
+    row_sizes: CheckedArray
     """Tokens in each row."""
-    row_targets: npt.NDArray[np.int64]
+    row_targets: CheckedArray
     """Tokens in each row that contribute to the loss: the weight of the row."""
 
     def __len__(self) -> int:
@@ -73,10 +78,14 @@ class TokenTable:
     def documents(self, row: int) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
         """The documents of a row: (tokens, loss mask)."""
         found = []
-        for document in self.row_documents[self.row_starts[row] : self.row_starts[row + 1]]:
-            piece = slice(self.document_starts[document], self.document_starts[document + 1])
+        for document in self.row_documents[slice(*self.row_starts[row : row + 2].tolist())].tolist():
+            piece = slice(*self.document_starts[document : document + 2].tolist())
             found.append((self.tokens[piece], self.loss_mask[piece]))
         return found
+
+    def is_sound(self) -> bool:
+        """Whether all files have the content that was written. Reads them."""
+        return all(array.is_sound() for array in vars(self).values() if isinstance(array, CheckedArray))
 
 
 def identity(table: TokenTable) -> str:
@@ -93,7 +102,7 @@ def statistics(table: TokenTable) -> dict[str, Any]:
     `efficiency`: the fraction of `rows * row_length` that is tokens rather than padding; `row_length` is `max_length`,
     or the longest row if there is no maximum."""
     facts = table.facts
-    length = facts["max_length"] or int(table.row_sizes.max(initial=1))
+    length = facts["max_length"] or int(table.row_sizes[:].max(initial=1))
     efficiency = facts["tokens"] / max(1, facts["rows"] * length)
     counted = {name: facts[name] for name in ("documents", "rows")}
     return {**facts["lengths"], **counted, "row_length": length, "efficiency": efficiency}
@@ -132,22 +141,34 @@ def _tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256((text + specials).encode()).hexdigest()
 
 
-def open_table(folder: Path) -> TokenTable | None:
-    """The table in this folder; None if there is none or it is incomplete."""
+def open_table(folder: Path, mend: Callable[[str], TokenTable] | None = None) -> TokenTable | None:
+    """The table in this folder; None if there is none, or if its manifest or the length of a file is not as written.
+
+    All else is checked when it is read. `mend` is called with a description of damage and returns the table that
+    replaces this one; None: damage is an error.
+    """
+
+    def mend_array(name: str) -> Callable[[str], CheckedArray] | None:
+        return None if mend is None else lambda damage: getattr(mend(damage), name)
+
     try:
-        facts = json.loads((folder / "manifest.json").read_text())
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        facts, checksums = manifest["facts"], manifest["checksums"]
+        if facts["format"] != FORMAT or manifest["digest"] != _digest(facts, checksums):
+            return None
         arrays: dict[str, Any] = {}
         for name, dtype in FILES.items():
-            path = folder / f"{name}.bin"
-            size = path.stat().st_size
-            if facts["format"] != FORMAT or size != facts["bytes"][name]:
+            path, field = folder / f"{name}.bin", "loss_mask" if name == "learnt" else name
+            if path.stat().st_size != facts["bytes"][name]:
                 return None
-            # Plain arrays: slicing a numpy.memmap is slower.
-            arrays[name] = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
-    except (OSError, ValueError, KeyError):
+            arrays[field] = CheckedArray(path, dtype, checksums[name], mend_array(field))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    # The file of the loss mask is called learnt.bin.
-    return TokenTable(folder, facts, loss_mask=arrays.pop("learnt"), **arrays)
+    return TokenTable(folder, facts, **arrays)
+
+
+def _digest(facts: dict[str, Any], checksums: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps([facts, checksums]).encode()).hexdigest()
 
 
 def make_table(
@@ -164,10 +185,12 @@ def make_table(
                     progress(len(batch.rows), len(chunk.tokens))
             facts = writer.finish()
             check_some(facts, settings)
+            sync_tree(temp_dir.folder)
             if folder.exists() and open_table(folder) is None:
                 folder.rename(temp_dir.folder / "damaged")
             with contextlib.suppress(OSError):  # another process may have made the same table first
                 temp_dir.folder.rename(folder)
+            sync(folder.parent)
             shutil.rmtree(folder / "damaged", ignore_errors=True)
     except OSError as error:
         raise DataError(
@@ -178,10 +201,12 @@ def make_table(
 
 def check_some(facts: dict[str, Any], settings: TextSettings) -> None:
     """Raise if there are no documents, or no tokens that contribute to the loss."""
-    left_out = ", ".join(f"{facts[name]:,} {name}" for name in ("empty", "bad", "dropped") if facts.get(name))
+    counts = [f"{facts[name]:,} {name}" for name in ("empty", "dropped") if facts.get(name)]
+    left_out = ", ".join([*counts, *filter(None, [bad_kinds(facts)])])
     documents = facts["documents"] + facts.get("masked", 0)
     if not documents:
-        why = f"(left out: {left_out})" if left_out else "in it"
+        first = f"; {facts['bad_rows'][0]}" if facts.get("bad_rows") else ""
+        why = f"(left out: {left_out}{first})" if left_out else "in it"
         raise DataError(f"{facts['source']}: no documents with tokens {why}; expected at least one row.")
     if not facts["targets"]:
         why = " (assistant_only_loss is on: do they have assistant messages?)" if settings.assistant_only_loss else ""
@@ -205,19 +230,24 @@ class TableWriter:
         self._targets: list[npt.NDArray[np.int32]] = []
         self._continues: list[npt.NDArray[np.bool_]] = []
         self._counts: Counter[str] = Counter()
-        self._bad_rows: list[str] = []
-        self._check = 0
+        self._bad_rows: BadRows = []
+        self._check, self._largest = 0, 0
+        self._checksums = {name: BlockChecksums() for name in FILES}
 
     def add(self, chunk: Chunk) -> None:
-        for array, file in ((chunk.tokens, self._tokens), (chunk.loss_mask, self._loss_mask)):
+        for name, array, file in (
+            ("tokens", chunk.tokens, self._tokens), ("learnt", chunk.loss_mask, self._loss_mask),
+        ):  # fmt: skip
             data = array.tobytes()
             file.write(data)
+            self._checksums[name].add(data)
             self._check = zlib.crc32(data, self._check)
+        self._largest = max(self._largest, int(chunk.tokens.max(initial=0)))
         self._lengths.append(chunk.lengths)
         self._targets.append(chunk.targets)
         self._continues.append(chunk.continues)
         self._counts.update(chunk.counts)
-        self._bad_rows = [*self._bad_rows, *chunk.bad_rows][:NAMED]
+        self._bad_rows = few_bad_rows(self._bad_rows, chunk.bad_rows)
 
     def finish(self, **more: Any) -> dict[str, Any]:
         """Pack documents into rows and write the index and the manifest; returns the facts, which include `more`."""
@@ -243,20 +273,24 @@ class TableWriter:
             "row_targets": _per_row(targets, row_starts, row_documents),
         }
         for name, array in written.items():
-            array.astype(FILES[name], copy=False).tofile(self.folder / f"{name}.bin")
+            data = array.astype(FILES[name], copy=False).tobytes()
+            (self.folder / f"{name}.bin").write_bytes(data)
+            self._checksums[name].add(data)
         counts = {name: self._counts[name] for name in LEFT_OUT}
         if settings.overflow == "drop":
             counts["dropped"] = counts["long"]
         facts = {
             "format": FORMAT, "source": self.name, "documents": len(lengths), "rows": len(row_starts) - 1,
             "tokens": int(written["document_starts"][-1]), "targets": int(targets.sum(dtype=np.int64)),
-            **self._counts, **counts, "bad_rows": self._bad_rows,
+            **self._counts, **counts, "bad_rows": [message for _, message in self._bad_rows],
             "max_length": settings.max_length, "overflow": settings.overflow, "packing": settings.packing,
-            "wrapped": settings.wrapped, "lengths": _lengths(lengths),
+            "wrapped": settings.wrapped, "lengths": _lengths(lengths), "largest_token": self._largest,
             "check": zlib.crc32(lengths.tobytes(), self._check),
             "bytes": {name: (self.folder / f"{name}.bin").stat().st_size for name in FILES}, **more,
         }  # fmt: skip
-        (self.folder / "manifest.json").write_text(json.dumps(facts, indent=1))
+        checksums = {name: blocks.hex() for name, blocks in self._checksums.items()}
+        manifest = {"digest": _digest(facts, checksums), "facts": facts, "checksums": checksums}
+        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
         return facts
 
     def _wrapped(self, tokens: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

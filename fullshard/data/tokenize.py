@@ -26,6 +26,7 @@ import numpy.typing as npt
 from fullshard import errors
 from fullshard.data.encode import BATCH, TextSettings, encode_rows
 from fullshard.data.raw_row import RawRow
+from fullshard.data.row_formats import BadRows
 from fullshard.errors import DataError, UserError
 
 WEIGHT = 4 << 20
@@ -56,8 +57,8 @@ class Chunk:
     continues: npt.NDArray[np.bool_]
     """Whether each document continues the row of the one before it."""
     counts: Counter[str]
-    bad_rows: list[str]
-    """Why the first few bad rows could not be parsed."""
+    bad_rows: BadRows
+    """Why a few of the bad rows could not be parsed."""
 
 
 def batch_rows(rows: Iterable[RawRow], page: int = 0) -> Iterator[RowBatch]:

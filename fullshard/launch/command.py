@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from fullshard.configfile import SUFFIXES, nest, read_file, sort_keys, write_file
+from fullshard.console import Terminal
 from fullshard.errors import ConfigError
 from fullshard.launch.config import accelerate_file, file_options, find_file, launch_options, own_file
 from fullshard.launch.help_text import HELP, show_launch_help, show_test_help
 from fullshard.launch.machine import count_gpus, detect_machine, gpu_type
 from fullshard.launch.questionnaire import CPU_PROCESSES, OPTIONS, Asker, ask_all
 from fullshard.launch.resolve import LaunchSettings, check_values, resolve, settle
-from fullshard.log_filter import own_line
 from fullshard.options import convert, parse_flags
+from fullshard.terminal_text import print_text
 
 
 def launch(words: Sequence[str]) -> int:
@@ -44,7 +44,7 @@ def start(settings: LaunchSettings) -> int:
 
 def say(line: str) -> None:
     """Print one line for the user. It goes to stderr, so that stdout has only the script's output."""
-    print(f"{own_line(sys.stderr)}fullshard: {line}", file=sys.stderr, flush=True)
+    print_text(f"fullshard: {line}", sys.stderr, over_bar=True)
 
 
 def show_settings(settings: LaunchSettings) -> None:
@@ -56,7 +56,7 @@ def show_settings(settings: LaunchSettings) -> None:
         table.add_row("note", note)
     for key, reason in settings.without_effect().items():
         table.add_row("without effect", f"{key}: {reason}")
-    Console(file=sys.stderr, highlight=False, soft_wrap=True).print(table)
+    Terminal(file=sys.stderr, soft_wrap=True).print(table)
 
 
 def settle_here(settings: LaunchSettings) -> LaunchSettings:
@@ -79,7 +79,7 @@ def config(action: str, file: str | None, force: bool, mixed_precision: str | No
     target = Path(file).expanduser() if file is not None else own_file()
     if target.suffix not in SUFFIXES:
         raise ConfigError(f"--config_file {target}: expected a name that ends in {', '.join(SUFFIXES)}")
-    out = Console(highlight=False, soft_wrap=True)
+    out = Terminal(soft_wrap=True)
     if action == "update":
         source, _ = find_file(file)
         if source is None:
@@ -87,7 +87,7 @@ def config(action: str, file: str | None, force: bool, mixed_precision: str | No
         notes: list[str] = []
         values = sort_keys(read_file(source), file_options(), notes).values
         for note in notes:
-            out.print(note, markup=False)
+            out.print(note)
     else:
         if target.exists() and not force:
             if action == "default":
@@ -99,10 +99,7 @@ def config(action: str, file: str | None, force: bool, mixed_precision: str | No
         values["mixed_precision"] = convert(OPTIONS["mixed_precision"], mixed_precision, "--mixed_precision")
     check_values(values)
     write_file(target, nest({**ALWAYS, **values}, file_options()))
-    out.print(
-        f"written to {target}; fullshard launch{'' if file is None else f' --config_file {target}'} uses it",
-        markup=False,
-    )
+    out.print(f"written to {target}; fullshard launch{'' if file is None else f' --config_file {target}'} uses it")
 
 
 def default_values() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from fullshard.launch.config import ProcessSettings, RunSettings
 from fullshard.options import Option, options_of
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import EngineSettings
+from fullshard.terminal_text import print_text
 
 HELP_WIDTH = 100
 """The widest help: longer lines are hard to read."""
@@ -47,13 +48,13 @@ def show_test_help() -> None:
 def show_help(usage: str, about: str, groups: Mapping[str, Sequence[Option]]) -> None:
     """Print a command's help: usage, description, and options by group, as wide as the terminal."""
     width = min(shutil.get_terminal_size().columns, HELP_WIDTH)
-    print(textwrap.fill(f"Usage: {usage}", width, subsequent_indent=" " * 7))
+    print_text(textwrap.fill(f"Usage: {usage}", width, subsequent_indent=" " * 7))
     for paragraph in about.split("\n\n"):
-        print("\n" + textwrap.fill(paragraph, width))
+        print_text("\n" + textwrap.fill(paragraph, width))
     for title, options in groups.items():
-        print(f"\n{title}:")
+        print_text(f"\n{title}:")
         for one in options:
-            print(_option_text(flag_of(one), help_of(one), width))
+            print_text(_option_text(flag_of(one), help_of(one), width))
 
 
 def _option_text(flag: str, text: str, width: int) -> str:

@@ -21,6 +21,7 @@ from fullshard.launch.plan_options import PlanOptions, plan_options
 from fullshard.launch.resolve import resolve
 from fullshard.launch.sft_command import refuse_unknown, separate, split
 from fullshard.options import parse_flags
+from fullshard.terminal_text import print_text
 from fullshard.train.checked_run import sharding_settings, starting_point
 from fullshard.train.cli_args import command_options, parse
 from fullshard.train.plan_request import PlanRequest
@@ -46,7 +47,7 @@ def show(request: PlanRequest, options: PlanOptions) -> int:
 
     estimate = estimate_with_advice(with_data(request))
     if options.json:
-        print(json.dumps(estimate.to_json(), default=str))
+        print_text(json.dumps(estimate.to_json(), default=str))
     else:
         print_estimate(estimate)
     return DOES_NOT_FIT if estimate.verdict.fits is False else 0
@@ -54,7 +55,7 @@ def show(request: PlanRequest, options: PlanOptions) -> int:
 
 def search(request: PlanRequest, options: PlanOptions) -> int:
     """Print the settings that fit the machine, the fastest first."""
-    from fullshard.progress import Terminal
+    from fullshard.console import Terminal
     from fullshard.train.estimate_run import Pricing
     from fullshard.train.plan_search import check_allowed, search_settings
     from fullshard.train.search_table import print_search
@@ -63,7 +64,7 @@ def search(request: PlanRequest, options: PlanOptions) -> int:
     with Terminal(stderr=True).status("searching") as status:
         found = search_settings(with_data(request), Pricing(), allowed, lambda what: status.update(f"trying {what}"))
     if options.json:
-        print(json.dumps(found.to_json(), default=str))
+        print_text(json.dumps(found.to_json(), default=str))
     else:
         print_search(found)
     return 0 if found.fitting else DOES_NOT_FIT

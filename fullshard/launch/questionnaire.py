@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from rich.console import Console
-
+from fullshard.console import Terminal
 from fullshard.errors import ConfigError
 from fullshard.launch.config import ProcessSettings
 from fullshard.launch.machine import Machine
@@ -26,11 +25,11 @@ OPTIONS: dict[str, Option] = {one.name: one for one in (*options_of(ProcessSetti
 class Asker:
     """Asks at the terminal until an answer is valid. An empty answer selects the default."""
 
-    def __init__(self, out: Console):
+    def __init__(self, out: Terminal):
         self.out = out
 
     def ask(self, question: str, read: Callable[[str], T], default: str | None = None) -> T:
-        shown = f"{question} \\[{default}]: " if default is not None else f"{question}: "
+        shown = f"{question} [{default}]: " if default is not None else f"{question}: "
         while True:
             answer = self._line(shown).strip()
             if not answer and default is None:
@@ -39,11 +38,11 @@ class Asker:
             try:
                 return read(answer or str(default))
             except (ConfigError, ValueError) as error:
-                self.out.print(f"  {error}", markup=False)
+                self.out.print(f"  {error}")
 
     def _line(self, shown: str) -> str:
         try:
-            return self.out.input(shown)
+            return self.out.input(shown, markup=False)
         except EOFError:
             raise ConfigError(
                 "the input ended before the last question, and nothing was written; answer the questions at a "
@@ -65,9 +64,9 @@ class Asker:
 
     def choice(self, question: str, choices: Sequence[str], default: int = 0) -> int:
         """The index of the choice; the answer may be the number or the name."""
-        self.out.print(question, markup=False)
+        self.out.print(question)
         for number, text in enumerate(choices):
-            self.out.print(f"  {number}  {text}", markup=False)
+            self.out.print(f"  {number}  {text}")
 
         def read(answer: str) -> int:
             names = [c.lower() for c in choices]
@@ -85,11 +84,11 @@ class Asker:
         return choices[self.choice(question, choices, default)]
 
 
-def ask_all(out: Console, machine: Machine) -> dict[str, Any]:
+def ask_all(out: Terminal, machine: Machine) -> dict[str, Any]:
     """Ask every question, in Accelerate's order; returns option values by name. Defaults fit the machine."""
     ask, gpus = Asker(out), len(machine.gpus)
     values: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
-    out.print(str(machine), markup=False)
+    out.print(str(machine))
     on_slurm = ask.choice("Where do you run?", ["This machine", "Slurm, through srun"], int(machine.slurm)) == 1
     kinds = ["No distributed training", "multi-CPU", "multi-GPU"]
     usual = 2 if gpus > 1 or on_slurm else 0 if gpus else 1

@@ -20,6 +20,7 @@ from fullshard.launch.sft_command import separate
 from fullshard.options import Option, option, options_of, parse_flags
 from fullshard.paths import replace_text, within
 from fullshard.results.find_plan import StoredPlan, find_plan
+from fullshard.terminal_text import print_text
 
 if TYPE_CHECKING:
     from fullshard.capacity.engine_memory import Schedule
@@ -189,11 +190,11 @@ def _draw(shown: Shown, options: ShowOptions, out: Path | None) -> None:
         except OSError as error:
             raise ConfigError(f"--out {out} cannot be written: {error.strerror}.") from None
         if not options.json:
-            print(f"{'page' if page else 'picture'} written to {out} ({file_size(out.stat().st_size)})")
+            print_text(f"{'page' if page else 'picture'} written to {out} ({file_size(out.stat().st_size)})")
     if options.json:
         from fullshard.reporting.plan_json import plan_facts
 
-        print(json.dumps(plan_facts(shown.title, view, gathered, memory)))
+        print_text(json.dumps(plan_facts(shown.title, view, gathered, memory)))
     elif out is None:
         from fullshard.reporting.plan_terminal import print_plan
 

@@ -125,7 +125,9 @@ def _is_user_error(error: BaseException) -> bool:
 def _report(message: str, at: str) -> None:
     path = os.environ.get(ERROR_FILE)
     if path is None:
-        print(f"fullshard: rank {os.environ.get('RANK', '0')}: {message}", file=sys.stderr)
+        from fullshard.terminal_text import print_text  # the error is one of fullshard's, so it can be imported
+
+        print_text(f"fullshard: rank {os.environ.get('RANK', '0')}: {message}", sys.stderr)
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({"message": message, "at": at}))

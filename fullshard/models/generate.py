@@ -17,6 +17,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fullshard import runtime
+from fullshard.data.time_limit import run_limited
 from fullshard.errors import ConfigError
 from fullshard.lora.virtual_tokens import is_prompt
 from fullshard.ranks import any_of
@@ -86,15 +87,21 @@ def _rendered(tokenizer: Any, answered: bool, prompt: bool = False) -> str:
     turns = [{"role": "user", "content": "?"}]
     turns += [{"role": "assistant", "content": PLACEHOLDER}] if answered else []
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+        return _apply_template(tokenizer, turns, prompt)
+    except ConfigError:  # it does not end
+        raise
     except Exception:  # a template that requires other roles or turns: its markers cannot be found this way
         return ""
+
+
+def _apply_template(tokenizer: Any, turns: list[dict[str, Any]], prompt: bool) -> str:
+    return run_limited(lambda: tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt))
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
     """The prompt tokens of a conversation, up to the start of the model's answer."""
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = _apply_template(tokenizer, list(messages), True)
     except Exception as error:
         if type(error).__module__.split(".")[0] != "jinja2":
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import subprocess
 import sys
@@ -20,8 +21,11 @@ PACKAGE = "vl-convert-python"
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 BUNDLE = f"import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript_bundle({SNIPPET!r}).encode())"
 SECONDS = 60
-END = "\n/* end of the chart library */"
-"""The last line of a cached script that is whole."""
+
+
+def sealed(script: str) -> str:
+    """A script with its checksum as its last line."""
+    return f"{script}\n/* sha256 of the chart library: {hashlib.sha256(script.encode()).hexdigest()} */"
 
 
 @functools.cache
@@ -32,11 +36,12 @@ def chart_library() -> str | None:
     except PackageNotFoundError:
         return None
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        if (text := cached.read_text(encoding="utf-8")).endswith(END):
+        text = cached.read_text(encoding="utf-8")
+        if text == sealed(text.rpartition("\n")[0]):
             return text
     try:
         done = subprocess.run([sys.executable, "-c", BUNDLE], capture_output=True, timeout=SECONDS, check=True)
-        text = done.stdout.decode("utf-8") + END
+        text = sealed(done.stdout.decode("utf-8"))
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     with contextlib.suppress(OSError):  # a cache that cannot be written only costs time

@@ -133,7 +133,7 @@ def _traffic(run: RunRecord, chart: Any) -> list[str]:
 COUNTS = {
     "documents": "documents", "rows": "rows", "tokens": "tokens", "targets": "trained tokens", "fill": "rows full",
     "row_length": "row length", "long": "too long", "cut": "tokens cut", "dropped": "dropped", "empty": "empty",
-    "bad": "unknown format", "masked": "without trained tokens",
+    "bad": "unusable", "masked": "without trained tokens",
 }  # fmt: skip
 """The rows of the table of data sets."""
 
@@ -148,7 +148,7 @@ def _data(run: RunRecord) -> list[str]:
     return [
         table(("", *(str(one.get("name", "")) for one in run.data)), rows, "Data sets"),
         fact_list("data-sources", {f"{name} data": source for name, source in sources}),
-        folded("Rows in an unknown format", "".join(map(note, rejected))) if rejected else "",
+        folded("Rows that were left out", "".join(map(note, rejected))) if rejected else "",
     ]
 
 

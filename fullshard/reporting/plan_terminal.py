@@ -12,12 +12,13 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from fullshard.byte_size import memory_size
+from fullshard.console import Terminal
 from fullshard.reporting.plan_view import PlanView
 from fullshard.reporting.plan_words import (
     counted,
@@ -32,7 +33,7 @@ from fullshard.reporting.plan_words import (
 )
 from fullshard.reporting.rank_grid import Column, mesh_cells, numbers_text
 from fullshard.reporting.step_memory import GatheredMoment, StepMemory
-from fullshard.reporting.svg import NOT_XML
+from fullshard.terminal_text import print_text, visible
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 SPARKS = 100
@@ -44,12 +45,12 @@ PIPED = 200
 def print_plan(title: str, view: PlanView, gathered: Sequence[GatheredMoment], memory: StepMemory) -> None:
     """Print a plan as wide as the terminal is."""
     if sys.stdout.isatty():
-        console = Console()
+        console = Terminal()
         console.print(draw_plan(title, view, gathered, memory, console.width))
         return
-    console = Console(width=PIPED, file=io.StringIO(), record=True, color_system=None)
+    console = Terminal(width=PIPED, file=io.StringIO(), record=True, color_system=None)
     console.print(draw_plan(title, view, gathered, memory, PIPED))
-    print("\n".join(line.rstrip() for line in console.export_text().splitlines()))
+    print_text("\n".join(line.rstrip() for line in console.export_text().splitlines()))
 
 
 def draw_plan(
@@ -66,8 +67,8 @@ def draw_plan(
 
 
 def _text(words: object, style: str = "") -> Text:
-    """Text as it is: no markup, no control characters."""
-    return Text(NOT_XML.sub("\ufffd", str(words)), style, overflow="fold")
+    """Text that is wrapped where it is too long."""
+    return Text(visible(str(words)), style, overflow="fold")
 
 
 def _table(*columns: tuple[str, str], header: bool = True) -> Table:

@@ -23,6 +23,7 @@ from fullshard.reporting.event_log import EventLog
 from fullshard.reporting.loggers import MetricLogger, OpenLoggers, attempt, no_loggers
 from fullshard.reporting.records import METRICS_FILE, SAMPLES_FILE, Sample
 from fullshard.reporting.terminal import Clock, LiveBar, step_line, width_of_stdout
+from fullshard.terminal_text import print_text
 
 PROMPT_SHOWN = 300
 """The number of characters, from the end of a prompt, that the terminal shows."""
@@ -125,9 +126,9 @@ class Reporter:
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         self._for_each_logger(lambda logger: logger.metrics(step, numbers))
         if self.mode == "json":
-            print(json.dumps(record), flush=True)
+            print_text(json.dumps(record))
         elif self.mode == "plain":
-            print(step_line(step, self.total, values, self._clock.left(step), width_of_stdout()), flush=True)
+            print_text(step_line(step, self.total, values, self._clock.left(step), width_of_stdout()))
         elif self._bar is not None:
             self._bar.print_above(step_line(step, self.total, values, width=self._bar.width))
 
@@ -142,7 +143,7 @@ class Reporter:
         self._for_each_logger(lambda logger: logger.samples(step, samples))
         if self.mode == "json":
             for record in records:
-                print(json.dumps(record), flush=True)
+                print_text(json.dumps(record))
         for sample in samples:
             self.say(sample_text(sample))
 
@@ -172,7 +173,7 @@ class Reporter:
     def say(self, text: str) -> None:
         """Print a line."""
         if self.is_main and self.mode in ("plain", "live"):
-            print(text, flush=True)
+            print_text(text)
 
     def close(self) -> None:
         """Close loggers, display and file. An exception that is on its way is recorded."""
@@ -190,11 +191,6 @@ def _or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def printable(text: str) -> str:
-    """The text without control characters, which a terminal would execute."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
 def sample_text(sample: Sample) -> str:
     """The terminal output of a sample."""
     prompt = sample.prompt.strip()
@@ -203,7 +199,7 @@ def sample_text(sample: Sample) -> str:
     lines = [f"sample at step {sample.step}"]
     for name, text in parts.items():
         if text is not None:
-            lines.append(f"  {name:<9}  {printable(text)}".replace("\n", "\n" + " " * 13))
+            lines.append(f"  {name:<9}  {text}".replace("\n", "\n" + " " * 13))
     return "\n".join(lines)
 
 

@@ -81,7 +81,7 @@ class LiveBar:
     def __init__(self, clock: Clock, step: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
-        from fullshard.progress import Terminal
+        from fullshard.console import Terminal
 
         self._clock = clock
         columns = (BarColumn(bar_width=BAR_WIDTH), TextColumn("{task.description}", markup=False))
@@ -101,7 +101,7 @@ class LiveBar:
         self._progress.update(self._task, completed=step, description=text)
 
     def print_above(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._progress.console.print(text, soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()

@@ -20,8 +20,8 @@ import torch
 from fullshard import runtime
 from fullshard.errors import ConfigError
 from fullshard.models.generate import Sampling, StopCriteria, answer, chat_tokens
-from fullshard.reporting.reporter import printable
 from fullshard.results.chat_model import ChatModel
+from fullshard.terminal_text import print_text
 
 HELP = """\
   /reset        start a new conversation
@@ -125,10 +125,10 @@ def one_shot(chat: Chat, prompt: str, as_json: bool = False) -> None:
     """Print the answer to one prompt, or with `as_json` one JSON object with the answer and token counts."""
     if as_json:
         reply = chat.ask(prompt)
-        print(json.dumps({"prompt": prompt, "answer": reply.text, **_numbers(reply)}))
+        print_text(json.dumps({"prompt": prompt, "answer": reply.text, **_numbers(reply)}))
         return
     chat.ask(prompt, _write)
-    print(flush=True)
+    print_text("")
 
 
 def talk(chat: Chat, name: str) -> None:
@@ -136,9 +136,9 @@ def talk(chat: Chat, name: str) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - adds line editing and history to input()
     interactive = sys.stdin.isatty()
-    print(f"{name}: {_about(chat)}. /help lists commands.", flush=True)
+    print_text(f"{name}: {_about(chat)}. /help lists commands.")
     if not chat.templated:
-        print(NO_TEMPLATE, flush=True)
+        print_text(NO_TEMPLATE)
     while True:
         try:
             text = input("> " if interactive else "").strip()
@@ -149,39 +149,39 @@ def talk(chat: Chat, name: str) -> None:
             elif text:
                 _answer(chat, text)
         except EOFError:
-            print(flush=True)
+            print_text("")
             return
         except KeyboardInterrupt:
-            print("\n(/exit or Ctrl-D to exit)", flush=True)
+            print_text("\n(/exit or Ctrl-D to exit)")
         except ConfigError as error:
-            print(f"({error})", flush=True)
+            print_text(f"({error})")
 
 
 def _answer(chat: Chat, text: str) -> None:
     with _interruptible() as stopped:
         reply = chat.ask(text, _write, stopped)
     note = {"user": " (stopped)", "length": f" … (stopped after {reply.tokens} tokens: --max_new_tokens)"}
-    print(note.get(reply.stopped, ""), flush=True)
+    print_text(note.get(reply.stopped, ""))
 
 
 def _command(chat: Chat, text: str) -> None:
     name, _, rest = text.partition(" ")
     if name == "/help":
-        print(HELP)
+        print_text(HELP)
     elif name == "/reset":
         chat.turns.clear()
-        print("(new conversation)")
+        print_text("(new conversation)")
     elif name == "/system" and rest.strip():
         if not chat.templated:
             raise ConfigError("the tokenizer has no chat template, so a system message cannot be used.")
         chat.system, chat.turns = rest.strip(), []
-        print("(new conversation)")
+        print_text("(new conversation)")
     elif name == "/system":
-        print(f"({chat.system or 'no system message'})")
+        print_text(f"({chat.system or 'no system message'})")
     elif name == "/save" and rest.strip():
-        print(f"({save(chat, Path(rest.strip()).expanduser())})")
+        print_text(f"({save(chat, Path(rest.strip()).expanduser())})")
     else:
-        print(f"({name}: unknown command, or an argument is missing)\n{HELP}")
+        print_text(f"({name}: unknown command, or an argument is missing)\n{HELP}")
 
 
 def save(chat: Chat, path: Path) -> str:
@@ -241,7 +241,12 @@ def _numbers(reply: Reply) -> dict[str, Any]:
 
 
 def _write(text: str) -> None:
-    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+    """Show a piece of an answer. In a pipe or a file it is data."""
+    if sys.stdout.isatty():
+        print_text(text, end="")
+    else:
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def seed(number: int | None) -> None:

@@ -13,6 +13,7 @@ from fullshard.device_kinds import KINDS
 from fullshard.errors import ConfigError
 from fullshard.paths import check_new_folder
 from fullshard.results.find_result import fetched, find
+from fullshard.terminal_text import print_text
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -93,7 +94,7 @@ def chat(name: str, options: ChatOptions) -> None:
         chatting.talk(conversation, name)
         return
     if not conversation.templated:
-        print(chatting.NO_TEMPLATE, file=sys.stderr)
+        print_text(chatting.NO_TEMPLATE, sys.stderr)
     chatting.one_shot(conversation, prompt, options.as_json)
 
 
@@ -109,12 +110,12 @@ def export(name: str, out: str, options: ExportOptions) -> None:
     from fullshard.results.export import export as write
 
     if result.kind == "model" and options.merge:
-        print(f"{name} contains a full model; there is no adapter to merge.", file=sys.stderr)
+        print_text(f"{name} contains a full model; there is no adapter to merge.", sys.stderr)
     choices = Choices(
         options.merge, options.dtype, options.dequantized, options.max_shard_size, options.verify, sys.stderr.isatty()
     )
     written = write(fetched(result, options.base), Path(out).expanduser(), choices)
-    print(json.dumps(written) if options.as_json else "\n".join(summary(written)))
+    print_text(json.dumps(written) if options.as_json else "\n".join(summary(written)))
 
 
 def _check_one_process(command: str) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from fullshard.byte_size import file_size
 from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.checkpoint.consolidate import merge_weights
-from fullshard.durable import sync
+from fullshard.durable import sync_tree
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS
@@ -137,8 +137,7 @@ def _copy_adapter(result: Result, folder: Path, target: Path, choices: Choices) 
         if (folder / RECORD).is_file():
             shutil.copyfile(folder / RECORD, aside / RECORD)
         copy_tokenizer_files(Path(result.tokenizer), aside)
-        for path in [*aside.rglob("*"), aside]:
-            sync(path)
+        sync_tree(aside)
         with contextlib.suppress(FileNotFoundError):
             target.rmdir()  # an empty folder may exist
         aside.rename(target)

@@ -20,6 +20,7 @@ from fullshard.reporting.records import METRICS_FILE, REPORT_FILE, SETTINGS_FILE
 from fullshard.reporting.run_record import RunRecord, read_run
 from fullshard.results.compare import ABSENT, comparison, different_settings, numbers
 from fullshard.results.serve import serve
+from fullshard.terminal_text import print_text
 from fullshard.train.run_lock import owner_of
 
 COMPARISON_FILE = "comparison.html"
@@ -52,19 +53,19 @@ def report(names: Sequence[str], options: ReportOptions) -> None:
     """Write the report of one run, or a comparison of several; or show it live."""
     folders = list({folder.resolve(): folder for folder in map(run_folder, names)}.values())
     if options.serve:
-        print(serve(folders, options.port), flush=True)
+        print_text(serve(folders, options.port))
         return
     runs = [read_run(folder) for folder in folders]
     default = folders[0] / REPORT_FILE if len(runs) == 1 else Path(COMPARISON_FILE)
     target = Path(options.out).expanduser() if options.out is not None else default
     _write(target, whole_page(contents(runs[0]) if len(runs) == 1 else comparison(runs)))
     if options.as_json:
-        print(json.dumps(_summary(runs, target)))
+        print_text(json.dumps(_summary(runs, target)))
         return
     for run in runs:
         for sentence in run.missing:
-            print(f"{run.folder}: {sentence}", file=sys.stderr)
-    print(target)
+            print_text(f"{run.folder}: {sentence}", sys.stderr)
+    print_text(str(target))
 
 
 def run_folder(name: str) -> Path:

@@ -23,6 +23,7 @@ from fullshard.reporting.run_record import RunRecord, read_run
 from fullshard.results.compare import comparison
 from fullshard.results.loopback_server import Content, LoopbackServer
 from fullshard.results.run_state import RunState, has_finished, last_step, state_of, total_steps, training_seconds
+from fullshard.terminal_text import print_text
 from fullshard.train.run_lock import owner_of
 
 PORT = 8765
@@ -47,7 +48,7 @@ def serve(folders: Sequence[Path], port: int | None = None) -> str:
         live = any(owner_of(folder) is not None for folder in folders)
         end, going = ("the run ends", "the run is") if len(folders) == 1 else ("the runs end", "the runs are")
         until = f"{end}, or until Ctrl-C" if live else f"Ctrl-C; {going} not going on"
-        print(f"{server.url} shows {', '.join(map(str, folders))} until {until}.", flush=True)
+        print_text(f"{server.url} shows {', '.join(map(str, folders))} until {until}.")
         while not over(watches):
             time.sleep(EVERY)
         page.over = True

@@ -57,7 +57,7 @@ class DataOptions:
     dataset_text_field: str = "text"
     """The column with plain text."""
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """What to do with a row in an unknown format: stop and show it, or skip and count it."""
+    """What to do with a row that cannot be used: stop and show it, or skip and count it."""
     streaming: bool = False
     """Read and tokenize the data during training instead of before it: for data sets larger than memory or disk. Rows
     come in file order, shuffled within a buffer of `shuffle_buffer_size`. Needs `max_steps`."""

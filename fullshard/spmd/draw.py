@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard import runtime
+from fullshard.console import Terminal
 from fullshard.errors import LayoutError, SpecError
 from fullshard.spmd.sharding import sharding_of
 from fullshard.spmd.spec import Layout
@@ -135,12 +136,12 @@ def _numbers(text: str) -> list[int]:
 
 def _show(grid: ShardGrid, title: str, use_color: bool | None, console: Console | None) -> str:
     drawing = draw(grid, title)
-    plain = Console(color_system=None, width=200, record=True, file=io.StringIO())
+    plain = Terminal(color_system=None, width=200, record=True, file=io.StringIO())
     plain.print(drawing)
     if runtime.is_main():
         if console is None:
             color = {None: "auto", True: "standard", False: None}[use_color]
-            console = Console(color_system=color, force_terminal=True if use_color else None)  # type: ignore[arg-type]
+            console = Terminal(color_system=color, force_terminal=True if use_color else None)
         console.print(drawing)
     return plain.export_text()
 

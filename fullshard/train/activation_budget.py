@@ -119,7 +119,7 @@ def largest_batch(config: SFTConfig, steps: Steps | None, model: Any) -> Largest
     if not isinstance(steps, StepLoader) or not isinstance(collator, Collator):
         return None
     if isinstance(steps.dataset, TokenTable):
-        lengths = np.sort(steps.dataset.row_sizes)[-rows:]
+        lengths = np.sort(steps.dataset.row_sizes[:])[-rows:]
     elif config.max_length is not None and not config.skip_prepare_dataset:
         lengths = np.full(rows, config.max_length)
     else:

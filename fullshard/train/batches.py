@@ -29,6 +29,7 @@ from fullshard.data.loader import (
     load_table,
     row_of,
 )
+from fullshard.data.row_formats import bad_kinds
 from fullshard.data.shared_pages import Pages
 from fullshard.data.sources import DataSource, hold_back
 from fullshard.data.stream import Stream, StreamSampler
@@ -159,7 +160,7 @@ def make_collator(
 
 def longest_row(config: SFTConfig, data: TokenTable | Stream) -> int:
     """The tokens of the longest row, or the most that a row may have where the data is streamed."""
-    return int(data.row_sizes.max()) if isinstance(data, TokenTable) else config.max_length or 1
+    return int(data.row_sizes[:].max()) if isinstance(data, TokenTable) else config.max_length or 1
 
 
 def describe_shapes(config: SFTConfig, data: TokenTable | Stream) -> str:
@@ -168,7 +169,7 @@ def describe_shapes(config: SFTConfig, data: TokenTable | Stream) -> str:
         return f"XLA compiles a program for each length of rows: multiples of {config.pad_to_multiple_of} tokens."
     line = f"all rows are padded to {longest_row(config, data)} tokens: XLA compiles a program for each shape"
     if isinstance(data, TokenTable):
-        padding = 1 - data.row_sizes.mean() / data.row_sizes.max()
+        padding = 1 - data.row_sizes[:].mean() / data.row_sizes[:].max()
         line += f" ({padding:.0%} is padding{'; packing fills rows' if padding > 0.3 and not config.packing else ''})"
     return f"{line}."
 
@@ -213,7 +214,7 @@ def describe_data(name: str, facts: dict[str, Any], config: SFTConfig) -> str:
     for name, count in unused_columns(facts).items():
         line += f"; `{name}` is not used (in {count:,} rows)"
     if facts["bad"]:
-        line += f"; {facts['bad']:,} rows in an unknown format were dropped"
+        line += f"; {facts['bad']:,} rows were left out: {bad_kinds(facts)}"
         line += "".join(f"\n  {row}" for row in facts.get("bad_rows", ()))
     return line
 

@@ -37,7 +37,7 @@ def find(config: SFTConfig, check_rows: bool = False) -> RunData:
     """The data that the settings name: several data sets one after the other, or mixed by their weights.
 
     The evaluation data is that of all data sets which have some; with `val_size` it is split off the training data
-    later. With `check_rows`, data without rows, and files that begin with a row in an unknown format, are refused.
+    later. With `check_rows`, data without rows, and files that begin with a row that cannot be used, are refused.
     """
     splits = split_names(config.splits)
     evaluates = config.eval_strategy != "no" and not config.val_size

@@ -195,7 +195,7 @@ def end_turns(model: Any, tokenizer: Any) -> None:
 def check_rows(model: Any, table: TokenTable) -> None:
     """Refuse rows that are longer than the model's positions, or have tokens without an embedding row."""
     inner = causal(model)
-    longest = int((table.document_starts[1:] - table.document_starts[:-1]).max())
+    longest = int(table.facts["lengths"]["max"])
     positions, before = longest_document(inner.config), virtual_tokens.count(model)
     if positions is not None and longest + before > positions:
         prompt = f" and {before} virtual ones before them" if before else ""
@@ -203,7 +203,7 @@ def check_rows(model: Any, table: TokenTable) -> None:
             f"the data has documents of {longest} tokens{prompt}, {type(inner).__name__} has {positions} positions; "
             f"set max_length to {positions - before} or less, or rope_scaling where the model has rotary positions."
         )
-    top = int(table.tokens.max())
+    top = int(table.facts["largest_token"])
     if top >= embedding_rows(model):
         raise ConfigError(
             f"the data has token {top}, the model's embedding {embedding_rows(model)} rows: the data was tokenized for "

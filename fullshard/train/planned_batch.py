@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fullshard.capacity.step_trace import BatchShape
 from fullshard.data.find_dataset import names_of
 from fullshard.data.loader import cached_table
@@ -77,4 +75,4 @@ def lengths_of_data(config: SFTConfig, model: Any, adapter: Any) -> tuple[Sequen
         return None, f"{config.dataset_name} cannot be read ({first_line(error)})"
     if table is None:
         return None, f"{config.dataset_name} has not been tokenized yet, which fullshard sft with --preview does"
-    return np.asarray(table.row_sizes).tolist(), f"they are those of {config.dataset_name}"
+    return table.row_sizes[:].tolist(), f"they are those of {config.dataset_name}"

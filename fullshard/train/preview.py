@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.console import Terminal
+from fullshard.data.row_formats import bad_kinds
 from fullshard.data.sources import DataSource, hold_back
 from fullshard.data.token_table import TokenTable, statistics, unused_columns
+from fullshard.terminal_text import visible
 from fullshard.train.batches import EVALUATION, make_table
 from fullshard.train.checked_run import CheckedRun
 from fullshard.train.model import prepared_tokenizer, read_tokenizer
@@ -34,12 +36,12 @@ BARS = 30
 
 def preview_run(run: CheckedRun) -> None:
     """Show the first rows and the statistics of a run's data. One process; only the token cache is written."""
-    console, config = Console(highlight=False), run.config
+    console, config = Terminal(), run.config
     adapter = Path(run.adapter).expanduser() if run.adapter is not None else None
     tokenizer = read_tokenizer(config, run.model, adapter)
     prepared = prepared_tokenizer(config, tokenizer)
     for note in (*run.notes, *prepared.notes):
-        console.print(f"note: {note}", style=READ, markup=False)
+        console.print(f"note: {note}", style=READ)
     train, evaluation = run.train, run.evaluation
     assert train is not None and not isinstance(evaluation, dict)
     if config.val_size:
@@ -64,7 +66,7 @@ def first_rows(source: DataSource, count: int) -> DataSource:
     )
 
 
-def show_rows(table: TokenTable, tokenizer: Any, count: int, console: Console) -> None:
+def show_rows(table: TokenTable, tokenizer: Any, count: int, console: Terminal) -> None:
     """The first rows of the table, with trained tokens in color (or in brackets, without colors)."""
     marks = console.color_system is None
     legend = Text("trained", TRAINED if not marks else "")
@@ -96,11 +98,12 @@ def colored(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8], tokenizer: 
     special = set() if marks else set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     shown = Text()
     for piece, trained, is_special in _runs(ids, mask, special, tokenizer):
+        text = visible(piece)  # rich would drop some control characters
         if marks:
-            shown.append(f"{OPEN}{piece}{CLOSE}" if trained else piece)
+            shown.append(f"{OPEN}{text}{CLOSE}" if trained else text)
         else:
             style = TRAINED if trained else READ
-            shown.append(piece, f"{style} {SPECIAL}" if is_special else style)
+            shown.append(text, f"{style} {SPECIAL}" if is_special else style)
     return shown
 
 
@@ -126,7 +129,7 @@ def _targets(mask: npt.NDArray[np.uint8]) -> int:
     return int(mask[1:].sum())
 
 
-def show_statistics(name: str, table: TokenTable, console: Console) -> None:
+def show_statistics(name: str, table: TokenTable, console: Terminal) -> None:
     """Print counts, lengths, packing efficiency, and what was dropped or truncated."""
     found, facts = statistics(table), table.facts
     lines = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -134,7 +137,9 @@ def show_statistics(name: str, table: TokenTable, console: Console) -> None:
         lines.add_row(label, value)
     console.rule(f"{name} data", align="left")
     console.print(lines)
-    console.print(histogram(np.diff(table.document_starts)))
+    for row in facts["bad_rows"]:
+        console.print(Text(f"  {row}"), soft_wrap=True)
+    console.print(histogram(np.diff(table.document_starts[:])))
 
 
 def _statistics(found: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
@@ -146,10 +151,12 @@ def _statistics(found: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
         "length": f"{low:,} to {high:,} tokens; median {median:,.0f}, mean {mean:,.1f}, 95 % up to {p95:,.0f}",
         "rows": f"{facts['rows']:,} of at most {found['row_length']:,} tokens, {found['efficiency']:.1%} full",
     }
-    left_out = {"empty": "dropped: empty", "bad": "dropped: unknown format", "masked": "dropped: no trained tokens"}
+    left_out = {"empty": "dropped: empty", "masked": "dropped: no trained tokens"}
     for key, label in left_out.items():
         if facts.get(key):
             lines[label] = f"{facts[key]:,}"
+    if facts.get("bad"):
+        lines["left out"] = f"{facts['bad']:,} rows: {bad_kinds(facts)}"
     for name, count in unused_columns(facts).items():
         lines[f"not used: `{name}`"] = f"in {count:,} rows"
     if facts.get("long"):

@@ -24,6 +24,7 @@ from fullshard.reporting.loggers import attempt
 from fullshard.reporting.model_card import write_card
 from fullshard.reporting.records import METRICS_FILE, REPORT_FILE
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.terminal_text import print_text
 from fullshard.train.model import local_folder
 from fullshard.train.run_dir import CHECKPOINTS, place_of
 from fullshard.train.run_progress import Progress
@@ -238,4 +239,4 @@ def show(summary: Summary) -> None:
     }
     width = max(map(len, rows))
     for name, value in rows.items():  # plain lines: a path must not be cut to the width of a terminal
-        print(f"{name:<{width}}  {value}", flush=True)
+        print_text(f"{name:<{width}}  {value}")

@@ -111,7 +111,7 @@ def describe_table(name: str, table: TokenTable) -> dict[str, Any]:
         **counts,
         "row_length": found["row_length"],
         **packed,
-        "row_lengths": histogram(table.row_sizes),
+        "row_lengths": histogram(table.row_sizes[:]),
     }
 
 

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.byte_size import memory_size
+from fullshard.console import Terminal
 from fullshard.train.plan_search import Found, SearchResult
 
 ROWS, FILES = 12, 3
@@ -15,7 +16,7 @@ ROWS, FILES = 12, 3
 
 def print_search(result: SearchResult, console: Console | None = None) -> None:
     """Print what a search has found; without colors unless the output is a terminal."""
-    console = console or Console(highlight=False)
+    console = console or Terminal()
     if not result.fitting:
         for line in nothing_fits(result):
             console.print(Text(line))

@@ -27,6 +27,7 @@ from fullshard.reporting import loggers
 from fullshard.reporting.reporter import Reporter
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.settings.trainer_options import quantization_settings
+from fullshard.terminal_text import print_text
 from fullshard.train import assemble, results, run_dir, run_facts
 from fullshard.train.batches import total_steps
 from fullshard.train.callbacks import Accelerator, AcceleratorState, Callbacks, Plugin, ScriptMethods, with_best_metric
@@ -385,7 +386,7 @@ def train_run(run: CheckedRun) -> None:
 def _printer(progress: str) -> Callable[[str], None]:
     """Prints lines for the user on the first rank, unless `progress` asks for none."""
     quiet = progress in ("quiet", "json")
-    return lambda text: None if quiet or not runtime.is_main() else print(text, file=sys.stdout, flush=True)
+    return lambda text: None if quiet or not runtime.is_main() else print_text(text)
 
 
 def _set_log_level(config: SFTConfig) -> None:

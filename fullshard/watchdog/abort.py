@@ -15,6 +15,7 @@ from fullshard import runtime
 from fullshard.device_kinds import KINDS
 from fullshard.errors import RankLostError
 from fullshard.groups import backend_of, carries
+from fullshard.terminal_text import print_text
 from fullshard.torch_private import all_groups, backend_for, backend_timeout
 
 GIVE_UP = 8.0
@@ -84,7 +85,7 @@ def end_process(rank: int, why: str) -> None:
     """End the process at once: the program is in a wait that nothing else ends."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-        sys.stderr.write(f"[rank {rank}] ERROR {why}\n")
-        sys.stderr.write(f"[rank {rank}] ERROR the program did not return from its wait: ending the process\n")
+        print_text(f"[rank {rank}] ERROR {why}", sys.stderr)
+        print_text(f"[rank {rank}] ERROR the program did not return from its wait: ending the process", sys.stderr)
         sys.stderr.flush()
     os._exit(RankLostError.exit_code)

@@ -21,7 +21,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import PreTrainedModel
 
 from fullshard.byte_size import file_size
-from fullshard.durable import sync
+from fullshard.durable import sync, sync_tree
 from fullshard.errors import WeightsError
 from fullshard.fsdp.strategy import dtype_name
 from fullshard.weights.locate import INDEX, SINGLE
@@ -104,8 +104,7 @@ class ModelDirWriter:
 
     def _publish(self) -> None:
         assert self.temporary is not None
-        for path in [*self.temporary.rglob("*"), self.temporary]:
-            sync(path)
+        sync_tree(self.temporary)
         if self.fresh:
             os.replace(self.temporary, self.target)  # one rename: all or nothing
         else:

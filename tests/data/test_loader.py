@@ -102,7 +102,7 @@ def test_tensors_of_packed_rows(tmp_path: Path) -> None:
         assert set(batch) == {"input_ids", "labels", "position_ids"}
         starts = batch["position_ids"].reshape(-1) == 0
         assert (batch["labels"].reshape(-1)[starts] == IGNORED).all(), "no document is predicted from another"
-        assert int((batch["labels"] != IGNORED).sum()) == found.row_targets.sum() == found.facts["targets"]
+        assert int((batch["labels"] != IGNORED).sum()) == found.row_targets[:].sum() == found.facts["targets"]
         if flatten:
             assert batch["input_ids"].shape == (1, found.facts["tokens"]) and starts.sum() == found.facts["documents"]
 

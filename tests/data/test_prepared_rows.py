@@ -80,7 +80,7 @@ def test_wrapped_rows_are_all_tokens_cut_anywhere(tmp_path: Path) -> None:
         assert cut[name] == [flat[i : i + 16] for i in range(0, len(flat), 16)]
     assert cut.column_names == ["input_ids", "labels"] and not cut.table.facts["long"]
     masked = rows_of([{"prompt": "one", "completion": " bird"}] * 9, tmp_path, max_length=4, packing=True, wrapped=True)
-    assert masked.table.row_targets.tolist() == [sum(n != -100 for n in labels[1:]) for labels in masked["labels"]]
+    assert masked.table.row_targets[:].tolist() == [sum(n != -100 for n in labels[1:]) for labels in masked["labels"]]
 
 
 PACKED = [

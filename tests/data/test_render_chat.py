@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +17,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fullshard.data import chat_template, encode, render_chat
+from fullshard.data import chat_template, encode, render_chat, time_limit
 from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.data.row_formats import RawRow
 from fullshard.errors import ConfigError, DataError
+from fullshard.models import generate
 from tests.data import chats
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows
 
@@ -298,7 +301,7 @@ def test_rows_that_a_template_refuses_can_be_skipped() -> None:
     settings = encode.TextSettings(template=template, reading=encode.Reading(on_bad_row="skip"))
     kept = list(encode.encode_rows(raw, make_tokenizer(), settings, counts))
     assert len(kept) + counts["bad"] == 4 and counts["bad"] >= 1
-    assert "row 3: the chat template rejects this conversation: roles must alternate" in counts["bad_rows"][-1]
+    assert "row 3: the chat template rejects this conversation: roles must alternate" in counts["bad_rows"][-1][1]
 
 
 def test_a_conversation_needs_a_template() -> None:
@@ -405,3 +408,53 @@ def test_a_path_without_a_template(tmp_path: Path) -> None:
 def test_variables_that_are_asked_for_first_are_fine() -> None:
     chat_template.check("{% if tools is defined %}{{ tools }}{% endif %}{% if think %}x{% endif %}{{ messages }}", "x")
     chat_template.check("{{ date | default('today') }}{{ strftime_now('%Y') }}{{ bos_token }}{{ messages }}", "x")
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}{{ messages }}"
+ENDLESS = {
+    "nested loops": LOOPS,
+    "recursion": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}{{ messages }}",
+    "lists": "{% for a in range(99999) %}{% set c = range(99999)|list %}{% endfor %}{{ messages }}",
+}
+
+
+@pytest.fixture
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_limit, "SECONDS", 0.2)
+    monkeypatch.setattr(time_limit, "INTERVAL", 0.05)
+
+
+@pytest.mark.usefixtures("short_limit")
+@pytest.mark.parametrize("bad", ["stop", "skip"])
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_template_that_does_not_end_is_one_line(case: str, bad: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+    chat = chat_rows(1)[0]
+    settings = encode.TextSettings(template=ENDLESS[case], reading=encode.Reading(on_bad_row=bad))
+    for row in (chat, {**chat, "tools": tools}):
+        with pytest.raises(
+            ConfigError, match=r"^here.*: the chat template was stopped after 0.2 s .*chat_template_format|^the chat"
+        ):
+            list(encode.encode_rows([RawRow("here", row, 1)] * 3, make_tokenizer(), settings, {}))
+
+
+@pytest.mark.usefixtures("short_limit")
+def test_templates_that_do_not_end_in_generation_and_in_threads() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = LOOPS
+    for ask in (generate.generation_prompt, lambda t: generate.chat_tokens(t, [{"role": "user", "content": "a"}])):
+        with ThreadPoolExecutor(3) as pool:
+            errors = [job.exception() for job in [pool.submit(ask, tokenizer) for _ in range(3)]]
+        assert all(isinstance(error, ConfigError) and "was stopped after" in str(error) for error in errors)
+
+
+@pytest.mark.usefixtures("short_limit")
+def test_the_limit_is_one_of_each_rendering() -> None:
+    def work() -> int:
+        end, count = time.thread_time() + 0.15, 0
+        while time.thread_time() < end:
+            count += 1
+        return count
+
+    assert all(time_limit.run_limited(work) for _ in range(4))
+    assert time_limit.run_limited(lambda: time.sleep(0.4)) is None, "waiting for others does not count"

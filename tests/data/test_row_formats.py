@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +25,8 @@ import pytest
 from fullshard.data import find_dataset
 from fullshard.data.file_formats import read_file
 from fullshard.data.raw_row import BadRow, RawRow, parse_json, short
-from fullshard.data.row_formats import Reading, parse_row, parse_rows, reading_of
+from fullshard.data.row_formats import BAD as BAD_KIND
+from fullshard.data.row_formats import Reading, bad_kinds, parse_row, parse_rows, reading_of
 from fullshard.data.sources import DataSource, file_source, row_source
 from fullshard.errors import ConfigError, DataError, UserError
 from tests.data.tiny import chat_rows, text_rows, write_rows
@@ -134,7 +136,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no columns": ({}, "columns none; expected `input_ids`, `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, `text`"),
     "unknown columns": ({"question": "Q"}, r"columns question; expected .*dataset_columns.*dataset_text_field.* The row: \{'question': 'Q'\}"),
     "a prompt alone": ({"prompt": "Q"}, "columns prompt; expected"),
-    "null": ({"text": None}, "columns text; expected"),
+    "null": ({"text": None}, "`text` is null; expected a value"),
     "a number": ({"text": 7}, "the text is 7; expected a string"),
     "infinity": ({"text": float("inf")}, "the text is inf; expected a string"),
     "half a character": ({"text": "ab\ud800"}, r"the text holds '\\ud800' at character 2, which is half of a surrogate pair"),
@@ -181,7 +183,7 @@ def test_a_bad_row_is_shown_or_counted(case: str) -> None:
     counts: dict[str, Any] = {}
     found = parse_rows([good, bad, bad, good, *[bad] * 9], Reading(on_bad_row="skip"), counts)
     assert [d.text for d in found] == ["good", "good"] and counts["bad"] == 11
-    assert len(counts["bad_rows"]) == 5 and counts["bad_rows"][0].startswith("file, line 2: ")
+    assert len(counts["bad_rows"]) == 5 and counts["bad_rows"][0][1].startswith("file, line 2: ")
 
 
 def test_anything_is_shown_in_a_line() -> None:
@@ -355,7 +357,7 @@ UNREADABLE: dict[str, tuple[str, Any, str]] = {
     "columns twice": ("x.csv", b"text,text\n", "x.csv, line 1: columns text, text; expected each name once"),
     "an open quote": ("x.csv", b'text\na\n"b\nc\nd\n', "x.csv, line 3: the quote that is opened here is never closed"),
     "half a list": ("x.json", b'[{"text": "a"},\n{"text": ', "x.json, line 2: not JSON"),
-    "no comma": ("x.json", b'[{"text": "a"}\n{"text": "b"}]', r"x.json, line 2: not JSON .expected , or \] after row 0"),
+    "no comma": ("x.json", b'[{"text": "a"}\n{"text": "b"}]', r"x.json, line 1: not JSON .expected , or \] after row 0"),
     "more than a list": ("x.json", b'[{"text": "a"}] x', "x.json, line 1: not JSON .extra data"),
     "a number": ("x.json", b"7", "x.json: the file holds 7; expected a list of rows"),
     "a deep list": ("x.json", b'[{"text": ' + b"[" * 100_000, "x.json, line 1 .row 0.: not usable JSON .nested too deeply"),
@@ -627,3 +629,64 @@ def test_what_cannot_be_rows(case: str) -> None:
     data, said = HANDED[case]
     with pytest.raises(UserError, match=said):
         find_dataset.source_of(data, "train_dataset")
+
+
+KINDS = {
+    "truncated JSON": '{"messages": [{"role": "user", "cont',
+    "broken JSON": '{"messages": [}',
+    "no messages": '{"messages": []}',
+    "unknown role": '{"messages": [{"role": "robot", "content": "hi"}]}',
+    "null content": '{"messages": [{"role": "user", "content": null}]}',
+    "other columns": '{"question": "a", "answer": "b"}',
+}
+
+
+def test_rows_that_are_left_out_have_reasons_and_places(tmp_path: Path) -> None:
+    good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+    path = tmp_path / "rows.jsonl"
+    lines = [good, *[KINDS["unknown role"]] * 7]
+    for line in KINDS.values():
+        lines += [good, line]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    counts: dict[str, Any] = {}
+    kept = parse_rows(list(read_file(path)), Reading(on_bad_row="skip"), counts)
+    assert len(kept) == lines.count(good)
+    assert {name.removeprefix(BAD_KIND): n for name, n in counts.items() if name.startswith(BAD_KIND)} == {
+        kind: lines.count(line) for kind, line in KINDS.items()
+    }
+    assert bad_kinds(counts).startswith("8 unknown role, 1 ")
+    assert len(counts["bad_rows"]) == 5 == len({kind for kind, _ in counts["bad_rows"]})
+    for kind, message in counts["bad_rows"]:
+        assert message.startswith(f"{path}, line {1 + lines.index(KINDS[kind])}: ")
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_broken_json_is_reported_where_it_breaks(tmp_path: Path, end: str) -> None:
+    row = '{"text": "wörter", "n": [1, 2]}'
+    path = tmp_path / "rows.jsonl"
+    for size in range(1, len(row)):
+        path.write_bytes(f"{row}\n{row[:size]}{end}".encode())
+        with pytest.raises(DataError, match=rf"^{path}, line 2: not JSON \(.* at column (\d+)\)") as error:
+            list(file_source([path]).documents())
+        column = int(re.findall(r"at column (\d+)\)", str(error.value))[0])
+        quote = row.rfind('"', 0, size) + 1 if row[:size].count('"') % 2 else size + 1
+        assert column == quote or row[size - 1] == " " and column == size, (size, str(error.value))
+
+
+BROKEN_LISTS = {
+    "no comma between rows": ('[\n {"text": "a"}\n {"text": "b"}\n]', 2, 15),
+    "no comma inside a row": ('[\n {"text": "a"\n  "n": 1},\n {"text": "b"}\n]', 2, 14),
+    "no colon": ('[\n {"text"\n "a"}]', 2, 9),
+    "truncated after a comma": ('[\n {"text": "a",\n\n', 2, 15),
+    "a word": ('[\n {"text": "a",\n  "n": nothing}]', 3, 8),
+    "lines of which one is broken": ('{"text": "a"\n{"text": "b"}\n', 1, 13),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_LISTS)
+def test_a_broken_list_is_reported_where_it_breaks(tmp_path: Path, case: str) -> None:
+    text, line, column = BROKEN_LISTS[case]
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=rf"^{path}, line {line}: not JSON \(.* at column {column}\)"):
+        list(file_source([path]).documents())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ import pytest
 
 from fullshard import progress as display
 from fullshard import runtime
-from fullshard.data import chat_template
+from fullshard.data import chat_template, checked_array, loader
 from fullshard.data.built_in_templates import BUILT_IN
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import load_table
 from fullshard.data.raw_row import RawRow
 from fullshard.data.row_formats import reading_of
 from fullshard.data.sources import DataSource, file_source, row_source
-from fullshard.data.token_table import TokenTable, make_table, open_table, statistics, table_key
+from fullshard.data.token_table import FILES, TokenTable, make_table, open_table, statistics, table_key
 from fullshard.errors import DataError
+from fullshard.ranks import exchange
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.batches import describe_data
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows, write_rows
@@ -64,7 +66,7 @@ def test_long_documents(tmp_path: Path, overflow: str, packing: bool) -> None:
     found = table(text_rows(40), tmp_path, max_length=16, overflow=overflow, packing=packing)
     sizes = np.diff(whole.document_starts)
     assert found.facts["long"] == (sizes > 16).sum() > 0
-    assert np.diff(found.document_starts).max() <= 16 and found.row_sizes.max() <= 16
+    assert np.diff(found.document_starts).max() <= 16 and found.row_sizes[:].max() <= 16
     kept = {
         "truncate": np.minimum(sizes, 16).sum(),
         "split": sizes.sum(),
@@ -72,7 +74,7 @@ def test_long_documents(tmp_path: Path, overflow: str, packing: bool) -> None:
     }[overflow]
     assert found.facts["tokens"] == kept and found.facts["cut"] == sizes.sum() - kept
     if overflow == "split":
-        assert found.tokens.tolist() == whole.tokens.tolist()
+        assert found.tokens[:].tolist() == whole.tokens[:].tolist()
     assert sorted(found.row_documents) == list(range(found.facts["documents"]))
 
 
@@ -114,8 +116,8 @@ def test_statistics_are_numpy_s(tmp_path: Path, packing: bool) -> None:
     assert told["p95"] == pytest.approx(np.percentile(lengths, 95))
     assert told["documents"] == 301 and told["rows"] == len(found)
     assert told["efficiency"] == pytest.approx(sum(lengths) / (100 * len(found)))
-    assert found.row_sizes.tolist() == [sum(len(ids) for ids, _ in found.documents(r)) for r in range(len(found))]
-    assert found.row_targets.tolist() == [
+    assert found.row_sizes[:].tolist() == [sum(len(ids) for ids, _ in found.documents(r)) for r in range(len(found))]
+    assert found.row_targets[:].tolist() == [
         sum(int(m[1:].sum()) for _, m in found.documents(r)) for r in range(len(found))
     ]
 
@@ -124,12 +126,13 @@ def test_everything_that_was_left_out_is_said(tmp_path: Path) -> None:
     rows = [*text_rows(40), {"text": ""}, {"other": 1}, {"text": 3}, {"text": ""}]
     reading = reading_of("text", None, "skip")
     cases: Any = (("truncate", "were truncated ("), ("drop", "were dropped ("), ("split", "were split;"))
+    said = "; 2 rows were left out: 1 other columns, 1 unusable values\n  rows, row 41: columns other; expected"
     for overflow, words in cases:
         found = table(rows, tmp_path, max_length=16, overflow=overflow, reading=reading)
         line = describe_data("training", found.facts, SFTConfig(max_seq_len=16, overflow=overflow))
         assert f"; {found.facts['long']} documents longer than 16 tokens {words}" in line
         assert (f"({found.facts['cut']} tokens lost; overflow split keeps them)" in line) == (overflow != "split")
-        assert "; 2 empty rows were dropped; 2 rows in an unknown format were dropped\n  rows, row 41: " in line
+        assert f"; 2 empty rows were dropped{said}" in line and "\n  rows, row 42: the text is 3" in line
     clean = table(text_rows(5), tmp_path, packing=True)
     assert ";" not in describe_data("training", clean.facts, SFTConfig(packing=True))
 
@@ -161,14 +164,98 @@ def test_the_cache_is_named_by_content(tmp_path: Path) -> None:
     assert table_key(source, make_tokenizer(), settings) != key
 
 
-def test_a_damaged_table_is_made_again(tmp_path: Path) -> None:
-    source, tokenizer, settings = row_source(text_rows(5), "rows"), make_tokenizer(), TextSettings()
+def one_bit_of_every_number(path: Path) -> None:
+    content = np.fromfile(path, np.int32 if path.name == "tokens.bin" else np.uint8)
+    (content ^ 1).tofile(path)
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0x80
+    path.write_bytes(content)
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def all_documents(found: TokenTable) -> list[Any]:
+    return [[(ids.tolist(), mask.tolist()) for ids, mask in found.documents(row)] for row in range(len(found))]
+
+
+BLOCKS = 2000
+"""Rows of data whose tokens are several blocks."""
+
+
+def big_source(calls: list[int] | None = None) -> DataSource:
+    """Rows whose tokens fill several blocks; `calls` gets the rank of each reader."""
+
+    def rows(start: Any) -> Any:
+        if calls is not None:
+            calls.append(runtime.rank())
+        return (RawRow(f"row {i}", {"text": f"a b c {i} " * 15}, i + 1) for i in range(BLOCKS))
+
+    return DataSource("rows", rows, lambda: "fixed")
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("damage", [one_bit_of_every_number, zeros, last_byte, truncated, removed])
+@pytest.mark.parametrize("name", [*FILES, "manifest"])
+def test_a_damaged_table_is_made_again(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], packing: bool, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(runtime.get_logger(), "propagate", True)
+    monkeypatch.setattr(checked_array, "BLOCK", 64)
+    settings = TextSettings(packing=packing, max_length=32)
+    source, tokenizer = row_source(text_rows(50), "rows"), make_tokenizer()
     first = load_table(source, tokenizer, settings, str(tmp_path))
-    tokens = first.tokens.tolist()
-    with (first.folder / "tokens.bin").open("r+b") as file:
-        file.truncate(8)
-    assert open_table(first.folder) is None
-    assert load_table(source, tokenizer, settings, str(tmp_path)).tokens.tolist() == tokens
+    documents, sizes, targets = all_documents(first), first.row_sizes[:].tolist(), first.row_targets[:].tolist()
+    path = first.folder / ("manifest.json" if name == "manifest" else f"{name}.bin")
+    before = path.read_bytes()
+    damage(path)
+    again = load_table(source, tokenizer, settings, str(tmp_path))
+    assert all_documents(again) == documents
+    assert (again.row_sizes[:].tolist(), again.row_targets[:].tolist()) == (sizes, targets)
+    assert path.read_bytes() == before
+    lines = [record.getMessage() for record in caplog.records if "is damaged" in record.getMessage()]
+    assert len(lines) == (0 if path.read_bytes() == before and damage is zeros and not any(before) else 1)
+    assert [p.name for p in (tmp_path / "tokens").iterdir()] == [first.folder.name]
+
+
+def test_only_what_is_read_is_checked(tmp_path: Path) -> None:
+    settings = TextSettings(max_length=None)
+    whole = load_table(big_source(), make_tokenizer(), settings, str(tmp_path))
+    assert len(whole.tokens) * 4 > 3 * checked_array.BLOCK
+    first, last = (whole.documents(row)[0][0].tolist() for row in (0, BLOCKS - 1))
+    last_byte(whole.folder / "tokens.bin")
+    found = open_table(whole.folder)
+    assert found is not None and found.documents(0)[0][0].tolist() == first
+    with pytest.raises(DataError, match=r"are damaged: block \d+ of tokens.bin"):
+        found.documents(BLOCKS - 1)
+    mended = load_table(big_source(), make_tokenizer(), settings, str(tmp_path))
+    assert mended.documents(BLOCKS - 1)[0][0].tolist() == last
+
+
+def test_other_data_does_not_mend_a_table(tmp_path: Path) -> None:
+    settings, changed = TextSettings(), [False]
+
+    def rows(start: Any) -> Any:
+        return (RawRow(f"row {i}", {"text": "a b" if changed[0] else "c d"}, i + 1) for i in range(3))
+
+    found = load_table(DataSource("rows", rows, lambda: "fixed"), make_tokenizer(), settings, str(tmp_path))
+    zeros(found.folder / "tokens.bin")
+    changed[0] = True
+    with pytest.raises(DataError, match="rows has changed since the run began, and its token cache was damaged"):
+        found.documents(0)
 
 
 def test_two_makers_at_once_leave_one_table(tmp_path: Path) -> None:
@@ -197,6 +284,36 @@ def test_one_rank_tokenises_and_all_see_it(tmp_path: Path) -> None:
     source = DataSource("rows", rows, lambda: "fixed")
     found = load_table(source, make_tokenizer(), TextSettings(), str(tmp_path))
     assert len(found) == 9 and calls == ([0] if runtime.rank() == 0 else [])
+
+
+@ranks(4)
+def test_one_rank_mends_what_all_share(tmp_path: Path) -> None:
+    runtime.use_spmd()
+    calls: list[int] = []
+    settings, tokenizer = TextSettings(max_length=None), make_tokenizer()
+    whole = load_table(big_source(), tokenizer, settings, str(tmp_path))
+    mine = range(runtime.rank(), len(whole), runtime.world_size())
+    expected = [whole.documents(row)[0][0].tolist() for row in mine]
+    for name, damage in (("tokens", zeros), ("learnt", zeros), ("row_documents", one_bit_of_every_number)):
+        for opened_before in (False, True):
+            found = load_table(big_source(calls), tokenizer, settings, str(tmp_path)) if opened_before else None
+            runtime.barrier()
+            if runtime.rank() == 0:
+                damage(whole.folder / f"{name}.bin")
+            runtime.barrier()
+            found = found or load_table(big_source(calls), tokenizer, settings, str(tmp_path))
+            assert [found.documents(row)[0][0].tolist() for row in mine] == expected
+            assert [found.documents(row)[0][1].all() for row in mine] == [True] * len(mine)
+            makers = [rank for ranks in exchange(calls, "test") for rank in ranks]
+            assert len(makers) == 1, (name, opened_before, makers)
+            calls.clear()
+
+
+@ranks(2)
+def test_ranks_with_other_tokens_are_refused(tmp_path: Path) -> None:
+    runtime.use_spmd()
+    with pytest.raises(DataError, match="ranks 1 read other data than rank 0"):
+        loader.check_same(exchange(runtime.rank(), "test"), big_source())
 
 
 @ranks(2)

@@ -16,6 +16,7 @@ from fullshard.reporting import loggers
 from fullshard.reporting.records import Sample
 from fullshard.reporting.reporter import Reporter, sample_text
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.terminal_text import visible
 from fullshard.train import checked_run
 from fullshard.train.trainer import SFTTrainer
 
@@ -150,12 +151,12 @@ def test_samples_in_files_and_on_the_terminal(tmp_path: Path, capsys: pytest.Cap
         if mode == "json":
             assert [json.loads(line) for line in printed.splitlines()] == records
         else:
-            assert printed == "\n".join(map(sample_text, SAMPLES)) + "\n"
-    assert sample_text(SAMPLES[0]).splitlines() == [
+            assert printed == visible("\n".join(map(sample_text, SAMPLES))) + "\n"
+    assert visible(sample_text(SAMPLES[0])).splitlines() == [
         "sample at step 2",
         "  prompt     say",
         "             <hi>",
-        "  answer     hi\ufffd[2J",
+        "  answer     hi\\x1b[2J",
         "  reference  hi",
     ]
     long = sample_text(Sample(1, "x" * 400 + "end", "a", None))

@@ -21,7 +21,7 @@ from fullshard.train.model import prepared_tokenizer
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows, write_rows
 from tests.pool import ranks
-from tests.train.runs import settings
+from tests.train.runs import losses, settings
 from tests.train.tiny import make_model
 
 
@@ -154,3 +154,33 @@ def test_settings_of_data_sets_in_files_and_flags(tmp_path: Path) -> None:
     assert parse(words).config.dataset_settings == values["dataset_settings"]
     with pytest.raises(ConfigError, match="--dataset_settings: expected a mapping, or JSON, got 'x'"):
         parse(["--dataset_settings", "x"])
+
+
+@pytest.mark.parametrize("when", ["before the run", "in the run"])
+@ranks(2)
+def test_a_damaged_token_cache_changes_no_loss(tmp_path: Path, when: str) -> None:
+    runtime.use_spmd()
+    options = {"max_steps": 6, "cache_dir": str(tmp_path / "cache"), "dataloader_num_workers": 1}
+
+    def run(name: str, damages: bool) -> list[float]:
+        trainer = SFTTrainer(
+            make_model(), settings(tmp_path / name, **options), None, text_rows(60), tokenizer=make_tokenizer()
+        )
+        table: Any = trainer.parts.train
+        if damages and when == "in the run":
+            damage(table.folder)
+        trainer.train()
+        return losses(trainer)
+
+    def damage(folder: Path) -> None:
+        runtime.barrier()
+        if runtime.is_main():
+            for path in folder.glob("*.bin"):
+                path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+        runtime.barrier()
+
+    expected = run("first", False)
+    if when == "before the run":
+        (folder,) = (path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir())
+        damage(folder)
+    assert run("second", True) == expected

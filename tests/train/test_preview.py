@@ -66,8 +66,12 @@ def test_the_command(
     assert said.count("<|im_start|>assistant") > 1 and "⟦" in said
     assert re.findall(r"^row (\d):", said, re.M) == ["1", "2"]
     documents = [int(n) for n in re.findall(r"documents +(\d+)", said)]
-    total, (skipped,) = len(path.read_text().splitlines()), re.findall(r"unknown format +(\d+)", said) or (0,)
+    total, (skipped,) = (
+        len(path.read_text().splitlines()),
+        re.findall(r"left out +(\d+) rows: 1 unknown role", said) or (0,),
+    )
     assert documents == [10, 4] if streaming else sum(documents) + int(skipped) == total and int(skipped) == 1
+    assert streaming or f"train.jsonl, line {total}: messages[0] has the role 'robot'" in "".join(said.split("\n"))
     assert re.search(r"longer than max_length +\d+ documents, \d+ tokens lost", said)
     assert re.search(r"rows +\d+ of at most 50 tokens, \d+\.\d% full", said)
 
