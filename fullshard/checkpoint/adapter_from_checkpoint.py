@@ -76,7 +76,9 @@ def _initial_adapter(directory: Path, config: dict[str, Any]) -> Path:
 
 def _write_config(out: Path, entry: dict[str, Any], config: dict[str, Any]) -> str | None:
     """Write adapter_config.json and the record of the base model; returns the base model's name."""
-    files = (entry["base"]["path"], entry["base"]["fingerprint"]) if entry["base"] else None
+    files = None
+    if entry["base"]:
+        files = entry["base"]["path"], {key: value for key, value in entry["base"].items() if key != "path"}
     base = config.get("base_model_name_or_path") or (files[0] if files else None)
     (out / CONFIG).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
     if base is not None:
