@@ -24,6 +24,7 @@ from fullshard.lora.peft_model import get_peft_model_on_meta
 from fullshard.lora.plain_lora import first_of, make_plain
 from fullshard.weights.adapter_base import write_record
 from fullshard.weights.adapter_files import names_in_files, other_rows
+from fullshard.weights.config_limits import check_limits
 from fullshard.weights.load import class_of, on_meta
 
 
@@ -87,6 +88,7 @@ def _write_config(out: Path, entry: dict[str, Any], config: dict[str, Any]) -> s
 
 
 def _model_config(entry: dict[str, Any]) -> Any:
+    check_limits(entry["config"], "the checkpoint")
     return AutoConfig.for_model(
         **{key: value for key, value in entry["config"].items() if key != "quantization_config"}
     )

@@ -201,7 +201,10 @@ def _empty_model(entry: dict[str, Any]) -> Any:
     import torch
     import transformers
 
+    from fullshard.weights.config_limits import check_limits
+
     config = entry.get("config") or {"architectures": [""]}
+    check_limits(config, "the checkpoint")
     kind = getattr(transformers, config["architectures"][0], None)
     if kind is None:
         return None
