@@ -20,7 +20,7 @@ from fullshard.checkpoint.manifest import (
     unpublished_name,
 )
 from fullshard.errors import CheckpointError
-from fullshard.paths import check_new_folder
+from fullshard.paths import check_new_folder, give_usual_modes
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +83,7 @@ def merge_weights(
         if base is not None:
             _check_base(entry["base"], {**entry["base"], "checksums": base.checksums()})
         _write_rest(hidden, entry, dtype, tokenizer)
+        give_usual_modes(hidden)
         sync(hidden)
         publish(hidden, place)
     except OSError as error:

@@ -25,6 +25,7 @@ from fullshard.byte_size import file_size
 from fullshard.durable import sync
 from fullshard.errors import WeightsError
 from fullshard.fsdp.strategy import dtype_name
+from fullshard.paths import give_usual_modes
 from fullshard.weights.locate import INDEX, SINGLE, inside
 from fullshard.weights.safetensors_writer import FileWriter, total_bytes
 from fullshard.weights.source_files import base_of
@@ -105,6 +106,7 @@ class ModelDirWriter:
 
     def _publish(self) -> None:
         assert self.temporary is not None
+        give_usual_modes(self.temporary)
         for path in [*self.temporary.rglob("*"), self.temporary]:
             sync(path)
         if self.fresh:
