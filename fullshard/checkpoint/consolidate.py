@@ -19,7 +19,7 @@ from fullshard.checkpoint.manifest import (
     read_manifest,
     unpublished_name,
 )
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, first_line
 from fullshard.paths import check_new_folder, give_usual_modes
 
 if TYPE_CHECKING:
@@ -204,13 +204,18 @@ def _empty_model(entry: dict[str, Any]) -> Any:
 
     from fullshard.weights.config_limits import check_limits
 
-    config = entry.get("config") or {"architectures": [""]}
+    config = entry.get("config") or {}
     check_limits(config, "the checkpoint")
-    kind = getattr(transformers, config["architectures"][0], None)
-    if kind is None:
+    kind = getattr(transformers, next(iter(config.get("architectures", ())), ""), None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         return None
-    with torch.device("meta"):
-        return kind(kind.config_class.from_dict(config))
+    try:
+        with torch.device("meta"):
+            return kind(kind.config_class.from_dict(config))
+    except Exception as error:  # whatever transformers makes of a config that is none
+        raise CheckpointError(
+            f"no model can be built from the config in the checkpoint ({first_line(error)})"
+        ) from error
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

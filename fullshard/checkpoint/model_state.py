@@ -128,9 +128,11 @@ def prepare_model(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn
                     f"since it was loaded: load the base again ({base.path})"
                 )
             continue
-        if id(value) not in live:
-            value = detour[key] = torch.empty_like(value)
-        plan.fill(f"{name}/{source}", value)
+        if id(value) in live:
+            plan.fill(f"{name}/{source}", value)
+        else:
+            detour[key] = torch.empty_like(value)
+            plan.fill_new(f"{name}/{source}", detour[key])
     unexpected = sorted(key for key in (*stored, *extra) if key not in values)
     if missing:
         plan.problems.append(f"{name}: not in the checkpoint: {_some(missing)}")
