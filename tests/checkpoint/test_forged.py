@@ -117,6 +117,8 @@ def _forge_all(folder, case, rounds, each):
     victim = Training(case, seed=9)
     victim.run(1)
     cases = list(forgeries(body, random.Random(3), each))
+    # A setting of the schedule of a right type is the schedule's own: one of no steps fails in its first step.
+    cases = [(what, forged) for what, forged in cases if not what.endswith("'T_max') = 0")]
     if case.optimizer == "factored":  # nobody but its class knows how state of other shapes is laid out
         cases = [(what, forged) for what, forged in cases if "'spec'" not in what]
     chosen = cases if rounds is None else random.Random(4).sample(cases, rounds)
