@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,12 +118,24 @@ def replaced_files(folder: Path) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".part-", dir=folder) as made:
         yield Path(made)
+        give_usual_modes(Path(made))
         for file in sorted(p for p in Path(made).rglob("*") if p.is_file()):
             target = folder / file.relative_to(made)
             target.parent.mkdir(parents=True, exist_ok=True)
             sync(file)
             os.replace(file, target)
             sync(target.parent)
+
+
+def give_usual_modes(folder: Path) -> None:
+    """Give all files below a directory the mode that the umask gives new files: safetensors makes its own private."""
+    probe = folder / f".{secrets.token_hex(4)}.mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(mode)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

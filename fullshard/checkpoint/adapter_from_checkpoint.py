@@ -24,6 +24,7 @@ from fullshard.lora.peft_model import get_peft_model_on_meta
 from fullshard.lora.plain_lora import first_of, make_plain
 from fullshard.weights.adapter_base import write_record
 from fullshard.weights.adapter_files import names_in_files, other_rows
+from fullshard.weights.config_limits import check_limits
 from fullshard.weights.load import class_of, on_meta
 
 
@@ -76,7 +77,9 @@ def _initial_adapter(directory: Path, config: dict[str, Any]) -> Path:
 
 def _write_config(out: Path, entry: dict[str, Any], config: dict[str, Any]) -> str | None:
     """Write adapter_config.json and the record of the base model; returns the base model's name."""
-    files = (entry["base"]["path"], entry["base"]["fingerprint"]) if entry["base"] else None
+    files = None
+    if entry["base"]:
+        files = entry["base"]["path"], {key: value for key, value in entry["base"].items() if key != "path"}
     base = config.get("base_model_name_or_path") or (files[0] if files else None)
     (out / CONFIG).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
     if base is not None:
@@ -85,6 +88,7 @@ def _write_config(out: Path, entry: dict[str, Any], config: dict[str, Any]) -> s
 
 
 def _model_config(entry: dict[str, Any]) -> Any:
+    check_limits(entry["config"], "the checkpoint")
     return AutoConfig.for_model(
         **{key: value for key, value in entry["config"].items() if key != "quantization_config"}
     )

@@ -19,11 +19,13 @@ from fullshard.checkpoint.manifest import (
     read_manifest,
     unpublished_name,
 )
-from fullshard.errors import CheckpointError
-from fullshard.paths import check_new_folder
+from fullshard.errors import CheckpointError, first_line
+from fullshard.paths import check_new_folder, give_usual_modes
 
 if TYPE_CHECKING:
     import torch
+
+    from fullshard.weights.safetensors_index import SafetensorsFiles
 
 MAX_SHARD_SIZE = "10GB"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -69,7 +71,8 @@ def merge_weights(
     place = check_new_folder(out)
     check_files(directory, manifest, verify)
 
-    tensors = dict([*stored_tensors(manifest, directory, name), *_from_base(entry)])
+    base = _open_base(entry)
+    tensors = dict([*stored_tensors(manifest, directory, name), *_from_base(entry, base)])
     from fullshard.checkpoint.publish import discard, new_token, publish
     from fullshard.durable import sync_tree
 
@@ -77,13 +80,18 @@ def merge_weights(
     try:
         hidden.mkdir(parents=True)
         _write_weights(hidden, tensors, entry, dtype, max_shard_size, progress)
+        if base is not None:
+            _check_base(entry["base"], {**entry["base"], "checksums": base.checksums()})
         _write_rest(hidden, entry, dtype, tokenizer)
+        give_usual_modes(hidden)
         sync_tree(hidden)
         publish(hidden, place)
     except OSError as error:
         raise CheckpointError(f"{place} could not be written: {error.strerror or error}") from error
     finally:
         discard(hidden)
+        if base is not None:
+            base.close()
     return sorted(place.iterdir())
 
 
@@ -147,25 +155,40 @@ def _assembled(manifest: Manifest, directory: Path, tensor: TensorEntry) -> torc
     return out
 
 
-def _from_base(entry: dict[str, Any]) -> Iterator[tuple[str, FullTensor]]:
-    """The frozen tensors that the checkpoint leaves out, read from the base model's files."""
+def _open_base(entry: dict[str, Any]) -> SafetensorsFiles | None:
+    """The base model's files, if the checkpoint leaves out frozen tensors that they hold."""
     if not entry["left_out"]:
-        return
-    from fullshard.weights.key_mapping import find_readers
+        return None
     from fullshard.weights.locate import open_source
     from fullshard.weights.source_files import fingerprint_of
 
-    path, expected = entry["base"]["path"], entry["base"]["fingerprint"]
-    if (found := fingerprint_of(path)) != expected:
+    path = entry["base"]["path"]
+    _check_base(entry["base"], {"fingerprint": fingerprint_of(path)})
+    return open_source(path)
+
+
+def _check_base(saved: dict[str, Any], identity: dict[str, Any]) -> None:
+    from fullshard.weights.source_files import difference
+
+    if wrong := difference(saved, identity):
         raise CheckpointError(
-            f"the checkpoint was trained from the base {path}, whose files have changed since (fingerprint {found}, "
-            f"expected {expected}); restore the original files"
+            f"the checkpoint was trained from the base {saved['path']}, whose files have changed since ({wrong}); "
+            f"restore the original files"
         )
+
+
+def _from_base(entry: dict[str, Any], base: SafetensorsFiles | None) -> Iterator[tuple[str, FullTensor]]:
+    """The frozen tensors that the checkpoint leaves out, read from the base model's files."""
+    if base is None:
+        return
+    from fullshard.weights.key_mapping import find_readers
+
+    path = entry["base"]["path"]
     model = _empty_model(entry)
     if model is None:
         raise CheckpointError(f"the frozen values are in {path}, but the checkpoint has no model config")
     wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    readers = find_readers(model, wanted, open_source(path)).readers
+    readers = find_readers(model, wanted, base).readers
     absent = [name for name in entry["left_out"] if name not in readers and name not in entry["tied"]]
     if absent:
         raise CheckpointError(f"{path} does not hold {', '.join(absent[:5])}, which the checkpoint leaves out")
@@ -179,12 +202,20 @@ def _empty_model(entry: dict[str, Any]) -> Any:
     import torch
     import transformers
 
-    config = entry.get("config") or {"architectures": [""]}
-    kind = getattr(transformers, config["architectures"][0], None)
-    if kind is None:
+    from fullshard.weights.config_limits import check_limits
+
+    config = entry.get("config") or {}
+    check_limits(config, "the checkpoint")
+    kind = getattr(transformers, next(iter(config.get("architectures", ())), ""), None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         return None
-    with torch.device("meta"):
-        return kind(kind.config_class.from_dict(config))
+    try:
+        with torch.device("meta"):
+            return kind(kind.config_class.from_dict(config))
+    except Exception as error:  # whatever transformers makes of a config that is none
+        raise CheckpointError(
+            f"no model can be built from the config in the checkpoint ({first_line(error)})"
+        ) from error
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class CheckpointWriter(StorageWriter):
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
         digest, written = hashlib.sha256(), 0
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             blocks = [memoryview(len(text).to_bytes(8, "little") + text)]
             for item in [None, *items]:

@@ -74,13 +74,23 @@ _DICTS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Coun
 
 
 def decode(data: Any, take: TakeTensor) -> Any:
-    """The value that `encode` was given; `take` returns the tensor of a reference."""
+    """The value that `encode` was given; `take` returns the tensor of a reference. Raises `CheckpointError` for other
+    data."""
+    try:
+        return _decode(data, take)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"a saved value cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _decode(data: Any, take: TakeTensor) -> Any:
     if isinstance(data, list):
-        return [decode(v, take) for v in data]
+        return [_decode(v, take) for v in data]
     if not isinstance(data, dict):
         return data
     if TAG not in data:
-        return {k: decode(v, take) for k, v in data.items()}
+        return {k: _decode(v, take) for k, v in data.items()}
     kind: str = data[TAG]
     value: Any = data.get("value")
     if kind == "tensor":
@@ -94,11 +104,13 @@ def decode(data: Any, take: TakeTensor) -> Any:
     if kind == "bytes":
         return base64.b64decode(value)
     if kind == "dtype":
-        return getattr(torch, value)
+        if not isinstance(found := getattr(torch, value), torch.dtype):
+            raise TypeError(f"torch.{value} is no dtype")
+        return found
     if kind == "device":
         return torch.device(value)
     if kind in _DICTS:
-        pairs = [(decode(k, take), decode(v, take)) for k, v in value]
+        pairs = [(_decode(k, take), _decode(v, take)) for k, v in value]
         return _DICTS[kind](dict(pairs) if kind == "counter" else pairs)
     made: dict[str, Callable[[Any], Any]] = {
         "tuple": tuple,
@@ -108,7 +120,7 @@ def decode(data: Any, take: TakeTensor) -> Any:
     }
     if kind not in made:
         raise CheckpointError(f"a value has the tag {kind!r}, which this version of fullshard cannot read")
-    return made[kind](decode(v, take) for v in value)
+    return made[kind](_decode(v, take) for v in value)
 
 
 def tensor_refs(data: Any) -> list[dict[str, Any]]:

@@ -189,12 +189,19 @@ class CheckpointManager:
         return read_manifest(self.path / step_name(step))
 
     def restore(
-        self, step: int | None, state: MutableMapping[str, Any], *, fallback: bool = False, rng: bool = True
+        self,
+        step: int | None,
+        state: MutableMapping[str, Any],
+        *,
+        fallback: bool = False,
+        rng: bool = True,
+        check_values: save_restore.CheckValues | None = None,
     ) -> int:
         """Load a checkpoint (the newest if `step` is None) into the objects in `state` and return its step.
 
         Plain values are assigned to `state`. Entries of the checkpoint that `state` does not name are ignored. With
-        `fallback`, a damaged checkpoint is skipped in favor of the newest older one that is intact.
+        `fallback`, a damaged checkpoint is skipped in favor of the newest older one that is intact. `check_values` may
+        refuse plain values before anything changes.
         """
         self._require_open()
         self.join()
@@ -223,7 +230,8 @@ class CheckpointManager:
             runtime.warn_once(f"fallback {chosen}", f"{error}\nLoading the checkpoint of step {intact} instead")
             chosen, manifest = intact, self._check(intact)
         what = f"restore of checkpoint step {chosen}"
-        save_restore.load(self.path / step_name(chosen), manifest, state, rng, what, self._background.group)
+        place, group = self.path / step_name(chosen), self._background.group
+        save_restore.load(place, manifest, state, rng, what, group, check_values)
         runtime.get_logger().info("resumed from %s", self.path / step_name(chosen))
         return chosen
 
@@ -329,6 +337,7 @@ def load_state(
     *,
     verify: bool = True,
     rng: bool = True,
+    check_values: save_restore.CheckValues | None = None,
     **named: Any,
 ) -> dict[str, Any]:
     """Load a checkpoint of `save_state` or of a manager into the given objects and return the state.
@@ -339,7 +348,7 @@ def load_state(
     merged = _merge_state(state, named)
     what = f"restore of {place}"
     manifest = save_restore.check(place, verify, what)
-    save_restore.load(place, manifest, merged, rng, what, host_group())
+    save_restore.load(place, manifest, merged, rng, what, host_group(), check_values)
     if state is not None:
         state.update({name: merged[name] for name in state})
     return merged

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fullshard.checkpoint import manifest_schema
 from fullshard.errors import CheckpointError
 
 FORMAT = "fullshard checkpoint"
@@ -127,19 +128,21 @@ def read_manifest(directory: str | Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its digest is {_digest(body)}, expected {expected}")
     try:
         data = json.loads(body)
-        if data.pop("format") != FORMAT:
+        if data["format"] != FORMAT:
             raise CheckpointError(f"{path} is not a manifest of a {FORMAT}")
-        version = data.pop("format_version")
+        version = data["format_version"]
         if version != VERSION:
             raise CheckpointError(
                 f"{path} has format version {version}; this fullshard reads version {VERSION}. Read it with the "
                 f"version that wrote it ({data.get('versions', {}).get('fullshard', 'unknown')}) or a newer one"
             )
+        manifest_schema.MANIFEST(data, "it")
+        del data["format"], data["format_version"]
         data["files"] = tuple(FileEntry(**file) for file in data["files"])
         data["tensors"] = {name: _tensor(entry) for name, entry in data["tensors"].items()}
         data["per_rank"] = tuple(data["per_rank"])
         manifest = Manifest(**data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest of this format: {type(error).__name__}: {error}") from error
     _check_consistency(manifest, path)
     return manifest
@@ -160,6 +163,11 @@ def _check_consistency(manifest: Manifest, path: Path) -> None:
     for file in manifest.files:
         if not file.name or Path(file.name).name != file.name:
             raise CheckpointError(f"{path} names a file outside its directory: {file.name!r}")
+    for name, state in manifest.states.items():
+        if len(state.get("ranks", ())) not in (0, manifest.world_size):
+            raise CheckpointError(
+                f"{path}: {name} has {len(state['ranks'])} values, but was saved on {manifest.world_size} ranks"
+            )
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in ITEM_BYTES:
             raise CheckpointError(f"{path}: tensor {name} has the unknown dtype {tensor.dtype!r}")
@@ -172,6 +180,22 @@ def _check_consistency(manifest: Manifest, path: Path) -> None:
                 raise CheckpointError(f"{path}: a piece of tensor {name} is outside the tensor or its file: {piece}")
     if gaps := incomplete_tensors(manifest.tensors):
         raise CheckpointError(f"{path}: these tensors are incomplete: {', '.join(gaps[:5])}")
+    if twice := [name for name, tensor in manifest.tensors.items() if _overlap(tensor.pieces)]:
+        raise CheckpointError(f"{path}: pieces of these tensors overlap: {', '.join(twice[:5])}")
+
+
+def _overlap(pieces: Sequence[PieceEntry]) -> bool:
+    """Whether two pieces of a tensor have an element in common."""
+    open_pieces: list[PieceEntry] = []  # those that reach past the rows of the next one
+    for piece in sorted((p for p in pieces if math.prod(p.sizes)), key=lambda p: p.offsets):
+        if piece.offsets:
+            open_pieces = [p for p in open_pieces if p.offsets[0] + p.sizes[0] > piece.offsets[0]]
+        ends = [[range(o, o + s) for o, s in zip(p.offsets, p.sizes, strict=True)] for p in (piece, *open_pieces)]
+        for other in ends[1:]:
+            if all(a.start < b.stop and b.start < a.stop for a, b in zip(ends[0], other, strict=True)):
+                return True
+        open_pieces.append(piece)
+    return False
 
 
 def incomplete_tensors(tensors: dict[str, TensorEntry]) -> list[str]:

@@ -18,7 +18,7 @@ from fullshard.checkpoint.objects import RestorePlan, StateDescription
 from fullshard.errors import UserError
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import local_of
-from fullshard.weights.source_files import base_of, fingerprint_of
+from fullshard.weights.source_files import base_of, difference, fingerprint_of, identity_of
 from fullshard.weights.wrapped import wrapped
 
 
@@ -50,7 +50,7 @@ def describe_model(description: StateDescription, name: str, model: nn.Module, o
             seen[id(value)] = key
             description.put(f"{name}/{key}", value)
     base = base_of(model)
-    entry["base"] = {"path": str(base.path), "fingerprint": base.fingerprint} if base is not None else None
+    entry["base"] = {"path": str(base.path), **base.identity} if base is not None else None
     entry["left_out"] = sorted(omitted)
     if isinstance(adapters := getattr(model, "peft_config", None), dict):
         entry["adapters"] = sorted(map(str, adapters))
@@ -128,9 +128,11 @@ def prepare_model(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn
                     f"since it was loaded: load the base again ({base.path})"
                 )
             continue
-        if id(value) not in live:
-            value = detour[key] = torch.empty_like(value)
-        plan.fill(f"{name}/{source}", value)
+        if id(value) in live:
+            plan.fill(f"{name}/{source}", value)
+        else:
+            detour[key] = torch.empty_like(value)
+            plan.fill_new(f"{name}/{source}", detour[key])
     unexpected = sorted(key for key in (*stored, *extra) if key not in values)
     if missing:
         plan.problems.append(f"{name}: not in the checkpoint: {_some(missing)}")
@@ -160,11 +162,11 @@ def _check_base(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.M
         return
     base = base_of(model)
     if base is not None:
-        path, found = str(base.path), base.fingerprint
+        path, identity = str(base.path), base.identity
     else:
         path = saved["path"]
-        try:
-            found = fingerprint_of(path)
+        try:  # one rank reads all of it
+            identity = identity_of(path) if runtime.is_main() else {"fingerprint": fingerprint_of(path)}
         except UserError as error:
             plan.problems.append(f"{name}: the base of the checkpoint cannot be checked: {error}")
             return
@@ -173,10 +175,10 @@ def _check_base(plan: RestorePlan, name: str, entry: dict[str, Any], model: nn.M
             f"the checkpoint leaves out {len(entry['left_out'])} frozen parameters of {name}; the model was not loaded "
             f"with load_pretrained, so fullshard assumes that they have the values of {path}",
         )
-    if found != saved["fingerprint"]:
+    if wrong := difference(saved, identity):
         plan.problems.append(
-            f"{name}: the checkpoint was trained from the base {saved['path']} (fingerprint {saved['fingerprint']}), "
-            f"but the model comes from {path} (fingerprint {found}): the files differ. Load the base of the checkpoint"
+            f"{name}: the checkpoint was trained from the base {saved['path']}, but the model comes from {path}: the "
+            f"files differ ({wrong}). Load the base of the checkpoint"
         )
 
 

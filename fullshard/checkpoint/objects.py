@@ -7,7 +7,9 @@ with a `state_dict`; `model_state.py`, `optimizer_state.py` and `rng_state.py` h
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +23,14 @@ from fullshard.checkpoint.load_target import TensorToLoad, mismatch, to_load
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.shard_index import TensorShard, empty_sharded, has_layout, layout_to_save, shards_of
 from fullshard.errors import CheckpointError, UserError
+from fullshard.ranks import describe_error
 from fullshard.spmd.marked import unmarked
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
 from fullshard.weights.safetensors_index import DTYPES
 
+LARGEST = 2**63
+"""The largest number of an optimizer or schedule."""
 ABOUT = ("config", "generation_config", "adapter_configs", "plan", "mesh")
 """Keys of a model's entry that only rank 0 writes."""
 
@@ -53,16 +58,36 @@ class StateDescription:
 
 @dataclass
 class RestorePlan:
-    """What one rank reads, what does not match, and what to do once the tensors are read."""
+    """What one rank reads, what does not match, and what to do once the tensors are read.
+
+    First the new tensors are read, then everything that may still refuse its values is tried (`trials`). Only then does
+    anything of the state change.
+    """
 
     manifest: Manifest
+    new: list[TensorToLoad] = field(default_factory=list)
+    """Tensors that were made for this restore."""
     tensors: list[TensorToLoad] = field(default_factory=list)
+    """Tensors of the state itself."""
     problems: list[str] = field(default_factory=list)
+    values: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    """The plain values, by name."""
+    trials: list[Callable[[], None]] = field(default_factory=list)
+    """Raise if an object of the state refuses its values; run once the new tensors are read."""
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    """Take back what the trials changed."""
     finish: list[Callable[[], None]] = field(default_factory=list)
     casts: set[str] = field(default_factory=set)
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Read a stored tensor into `tensor`; each rank reads its own shards."""
+        """Read a stored tensor into one of the state; each rank reads its own shards."""
+        self._read(name, tensor, self.tensors)
+
+    def fill_new(self, name: str, tensor: torch.Tensor) -> None:
+        """Read a stored tensor into one that was made for it."""
+        self._read(name, tensor, self.new)
+
+    def _read(self, name: str, tensor: torch.Tensor, among: list[TensorToLoad]) -> None:
         tensor = unmarked(tensor)
         stored_name = self.manifest.rank_name(name, runtime.rank())
         if problem := mismatch(stored_name, tensor, self.manifest):
@@ -71,7 +96,7 @@ class RestorePlan:
         stored = DTYPES[self.manifest.tensors[stored_name].dtype]
         if stored != tensor.dtype:
             self.casts.add(f"{str(stored)[6:]} to {str(tensor.dtype)[6:]}")
-        self.tensors.append(to_load(stored_name, tensor))
+        among.append(to_load(stored_name, tensor))
 
     def make(self, ref: dict[str, Any], like: torch.Tensor | None, mesh: Mesh | None, now: Any = None) -> torch.Tensor:
         """A tensor to read a stored one into: `now` if it has the right shape, dtype and kind, else a new one.
@@ -97,7 +122,7 @@ class RestorePlan:
             tensor = torch.empty(shape, dtype=dtype, device=beside)
         else:
             tensor = torch.empty(shape, dtype=dtype)
-        self.fill(name, tensor)
+        self.fill_new(name, tensor)
         return tensor
 
     def _layout(
@@ -175,14 +200,74 @@ def prepare_value(plan: RestorePlan, name: str, entry: dict[str, Any], state: An
     data = entry_value(entry, name, plan.manifest)
     tensors = {ref["name"]: plan.make(ref, None, mesh) for ref in json_tree.tensor_refs(data)}
 
-    def finish() -> None:
-        value = json_tree.decode(data, lambda ref: tensors[ref["name"]])
-        if entry["kind"] == "value":
-            state[name] = value
-        elif value != {}:  # a disabled GradScaler has an empty state, which its load_state_dict rejects
-            state[name].load_state_dict(value)
+    def value() -> Any:
+        return json_tree.decode(data, lambda ref: tensors[ref["name"]])
 
-    plan.finish.append(finish)
+    if entry["kind"] == "value":
+        plan.values[name] = value
+        plan.finish.append(lambda: state.__setitem__(name, value()))
+        return
+    target = state[name]
+    before = _copy(target.state_dict())
+    if type(target).__module__.startswith("torch.") and before is not None:
+        plan.problems += [f"{name}: {wrong}" for wrong in unlike(value(), before)]
+
+    def load() -> None:
+        if (saved := value()) != {}:  # a disabled GradScaler has an empty state, which its load_state_dict rejects
+            target.load_state_dict(saved)
+
+    def try_to_load() -> None:
+        try:
+            load()
+        except Exception as error:
+            raise CheckpointError(f"{name} does not take its saved state ({describe_error(error)})") from error
+
+    plan.trials.append(try_to_load)
+    plan.undo.append(lambda: target.load_state_dict(before) if before else None)
+    plan.finish.append(load)
+
+
+def _copy(state: Any) -> Any:
+    """A copy of an object's state to go back to; None where it cannot be copied."""
+    try:
+        return copy.deepcopy(state)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+
+
+def unlike(saved: Any, now: Any, where: str = "") -> list[str]:
+    """Where a saved value is of another type than the present one, or out of range."""
+    if isinstance(now, Mapping) and isinstance(saved, Mapping):
+        inner = {f"{where}.{key}".lstrip("."): (saved[key], now[key]) for key in now if key in saved}
+        return [wrong for name, pair in inner.items() for wrong in unlike(*pair, name)]
+    if isinstance(now, list | tuple) and isinstance(saved, list | tuple) and len(saved) == len(now):
+        return [w for i, pair in enumerate(zip(saved, now, strict=True)) for w in unlike(*pair, f"{where}[{i}]")]
+    if isinstance(saved, torch.Tensor) or isinstance(now, torch.Tensor):  # not read yet
+        return [] if _is_number(saved) and _is_number(now) else _types_differ(saved, now, where)
+    if _is_number(saved) and _is_number(now):
+        if abs(saved) <= LARGEST or (not math.isfinite(saved) and not math.isfinite(now)):
+            return []
+        return [f"{where} is out of range in the checkpoint"]
+    if type(saved) is type(now) and not isinstance(now, list | tuple):
+        return []
+    return _types_differ(saved, now, where)
+
+
+def _types_differ(saved: Any, now: Any, where: str) -> list[str]:
+    if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
+        return []
+    return [f"{where} is {_shown(saved)} in the checkpoint and {_shown(now)} here"]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if isinstance(value, float | str | bool | None) else f"a {type(value).__name__}"
+    return text if len(text) < 40 else text[:37] + "..."
 
 
 def entry_value(entry: dict[str, Any], name: str, manifest: Manifest) -> Any:

@@ -6,12 +6,14 @@ change. Restored state gets the layout that its parameter has now.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.objects import RestorePlan, StateDescription
+from fullshard.checkpoint.objects import LARGEST, RestorePlan, StateDescription, unlike
 from fullshard.errors import CheckpointError
 from fullshard.fsdp.bnb_optimizers import SCALES, is_bnb
 from fullshard.fsdp.optimizers import initial_state
@@ -22,6 +24,10 @@ STEP = "step"
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that say how an optimizer computes, which is its own choice where it is restored: what
 one engine or device has, another may not."""
+
+
+SIZES = (2, 3, 5, 7, 11, 13)
+"""Sizes of the dims of a parameter that an optimizer is tried with."""
 
 
 def _names(optimizer: torch.optim.Optimizer, names: dict[int, str], label: str) -> list[list[str]]:
@@ -80,6 +86,9 @@ def prepare_optimizer(
         for p, name in zip(group["params"], group_names, strict=True)
     }
     tensors: dict[str, torch.Tensor] = {}
+    if strange := sorted(entry["state"].keys() - parameters.keys()):
+        plan.problems.append(f"{label}: it has state of {strange[0]}, which is in none of its groups")
+        return
     for name, data in entry["state"].items():
         present = initial_state(optimizer, parameters[name])
         for key, value in data.items():
@@ -97,10 +106,17 @@ def prepare_optimizer(
         for ref in json_tree.tensor_refs(group["options"]):
             tensors[ref["name"]] = plan.make(ref, None, mesh)
 
-    def finish() -> None:
-        def take(ref: dict[str, Any]) -> torch.Tensor:
-            return tensors[ref["name"]]
+    def take(ref: dict[str, Any]) -> torch.Tensor:
+        return tensors[ref["name"]]
 
+    states = {name: json_tree.decode(data, take) for name, data in entry["state"].items()}
+    for i, (group, now) in enumerate(zip(entry["groups"], optimizer.param_groups, strict=True)):
+        options = {k: v for k, v in json_tree.decode(group["options"], take).items() if k not in IMPLEMENTATION}
+        own = {name: states[name] for name in members[i] if states.get(name)}
+        wrong = unlike(options, now) or _refused(optimizer, options, {n: parameters[n].shape for n in own}, own)
+        plan.problems += [f"{label}: {text}" for text in wrong[:5]]
+
+    def finish() -> None:
         numbers: dict[str, int] = {}
         for name in (name for group in members for name in group):
             numbers.setdefault(name, len(numbers))
@@ -108,8 +124,9 @@ def prepare_optimizer(
         groups = []
         for group, group_names, now in zip(entry["groups"], members, optimizer.param_groups, strict=True):
             kept = {key: now[key] for key in IMPLEMENTATION if key in now}
+            absent = {key: now[key] for key in optimizer.defaults if key in now}  # if an older version has saved
             params = [numbers[name] for name in group_names]
-            groups.append({**json_tree.decode(group["options"], take), **kept, "params": params})
+            groups.append({**absent, **json_tree.decode(group["options"], take), **kept, "params": params})
         if is_bnb(optimizer):  # its own load_state_dict copies all state, out of paged memory too
             optimizer.load_state_dict({"state": {}, "param_groups": groups})
             optimizer.state.update({parameters[name]: state[i] for name, i in numbers.items() if i in state})
@@ -123,6 +140,66 @@ def prepare_optimizer(
                     optimizer.state[parameters[name]][key] = value.to(now.device)
 
     plan.finish.append(finish)
+
+
+def _like(optimizer: torch.optim.Optimizer, options: dict[str, Any], shape: Sequence[int]) -> Any:
+    """An optimizer of the same class and options with one parameter. Raises whatever the class does not accept."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    plain = {k: v for k, v in options.items() if k in accepted and not isinstance(v, torch.Tensor)}
+    return type(optimizer)([torch.nn.Parameter(torch.zeros(shape))], **plain)
+
+
+def _refused(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], shapes: dict[str, torch.Size], states: dict[str, Any]
+) -> list[str]:
+    """What an optimizer's class says against the options of a group, and how states differ from those it makes."""
+    numbers = {f"{n}.{k}": v for n, state in states.items() for k, v in state.items() if type(v) in (int, float)}
+    wrong = unlike(numbers, dict.fromkeys(numbers, 0))
+    wrong += [f"{name} is {value}: a count is not negative" for name, value in numbers.items() if -LARGEST <= value < 0]
+    if wrong or is_bnb(optimizer):
+        return wrong
+    of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    try:
+        _like(optimizer, options, (2, 3))
+    except (ValueError, TypeError, RuntimeError) as error:
+        return [f"{type(optimizer).__name__} refuses its options ({error})"] if of_torch else []
+    expected = {dims: _expected_state(optimizer, options, dims) for dims in {len(shape) for shape in shapes.values()}}
+    return [
+        f"state of {name}: {text}"
+        for name, state in states.items()
+        for text in _unlike_state(expected[len(shapes[name])], shapes[name], state, whole=of_torch)
+    ]
+
+
+def _unlike_state(expected: dict[str, Any], shape: tuple[int, ...], saved: dict[str, Any], whole: bool) -> list[str]:
+    """How the state of a parameter differs from the state that its class makes for one of as many dims. `whole`: shapes
+    are compared too, not only keys and types."""
+    sizes = dict(zip(SIZES, shape, strict=False))
+    wrong = [f"it lacks {key}" for key in sorted(expected.keys() - saved.keys())]
+    for key in expected.keys() & saved.keys():
+        now, value = expected[key], saved[key]
+        if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+            wanted = tuple(sizes.get(n, n) for n in now.shape)
+            if whole and tuple(value.shape) != wanted:
+                wrong.append(f"{key} has shape {tuple(value.shape)} in the checkpoint; expected {wanted}")
+        elif isinstance(now, torch.Tensor) and key != STEP:
+            wrong.append(f"{key} is {value!r} in the checkpoint; expected a tensor")
+        elif now is not None:
+            wrong += unlike(value, now, key)
+    return wrong
+
+
+def _expected_state(optimizer: torch.optim.Optimizer, options: dict[str, Any], dims: int) -> dict[str, Any]:
+    """The state that an optimizer makes for a parameter in one step; empty where that cannot be tried."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            tried = _like(optimizer, options, SIZES[:dims])
+            (parameter,) = tried.param_groups[0]["params"]
+            parameter.grad = torch.zeros_like(parameter)
+            tried.step()
+            return dict(tried.state[parameter])
+    except Exception:  # it needs a closure, sparse gradients or a matrix
+        return {}
 
 
 def _groups_differ(label: str, saved: list[list[str]], members: list[list[str]]) -> str:

@@ -18,6 +18,7 @@ import torch
 from fullshard import runtime
 from fullshard.checkpoint import json_tree
 from fullshard.checkpoint.objects import RestorePlan, StateDescription
+from fullshard.errors import CheckpointError
 
 NAME = "rng"
 
@@ -53,18 +54,42 @@ def prepare_rng(plan: RestorePlan, entry: dict[str, Any]) -> None:
             + (", additional ranks get states derived from them" if world > saved else ", the others are dropped"),
         )
 
-    def finish() -> None:
+    def read() -> tuple[Any, Any, torch.Tensor, torch.Tensor | None]:
+        """The states of Python, numpy, torch and the device."""
         state = json_tree.decode(data, lambda ref: tensors[ref["name"]])
+        python, numpy = state["python"], state["numpy"]
+        words = (python["version"], tuple(python["words"].tolist()), python["gauss"])
+        device, _ = runtime.generator_state()
+        return words, (numpy["kind"], numpy["keys"], *numpy["rest"]), state["torch"].cpu(), state.get(device)
+
+    def try_to_set() -> None:
+        """Set the state of other generators of the same kinds."""
+        python, numpy, host, device = read()
+        _, now = runtime.generator_state()
+        try:
+            random.Random().setstate(python)
+            np.random.RandomState().set_state(numpy)
+            torch.Generator().set_state(host)
+            fits = 0 <= numpy[2] <= len(numpy[1])  # numpy would read beyond its state
+            fits &= python[2] is None or isinstance(python[2], float)
+            if device is not None and isinstance(now, torch.Tensor):
+                fits &= (device.dtype, device.shape) == (now.dtype, now.shape)
+        except (ValueError, TypeError, RuntimeError, OverflowError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"the random state in the checkpoint cannot be used ({error})") from error
+        if not fits:
+            raise CheckpointError("the random state in the checkpoint cannot be used: it is out of range")
+
+    def finish() -> None:
+        python, numpy, host, device = read()
         if derived:
-            words = hashlib.sha256(state["torch"].numpy().tobytes() + f"/{me}".encode()).digest()
+            words = hashlib.sha256(host.numpy().tobytes() + f"/{me}".encode()).digest()
             runtime.seed(int.from_bytes(words[:7], "little"))
             return
-        python, numpy = state["python"], state["numpy"]
-        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        np.random.set_state((numpy["kind"], numpy["keys"], *numpy["rest"]))
-        torch.set_rng_state(state["torch"].cpu())
-        device, _ = runtime.generator_state()
-        if state.get(device) is not None:
-            runtime.set_generator_state(state[device])
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(host)
+        if device is not None:
+            runtime.set_generator_state(device)
 
+    plan.trials.append(try_to_set)
     plan.finish.append(finish)

@@ -6,7 +6,8 @@ finish. `manager.py` decides when to save and in which thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import contextlib
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ from fullshard import runtime
 from fullshard.checkpoint import objects, publish
 from fullshard.checkpoint.dcp_planner import ReadPlanner, WritePlanner
 from fullshard.checkpoint.dcp_storage import CheckpointReader, CheckpointWriter
-from fullshard.checkpoint.load_target import together
+from fullshard.checkpoint.load_target import TensorToLoad, together
 from fullshard.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -166,9 +167,14 @@ def check(directory: Path, verify: bool, what: str) -> Manifest:
     return manifest
 
 
+CheckValues = Callable[[dict[str, Any]], None]
+"""Raises if plain values of a checkpoint, by name, are not what its reader can use."""
+
+
 def load(
-    directory: Path, manifest: Manifest, state: MutableMapping[str, Any], rng: bool, what: str, group: Any
-) -> None:
+    directory: Path, manifest: Manifest, state: MutableMapping[str, Any], rng: bool, what: str, group: Any,
+    check_values: CheckValues | None = None,
+) -> None:  # fmt: skip
     """Read a checked checkpoint into the state. Nothing in the state changes until all ranks know that it fits."""
 
     def prepare() -> RestorePlan:
@@ -191,21 +197,36 @@ def load(
             f"cast {sorted(plan.casts)}",
             f"values are cast while they are read: {', '.join(sorted(plan.casts))}",
         )
+
+    def read(tensors: list[TensorToLoad], failed: str) -> None:
+        reader = CheckpointReader(directory, manifest)
+        try:
+            with torch.no_grad():
+                for part in together(tensors):
+                    dcp.load({}, storage_reader=reader, planner=ReadPlanner(part), process_group=group)
+                    for tensor in part:
+                        tensor.finish()
+        except CheckpointException as error:
+            raise CheckpointError(f"{what} {failed}: {_from_torch(error)}") from error
+        except RuntimeError as error:
+            raise connection_lost(what, error) from error
+
+    def try_objects() -> None:
+        values = {name: value() for name, value in plan.values.items()}
+        if check_values is not None:
+            check_values(values)
+        for trial in plan.trials:
+            trial()
+
+    read(plan.new, "failed; the state is unchanged")
     try:
-        with torch.no_grad():
-            for tensors in together(plan.tensors):
-                dcp.load(
-                    {},
-                    storage_reader=CheckpointReader(directory, manifest),
-                    planner=ReadPlanner(tensors),
-                    process_group=group,
-                )
-                for tensor in tensors:
-                    tensor.finish()
-    except CheckpointException as error:
-        raise CheckpointError(f"{what} failed midway, and the state is not usable now: {_from_torch(error)}") from error
-    except RuntimeError as error:
-        raise connection_lost(what, error) from error
+        agree_locally(try_objects, what, error=CheckpointError, watched=True)
+    except CheckpointError:
+        for undo in plan.undo:
+            with contextlib.suppress(Exception):  # the error that led here counts
+                undo()
+        raise
+    read(plan.tensors, "failed midway, and the state is not usable now")
 
     def finish() -> None:
         for job in plan.finish:

@@ -26,7 +26,7 @@ from fullshard.durable import sync_tree
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS
-from fullshard.paths import check_new_folder
+from fullshard.paths import check_new_folder, give_usual_modes
 from fullshard.progress import Bar
 from fullshard.quant import bnb_format
 from fullshard.results.chat_model import trained_quantization
@@ -137,6 +137,7 @@ def _copy_adapter(result: Result, folder: Path, target: Path, choices: Choices) 
         if (folder / RECORD).is_file():
             shutil.copyfile(folder / RECORD, aside / RECORD)
         copy_tokenizer_files(Path(result.tokenizer), aside)
+        give_usual_modes(aside)
         sync_tree(aside)
         with contextlib.suppress(FileNotFoundError):
             target.rmdir()  # an empty folder may exist

@@ -15,6 +15,7 @@ from fullshard.lora.adapter_config import WEIGHTS, is_adapter, read_config
 from fullshard.paths import held
 from fullshard.train.run_dir import CHECKPOINTS, SETTINGS, read_settings
 from fullshard.weights.adapter_base import find_base, stored_in_4_bits
+from fullshard.weights.config_limits import check_config
 
 TOKENIZER = "tokenizer_config.json"
 
@@ -81,6 +82,7 @@ def _from_files(path: Path) -> Result:
     if is_adapter(path) and (path / WEIGHTS).is_file():
         stored = read_config(path).get("base_model_name_or_path")
         return Result("adapter", str(path), find_base(path, stored) if stored else None, False, run, settings)
+    check_config(path)
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return Result("model", str(path), None, False, run, settings)
     steps = published_steps(path / CHECKPOINTS) or published_steps(path)

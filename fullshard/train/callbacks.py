@@ -26,6 +26,7 @@ from fullshard.ranks import any_of, exchange
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.loop import Loop
 from fullshard.train.run_dir import CHECKPOINTS
+from fullshard.train.run_progress import check_progress
 
 # --- callbacks ------------------------------------------------------------------------------------------------------
 
@@ -383,7 +384,7 @@ class Accelerator:
     def load_state(self, input_dir: str) -> None:
         """Resume from what `save_state` or a run's checkpoint holds. All ranks must call it."""
         loop = self.prepare()
-        loop.adopt(load_state(_newest(Path(input_dir)), loop.state()))
+        loop.adopt(load_state(_newest(Path(input_dir)), loop.state(), check_values=check_progress))
 
 
 def _newest(folder: Path) -> Path:

@@ -30,6 +30,7 @@ from fullshard.train.cli_args import Arguments, CommandConfig, config_of
 from fullshard.train.dataset_options import RunData, configs_of, find, script_source, streamed
 from fullshard.train.prompts import read_prompts
 from fullshard.weights.adapter_base import find_base
+from fullshard.weights.config_limits import check_config
 
 RUN_VARIABLE = "FULLSHARD_SFT_RUN"
 """The environment variable in which `fullshard sft` hands a checked run to its ranks, as JSON."""
@@ -305,6 +306,8 @@ def check_template_path(name: str) -> None:
 def check_model_folder(name: str, option: str = "model_name_or_path", needs: str = "config.json") -> None:
     """Refuse a local path that is not a folder with the file that makes it a model's or a tokenizer's."""
     path = Path(name).expanduser()
+    if path.is_dir():
+        check_config(path)
     if path.is_dir() and not (path / needs).is_file():
         raise ConfigError(f"{option}: {path} has no {needs}; it holds {held(path)}.")
     if path.is_file():

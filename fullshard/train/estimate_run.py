@@ -30,7 +30,7 @@ from fullshard.train.plan_changes import ChangeSearch
 from fullshard.train.plan_request import PlanRequest
 from fullshard.train.planned_batch import assumed_length, evaluation_shape, largest_shape
 from fullshard.train.planned_memory import memory_options, needed_levels, planned_levels
-from fullshard.train.planned_model import planned_model
+from fullshard.train.planned_model import find_config, planned_model
 
 BATCH_SETTINGS = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
@@ -190,7 +190,8 @@ def import_libraries(request: PlanRequest) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with contextlib.suppress(OSError, ValueError, KeyError, ImportError):  # reported where the model is made
-        shape = AutoConfig.from_pretrained(request.model)
+        place = find_config(request.model)
+        shape = AutoConfig.from_pretrained(place)
         AutoModelForCausalLM._model_mapping[type(shape)]
 
 

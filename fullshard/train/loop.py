@@ -41,7 +41,7 @@ from fullshard.train.activation_budget import ActivationBudget
 from fullshard.train.batches import Steps, describe_data
 from fullshard.train.launched_step import LaunchedStep
 from fullshard.train.optimizer import Schedule
-from fullshard.train.run_progress import Progress, StepResult
+from fullshard.train.run_progress import Progress, StepResult, check_progress
 from fullshard.watchdog import collectives, watch
 
 
@@ -362,7 +362,7 @@ class Loop:
     def restore(self, checkpoints: CheckpointManager) -> None:
         """Resume from the newest checkpoint that is whole."""
         state = self.state()
-        checkpoints.restore(None, state, fallback=True)
+        checkpoints.restore(None, state, fallback=True, check_values=check_progress)
         self.adopt(state)
 
     def begin_again(self) -> None:

@@ -33,6 +33,7 @@ from fullshard.train.read_model import uses_flash
 from fullshard.weights.adapter_base import check_base
 from fullshard.weights.adapter_files import embedding_rows as adapter_rows
 from fullshard.weights.adapter_files import other_rows, stored_rows
+from fullshard.weights.config_limits import check_config
 from fullshard.weights.locate import resolve
 from fullshard.weights.resize_vocab import grow_in_memory
 
@@ -54,6 +55,8 @@ def find_folders(run: CheckedRun) -> Folders:
     model = run.model if run.model is not None or adapter_folder is None else base_of_adapter(adapter_folder)
     revision = {"revision": run.config.revision} if run.config.revision else {}
     base = resolve(model, **revision) if isinstance(model, str | Path) else None
+    if base is not None:
+        agree(lambda: check_config(base), "model configuration")
     origin = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
     if adapter_folder is not None and origin is not None:
         agree(lambda: check_base(adapter_folder, origin), "base of the adapter")

@@ -34,6 +34,7 @@ from fullshard.train.adapter import set_projection_dtype
 from fullshard.train.checked_run import starting_point
 from fullshard.train.model_steps import adapt_model, ready_model
 from fullshard.train.read_model import read_model
+from fullshard.weights.config_limits import check_config
 
 MANY_STEPS = 10**9
 """The length of a run whose data is not known: it is compiled where that can pay."""
@@ -170,12 +171,14 @@ def find_config(place: str | Path, revision: str | None = None) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(f"{option}: {path} has no config.json; it holds {held(path)}.")
+        check_config(path)
         return path
     if path.is_file():
         if path.suffix != ".json":
             raise ConfigError(
                 f"{option}: {path} is no config.json; expected one, a model's folder or a name on the hub."
             )
+        check_config(path)
         return path
     if looks_local(str(place)) or path.suffix == ".json":
         raise ConfigError(f"{option}: {path} does not exist.")
@@ -187,9 +190,11 @@ def _fetched(name: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(hf_hub_download(name, "config.json", revision=revision)).parent
+        place = Path(hf_hub_download(name, "config.json", revision=revision)).parent
     except (OSError, ValueError, HFValidationError) as error:  # the Hub's own errors are OSErrors or ValueErrors
         raise ConfigError(
             f"{name!r} is neither a local folder nor a model on the hub whose config.json can be fetched: "
             f"{first_line(error)[:200]}"
         ) from None
+    check_config(place)
+    return place

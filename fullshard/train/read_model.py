@@ -26,6 +26,7 @@ from fullshard.train import adapter
 from fullshard.train.adapter import Say
 from fullshard.weights import load as loading
 from fullshard.weights.adapter_base import lasting_name
+from fullshard.weights.config_limits import check_config
 from fullshard.weights.dtypes import choose_dtype
 from fullshard.weights.locate import has_weights, open_source
 
@@ -97,6 +98,7 @@ def read_shape(config: SFTConfig, place: Path, say: Say) -> Any:
     import transformers
     from transformers import AutoConfig
 
+    check_config(place, config.config_changes)
     try:
         shape, unknown = AutoConfig.from_pretrained(
             place, return_unused_kwargs=True, trust_remote_code=config.trust_remote_code, **config.config_changes

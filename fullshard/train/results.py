@@ -116,7 +116,7 @@ def _name_base(folder: Path, model: Any) -> None:
     """Record the base in an adapter's files, so that it is found from any folder and told apart from others."""
     name, base = read_config(folder).get("base_model_name_or_path"), base_of(model)
     if base is not None:
-        write_record(folder, name or base.path, (base.path, base.fingerprint))
+        write_record(folder, name or base.path, (base.path, base.identity))
     elif name:
         write_record(folder, name)
 

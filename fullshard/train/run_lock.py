@@ -37,7 +37,7 @@ class FolderLock:
             self._identity = there
             return
         while True:
-            file = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            file = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
             if not _locked(file, fcntl.LOCK_EX):
                 os.close(file)
                 refuse_occupied(self.path.parent)

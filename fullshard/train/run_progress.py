@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from types import NoneType
 from typing import Any
+
+from fullshard.errors import CheckpointError
+from fullshard.reporting.reporter import Window
 
 
 @dataclass
@@ -57,6 +61,27 @@ class Progress:
     def go_back(self, place: dict[str, Any]) -> None:
         """Undo the counting of the steps since `place`."""
         vars(self).update(place)
+
+
+def check_progress(values: dict[str, Any]) -> None:
+    """Refuse the progress in a checkpoint if it is not what a run saves, before the run changes."""
+    progress = values.get("progress")
+    if not isinstance(progress, dict):
+        raise CheckpointError("the checkpoint has no progress of a run")
+    parts = {"progress": (Progress, {**progress, "window": None}), "window": (Window, progress.get("window", {}))}
+    for name, (kind, found) in parts.items():
+        types = {field.name: _types(str(field.type)) for field in fields(kind)}
+        for key, value in found.items() if isinstance(found, dict) else [(name, found)]:
+            allowed = (NoneType,) if key == "window" else types.get(key, ())
+            number = isinstance(value, int | float) and key != "best_value"
+            if type(value) not in allowed or (number and not 0 <= value <= 2**53):
+                raise CheckpointError(f"the {name} in the checkpoint has {key} = {str(value)[:40]}, which no run saves")
+
+
+def _types(annotation: str) -> tuple[type, ...]:
+    """The types of a field by its annotation; a float may be a whole number."""
+    names = {"int": (int,), "float": (int, float), "dict": (dict,), "None": (NoneType,)}
+    return tuple(kind for part in annotation.split(" | ") for kind in names[part.partition("[")[0]])
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The base model of an adapter: how it is recorded, located, and compared with a given model.
 
-PEFT's `adapter_config.json` names the base. fullshard writes `adapter_base.json` beside it, with a fingerprint of the
-files that the adapter was trained on. For adapters without that file, the base they name is fingerprinted if it is
-available; otherwise only names are compared. Shapes are checked when the adapter's values are loaded
+PEFT's `adapter_config.json` names the base. fullshard writes `adapter_base.json` beside it, with the fingerprint and
+the checksums of the files that the adapter was trained on. For adapters without that file, the base they name is
+compared if it is available; otherwise only names are. Shapes are checked when the adapter's values are loaded
 (`adapter_files.py`).
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,16 @@ def stored_in_4_bits(folder: str | Path) -> bool:
     return bool(config.get("quantization_config"))
 
 
-def write_record(adapter: Path, base: str | Path, files: tuple[str, str] | None = None) -> None:
+def write_record(adapter: Path, base: str | Path, files: tuple[str, Mapping[str, Any]] | None = None) -> None:
     """Record the base model in an adapter's folder, under a name that works from any directory.
 
-    `files` is (folder, fingerprint) of the base's files; None if it is not known.
+    `files` is the folder of the base's files and what identifies them; None if it is not known.
     """
     config = read_config(adapter)
     config["base_model_name_or_path"] = name = lasting_name(base)
     replace_text(adapter / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
     if files is not None:
-        record = {"base": name, "fingerprint": files[1], "stored_in_4_bits": stored_in_4_bits(files[0])}
+        record = {"base": name, **files[1], "stored_in_4_bits": stored_in_4_bits(files[0])}
         replace_text(adapter / RECORD, json.dumps(record, indent=2) + "\n")
 
 
@@ -93,14 +94,22 @@ def read_record(adapter: str | Path) -> dict[str, Any]:
         found = json.loads((Path(adapter).expanduser() / RECORD).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) and isinstance(found.get("fingerprint"), str) else {}
+    if not isinstance(found, dict) or not isinstance(found.get("fingerprint"), str):
+        return {}
+    return found if isinstance(found.get("checksums"), dict) else {**found, "checksums": {}}
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------
 
 
-def check_base(adapter: str | Path, base: str | Path, given: str | Path | None = None) -> None:
-    """Raise `WeightsError` if an adapter was not trained on `base`, a folder. `given` is the name used in messages."""
+def check_base(
+    adapter: str | Path, base: str | Path, given: str | Path | None = None, identity: dict[str, Any] | None = None
+) -> None:
+    """Raise `WeightsError` if an adapter was not trained on `base`, a folder. `given` is the name used in messages.
+
+    Before the files are read, only their fingerprint is compared; afterwards all of their bytes, if `identity` is what
+    reading them gave.
+    """
     stored = read_config(adapter).get("base_model_name_or_path")
     record, called = read_record(adapter), str(given if given is not None else base)
     if not record and not stored:
@@ -110,19 +119,19 @@ def check_base(adapter: str | Path, base: str | Path, given: str | Path | None =
     known = find_base(adapter, trained_on)
     packed = record.get("stored_in_4_bits", False) if record else stored_in_4_bits(known)
     if not here.exists() or not (record or (Path(known).expanduser() / "config.json").is_file()):
-        _compare_names(adapter, trained_on, called)
+        if identity is None:
+            _compare_names(adapter, trained_on, called)
         return
     if packed != stored_in_4_bits(here):
         return  # one is a 4-bit copy of the other: only shapes can be compared
-    from fullshard.weights.source_files import fingerprint_of
+    from fullshard.weights.source_files import difference, fingerprint_of, identity_of
 
-    expected, found = record["fingerprint"] if record else fingerprint_of(known), fingerprint_of(here)
-    if expected != found:
+    expected = record or (identity_of(known) if identity else {"fingerprint": fingerprint_of(known)})
+    if wrong := difference(expected, identity or {"fingerprint": fingerprint_of(here)}):
         override = f"remove {RECORD} from its folder" if record else f"set the new base in its {CONFIG}"
         raise WeightsError(
-            f"the adapter {adapter} was trained on {trained_on} (fingerprint {expected}), but {called} is a different "
-            f"model or has changed since (fingerprint {found}). Use the model that the adapter was trained on; to use "
-            f"this one anyway, {override}"
+            f"the adapter {adapter} was trained on {trained_on}, but {called} is a different model or has changed "
+            f"since ({wrong}). Use the model that the adapter was trained on; to use this one anyway, {override}"
         )
 
 

@@ -14,7 +14,8 @@ from fullshard.errors import WeightsError
 from fullshard.lora import virtual_tokens
 from fullshard.lora.adapter_config import WEIGHTS, read_config
 from fullshard.paths import held
-from fullshard.weights.locate import open_source
+from fullshard.weights.config_limits import check_config
+from fullshard.weights.locate import inside, open_source
 from fullshard.weights.safetensors_index import SafetensorsFiles
 from fullshard.weights.slice_reader import Stored, TensorReader
 
@@ -28,7 +29,7 @@ def open_adapter(folder: str | Path) -> SafetensorsFiles:
     if not (path / WEIGHTS).is_file():
         contents = held(path) if path.is_dir() else "nothing"
         raise WeightsError(f"{path} contains no adapter: it has no {WEIGHTS} (it contains {contents})")
-    return open_source(path / WEIGHTS)
+    return open_source(inside(path / WEIGHTS, path))
 
 
 def names_in_files(model: Any, adapter: str = "default") -> tuple[dict[str, str], dict[str, str]]:
@@ -86,6 +87,7 @@ def other_rows(base: str | None, config: Any) -> bool:
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if not base or rows is None:
         return False
+    check_config(base)
     try:
         found = AutoConfig.from_pretrained(base, local_files_only=True)
     except (OSError, ValueError):

@@ -25,6 +25,7 @@ from fullshard.progress import Bar
 from fullshard.ranks import agree, agree_locally
 from fullshard.torch_private import buffers_of
 from fullshard.weights import adapter_init, init
+from fullshard.weights.adapter_base import check_base
 from fullshard.weights.adapter_files import adapter_readers, open_adapter
 from fullshard.weights.load_report import LoadReport
 from fullshard.weights.locate import open_source
@@ -32,7 +33,7 @@ from fullshard.weights.match import BufferReads, LoadPlan, ParameterReads, match
 from fullshard.weights.resize_vocab import PickedRows, grown_reader
 from fullshard.weights.safetensors_index import SafetensorsFiles
 from fullshard.weights.slice_reader import Job, TensorReader
-from fullshard.weights.source_files import ATTRIBUTE, SourceFiles, fingerprint_of
+from fullshard.weights.source_files import ATTRIBUTE, SourceFiles, fingerprint_of, shared_checksums
 from fullshard.weights.transforms import Transform, piece_of, pieces_of
 from fullshard.weights.wrapped import wrapped
 
@@ -62,7 +63,8 @@ def fill(
     - `strict`: whether missing and unexpected tensors are an error. If not, missing parameters are initialized.
     - `resize_vocab`: embeddings may have more rows than in the files; new rows are the mean of the old ones.
     - `new`: names of parameters that may be missing in the files. Those of adapter layers always may.
-    - `adapter`: a folder with PEFT's files to load into the adapter layers; by default these are initialized.
+    - `adapter`: a folder with PEFT's files to load into the adapter layers; by default these are initialized. It must
+      have been trained on `source`.
     - `first`: a folder with the initial values of a PiSSA or OLoRA adapter; by default these are computed.
     - `seed`: new parameters depend only on it and their name.
     - `threads`: number of reader threads; by default the number of cores per rank, between 2 and 8.
@@ -92,11 +94,19 @@ def fill(
         fingerprints = agree(prepare, "load", error=WeightsError)
         plan = plans[0]
         report = _load(model, plan, whole.buffer_dtype, transform, seed, threads, progress)
+        checksums = shared_checksums(plan.source)
     finally:
         for files in opened:
             if files is not source:
                 files.close()
-    base = SourceFiles(os.path.abspath(plan.source.path), next(filter(None, fingerprints)))
+    base = SourceFiles(os.path.abspath(plan.source.path), next(filter(None, fingerprints)), checksums)
+    if adapter is not None:
+
+        def compare() -> None:  # one rank is enough: it may have to read another folder
+            if runtime.is_main():
+                check_base(adapter, base.path, identity=base.identity)
+
+        agree(compare, "base of the adapter", error=WeightsError)
     names: dict[int, list[str]] = {}  # a module may have two names, such as the embedding with a prompt encoder
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)

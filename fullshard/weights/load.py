@@ -37,6 +37,7 @@ from fullshard.torch_private import parameters_of
 from fullshard.weights import export as export  # makes model.save_pretrained of wrapped models stream
 from fullshard.weights.adapter_base import check_base, lasting_name
 from fullshard.weights.adapter_files import stored_rows
+from fullshard.weights.config_limits import check_config
 from fullshard.weights.dtypes import choose_dtype, dtypes_kept
 from fullshard.weights.fill import fill
 from fullshard.weights.key_mapping import find_readers, plain_model, plain_name
@@ -150,6 +151,7 @@ def read_config(where: Path, given: Any, trust_remote_code: bool) -> Any:
     directory = where if where.is_dir() else where.parent
     if given is not None and not isinstance(given, dict):
         return copy.deepcopy(given)
+    check_config(directory, given)
     try:
         found = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **(given or {}))
     except (OSError, ValueError) as error:

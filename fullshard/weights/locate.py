@@ -42,14 +42,29 @@ def weight_files(path: Path) -> list[Path]:
     if (path / INDEX).exists():
         return _indexed(path / INDEX)
     if (path / SINGLE).exists():
-        return [path / SINGLE]
+        return [inside(path / SINGLE, path)]
     indexes = sorted(path.glob("*.safetensors.index.json"))
     found = sorted(path.glob("*.safetensors"))
     if len(indexes) == 1:
         return _indexed(indexes[0])
     if found and not (path / CONFIG).exists() and not (path / "manifest.json").exists():
-        return found
+        return [inside(file, path) for file in found]
     raise WeightsError(_nothing_here(path))
+
+
+def inside(file: Path, folder: Path) -> Path:
+    """A file of a model folder; refuses one that is elsewhere, by its name or as a link.
+
+    Links of the Hub's cache are allowed: those of a snapshot lead to the blobs of the same repository.
+    """
+    place, home = file.resolve(), folder.resolve()
+    blobs = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
+    if not any(place.is_relative_to(allowed) for allowed in (home, *blobs)):
+        raise WeightsError(
+            f"{file} is outside of the model's folder ({place}): a model from elsewhere could name any file of this "
+            f"machine. If it belongs to the model, copy it into {folder}"
+        )
+    return file
 
 
 def has_weights(path: Path) -> bool:
@@ -63,9 +78,9 @@ def has_weights(path: Path) -> bool:
 def _indexed(index: Path) -> list[Path]:
     try:
         listed = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        files = [inside(index.parent / name, index.parent) for name in listed]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise WeightsError(f"{index} is not a safetensors index ({type(error).__name__}: {error})") from error
-    files = [index.parent / name for name in listed]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise WeightsError(

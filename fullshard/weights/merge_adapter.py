@@ -31,6 +31,7 @@ from fullshard.weights.resize_vocab import grown_reader, may_grow
 from fullshard.weights.safetensors_index import SafetensorsFiles
 from fullshard.weights.safetensors_writer import total_bytes
 from fullshard.weights.slice_reader import TensorReader
+from fullshard.weights.source_files import fingerprint_of
 
 
 def merge_adapter(
@@ -90,6 +91,8 @@ def merge_adapter(
                 values = {name: merged.value(name, readers) for name in group.members}
                 done += writer.write(group.convert(values))
                 bar.at(done)
+        identity = {"fingerprint": fingerprint_of(where), "checksums": source.checksums()}
+        check_base(folder, where, identity=identity)  # what was merged, now that all of it is read
         writer.finish(plain, _tokenizer(folder), verify)
     return target
 

@@ -20,11 +20,13 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import PreTrainedModel
 
+from fullshard import runtime
 from fullshard.byte_size import file_size
 from fullshard.durable import sync, sync_tree
 from fullshard.errors import WeightsError
 from fullshard.fsdp.strategy import dtype_name
-from fullshard.weights.locate import INDEX, SINGLE
+from fullshard.paths import give_usual_modes
+from fullshard.weights.locate import INDEX, SINGLE, inside
 from fullshard.weights.safetensors_writer import FileWriter, total_bytes
 from fullshard.weights.source_files import base_of
 
@@ -104,6 +106,7 @@ class ModelDirWriter:
 
     def _publish(self) -> None:
         assert self.temporary is not None
+        give_usual_modes(self.temporary)
         sync_tree(self.temporary)
         if self.fresh:
             os.replace(self.temporary, self.target)  # one rename: all or nothing
@@ -154,6 +157,12 @@ def copy_tokenizer_files(source: Path, directory: Path) -> None:
     """Copy the tokenizer files in `source`; does nothing if there is no such folder."""
     for pattern in TOKENIZER_FILES if source.is_dir() else ():
         for found in source.glob(pattern):
+            try:
+                for file in (found, *found.rglob("*")):
+                    inside(file, source)
+            except WeightsError as error:  # a result may be published
+                runtime.get_logger().warning("%s was not copied: %s", found.name, error)
+                continue
             copied = shutil.copytree if found.is_dir() else shutil.copyfile
             copied(found, directory / found.name)
 

@@ -1,13 +1,16 @@
 """Safetensors files: the dtype, shape and position of every tensor, and reading of byte ranges.
 
 Bytes are read with `pread` directly into their destination, never through a memory map: a rank holds only what it
-requested, and a failing disk raises an error on that rank instead of killing its process. Slices of tensors are read by
-`slice_reader.py`.
+requested, and a failing disk raises an error on that rank instead of killing its process. What is read is checksummed
+(`block_checksums.py`). Slices of tensors are read by `slice_reader.py`.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+import math
 import os
 import threading
 from collections.abc import Iterable
@@ -15,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from fullshard.errors import WeightsError
+from fullshard.weights.block_checksums import BlockChecksums, combined, remember, state_of
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -27,6 +32,8 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
 """torch dtypes by their names in safetensors headers."""
+PART = 512 * 2**10
+"""Long runs are read in parts of about this many bytes."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -41,6 +48,10 @@ class Entry:
     start: int
     """Offset of its first byte in the file."""
 
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class SafetensorsFiles:
     """An index of all tensors in a set of safetensors files; reads byte ranges. `path` is used in messages."""
@@ -49,30 +60,68 @@ class SafetensorsFiles:
         self.path = Path(path)
         self.files = list(files)
         self.entries: dict[str, Entry] = {}
+        self.headers: list[bytes] = []
+        """A digest of each file's header."""
         self.bytes_read = 0
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
+        self._states = [state_of(file) for file in self.files if file.is_file()]  # before anything is read
+        self._in_order: list[Entry] = []
+        self._ends: list[int] = []  # for each file, how many tensors are in it and those before
         for file in self.files:
-            for entry in read_header(file):
+            entries, header = read_header(file)
+            self.headers.append(header)
+            for entry in entries:
                 if entry.name in self.entries:
                     raise WeightsError(
                         f"tensor {entry.name} is in two files, {self.entries[entry.name].file} and {file}; remove the "
                         f"file that does not belong to the model"
                     )
                 self.entries[entry.name] = entry
+            self._in_order += sorted(entries, key=lambda entry: (entry.start, entry.bytes))
+            self._ends.append(len(self._in_order))
+        self._index = {entry.name: i for i, entry in enumerate(self._in_order)}
+        self.blocks = BlockChecksums([entry.bytes for entry in self._in_order])
 
-    def read(self, file: Path, offset: int, into: memoryview) -> None:
-        """Read the bytes from `offset` on into `into`. Thread-safe."""
+    def read(self, entry: Entry, offset: int, into: memoryview) -> None:
+        """Read the bytes of a tensor from `offset` on into `into`. Thread-safe."""
+        read_rest = functools.partial(self._pread, entry)
+        while len(into):  # checksummed while it is in the processor's cache
+            size = len(into) if len(into) < 3 * PART else PART + -offset % PART
+            self._pread(entry, offset, into[:size])
+            self.blocks.add(self._index[entry.name], offset, into[:size], read_rest)
+            offset, into = offset + size, into[size:]
+
+    def read_blocks(self, indices: Iterable[int]) -> None:
+        """Read blocks for their checksums only."""
+        for index in indices:
+            tensor, start, stop = self.blocks.place(index)
+            self.read(self._in_order[tensor], start, memoryview(bytearray(stop - start)))
+
+    def checksums(self) -> dict[str, str]:
+        """The checksum of every byte of each file, by file name; reads what was not read yet."""
+        self.read_blocks(self.blocks.missing())
+        parts = np.split(self.blocks.values, self.blocks.first[self._ends])
+        found = [combined(header, values) for header, values in zip(self.headers, parts, strict=False)]
+        for state, checksum in zip(self._states, found, strict=True):
+            remember(state, checksum)
+        return dict(zip(file_names(self.files), found, strict=True))
+
+    def file_of_block(self, index: int) -> Path:
+        """The file that a block is in."""
+        return self._in_order[self.blocks.place(index)[0]].file
+
+    def _pread(self, entry: Entry, offset: int, into: memoryview) -> None:
+        file, at, done = entry.file, entry.start + offset, 0
         descriptor = self._open(file)
-        done = 0
         try:
             while done < len(into):
-                count = os.preadv(descriptor, [into[done:]], offset + done)
+                count = os.preadv(descriptor, [into[done:]], at + done)
                 if count == 0:
-                    raise WeightsError(f"{file} ends at byte {offset + done}, inside a tensor: the file is truncated")
+                    raise WeightsError(f"{file} ends at byte {at + done}, inside a tensor: the file is truncated")
                 done += count
         except OSError as error:
-            raise WeightsError(f"{file} cannot be read at byte {offset + done}: {error.strerror}") from error
+            raise WeightsError(f"{file} cannot be read at byte {at + done}: {error.strerror}") from error
         with self._lock:
             self.bytes_read += done
 
@@ -97,14 +146,23 @@ class SafetensorsFiles:
         self.close()
 
 
-def read_header(file: Path) -> list[Entry]:
-    """The tensors of a file. The safetensors library checks that header and file size match."""
+def file_names(files: list[Path]) -> list[str]:
+    """The names of files in the folder that all of them are in."""
+    top = os.path.commonpath([file.parent for file in files]) if files else ""
+    return [os.path.relpath(file, top) for file in files]
+
+
+def read_header(file: Path) -> tuple[list[Entry], bytes]:
+    """The tensors of a file, and a digest of its header. The safetensors library checks that header and file size
+    match."""
     try:
         with safe_open(file, framework="pt"):
             pass
         with open(file, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header: dict[str, Any] = json.loads(stream.read(length))
+            prefix = stream.read(8)
+            length = int.from_bytes(prefix, "little")
+            text = stream.read(length)
+            header: dict[str, Any] = json.loads(text)
     except SafetensorError as error:
         raise WeightsError(
             f"{file} is not a valid safetensors file ({error}; {os.path.getsize(file):,} bytes on disk). It is "
@@ -119,4 +177,4 @@ def read_header(file: Path) -> list[Entry]:
             raise WeightsError(f"{file}: tensor {name} has dtype {item['dtype']}, which torch does not support")
         start = 8 + length + item["data_offsets"][0]
         entries.append(Entry(name, file, DTYPES[item["dtype"]], tuple(item["shape"]), start))
-    return entries
+    return entries, hashlib.blake2b(prefix + text, digest_size=16).digest()

@@ -64,7 +64,7 @@ class FileWriter:
         absent = [name for name in self.offsets if name not in self.checksums]
         assert not absent, f"{self.path}: {absent[:3]} are in the header but were not written"
         os.fsync(self._file)
-        found = {e.name: e.start - self.start for e in read_header(self.path)}
+        found = {e.name: e.start - self.start for e in read_header(self.path)[0]}
         if os.fstat(self._file).st_size != self.size or found != {n: start for n, (start, _) in self.offsets.items()}:
             raise WeightsError(f"{self.path}: header or size on disk differs from what was written")
         for name, (offset, size) in self.offsets.items() if verify else ():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fullshard import accelerator
+from fullshard.weights import block_checksums
 from fullshard.weights.safetensors_index import Entry, SafetensorsFiles
 
 Cuts = tuple[slice, ...]
@@ -85,10 +86,16 @@ class Stored(TensorReader):
             return
         length = cuts[dim].stop - cuts[dim].start
         step = max(1, length * JOB_BYTES // size)
-        for begin in range(0, length, step):
-            end = min(begin + step, length)
-            part = slice(cuts[dim].start + begin, cuts[dim].start + end)
+        row = math.prod(self.shape[dim + 1 :]) * self.dtype.itemsize
+        whole = block_checksums.BLOCK // math.gcd(block_checksums.BLOCK, row)
+        if step >= whole:  # jobs end where blocks end, which are then read once
+            step -= step % whole
+        begin, start = 0, cuts[dim].start
+        while begin < length:
+            end = min(begin + step - (start + begin) % step, length)
+            part = slice(start + begin, start + end)
             yield from self.jobs(out.narrow(dim, begin, end - begin), (*cuts[:dim], part, *cuts[dim + 1 :]))
+            begin = end
 
     def _read(self, out: torch.Tensor, cuts: Cuts) -> None:
         wide = self._widened(cuts)
@@ -135,7 +142,7 @@ class Stored(TensorReader):
         memory = memoryview(out.reshape(-1).view(torch.uint8).numpy())  # contiguous: a view, never a copy
         for i, start in enumerate(starts):
             into = memory[i * run * item : (i + 1) * run * item]
-            self.source.read(self.entry.file, self.entry.start + start * item, into)
+            self.source.read(self.entry, start * item, into)
 
 
 class Joined(TensorReader):

@@ -1,7 +1,10 @@
-"""The files a model was loaded from: their path and fingerprint, and which parameters they still provide.
+"""The files a model was loaded from: what identifies them, and which parameters they still provide.
 
 A checkpoint omits frozen parameters that can be loaded from the base files again. That is allowed only for parameters
 that were loaded unchanged and not written to since; `SourceFiles` records this on the model.
+
+Files are identified twice. The checksums cover every byte and are computed while the files are read. The fingerprint
+only samples them, so that a wrong model is refused before gigabytes are read; records of fullshard 0.1 have no more.
 """
 
 from __future__ import annotations
@@ -13,12 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from fullshard import runtime
 from fullshard.errors import WeightsError
 from fullshard.fsdp.write_count import piece_of, writes_of
+from fullshard.ranks import agree, agree_locally, host_group
+from fullshard.weights.block_checksums import UNKNOWN, remembered
 from fullshard.weights.locate import weight_files
+from fullshard.weights.safetensors_index import SafetensorsFiles, file_names
 
 ATTRIBUTE = "_fullshard_base"
 """The attribute of a loaded model with its `SourceFiles`."""
@@ -39,8 +48,15 @@ class SourceFiles:
     """The directory (or file)."""
     fingerprint: str
     """`fingerprint_of(path)` at load."""
+    checksums: dict[str, str] = field(default_factory=dict)
+    """The checksum of every byte of each file, by its name in the directory."""
     loaded: dict[str, WriteCount] = field(default_factory=dict, repr=False)
     """By parameter name, the write counts of this rank's shard after loading."""
+
+    @property
+    def identity(self) -> Identity:
+        """What identifies the files, for records."""
+        return {"fingerprint": self.fingerprint, "checksums": self.checksums}
 
     def record(self, names: Iterable[str], shard: torch.Tensor) -> None:
         """Record that the files provide this parameter, under all its names."""
@@ -63,11 +79,76 @@ def base_of(model: nn.Module) -> SourceFiles | None:
     return getattr(model, ATTRIBUTE, None)
 
 
+Identity = dict[str, Any]
+"""`fingerprint`, and `checksums` by file name, which old records do not have."""
+
+
+def identity_of(path: str | Path) -> Identity:
+    """What identifies the weight files at `path`. Files that did not change since this process read them whole are not
+    read again."""
+    files = weight_files(Path(path))
+    checksums = dict(zip(file_names(files), map(remembered, files), strict=True))
+    if not all(checksums.values()):
+        with SafetensorsFiles(path, files) as source:
+            checksums = dict(source.checksums())
+    return {"fingerprint": fingerprint_of(path), "checksums": checksums}
+
+
+def difference(saved: Identity, here: Identity) -> str:
+    """How files differ from those of a record; empty if they are the same. Fingerprints are compared where one of the
+    two has no checksums."""
+    expected, there = saved.get("checksums"), here.get("checksums")
+    if not expected or not there:
+        expected, there = {"fingerprint": saved["fingerprint"]}, {"fingerprint": here["fingerprint"]}
+    wrong = [name for name in sorted({*expected, *there}) if expected.get(name) != there.get(name)]
+    shown = [f"{name} is {there.get(name, 'missing')}, expected {expected.get(name, 'no such file')}" for name in wrong]
+    return "; ".join(shown[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+
+
+def shared_checksums(source: SafetensorsFiles) -> dict[str, str]:
+    """The checksums of files that all ranks have read. All ranks must call it.
+
+    Blocks that no rank has read whole are divided among the ranks. A block that two ranks have read must be the same on
+    both: each node may have its own copy of the files.
+    """
+    headers = agree(lambda: (file_names(source.files), source.headers), "checksums", error=WeightsError)
+    if odd := [rank for rank, theirs in enumerate(headers) if theirs != headers[0]]:
+        raise WeightsError(
+            f"{source.path} has other files on rank {odd[0]} than on rank 0; give all nodes the same copy"
+        )
+    _combine(source)
+    missing = source.blocks.missing()
+    mine = np.array_split(missing, runtime.world_size())[runtime.rank()]
+    agree_locally(lambda: source.read_blocks(mine), "checksums", error=WeightsError)
+    if len(missing):
+        _combine(source)
+    return source.checksums()
+
+
+def _combine(source: SafetensorsFiles) -> None:
+    """Give every rank the checksums of the blocks that any rank has read."""
+    mine = source.blocks.values
+    shared = torch.from_numpy(mine.copy())
+    if runtime.world_size() > 1:
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=host_group())  # unknown ones are less than all others
+
+    def compare() -> None:
+        odd = np.flatnonzero((mine != UNKNOWN) & (mine != shared.numpy()))
+        if len(odd):
+            raise WeightsError(
+                f"{source.file_of_block(odd[0])} does not have the same bytes on all ranks: a copy on one of the nodes "
+                f"is damaged or of another version; copy the model to all nodes again"
+            )
+
+    agree(compare, "checksums", error=WeightsError)
+    mine[:] = shared.numpy()
+
+
 def fingerprint_of(path: str | Path) -> str:
     """A hash of the weight files at `path`: of their names, sizes and headers, and of evenly spaced samples.
 
-    It is cheap for any model size. It distinguishes models, versions of a model and damaged copies, but equal
-    fingerprints do not prove equal files.
+    It is cheap for any model size. It distinguishes models and versions of a model; equal fingerprints do not prove
+    equal files.
     """
     files = weight_files(Path(path))
     digest = hashlib.blake2b(digest_size=16)

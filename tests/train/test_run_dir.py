@@ -22,6 +22,7 @@ from fullshard.train.run_lock import LOCK, FolderLock
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
+from tests.results.made import command
 from tests.train.runs import settings, train
 from tests.train.tiny import make_folder, make_model
 
@@ -411,3 +412,45 @@ def test_an_unwritable_folder_is_said_when_the_trainer_is_made(tmp_path: Path, m
     with pytest.raises(ConfigError, match=r"output_dir: .*out is a file"):
         SFTTrainer(model=make_model(), args=settings(tmp_path), train_dataset=text_rows(4), tokenizer=make_tokenizer())
     assert not loaded
+
+
+@ranks(1)
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+@pytest.mark.parametrize("kind", ["full", "lora", "pissa", "prompt"])
+def test_every_file_of_a_result_has_the_mode_that_the_umask_gives(kind: str, umask: int, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "full": {},
+        "lora": {"use_peft_lora": True, "lora_r": 2},
+        "pissa": {"use_peft_lora": True, "lora_r": 2, "init_lora_weights": "pissa"},
+        "prompt": {"peft_type": "prompt_tuning", "num_virtual_tokens": 3},
+    }[kind]
+    before = os.umask(umask)
+    try:
+        make_folder(tmp_path)
+        config = settings(tmp_path, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps", **changes)
+        trainer = SFTTrainer(
+            model=str(tmp_path / "model"), args=config, train_dataset=str(tmp_path / "data" / "train.jsonl"),
+            eval_dataset=str(tmp_path / "data" / "test.jsonl"),
+        )  # fmt: skip
+        trainer.train()
+        trainer.save_model()
+        again = tmp_path / "again"
+        trainer.save_model(str(again))
+        written = [Path(config.output_dir), again]
+        for number, words in enumerate(EXPORTS["full" if kind == "full" else "prompt" if kind == "prompt" else "lora"]):
+            written.append(tmp_path / f"exported-{number}")
+            code, _, error = command(words[0], config.output_dir, str(written[-1]), *words[1:])
+            assert code == 0, error
+    finally:
+        os.umask(before)
+    files = [p for folder in written for p in folder.rglob("*") if p.is_file()]
+    assert any(p.name.endswith(".safetensors") for p in files) and len(files) > 20
+    modes = {str(p.relative_to(tmp_path)): oct(p.stat().st_mode & 0o777) for p in files}
+    assert {name: mode for name, mode in modes.items() if mode != oct(0o666 & ~umask)} == {}
+
+
+EXPORTS = {
+    "full": [("export",), ("export", "--checkpoint", "1")],
+    "lora": [("export",), ("export", "--merge"), ("export", "--checkpoint", "1"), ("export", "--dtype", "bfloat16")],
+    "prompt": [("export",), ("export", "--checkpoint", "1")],
+}
