@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from typing import Annotated, Any
@@ -9,8 +10,8 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fullshard import log_filter
-from fullshard.errors import ConfigError, UserError
+from fullshard import log_filter, redaction
+from fullshard.errors import ConfigError, UserError, for_people
 from fullshard.version import __version__
 
 INTERRUPTED = 130
@@ -44,11 +45,17 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line. A `UserError` becomes one message and its exit code, without a traceback."""
     log_filter.leave_out()
+    redaction.learn_words(sys.argv[1:])
     try:
         app()
     except UserError as error:
-        print(f"fullshard: {error}", file=sys.stderr)
+        print(f"fullshard: {for_people(error)}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"fullshard: {for_people(error)}; expected a path.", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
 
 
 def _print_version(asked: bool) -> None:

@@ -19,6 +19,7 @@ from fullshard.launch.questionnaire import CPU_PROCESSES, OPTIONS, Asker, ask_al
 from fullshard.launch.resolve import LaunchSettings, check_values, resolve, settle
 from fullshard.log_filter import own_line
 from fullshard.options import convert, parse_flags
+from fullshard.redaction import hide
 
 
 def launch(words: Sequence[str]) -> int:
@@ -44,16 +45,16 @@ def start(settings: LaunchSettings) -> int:
 
 def say(line: str) -> None:
     """Print one line for the user. It goes to stderr, so that stdout has only the script's output."""
-    print(f"{own_line(sys.stderr)}fullshard: {line}", file=sys.stderr, flush=True)
+    print(f"{own_line(sys.stderr)}fullshard: {hide(line)}", file=sys.stderr, flush=True)
 
 
 def show_settings(settings: LaunchSettings) -> None:
     """Print a compact table: the file in use, the effective settings, notes, and options without effect."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in settings.describe().items():
-        table.add_row(name, value)
+        table.add_row(name, hide(value))
     for note in settings.notes:
-        table.add_row("note", note)
+        table.add_row("note", hide(note))
     for key, reason in settings.without_effect().items():
         table.add_row("without effect", f"{key}: {reason}")
     Console(file=sys.stderr, highlight=False, soft_wrap=True).print(table)

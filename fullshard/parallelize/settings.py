@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from fullshard import engines
 from fullshard.errors import ConfigError
-from fullshard.options import Option, convert, option, options_of
+from fullshard.options import Option, convert, counting_number, option, options_of
 from fullshard.parallelize import xla_settings
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -320,8 +320,8 @@ def _strategy_or_bool(value: str) -> str | bool:
         return text in ("TRUE", "YES")
     if text == "NO_RESHARD":
         return False
-    if text.isdigit() and 1 <= int(text) <= len(STRATEGIES):
-        return STRATEGIES[int(text) - 1]
+    if 1 <= (number := counting_number(text) or 0) <= len(STRATEGIES):
+        return STRATEGIES[number - 1]
     if text in STRATEGIES:
         return text
     raise ConfigError(

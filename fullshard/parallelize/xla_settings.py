@@ -57,14 +57,14 @@ def read_settings(given: Any) -> dict[str, Any]:
     if not text.startswith("{"):
         try:
             text = Path(text).expanduser().read_text()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"xla_fsdp_settings: {given!r} is no mapping, no JSON object and no file that can be read "
-                f"({error.strerror})"
+                f"({getattr(error, 'strerror', error)})"
             ) from None
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"xla_fsdp_settings: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"xla_fsdp_settings: {given!r} holds {found!r} instead of a JSON object")

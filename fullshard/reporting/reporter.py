@@ -19,6 +19,7 @@ from typing import Any
 from fullshard import accelerator, runtime
 from fullshard.paths import replace_text
 from fullshard.progress import resolve_progress
+from fullshard.redaction import hide
 from fullshard.reporting.event_log import EventLog
 from fullshard.reporting.loggers import MetricLogger, OpenLoggers, attempt, no_loggers
 from fullshard.reporting.records import METRICS_FILE, SAMPLES_FILE, Sample
@@ -172,7 +173,7 @@ class Reporter:
     def say(self, text: str) -> None:
         """Print a line."""
         if self.is_main and self.mode in ("plain", "live"):
-            print(text, flush=True)
+            print(hide(text), flush=True)
 
     def close(self) -> None:
         """Close loggers, display and file. An exception that is on its way is recorded."""

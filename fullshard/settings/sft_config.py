@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from fullshard import redaction
 from fullshard.errors import ConfigError
 from fullshard.optimizers import lr_schedule
 from fullshard.optimizers import names as optimizer_names
@@ -238,14 +239,15 @@ class SFTConfig(
         self.fsdp = _flags(self.fsdp)
         for one in options_of(SFTConfig):
             setattr(self, one.name, convert(one, getattr(self, one.name), one.name))
+        redaction.learn(self.values())
         for name in PERIODS:
             value = getattr(self, name)
             if value is not None and value >= 1:
                 if value != int(value):
                     raise ConfigError(f"{name} is {value:g}; expected a whole number, or a fraction of all steps.")
                 setattr(self, name, int(value))
-        if self.local_rank < 0:
-            self.local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
+        if self.local_rank < 0 and (text := os.environ.get("LOCAL_RANK", "")).isdecimal():
+            self.local_rank = int(text[:9])  # the runtime refuses a wrong one
         if self.disable_tqdm and self.progress == "auto":
             self.progress = "plain"
 
@@ -375,6 +377,7 @@ class SFTConfig(
     @classmethod
     def from_checked(cls, values: dict[str, Any]) -> Self:
         """The settings that `values` gave, in a process that receives them: they are not checked again."""
+        redaction.learn(values)
         made = cls.__new__(cls)
         vars(made).update(values)
         return made
