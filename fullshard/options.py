@@ -281,10 +281,9 @@ def _choice(option: Option, value: Any) -> Any:
     if isinstance(value, bool):
         value = "yes" if value else "no"  # YAML reads a bare `no` as false
     text = str(value).strip()
-    number = counting_number(text)
-    if number is not None and option.numbers_from is not None and 0 <= number - option.numbers_from < len(option.choices):
-        return option.choices[number - option.numbers_from]
     plain = {_normalized(c): c for c in option.choices}
+    if option.numbers_from is not None:
+        plain |= {str(number): c for number, c in enumerate(option.choices, option.numbers_from)}
     return option.kind(plain[_normalized(text)]) if _normalized(text) in plain else _refuse()
 
 

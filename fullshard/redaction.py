@@ -8,6 +8,7 @@ value is then hidden wherever it appears. Whatever writes a command, settings, v
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,8 +57,7 @@ def learn(values: Any) -> None:
 def learn_words(words: Sequence[str]) -> None:
     """Remember the secrets in a command line."""
     learn(list(words))
-    pairs = zip(words, words[1:], strict=False)
-    _learned.update(value for flag, value in pairs if flag.startswith("-") and is_secret(flag))
+    _learned.update(value for flag, value in itertools.pairwise(words) if flag.startswith("-") and is_secret(flag))
 
 
 def hide(text: str) -> str:

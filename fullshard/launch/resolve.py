@@ -132,7 +132,11 @@ class LaunchSettings:
 
     def environment(self, outer: Mapping[str, str]) -> dict[str, str]:
         """The environment of every process: `outer`, with the engine's variables replaced."""
-        ours = {one.env for one in options_of(EngineSettings)} | {"ACCELERATE_USE_FSDP", RESOLVED_VARIABLE, COMMAND_VARIABLE}
+        ours = {one.env for one in options_of(EngineSettings)} | {
+            "ACCELERATE_USE_FSDP",
+            RESOLVED_VARIABLE,
+            COMMAND_VARIABLE,
+        }
         ours |= {f"FSDP_{one.name.upper()}" for one in options_of(EngineSettings) if one.prefix == "fsdp_"}
         made = {name: value for name, value in outer.items() if name not in ours}
         made |= self.engine.to_environment()

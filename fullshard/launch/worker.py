@@ -1,7 +1,8 @@
 """The entry point of every process that `fullshard launch` starts: prepares the process and runs the user's script.
 
 Only the standard library, `fullshard/__init__.py`, `engines.py`, `log_filter.py`, `redaction.py` and
-`integrations/seams.py` are imported here; the script imports the rest. A user error is passed to the launcher, which prints it once for all ranks.
+`integrations/seams.py` are imported here; the script imports the rest. A user error is passed to the launcher, which
+prints it once for all ranks.
 """
 
 from __future__ import annotations

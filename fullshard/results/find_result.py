@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from fullshard.checkpoint.manifest import MANIFEST, published_steps, read_manifest, step_name
 from fullshard.errors import ConfigError, WeightsError
-from fullshard.options import counting_number
 from fullshard.lora.adapter_config import WEIGHTS, is_adapter, read_config
+from fullshard.options import counting_number
 from fullshard.paths import held
 from fullshard.train.run_dir import CHECKPOINTS, SETTINGS, read_settings
 from fullshard.weights.adapter_base import find_base, stored_in_4_bits

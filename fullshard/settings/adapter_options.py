@@ -187,7 +187,7 @@ class AdapterOptions:
         """Refuse settings of another kind of adapter."""
         kind, defaults = self.adapter_kind, type(self).__dataclass_fields__
         needs = {
-            "lora": ("use_rslora", "use_dora", "init_lora_weights", "trainable_token_indices", "fused_lora"),
+            "lora": ("use_rslora", "use_dora", "init_lora_weights", "trainable_token_indices"),
             "vera": ("vera_d_initial", "projection_prng_key", "save_projection"),
             "prompt_tuning": ("prompt_tuning_init_text",),
             "prefix_tuning": ("prefix_projection",),

@@ -31,6 +31,8 @@ from fullshard.settings.unused_options import UnusedOptions
 Strategy = Literal["no", "steps", "epoch"]
 PERIODS = ("logging_steps", "eval_steps", "save_steps")
 """Settings that are a number of steps, or below 1 a fraction of all steps."""
+LOG_LINES, MOST_BETWEEN_LOGS = 20, 10
+"""Where the length of a run decides: the log lines of a short one, and the most steps between two."""
 
 
 def _named(default: Any, *others: str, **about: Any) -> Any:
@@ -154,7 +156,7 @@ class SFTConfig(
     eval_strategy: Strategy = _named("no", "evaluation_strategy")  # noqa: RUF009 - a field
     """When to evaluate."""
     eval_steps: float | None = None
-    """Steps between evaluations; `logging_steps` if not set. Below 1 it is a fraction of all steps."""
+    """Steps between evaluations; `logging_steps` if not set, or 10. Below 1 it is a fraction of all steps."""
     eval_on_start: bool = False
     """Evaluate before the first step too."""
     eval_samples: int = 0
@@ -189,8 +191,8 @@ class SFTConfig(
     # --- what is shown ---
     logging_strategy: Strategy = "steps"
     """When to log."""
-    logging_steps: float = 10
-    """Steps between log lines. Below 1 it is a fraction of all steps."""
+    logging_steps: float | None = 10
+    """Steps between log lines. Below 1 it is a fraction of all steps. If not set: a twentieth of them, from 1 to 10."""
     logging_first_step: bool = False
     """Log the first step too."""
     log_level: Literal["passive", "debug", "info", "warning", "error", "critical"] = "passive"
@@ -337,7 +339,7 @@ class SFTConfig(
     @property
     def evaluates_every(self) -> float:
         """Steps between evaluations."""
-        return self.eval_steps or self.logging_steps
+        return self.eval_steps or self.logging_steps or MOST_BETWEEN_LOGS
 
     @property
     def best_metric(self) -> str:
@@ -359,6 +361,10 @@ class SFTConfig(
     def precision(self) -> str | None:
         """bf16 or fp16 if set; None leaves it to the launcher's settings."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else None
+
+    def logs_every(self, steps: int) -> int:
+        """Steps between log lines in a run of this many steps, where `logging_steps` leaves it open."""
+        return max(1, min(MOST_BETWEEN_LOGS, steps // LOG_LINES))
 
     def warmup(self, steps: int) -> int:
         """The number of warmup steps in a run of this many steps."""

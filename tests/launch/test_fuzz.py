@@ -4,6 +4,7 @@ each gives an answer or one clear error, without a traceback and in finite time.
 Inputs follow from their number, so `FUZZ_FIRST=123 FUZZ_INPUTS=1` runs one of them again. Nothing is started: a run
 ends where its processes would start, after its data, tokenizer and model have been looked at.
 """
+# ruff: noqa: E501 - tables of inputs
 
 from __future__ import annotations
 
@@ -194,7 +195,15 @@ class Writer:
             value = _value(VARIABLE_OPTIONS[variable], draw) if variable in VARIABLE_OPTIONS else draw.choice(TEXTS)
             made.variables[variable] = value.replace("\0", "").replace("\ud800", "")
         if draw.random() < 0.2:
-            slurm = {"STEP_ID": "0", "PROCID": "0", "NODEID": "0", "LOCALID": "0", "NTASKS": "2", "NNODES": "1", "JOB_ID": "7"}
+            slurm = {
+                "STEP_ID": "0",
+                "PROCID": "0",
+                "NODEID": "0",
+                "LOCALID": "0",
+                "NTASKS": "2",
+                "NNODES": "1",
+                "JOB_ID": "7",
+            }
             slurm |= {"JOB_NODELIST": "a[1-2]", "TASKS_PER_NODE": "2", draw.choice(list(slurm)): draw.choice(TEXTS)}
             made.variables |= {f"SLURM_{name}": text.replace("\ud800", "") for name, text in slurm.items()}
 
@@ -202,13 +211,23 @@ class Writer:
         rows: list[Any] = text_rows(6, seed=draw.randrange(99))
         for row in rows[: draw.randrange(6)]:
             row[draw.choice(("text", "messages", "prompt", "completion", "input_ids", "labels"))] = draw.choice(
-                (*VALUES, [{"role": draw.choice(("user", "x", 3)), "content": draw.choice(VALUES)}], [draw.choice(VALUES)])
+                (
+                    *VALUES,
+                    [{"role": draw.choice(("user", "x", 3)), "content": draw.choice(VALUES)}],
+                    [draw.choice(VALUES)],
+                )
             )
         text = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
         suffix = draw.choice((".jsonl", ".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".jsonl.gz"))
         made.files[f"rows{suffix}"] = draw.choice(FILES)(text, draw) if draw.random() < 0.5 else text
         made.words[made.words.index("data")] = f"rows{suffix}"
-        more = [[], ["--packing"], ["--on_bad_row", "skip"], ["--eval_strategy=steps", "--val_size=1"], ["--streaming", "--max_steps=1"]]
+        more = [
+            [],
+            ["--packing"],
+            ["--on_bad_row", "skip"],
+            ["--eval_strategy=steps", "--val_size=1"],
+            ["--streaming", "--max_steps=1"],
+        ]
         made.words += [*draw.choice(more), "--preview"]
 
     def _model(self, name: str, draw: random.Random, made: Input) -> None:
@@ -286,7 +305,12 @@ def run_one(given: Input, place: Path, origin: Path) -> str | None:
     before, here = dict(os.environ), os.getcwd()
     stdout, stderr = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
     os.chdir(place)
-    os.environ |= {"XDG_CONFIG_HOME": "config", "HF_HOME": str(place / "hf"), "FULLSHARD_CACHE": "cache", **given.variables}
+    os.environ |= {
+        "XDG_CONFIG_HOME": "config",
+        "HF_HOME": str(place / "hf"),
+        "FULLSHARD_CACHE": "cache",
+        **given.variables,
+    }
     plain = sys.argv, sys.stdout, sys.stderr
     sys.argv, sys.stdout, sys.stderr = ["fullshard", *given.words], stdout, stderr
     code: Any = "no exit code"

@@ -101,7 +101,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "pissa in 4 bits": (lambda p: words(p, use_peft_lora=True, init_lora_weights="pissa", use_4bit_quantization=True), "pissa, and the model is quantized to 4 bits: .*Use loftq"),
     "pissa saved narrow": (lambda p: words(p, use_peft_lora=True, init_lora_weights="pissa", save_dtype="float16"), "save_dtype is float16, and init_lora_weights is pissa"),
     "a setting of another adapter": (lambda p: words(p, peft_type="vera", use_dora=True), "use_dora is a setting of lora adapters, and peft_type is vera"),
-    "a setting without adapter": (lambda p: words(p, use_rslora=True), "use_rslora is a setting of lora adapters, and there is no adapter"),
+    "a setting without adapter": (lambda p: words(p, use_rslora=True, use_peft_lora=False), "use_rslora is a setting of lora adapters, and there is no adapter"),
     "modules to save without adapter": (lambda p: words(p, modules_to_save="lm_head"), "modules_to_save: without an adapter all modules are trained"),
     "an adapter that is not offered": (lambda p: words(p, peft_type="ia3"), "--peft_type: expected lora, vera, prompt_tuning, prefix_tuning, p_tuning, got 'ia3'"),
     "a prompt in packed rows": (lambda p: words(p, peft_type="p_tuning", packing=True), "packing is on, and the adapter is p_tuning: documents that share a row"),
