@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from fullshard.errors import ConfigError
-from fullshard.options import Option, convert, nearest, shown
+from fullshard.options import Option, convert, nearest, nearest_option, shown
 
 SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -144,7 +144,8 @@ def sort_keys(file: ConfigFile, options: Iterable[Option], notes: list[str]) -> 
                 found = _find(str(inner), by_section[key], file.where(key, str(inner)), notes)
                 if found is None:
                     names = [name for one in by_section[key] for name in one.names]
-                    raise ConfigError(f"{file.where(key, str(inner))}: unknown key{nearest(str(inner), names)}")
+                    hint = nearest_option(str(inner), by_section[key], names)
+                    raise ConfigError(f"{file.where(key, str(inner))}: unknown key{hint}")
                 _take(found, inner_value, file.where(key, str(inner)), given)
             continue
         found = _find(key, by_section[""], file.where(key), notes)
@@ -154,7 +155,7 @@ def sort_keys(file: ConfigFile, options: Iterable[Option], notes: list[str]) -> 
                 flattened.append((found.section, key))
         if found is None:
             names = [*sections, *(name for one in by_section[""] for name in one.names), *(o.key for o in options)]
-            raise ConfigError(f"{file.where(key)}: unknown key{nearest(key, names)}")
+            raise ConfigError(f"{file.where(key)}: unknown key{nearest_option(key, options, names)}")
         _take(found, value, file.where(key), given)
     for section in sorted({s for s, _ in flattened}):
         keys = [key for s, key in flattened if s == section]

@@ -61,6 +61,8 @@ class Option:
     """Wrong names that appear in guides: accepted, with a note."""
     flags: tuple[str, ...] = ()
     """Other names of the flag."""
+    elsewhere: tuple[str, ...] = ()
+    """Names of the same setting in other tools: not accepted, but answered with this one."""
     env: str = ""
     """The environment variable that passes the value to the processes."""
     no_op: str = ""
@@ -142,7 +144,7 @@ class TakesOtherNames(type):
         values: dict[str, Any] = {"output_dir": args[0]} if args else {}
         for name, value in given.items():
             if name not in names:
-                raise ConfigError(f"unknown setting {name!r}{nearest(name, names)}")
+                raise ConfigError(f"unknown setting {name!r}{nearest_option(name, options_of(cls), names)}")
             if names[name] in values:
                 raise ConfigError(f"{name} and another name of {names[name]} are both set; keep one.")
             values[names[name]] = value
@@ -376,6 +378,13 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def nearest_option(name: str, options: Iterable[Option], names: Iterable[str]) -> str:
+    """`; did you mean X?` for the option that has this name in another tool, or whose name is spelled similarly."""
+    plain = name.replace("-", "_").lower()
+    same = next((one.key for one in options if plain in one.elsewhere), None)
+    return f"; did you mean {same}?" if same is not None else nearest(name, names)
+
+
 @dataclass(frozen=True)
 class Parsed:
     """A parsed command line."""
@@ -410,7 +419,8 @@ def parse_flags(words: Sequence[str], options: Iterable[Option], command: str) -
         if found is None and name.startswith("no_") and (found := known.get(name[3:])) and found.kind is bool:
             negated = True
         if found is None or (negated and equals):
-            raise ConfigError(f"{command}: unknown flag {flag}{nearest(name, known)} See fullshard {command} --help.")
+            hint = nearest_option(name, known.values(), known) or "."
+            raise ConfigError(f"{command}: unknown flag {flag}{hint} See fullshard {command} --help.")
         if negated:
             values[found.name], given[found.name] = False, flag
             continue

@@ -24,6 +24,7 @@ from fullshard.quant.quantize import quantize_model
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
+from fullshard.train.checked_run import refuse_encoder
 from fullshard.weights import load as loading
 from fullshard.weights.adapter_base import lasting_name
 from fullshard.weights.dtypes import choose_dtype
@@ -110,6 +111,7 @@ def read_shape(config: SFTConfig, place: Path, say: Say) -> Any:
                 f"of its model types, or trust_remote_code for a model with its own code."
             ) from None
         raise ConfigError(f"no model configuration could be read from {place}: {one_line(error)}") from None
+    refuse_encoder(str(place), shape.to_dict())
     unknown.pop("trust_remote_code", None)
     if unknown:
         raise ConfigError(

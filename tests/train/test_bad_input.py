@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -22,6 +23,14 @@ from tests.data.tiny import make_tokenizer, write_rows
 from tests.pool import ranks
 from tests.train.tiny import make_folder, make_model
 
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+    "distilbert": {"model_type": "distilbert"},
+    "electra": {"model_type": "electra", "architectures": ["ElectraForPreTraining"]},
+    "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+}
+"""Models that are no causal language models, by what their config.json states."""
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,6 +47,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "broken.yaml").write_text("seed: [1\n")
     (folder / "bare").mkdir()
     (folder / "bare" / "config.json").write_text("{}")
+    for name, stated in ENCODERS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(stated))
     return folder
 
 
@@ -62,6 +74,14 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "key twice": (lambda p: [str(p / "twice.yaml")], "both set max_length; keep one"),
     "file that is no YAML": (lambda p: [str(p / "broken.yaml")], "broken.yaml:2: not YAML"),
     "no such file": (lambda p: [str(p / "nothing.yaml")], "nothing.yaml does not exist"),
+    **{
+        name: (
+            lambda p, name=name: words(p, model_name_or_path=p / name, dataset_name=p / "nowhere"),  # type: ignore[misc]
+            rf"{name} is a {name} model \(.*an encoder.*expected a causal language model.*under fullshard launch",
+        )
+        for name in ENCODERS
+    },
+    "a name of another tool": (lambda p: words(p, lora_rank=8), "unknown flag --lora_rank; did you mean lora_r\\?"),
     "no model": (lambda p: words(p, model_name_or_path=None), "model_name_or_path is missing; give --model_name_or_path"),
     "no data": (lambda p: words(p, dataset_name=None), "dataset_name is missing"),
     "model folder missing": (lambda p: words(p, model_name_or_path=p / "nowhere"), "model_name_or_path: .*nowhere does not exist"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors import safe_open
 
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, UserError
 from fullshard.options import options_of
 from fullshard.settings.needs import turn_on_lora, without_effect
 from fullshard.settings.sft_config import SFTConfig
@@ -206,10 +207,10 @@ def test_every_option_changes_the_run(tmp_path: Path) -> None:
             if after == before[key]:
                 same.append(name)
             if also and not is_told({**BASE, name: value}, name):
-                alone = picture(tmp_path, f"alone {number}", {name: value}, events)
+                with contextlib.suppress(UserError):
+                    if picture(tmp_path, f"alone {number}", {name: value}, events) == before["{}"]:
+                        silent.append(name)
                 runtime.get_logger().setLevel(level)
-                if alone == before["{}"]:
-                    silent.append(name)
         again = picture(tmp_path, "again", {}, events)
         assert again == before["{}"], "a run repeats itself, or these pictures show nothing"
     assert not same
