@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
-from fullshard import log_filter
-from fullshard.errors import ConfigError, UserError
+from fullshard import log_filter, redaction
+from fullshard.errors import ConfigError, UserError, for_people
 from fullshard.terminal_text import print_text
 from fullshard.version import __version__
 
@@ -29,14 +31,20 @@ class Commands(typer.core.TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
 
 
+class OwnFlags(typer.core.TyperCommand):
+    """A command that parses its own flags: shells complete them as they complete its words."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        return self.params[0].shell_complete(ctx, incomplete)
+
+
 # Options are declared with underscores; hyphens are accepted as well.
 _NAMES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 app = typer.Typer(
     name="fullshard",
     cls=Commands,
     help="Train and fine-tune transformer models fully sharded.",
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -45,11 +53,17 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line. A `UserError` becomes one message and its exit code, without a traceback."""
     log_filter.leave_out()
+    redaction.learn_words(sys.argv[1:])
     try:
         app()
     except UserError as error:
-        print_text(f"fullshard: {error}", sys.stderr)
+        print_text(f"fullshard: {for_people(error)}", sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print_text(f"fullshard: {for_people(error)}; expected a path.", sys.stderr)
+        sys.exit(ConfigError.exit_code)
 
 
 def _print_version(asked: bool) -> None:
@@ -60,11 +74,13 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _options(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
 
 
 @app.command(context_settings=_NAMES, short_help="Show versions, devices and ranks.")
@@ -78,12 +94,27 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
     print_text(json.dumps(facts) if as_json else "\n".join(environment_report.as_lines(facts)))
 
 
-_PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
+def _own_flags(command: str) -> Callable[[typer.Context, str], list[tuple[str, str]]]:
+    """What shells ask to complete the flags of a command that parses its own."""
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+        from fullshard.launch import completion
+
+        return list(completion.complete(command, ctx.params.get("words") or (), incomplete))
+
+    return complete
+
+
+_PASS_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
 """For commands that parse their own flags from a configuration class."""
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False, short_help="Run a script on every rank.")
-def launch(words: Annotated[list[str] | None, typer.Argument(metavar="[FLAGS] SCRIPT [ARGUMENTS]…")] = None) -> None:
+@app.command(cls=OwnFlags, context_settings=_PASS_ON, add_help_option=False, short_help="Run a script on every rank.")
+def launch(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[FLAGS] SCRIPT [ARGUMENTS]…", autocompletion=_own_flags("launch"))
+    ] = None,
+) -> None:
     """Run a script on every rank, with the settings of a configuration file."""
     from fullshard.launch import command
 
@@ -111,9 +142,15 @@ def config(
 
 
 @app.command(
-    "test", context_settings=_PASS_ON, add_help_option=False, short_help="Test a configuration with a tiny model."
+    "test",
+    cls=OwnFlags,
+    context_settings=_PASS_ON,
+    add_help_option=False,
+    short_help="Test a configuration with a tiny model.",
 )
-def try_configuration(words: Annotated[list[str] | None, typer.Argument(metavar="[FLAGS]…")] = None) -> None:
+def try_configuration(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[FLAGS]…", autocompletion=_own_flags("test"))] = None,
+) -> None:
     """Train a tiny model for a few steps with your configuration and report what works."""
     from fullshard.launch import command
 
@@ -164,24 +201,40 @@ def inspect_checkpoint(
         raise typer.Exit(1)
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False, short_help="Fine-tune a language model.")
-def sft(words: Annotated[list[str] | None, typer.Argument(metavar="[RUN.YAML] [FLAGS]…")] = None) -> None:
+@app.command(cls=OwnFlags, context_settings=_PASS_ON, add_help_option=False, short_help="Fine-tune a language model.")
+def sft(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN.YAML] [FLAGS]…", autocompletion=_own_flags("sft"))
+    ] = None,
+) -> None:
     """Fine-tune a language model, fully sharded."""
     from fullshard.launch import sft_command
 
     raise typer.Exit(sft_command.sft(words or []))
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False, short_help="Show what a run needs before it runs.")
-def plan(words: Annotated[list[str] | None, typer.Argument(metavar="MODEL_OR_RUN.YAML [FLAGS]…")] = None) -> None:
+@app.command(
+    cls=OwnFlags, context_settings=_PASS_ON, add_help_option=False, short_help="Show what a run needs before it runs."
+)
+def plan(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL_OR_RUN.YAML [FLAGS]…", autocompletion=_own_flags("plan"))
+    ] = None,
+) -> None:
     """Show what a training run needs in memory and time, and whether it fits on a machine."""
     from fullshard.launch import plan_command
 
     raise typer.Exit(plan_command.plan(words or []))
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False, short_help="Draw how a model lies over the ranks.")
-def show(words: Annotated[list[str] | None, typer.Argument(metavar="MODEL_OR_RUN [FLAGS]…")] = None) -> None:
+@app.command(
+    cls=OwnFlags, context_settings=_PASS_ON, add_help_option=False, short_help="Draw how a model lies over the ranks."
+)
+def show(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL_OR_RUN [FLAGS]…", autocompletion=_own_flags("show"))
+    ] = None,
+) -> None:
     """Draw how a model lies over the ranks: mesh, units, gathered bytes over a step, memory by part."""
     from fullshard.launch import show_command
 

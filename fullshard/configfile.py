@@ -16,10 +16,21 @@ from typing import Any
 import yaml
 
 from fullshard.errors import ConfigError
-from fullshard.options import Option, convert, nearest
+from fullshard.options import Option, convert, nearest, nearest_option, shown
 from fullshard.paths import replace_text
 
 SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader, whose errors about values that do not fit their type have a line too."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            what = f"{node.value!r:.60} is not a value of type {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from None
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,8 @@ def read_file(path: str | Path) -> ConfigFile:
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, endless nesting
+            raise ConfigError(f"{path}: not JSON that can be read: {error}") from None
         try:
             return _from_yaml(path, text, values)
         except ConfigError:
@@ -74,19 +87,22 @@ def _inside(folder: Path) -> Path:
 
 
 def _from_yaml(path: Path, text: str, values: Any) -> ConfigFile:
-    loader = yaml.SafeLoader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if values is None:
             values = loader.construct_document(node) if node is not None else {}
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{path}:{line}: not YAML: it has the character {chr(error.character)!r}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', None) or error}") from None
-    finally:
-        loader.dispose()
+        where = f":{mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not YAML that can be read: values are nested too deeply") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected keys with values, such as `num_processes: 2`; got {str(values)[:60]!r}")
+        raise ConfigError(f"{path}: expected keys with values, such as `num_processes: 2`; got {shown(values)[:60]}")
     lines: dict[tuple[str, ...], int] = {}
     if node is not None:
         _collect_lines(path, node, (), lines)
@@ -124,12 +140,13 @@ def sort_keys(file: ConfigFile, options: Iterable[Option], notes: list[str]) -> 
             if value is None or value == []:
                 continue
             if not isinstance(value, dict):
-                raise ConfigError(f"{file.where(key)}: expected keys with values, got {value!r}")
+                raise ConfigError(f"{file.where(key)}: expected keys with values, got {shown(value)}")
             for inner, inner_value in value.items():
                 found = _find(str(inner), by_section[key], file.where(key, str(inner)), notes)
                 if found is None:
                     names = [name for one in by_section[key] for name in one.names]
-                    raise ConfigError(f"{file.where(key, str(inner))}: unknown key{nearest(str(inner), names)}")
+                    hint = nearest_option(str(inner), by_section[key], names)
+                    raise ConfigError(f"{file.where(key, str(inner))}: unknown key{hint}")
                 _take(found, inner_value, file.where(key, str(inner)), given)
             continue
         found = _find(key, by_section[""], file.where(key), notes)
@@ -139,12 +156,12 @@ def sort_keys(file: ConfigFile, options: Iterable[Option], notes: list[str]) -> 
                 flattened.append((found.section, key))
         if found is None:
             names = [*sections, *(name for one in by_section[""] for name in one.names), *(o.key for o in options)]
-            raise ConfigError(f"{file.where(key)}: unknown key{nearest(key, names)}")
+            raise ConfigError(f"{file.where(key)}: unknown key{nearest_option(key, options, names)}")
         _take(found, value, file.where(key), given)
     for section in sorted({s for s, _ in flattened}):
         keys = [key for s, key in flattened if s == section]
-        shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-        notes.append(f"{file.path}: {shown} are at the top level; read as part of {section}")
+        first = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+        notes.append(f"{file.path}: {first} are at the top level; read as part of {section}")
     return given
 
 

@@ -7,10 +7,25 @@ and keep their traceback.
 
 from __future__ import annotations
 
+import re
+
+from fullshard.redaction import hide
+
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message; its class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """An exception's message on one line of at most `most` characters; its class name if the message is empty."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def for_people(error: BaseException) -> str:
+    """An exception's message as it is printed: without secrets, and with the middle of very long words left out."""
+    return re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}…{word[0][-100:]}", hide(str(error)))
 
 
 class UserError(Exception):

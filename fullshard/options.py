@@ -14,7 +14,10 @@ import difflib
 import enum
 import inspect
 import json
+import math
 import operator
+import re
+import reprlib
 import textwrap
 import types
 import typing
@@ -26,6 +29,10 @@ from fullshard.errors import ConfigError
 
 Config = typing.TypeVar("Config", bound=typing.Any)
 TRUE, FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 200
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")
+"""NUL and halves of surrogate pairs: no file name, text file or tokenizer takes them."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,8 @@ class Option:
     """Wrong names that appear in guides: accepted, with a note."""
     flags: tuple[str, ...] = ()
     """Other names of the flag."""
+    elsewhere: tuple[str, ...] = ()
+    """Names of the same setting in other tools: not accepted, but answered with this one."""
     env: str = ""
     """The environment variable that passes the value to the processes."""
     no_op: str = ""
@@ -135,7 +144,7 @@ class TakesOtherNames(type):
         values: dict[str, Any] = {"output_dir": args[0]} if args else {}
         for name, value in given.items():
             if name not in names:
-                raise ConfigError(f"unknown setting {name!r}{nearest(name, names)}")
+                raise ConfigError(f"unknown setting {name!r}{nearest_option(name, options_of(cls), names)}")
             if names[name] in values:
                 raise ConfigError(f"{name} and another name of {names[name]} are both set; keep one.")
             values[names[name]] = value
@@ -249,6 +258,8 @@ def _field_texts(config: type) -> dict[str, str]:
 def convert(option: Option, value: Any, given: str) -> Any:
     """A value from a file, a flag or a variable, converted to the option's type; `given` names its source in errors."""
     value = value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, str) and (wrong := _NOT_TEXT.search(value)):
+        raise ConfigError(f"{given}: {shown(value)} has the character {wrong[0]!r}, which is not part of a text")
     if value is None or (option.optional and isinstance(value, str) and value.strip().lower() in ("", "none", "null")):
         if value is None and not option.optional:
             return option.default  # a key without a value is ignored
@@ -259,18 +270,22 @@ def convert(option: Option, value: Any, given: str) -> Any:
         if option.besides is not None and str(value).strip().lower() not in (*TRUE, *FALSE):
             return option.besides(_as_text(value))
         return _KINDS[option.kind](value)
-    except (ValueError, TypeError):
-        raise ConfigError(f"{given}: expected {option.values}, got {value!r}") from None
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        raise ConfigError(f"{given}: expected {option.values}, got {shown(value)}") from None
+
+
+def shown(value: Any) -> str:
+    """A value for messages: as Python writes it, with the middle of a long one left out."""
+    return _short.repr(value)
 
 
 def _choice(option: Option, value: Any) -> Any:
     if isinstance(value, bool):
         value = "yes" if value else "no"  # YAML reads a bare `no` as false
     text = str(value).strip()
-    number = text.isdigit() and option.numbers_from is not None
-    if number and 0 <= int(text) - option.numbers_from < len(option.choices):  # type: ignore[operator]
-        return option.choices[int(text) - option.numbers_from]  # type: ignore[operator]
     plain = {_normalized(c): c for c in option.choices}
+    if option.numbers_from is not None:
+        plain |= {str(number): c for number, c in enumerate(option.choices, option.numbers_from)}
     return option.kind(plain[_normalized(text)]) if _normalized(text) in plain else _refuse()
 
 
@@ -305,6 +320,11 @@ def _whole(value: float) -> int:
     return int(value)
 
 
+def counting_number(text: str) -> int | None:
+    """The number that a text of digits is; None for other texts, and for more digits than a count has."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
 def as_list(value: Any) -> list[str]:
     parts = value if isinstance(value, list | tuple | set) else str(value).split(",")
     return [str(part).strip() for part in parts if str(part).strip()]
@@ -315,7 +335,8 @@ def _as_tuple(value: Any) -> tuple[str, ...]:
 
 
 def _as_float(value: Any) -> float:
-    return _refuse() if isinstance(value, bool) else float(value)
+    number = _refuse() if isinstance(value, bool) else float(value)
+    return number if math.isfinite(number) else _refuse()
 
 
 def _as_text(value: Any) -> str:
@@ -357,6 +378,13 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def nearest_option(name: str, options: Iterable[Option], names: Iterable[str]) -> str:
+    """`; did you mean X?` for the option that has this name in another tool, or whose name is spelled similarly."""
+    plain = name.replace("-", "_").lower()
+    same = next((one.key for one in options if plain in one.elsewhere), None)
+    return f"; did you mean {same}?" if same is not None else nearest(name, names)
+
+
 @dataclass(frozen=True)
 class Parsed:
     """A parsed command line."""
@@ -391,7 +419,8 @@ def parse_flags(words: Sequence[str], options: Iterable[Option], command: str) -
         if found is None and name.startswith("no_") and (found := known.get(name[3:])) and found.kind is bool:
             negated = True
         if found is None or (negated and equals):
-            raise ConfigError(f"{command}: unknown flag {flag}{nearest(name, known)} See fullshard {command} --help.")
+            hint = nearest_option(name, known.values(), known) or "."
+            raise ConfigError(f"{command}: unknown flag {flag}{hint} See fullshard {command} --help.")
         if negated:
             values[found.name], given[found.name] = False, flag
             continue

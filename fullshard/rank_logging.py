@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fullshard.log_filter import own_line
 from fullshard.rank_env import read_launcher
+from fullshard.redaction import hide
 from fullshard.terminal_text import visible
 
 
@@ -31,7 +32,7 @@ def print_rank(*values: object, sep: str = " ", end: str = "\n", **options: Any)
 
 
 class _RankFilter(logging.Filter):
-    """Adds the rank to each record and drops records below WARNING on ranks other than 0."""
+    """Adds the rank to each record, hides secrets in it, and drops records below WARNING on ranks other than 0."""
 
     def __init__(self, all_ranks: bool) -> None:
         super().__init__()
@@ -39,6 +40,9 @@ class _RankFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         vars(record)["rank"] = rank()
+        text = record.getMessage()
+        if (shown := hide(text)) != text:
+            record.msg, record.args = shown, ()
         return self.all_ranks or rank() == 0 or record.levelno >= logging.WARNING
 
 

@@ -1,4 +1,5 @@
-"""Text on the terminal. Whatever comes from elsewhere (data, answers of a model, names, errors) cannot control it.
+"""Text on the terminal. Whatever comes from elsewhere (data, answers of a model, names, errors) cannot control it, and
+secrets that the run knows are hidden.
 
 `print_text` is the only place where fullshard prints; tables and displays are drawn on a `Terminal` (`console.py`), log
 lines pass `rank_logging.py`, and both use `visible` too. Only the standard library is imported here.
@@ -11,6 +12,7 @@ import sys
 from typing import TextIO
 
 from fullshard.log_filter import own_line
+from fullshard.redaction import hide
 
 _CONTROLS = re.compile(
     "["
@@ -34,4 +36,4 @@ def print_text(text: str, file: TextIO | None = None, end: str = "\n", over_bar:
     """Print text for the user, by default on stdout. With `over_bar`, a progress bar that another process draws on the
     line is erased first."""
     stream = sys.stdout if file is None else file
-    print(f"{own_line(stream) if over_bar else ''}{visible(text)}", file=stream, end=end, flush=True)
+    print(f"{own_line(stream) if over_bar else ''}{visible(hide(text))}", file=stream, end=end, flush=True)

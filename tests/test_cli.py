@@ -233,3 +233,43 @@ def test_unknown_attribute_of_the_package() -> None:
     assert fullshard.xm.xla_device() == fullshard.runtime.device()
     with pytest.raises(AttributeError, match="'fullshard' has no attribute 'nothing'"):
         _ = fullshard.nothing
+
+
+# --- help and completion ----------------------------------------------------------------------------------------------
+
+
+def test_the_bare_command_prints_its_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch) == 0
+    shown = capsys.readouterr()
+    assert "Commands:" in shown.out and "--install-completion" in shown.out and shown.err == ""
+
+
+COMPLETED = {
+    "fullshard mer": ["merge-weights"],
+    "fullshard sft --lora_": ["--lora_alpha", "--lora_dropout", "--lora_r", "--lora_target_modules"],
+    "fullshard sft --lora-r": ["--lora-r"],
+    "fullshard sft run.yaml --use_dora --packing_strategy w": ["wrapped"],
+    "fullshard sft --num_proc": ["--num_processes"],
+    "fullshard plan model --gpus_": ["--gpus_per_node"],
+    "fullshard launch --fsdp_shard": ["--fsdp_sharding_strategy"],
+    "fullshard show model --ou": ["--out", "--output_dir"],
+    "fullshard sft run.y": [],
+}
+
+
+@pytest.mark.parametrize("line", COMPLETED)
+def test_shells_complete_flags_and_values(line: str) -> None:
+    """As bash asks; without torch, since it is asked at every Tab."""
+    asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_FULLSHARD_COMPLETE": "complete_bash"}
+    code = "import sys; from fullshard import cli; sys.argv[:] = ['fullshard']; sys.modules['torch'] = None; cli.main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **asked}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert run.stdout.split() == COMPLETED[line], run.stderr
+
+
+def test_every_flag_is_completed() -> None:
+    from fullshard.launch.completion import OPTIONS, complete
+
+    for name, options in OPTIONS.items():
+        found = {flag for flag, _ in complete(name, [], "--")}
+        assert found == {f"--{one.key}" for one in options() if not one.refused} and len(found) > 20

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.data.built_in_templates import BUILT_IN
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, one_line
 
 MARKER = re.compile("<[|\uff5c][^<>|\uff5c\\s]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>")
 """Text in a user-provided template that is treated as a marker."""
@@ -119,10 +119,9 @@ def read_template(path: str) -> Template:
 
     try:
         other = AutoTokenizer.from_pretrained(place if place.is_dir() else path)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # damaged files raise errors of many kinds
         raise ConfigError(
-            f"chat_template_path: {path!r} is not a file, and no tokenizer could be loaded from it: {first}"
+            f"chat_template_path: {path!r} is not a file, and no tokenizer could be loaded from it: {one_line(error)}"
         ) from None
     found = template_of(other)
     if found is None:

@@ -213,10 +213,10 @@ def check_some(facts: dict[str, Any], settings: TextSettings) -> None:
         raise DataError(
             f"{facts['source']}: {documents} documents, but none of their tokens contributes to the loss{why}."
         )
-    if settings.assistant_only_loss and facts.get("texts", 0) >= documents:
+    turns = [name for name in ("assistant_only_loss", "last_turn_only_loss") if getattr(settings, name)]
+    if turns and facts.get("texts", 0) >= documents:
         raise DataError(
-            f"{facts['source']}: assistant_only_loss is on, but the rows are plain text, not conversations; leave it "
-            f"out."
+            f"{facts['source']}: {turns[0]} is on, but the rows are plain text, not conversations; leave it out."
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import FSDPError
+from fullshard.options import counting_number
 
 
 class ShardingStrategy(enum.IntEnum):
@@ -33,7 +34,8 @@ class ShardingStrategy(enum.IntEnum):
             name = value.strip().upper().removeprefix("SHARDINGSTRATEGY.")
             if name in cls.__members__:
                 return cls[name]
-            value = int(name) if name.isdigit() else value
+            number = counting_number(name)
+            value = value if number is None else number
         if isinstance(value, int) and not isinstance(value, bool) and value in cls._value2member_map_:
             return cls(value)
         known = ", ".join(f"{s.name} ({s.value})" for s in cls)

@@ -97,9 +97,10 @@ def _run(agent: Agent, settings: LaunchSettings, say: Callable[[str], None]) -> 
 
 
 def command(settings: LaunchSettings) -> tuple[str, ...]:
-    """The command line of one process."""
+    """The command line of one process, which other users of the machine can read: secrets in it are in the process's
+    environment."""
     kind = "module" if settings.run.module else "program" if settings.run.no_python else "file"
-    return (sys.executable, "-u", WORKER, kind, *settings.command)
+    return (sys.executable, "-u", WORKER, kind, *settings.shown_command)
 
 
 def _become_rank(settings: LaunchSettings) -> None:

@@ -18,6 +18,7 @@ from fullshard.launch.machine import count_gpus, detect_machine, gpu_type
 from fullshard.launch.questionnaire import CPU_PROCESSES, OPTIONS, Asker, ask_all
 from fullshard.launch.resolve import LaunchSettings, check_values, resolve, settle
 from fullshard.options import convert, parse_flags
+from fullshard.redaction import hide
 from fullshard.terminal_text import print_text
 
 
@@ -51,9 +52,9 @@ def show_settings(settings: LaunchSettings) -> None:
     """Print a compact table: the file in use, the effective settings, notes, and options without effect."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in settings.describe().items():
-        table.add_row(name, value)
+        table.add_row(name, hide(value))
     for note in settings.notes:
-        table.add_row("note", note)
+        table.add_row("note", hide(note))
     for key, reason in settings.without_effect().items():
         table.add_row("without effect", f"{key}: {reason}")
     Terminal(file=sys.stderr, soft_wrap=True).print(table)

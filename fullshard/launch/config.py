@@ -35,18 +35,18 @@ class ProcessSettings:
     distributed_type: Literal[(*OFFERED, *NOT_OFFERED)] = "FSDP"  # type: ignore[valid-type]
     """FSDP shards the model. MULTI_GPU and MULTI_CPU replicate it on every rank (NO_SHARD). NO is one process. XLA is
     FSDP on the XLA engine, as with `xla: true`."""
-    num_processes: int | None = option(None, flags=("n",))
+    num_processes: int | None = option(None, flags=("n",), elsewhere=("nproc_per_node", "nproc", "gpus", "num_gpus"))
     """Total number of processes on all machines. Unset: one per GPU, or one on CPUs. On the XLA engine the number of
     devices, which one process drives; unset: all."""
-    num_machines: int = 1
+    num_machines: int = option(1, elsewhere=("nnodes", "nodes", "num_nodes"))
     """Number of machines (nodes)."""
-    machine_rank: int = 0
+    machine_rank: int = option(0, elsewhere=("node_rank",))
     """The rank of this machine, from 0."""
     gpu_ids: str | None = option(None, given_as="all, or ids such as 0,1")
     """The GPUs to use on this machine. Unset: all."""
-    main_process_ip: str | None = option(None, given_as="HOST")
+    main_process_ip: str | None = option(None, given_as="HOST", elsewhere=("master_addr",))
     """Address of machine 0. Required with several machines, except under Slurm."""
-    main_process_port: int | None = None
+    main_process_port: int | None = option(None, elsewhere=("master_port",))
     """Port of the rendezvous on machine 0. On one machine: 0 or unset selects a free port, and a busy port is replaced
     by a free one. On several machines a busy port is an error; unset means 29500."""
     rdzv_backend: str = option("static", given_as="static, c10d or another of torchrun's")

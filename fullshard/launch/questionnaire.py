@@ -13,7 +13,7 @@ from fullshard.console import Terminal
 from fullshard.errors import ConfigError
 from fullshard.launch.config import ProcessSettings
 from fullshard.launch.machine import Machine
-from fullshard.options import FALSE, TRUE, Option, convert, options_of
+from fullshard.options import FALSE, TRUE, Option, convert, counting_number, options_of
 from fullshard.parallelize.settings import STRATEGIES, EngineSettings
 
 T = TypeVar("T")
@@ -72,8 +72,8 @@ class Asker:
             names = [c.lower() for c in choices]
             if answer.lower() in names:
                 return names.index(answer.lower())
-            if answer.isdigit() and int(answer) < len(choices):
-                return int(answer)
+            if (number := counting_number(answer)) is not None and number < len(choices):
+                return number
             raise ValueError(f"please answer 0 to {len(choices) - 1}, or a name from the list")
 
         return self.ask("Your choice", read, str(default))

@@ -30,10 +30,12 @@ from fullshard.launch.config import (
     launch_options,
 )
 from fullshard.launch.slurm import SlurmPlace, read_slurm
-from fullshard.options import options_of, parse_flags
+from fullshard.launch.worker import COMMAND_VARIABLE
+from fullshard.options import counting_number, options_of, parse_flags
 from fullshard.parallelize.fsdp_flags import read_section, read_words
 from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
 from fullshard.parallelize.settings import RESOLVED_VARIABLE, XLA_DEVICES_VARIABLE, EngineSettings, overlay, values_in
+from fullshard.redaction import hide_in, hide_words, learn
 from fullshard.version import __version__
 
 
@@ -69,6 +71,11 @@ class LaunchSettings:
             return self.slurm.tasks
         return self.local_processes * self.processes.num_machines
 
+    @property
+    def shown_command(self) -> tuple[str, ...]:
+        """The script and its arguments, without secrets."""
+        return hide_words(self.command)
+
     def describe(self) -> dict[str, str]:
         """The effective settings as text, by name."""
         machines = self.processes.num_machines
@@ -103,34 +110,39 @@ class LaunchSettings:
         }
 
     def to_json(self) -> str:
-        """The settings as a run stores them with its results."""
+        """The settings as a run stores them with its results, without secrets."""
         settings = {
             one.key: getattr(owner, one.name)
             for owner in (self.processes, self.engine)
             for one in options_of(type(owner))
             if getattr(owner, one.name) is not None
         }
-        return json.dumps(
-            {
-                "fullshard": __version__,
-                "config_file": str(self.file) if self.file else None,
-                "given": self.given,
-                "settings": settings,
-                "effective": self.describe(),
-                "without_effect": self.without_effect(),
-                "notes": list(self.notes),
-                "command": list(self.command),
-            }
-        )
+        stored = {
+            "fullshard": __version__,
+            "config_file": str(self.file) if self.file else None,
+            "given": self.given,
+            "settings": settings,
+            "effective": self.describe(),
+            "without_effect": self.without_effect(),
+            "notes": self.notes,
+            "command": self.shown_command,
+        }
+        return json.dumps(hide_in(stored))
 
     def environment(self, outer: Mapping[str, str]) -> dict[str, str]:
         """The environment of every process: `outer`, with the engine's variables replaced."""
-        ours = {one.env for one in options_of(EngineSettings)} | {"ACCELERATE_USE_FSDP", RESOLVED_VARIABLE}
+        ours = {one.env for one in options_of(EngineSettings)} | {
+            "ACCELERATE_USE_FSDP",
+            RESOLVED_VARIABLE,
+            COMMAND_VARIABLE,
+        }
         ours |= {f"FSDP_{one.name.upper()}" for one in options_of(EngineSettings) if one.prefix == "fsdp_"}
         made = {name: value for name, value in outer.items() if name not in ours}
         made |= self.engine.to_environment()
         made[RESOLVED_VARIABLE] = self.to_json()
         made |= self.variables
+        if self.shown_command != self.command:
+            made[COMMAND_VARIABLE] = json.dumps(self.command)
         made["OMP_NUM_THREADS"] = str(self._threads(outer))
         if self.device == "cpu":
             made["FULLSHARD_DEVICE"] = "cpu"
@@ -158,8 +170,8 @@ class LaunchSettings:
     def _threads(self, outer: Mapping[str, str]) -> int:
         if self.run.num_cpu_threads_per_process is not None:
             return self.run.num_cpu_threads_per_process
-        if outer.get("OMP_NUM_THREADS", "").isdigit():
-            return int(outer["OMP_NUM_THREADS"])
+        if (threads := counting_number(outer.get("OMP_NUM_THREADS", ""))) is not None:
+            return threads
         return max(1, (os.cpu_count() or 1) // self.local_processes) if self.device == "cpu" else 1
 
 
@@ -196,6 +208,7 @@ def resolve(
         _check_command(run, parsed.rest)
     keys = {one.name: one.key for one in file_options()}
     given = {keys[name]: value for name, value in values.items() if name in keys}
+    learn(given)
     return LaunchSettings(
         engine, processes, run, tuple(parsed.rest), path, reason, given, tuple(dict.fromkeys(notes)), slurm
     )
@@ -353,7 +366,7 @@ def settle(settings: LaunchSettings, gpus: int, gpu_type: str = "cuda") -> Launc
     machines = processes.num_machines
     named = processes.gpu_ids not in (None, "all") and not engine.use_cpu
     ids = [i.strip() for i in (processes.gpu_ids or "").split(",") if i.strip()] if named else []
-    if any(not i.isdigit() or int(i) >= gpus for i in ids):
+    if any((number := counting_number(i)) is None or number >= gpus for i in ids):
         raise ConfigError(f"gpu_ids: {processes.gpu_ids}: this machine has {gpus} GPU(s); expected all, or ids from 0")
     available = len(ids) if named else gpus
     device = "cpu" if engine.use_cpu or available == 0 else gpu_type

@@ -16,7 +16,7 @@ from fullshard.launch.config import find_file, launch_options
 from fullshard.launch.help_text import HELP, show_help
 from fullshard.launch.machine import count_gpus
 from fullshard.launch.resolve import resolve
-from fullshard.options import FALSE, TRUE, Option, nearest
+from fullshard.options import FALSE, TRUE, Option, nearest_option
 from fullshard.train.cli_args import command_options
 
 MODULE = "fullshard.train"
@@ -64,12 +64,13 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def refuse_unknown(words: Sequence[str], options: Iterable[Option], command: str) -> None:
     """Refuse flags that are none of these options, with the name that comes nearest."""
+    options = tuple(options)
     known = {name for one in options for name in (one.key, *one.flags)}
     for word in words:
         flag = word.partition("=")[0]
         name = flag.lstrip("-").replace("-", "_")
         if flag.startswith("--") and name and not {name, name.removeprefix("no_")} & known:
-            hint = nearest(name, known) or "."
+            hint = nearest_option(name, options, known) or "."
             raise ConfigError(f"{command}: unknown flag {flag}{hint} See fullshard {command} --help.")
 
 

@@ -1,7 +1,8 @@
 """The entry point of every process that `fullshard launch` starts: prepares the process and runs the user's script.
 
-Only the standard library, `fullshard/__init__.py`, `engines.py`, `log_filter.py` and `integrations/seams.py` are
-imported here; the script imports the rest. A user error is passed to the launcher, which prints it once for all ranks.
+Only the standard library, `fullshard/__init__.py`, `engines.py`, `log_filter.py`, `redaction.py` and
+`integrations/seams.py` are imported here; the script imports the rest. A user error is passed to the launcher, which
+prints it once for all ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PARENT = "FULLSHARD_LAUNCHER_PID"
+COMMAND_VARIABLE = "FULLSHARD_COMMAND"
+"""The script and its arguments as JSON, where the command line of a process leaves out secrets."""
 EXIT_USER_ERROR = 2
 EXIT_RANK_LOST = 69
 """Another rank is gone; this rank did nothing wrong. The same as `errors.RankLostError.exit_code`."""
@@ -27,6 +30,8 @@ EXIT_RANK_LOST = 69
 def main(words: list[str]) -> None:
     """`worker.py file|module|program SCRIPT ARGUMENTS…`"""
     kind, script, *arguments = words
+    if whole := os.environ.pop(COMMAND_VARIABLE, None):  # not for processes that this one starts
+        script, *arguments = json.loads(whole)
     _end_with_launcher()
     if os.environ.get("ACCELERATE_CPU_AFFINITY") == "1":
         _keep_own_cores()
@@ -35,9 +40,10 @@ def main(words: list[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path[0] = os.getcwd() if kind == "module" else str(Path(script).resolve().parent)
     with contextlib.suppress(ImportError):  # not on the script's path
-        from fullshard import log_filter
+        from fullshard import log_filter, redaction
 
         log_filter.leave_out()
+        redaction.learn_words(sys.argv)
     if not script.startswith("fullshard."):  # our own commands need no integrations
         with contextlib.suppress(ImportError):
             from fullshard.integrations import seams
@@ -123,6 +129,10 @@ def _is_user_error(error: BaseException) -> bool:
 
 
 def _report(message: str, at: str) -> None:
+    with contextlib.suppress(ImportError):
+        from fullshard.redaction import hide
+
+        message = hide(message)
     path = os.environ.get(ERROR_FILE)
     if path is None:
         from fullshard.terminal_text import print_text  # the error is one of fullshard's, so it can be imported

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from fullshard import engines
 from fullshard.errors import ConfigError
-from fullshard.options import Option, convert, option, options_of
+from fullshard.options import Option, convert, counting_number, option, options_of
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 KEEPING = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "HYBRID_SHARD_ZERO2"}
@@ -323,8 +323,8 @@ def _strategy_or_bool(value: str) -> str | bool:
         return text in ("TRUE", "YES")
     if text == "NO_RESHARD":
         return False
-    if text.isdigit() and 1 <= int(text) <= len(STRATEGIES):
-        return STRATEGIES[int(text) - 1]
+    if 1 <= (number := counting_number(text) or 0) <= len(STRATEGIES):
+        return STRATEGIES[number - 1]
     if text in STRATEGIES:
         return text
     raise ConfigError(
@@ -348,14 +348,14 @@ def read_xla_settings(given: Any) -> dict[str, Any]:
     if not text.startswith("{"):
         try:
             text = Path(text).expanduser().read_text()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"xla_fsdp_settings: {given!r} is no mapping, no JSON object and no file that can be read "
-                f"({error.strerror})"
+                f"({getattr(error, 'strerror', error)})"
             ) from None
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"xla_fsdp_settings: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"xla_fsdp_settings: {given!r} holds {found!r} instead of a JSON object")

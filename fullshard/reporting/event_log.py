@@ -13,6 +13,7 @@ from typing import Any
 
 from fullshard import runtime
 from fullshard.errors import first_line
+from fullshard.redaction import hide
 from fullshard.reporting.records import EVENTS_FILE
 
 MOST = 500
@@ -35,7 +36,7 @@ class EventLog:
 
     def add(self, kind: str, text: str = "") -> None:
         """Record an event of the current step."""
-        event = {"time": time.time(), "step": self.step, "kind": kind, "text": text}
+        event = {"time": time.time(), "step": self.step, "kind": kind, "text": hide(text)}
         if self._early is not None:
             self._early.append(event)
             return

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fullshard.device_kinds import KINDS
 from fullshard.errors import ConfigError
+from fullshard.options import counting_number
 from fullshard.paths import check_new_folder
 from fullshard.results.find_result import fetched, find
 from fullshard.terminal_text import print_text
@@ -120,7 +121,7 @@ def export(name: str, out: str, options: ExportOptions) -> None:
 
 def _check_one_process(command: str) -> None:
     world = os.environ.get("WORLD_SIZE", "1")
-    if world.isdigit() and int(world) > 1:
+    if (counting_number(world) or 1) > 1:
         raise ConfigError(
             f"fullshard {command} runs in one process, but there are {world} ranks; start it without a launcher."
         )

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from fullshard.checkpoint.manifest import MANIFEST, published_steps, read_manifest, step_name
 from fullshard.errors import ConfigError, WeightsError
 from fullshard.lora.adapter_config import WEIGHTS, is_adapter, read_config
+from fullshard.options import counting_number
 from fullshard.paths import held
 from fullshard.train.run_dir import CHECKPOINTS, SETTINGS, read_settings
 from fullshard.weights.adapter_base import find_base, stored_in_4_bits
@@ -106,10 +107,11 @@ def _checkpoint_of(path: Path, wanted: str) -> Path:
     if wanted == "latest":
         return folder / step_name(steps[-1])
     text = wanted.removeprefix("step-")
-    if not text.isdigit() or int(text) not in steps:
+    step = counting_number(text)
+    if step is None or step not in steps:
         present = ", ".join(map(str, steps))
         raise ConfigError(f"--checkpoint {wanted}: expected latest, or one of the steps {present} in {folder}.")
-    return folder / step_name(int(text))
+    return folder / step_name(step)
 
 
 def _from_checkpoint(path: Path) -> Result:

@@ -31,17 +31,23 @@ PROMPT_TYPES = ("prompt_tuning", "prefix_tuning", "p_tuning")
 class AdapterOptions:
     """Settings of adapters and of the frozen model beside them."""
 
-    use_peft_lora: bool = False
+    use_peft_lora: bool = option(False, elsewhere=("use_peft", "use_lora", "lora", "peft", "finetuning_type"))
     """Train a LoRA adapter; the model's own weights are frozen."""
-    adapter_name_or_path: str | None = option(None, given_as="a folder, or a name on the hub")
+    adapter_name_or_path: str | None = option(
+        None, given_as="a folder, or a name on the hub", elsewhere=("adapter", "adapter_name", "lora_path")
+    )
     """Resume training this adapter instead of starting a new one; its rank, targets and new tokens are kept."""
-    lora_r: int = 64
+    lora_r: int = option(64, elsewhere=("lora_rank", "rank", "r"))
     """The rank of the adapter."""
-    lora_alpha: int = 16
+    lora_alpha: int = option(16, elsewhere=("alpha",))
     """The adapter's output is scaled by alpha / r."""
-    lora_dropout: float = 0.1
+    lora_dropout: float = option(0.1, elsewhere=("dropout",))
     """Dropout on the adapter's input."""
-    lora_target_modules: str = option(LORA_TARGETS, given_as="module names, or all-linear")
+    lora_target_modules: str = option(
+        LORA_TARGETS,
+        given_as="module names, or all-linear",
+        elsewhere=("target_modules", "lora_target", "lora_target_linear", "lora_modules"),
+    )
     """The layers that get an adapter: a comma-separated list, or all-linear for every linear layer except the output
     head."""
     fused_lora: bool | None = None
@@ -54,15 +60,21 @@ class AdapterOptions:
     base_dtype: Literal["fp8"] | None = None
     """The dtype of the frozen linear weights, which are quantized while loading: fp8 halves their memory, and GPUs that
     multiply in fp8 (Ada, Hopper and later) train about 1.4 times as fast. Not set, they keep the model's dtype."""
-    use_4bit_quantization: bool = False
+    use_4bit_quantization: bool = option(
+        False, elsewhere=("load_in_4bit", "qlora", "use_qlora", "use_4bit", "quantization_bit")
+    )
     """Quantize the frozen model to 4 bits (QLoRA). Each rank quantizes its own part while loading."""
-    use_8bit_quantization: bool = False
+    use_8bit_quantization: bool = option(False, elsewhere=("load_in_8bit", "use_8bit"))
     """Quantize the frozen model to 8 bits. Refused if true: use 4 bits."""
-    use_nested_quant: bool = False
+    use_nested_quant: bool = option(
+        False, elsewhere=("use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quantization")
+    )
     """Quantize the scales of a 4-bit model too: 4.127 instead of 4.5 bits per weight."""
     bnb_4bit_compute_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """The compute dtype of 4-bit layers; auto is the compute dtype of the run."""
-    bnb_4bit_quant_storage_dtype: Literal["uint8", "float16", "bfloat16", "float32"] = "uint8"
+    bnb_4bit_quant_storage_dtype: Literal["uint8", "float16", "bfloat16", "float32"] = option(
+        "uint8", elsewhere=("bnb_4bit_quant_storage",)
+    )
     """The dtype of the parameters that are not quantized: bfloat16 trains in bf16 throughout, float32 keeps them in
     fp32, uint8 keeps the dtype of the files. The 4-bit values are always stored as bytes."""
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
@@ -84,7 +96,9 @@ class AdapterOptions:
     )
     """How the adapter is initialized. pissa and olora take the initial matrices from the weights, loftq from the
     quantization error; all three are computed weight by weight while the model is loaded."""
-    modules_to_save: str | None = option(None, given_as="module names")
+    modules_to_save: str | None = option(
+        None, given_as="module names", elsewhere=("lora_modules_to_save", "additional_target")
+    )
     """Modules that are trained whole beside the adapter and saved with it, such as embed_tokens,lm_head."""
     trainable_token_indices: str | None = option(None, given_as="numbers of tokens, or tokens")
     """Tokens whose rows in embedding and output head are trained beside the adapter; a comma-separated list of tokens
@@ -110,7 +124,7 @@ class AdapterOptions:
     """LoRA+: the learning rate of the B matrices, as a multiple of `learning_rate`."""
     loraplus_lr_embedding: float = 1e-6
     """LoRA+: the learning rate of adapters on embeddings."""
-    neftune_noise_alpha: float | None = None
+    neftune_noise_alpha: float | None = option(None, elsewhere=("noise_alpha",))
     """NEFTune: add noise of this strength to the embeddings while training."""
 
     @property
@@ -187,7 +201,7 @@ class AdapterOptions:
         """Refuse settings of another kind of adapter."""
         kind, defaults = self.adapter_kind, type(self).__dataclass_fields__
         needs = {
-            "lora": ("use_rslora", "use_dora", "init_lora_weights", "trainable_token_indices", "fused_lora"),
+            "lora": ("use_rslora", "use_dora", "init_lora_weights", "trainable_token_indices"),
             "vera": ("vera_d_initial", "projection_prng_key", "save_projection"),
             "prompt_tuning": ("prompt_tuning_init_text",),
             "prefix_tuning": ("prefix_projection",),

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-SECRETS = ("hub_token",)
-"""Settings that are never written."""
+from fullshard.redaction import hide_in
+
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -148,10 +148,11 @@ class ArgumentMethods:
     # --- the settings as JSON ---------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Every setting, as JSON takes it."""
+        """Every setting, as JSON takes it, without secrets."""
         fields = dataclasses.fields(self)
         values = {one.name: _plain(getattr(self, one.name)) for one in fields if one.init and one.name[0] != "_"}
-        return {name: f"<{name.upper()}>" if name in SECRETS and value else value for name, value in values.items()}
+        hidden: dict[str, Any] = hide_in(values)
+        return hidden
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2)

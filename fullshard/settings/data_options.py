@@ -32,9 +32,13 @@ def _multiple(value: Any) -> int | None:
 class DataOptions:
     """Settings of the data."""
 
-    dataset_name: str | None = option(None, given_as="a file, a folder, or a name on the hub; several with commas")
+    dataset_name: str | None = option(
+        None,
+        given_as="a file, a folder, or a name on the hub; several with commas",
+        elsewhere=("dataset", "datasets", "data", "train_file", "dataset_path"),
+    )
     """The training data."""
-    dataset_config_name: str | None = None
+    dataset_config_name: str | None = option(None, elsewhere=("dataset_config",))
     """The configuration of a data set on the hub that has several; for a folder, a subfolder."""
     dataset_weights: str | None = option(None, given_as="numbers, one per data set")
     """The proportions of several data sets in a mix, by rows. Without weights the data sets are concatenated."""
@@ -49,21 +53,21 @@ class DataOptions:
     """Options for one of several data sets, by its name: how its rows are read and formatted."""
     sample_by: Literal["line", "paragraph", "document"] = "line"
     """What counts as one row of a .txt file."""
-    splits: str = "train,test"
+    splits: str = option("train,test", elsewhere=("dataset_train_split", "dataset_test_split", "split"))
     """Names of the training and the evaluation split: file names in the folder, or splits on the hub."""
-    val_size: float = 0.0
+    val_size: float = option(0.0, elsewhere=("val_set_size",))
     """Hold out this many rows of the training data for evaluation; below 1 it is a fraction. `seed` chooses the rows;
     with streaming they are the first ones."""
-    dataset_text_field: str = "text"
+    dataset_text_field: str = option("text", elsewhere=("text_field", "text_column"))
     """The column with plain text."""
     on_bad_row: Literal["stop", "skip"] = "stop"
     """What to do with a row that cannot be used: stop and show it, or skip and count it."""
-    streaming: bool = False
+    streaming: bool = option(False, elsewhere=("dataset_streaming",))
     """Read and tokenize the data during training instead of before it: for data sets larger than memory or disk. Rows
     come in file order, shuffled within a buffer of `shuffle_buffer_size`. Needs `max_steps`."""
     shuffle_buffer_size: int = 4096
     """Rows that are tokenized, packed and shuffled together with streaming."""
-    packing: bool = False
+    packing: bool = option(False, elsewhere=("sample_packing", "neat_packing"))
     """Put several documents into one row, to avoid padding. Documents cannot attend to each other; whether the model
     ensures that is tested first."""
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
@@ -76,7 +80,12 @@ class DataOptions:
     """Concatenate the rows of a batch instead of padding them. Documents are kept apart as with packing."""
     trust_packing: bool = False
     """Allow packing when it cannot be tested whether the model isolates documents, as with custom model code."""
-    max_length: int | None = option(1024, aliases=OTHER_LENGTHS, flags=OTHER_LENGTHS)
+    max_length: int | None = option(
+        1024,
+        aliases=OTHER_LENGTHS,
+        flags=OTHER_LENGTHS,
+        elsewhere=("cutoff_len", "sequence_len", "seq_len", "seq_length", "block_size", "context_length"),
+    )
     """The maximum number of tokens in a row. `overflow` decides what happens to longer documents. none: no maximum."""
     overflow: Literal["truncate", "split", "drop"] = "truncate"
     """What to do with documents longer than `max_length`. The tokens lost are counted."""
@@ -100,7 +109,7 @@ class DataOptions:
     """The settings `skip_prepare_dataset`, `add_special_tokens` and `append_concat_token`, as TRL takes them."""
     assistant_only_loss: bool = False
     """In conversations, compute the loss on the assistant's turns only."""
-    completion_only_loss: bool | None = None
+    completion_only_loss: bool | None = option(None, elsewhere=("train_on_inputs", "train_on_prompt"))
     """In rows with a prompt, compute the loss on the completion only; true if not set."""
     last_turn_only_loss: bool = option(False, aliases=("mask_history",), flags=("mask_history",))
     """In conversations, compute the loss on the assistant's last turn only."""

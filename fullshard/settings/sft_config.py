@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from fullshard import redaction
 from fullshard.errors import ConfigError
 from fullshard.optimizers import lr_schedule
 from fullshard.optimizers import names as optimizer_names
@@ -30,6 +31,8 @@ from fullshard.settings.unused_options import UnusedOptions
 Strategy = Literal["no", "steps", "epoch"]
 PERIODS = ("logging_steps", "eval_steps", "save_steps")
 """Settings that are a number of steps, or below 1 a fraction of all steps."""
+LOG_LINES, MOST_BETWEEN_LOGS = 20, 10
+"""Where the length of a run decides: the log lines of a short one, and the most steps between two."""
 
 
 def _named(default: Any, *others: str, **about: Any) -> Any:
@@ -46,18 +49,24 @@ class SFTConfig(
     """Settings of a fine-tuning run."""
 
     # --- the model ---
-    model_name_or_path: str | None = option(None, given_as="a folder, or a name on the hub")
+    model_name_or_path: str | None = option(
+        None, given_as="a folder, or a name on the hub", elsewhere=("model", "model_name", "base_model")
+    )
     """The model to start from."""
-    tokenizer_name_or_path: str | None = option(None, given_as="a folder, or a name on the hub")
+    tokenizer_name_or_path: str | None = option(
+        None, given_as="a folder, or a name on the hub", elsewhere=("tokenizer", "tokenizer_name")
+    )
     """The tokenizer, if it is not in the model's folder."""
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = _named(None, "dtype")
     """The dtype in which weights are loaded; auto keeps that of the files. With bf16 or fp16, trainable parameters are
     also kept in fp32. If not set: that of the files with bf16 or fp16, else float32."""
-    chat_template_format: Literal["none", "chatml", "zephyr", "llama3", "gemma", "mistral", "qwen", "phi"] = "none"
+    chat_template_format: Literal["none", "chatml", "zephyr", "llama3", "gemma", "mistral", "qwen", "phi"] = option(
+        "none", elsewhere=("template", "chat_template")
+    )
     """The chat template: the tokenizer's own (none), or a built-in one."""
     chat_template_path: str | None = option(None, given_as="a Jinja file, or a folder with a tokenizer")
     """A custom chat template; overrides `chat_template_format`."""
-    use_flash_attn: bool = False
+    use_flash_attn: bool = option(False, elsewhere=("flash_attn", "flash_attention", "use_flash_attention"))
     """Use FlashAttention 2. If it is not installed, or without a GPU, PyTorch's attention is used, with a note."""
     attn_implementation: str | None = option(None, given_as="fullshard, sdpa, eager, flash_attention_2, …")
     """The attention implementation, by transformers' name; overrides `use_flash_attn`. If not set: on GPUs fullshard,
@@ -69,34 +78,42 @@ class SFTConfig(
     """Load the model through Unsloth. Refused if true: Unsloth does not shard."""
 
     # --- where things go ---
-    output_dir: str = option("trainer_output", given_as="a folder")
+    output_dir: str = option("trainer_output", given_as="a folder", elsewhere=("output", "out", "out_dir", "save_dir"))
     """The folder for checkpoints, metrics and the final model."""
     overwrite: bool = _named(False, "overwrite_output_dir")
     """Replace an earlier run in `output_dir`. Its files are removed once everything is loaded; other files stay. A
     folder that the run also reads from is refused."""
     resume: bool = False
     """Resume from the newest checkpoint in `output_dir`."""
-    resume_from_checkpoint: str | None = option(None, given_as="true, or a checkpoint's folder")
+    resume_from_checkpoint: str | None = option(
+        None, given_as="true, or a checkpoint's folder", elsewhere=("resume_from",)
+    )
     """Resume from this checkpoint; true means the newest in `output_dir`."""
 
     # --- training ---
     seed: int = 42
     """The seed for new weights, dropout and the order of rows."""
-    num_train_epochs: float = 3.0
+    num_train_epochs: float = option(3.0, elsewhere=("epochs", "num_epochs"))
     """The number of epochs."""
-    max_steps: int = -1
+    max_steps: int = option(-1, elsewhere=("steps", "num_steps", "max_train_steps"))
     """The number of optimizer steps; if positive, it overrides `num_train_epochs`."""
-    per_device_train_batch_size: int = 8
+    per_device_train_batch_size: int = option(
+        8, elsewhere=("batch_size", "micro_batch_size", "train_batch_size", "per_gpu_train_batch_size")
+    )
     """The micro-batch size: rows per rank in one forward pass."""
-    per_device_eval_batch_size: int = 8
+    per_device_eval_batch_size: int = option(8, elsewhere=("eval_batch_size", "per_gpu_eval_batch_size"))
     """The same for evaluation."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int = option(
+        1, elsewhere=("gradient_accumulation", "grad_accum", "accumulate_grad_batches", "grad_accumulation_steps")
+    )
     """Micro-batches per optimizer step. The loss is the mean over the trained tokens of all of them, on all ranks."""
     sync_each_batch: bool = True
     """Reduce gradients after each micro-batch (least memory) or once per step (least communication)."""
-    learning_rate: float = 2e-5
+    learning_rate: float = option(2e-5, elsewhere=("lr",))
     """The peak learning rate."""
-    lr_scheduler_type: lr_schedule.Kind = "linear"
+    lr_scheduler_type: lr_schedule.Kind = option(  # noqa: RUF009 - a field
+        "linear", elsewhere=("lr_scheduler", "scheduler", "lr_schedule")
+    )
     """The learning-rate schedule."""
     lr_scheduler_kwargs: dict[str, Any] | str | None = option(  # noqa: RUF009 - a field
         None, kind=dict, given_as="name=value,…, or JSON"
@@ -104,9 +121,9 @@ class SFTConfig(
     """Options of the schedule, by transformers' names, such as min_lr_rate=0.1 or num_decay_steps=100."""
     warmup_ratio: float = 0.0
     """The fraction of all steps used for warmup, in which the learning rate rises from 0."""
-    warmup_steps: float = 0
+    warmup_steps: float = option(0, elsewhere=("warmup", "num_warmup_steps"))
     """The number of warmup steps; overrides `warmup_ratio`. Below 1 it is a fraction of all steps."""
-    optim: str = option("adamw_torch_fused", given_as=", ".join(optimizer_names.SERVED))
+    optim: str = option("adamw_torch_fused", given_as=", ".join(optimizer_names.SERVED), elsewhere=("optimizer",))
     """The optimizer, by transformers' name. adamw_torch_fused uses plain AdamW where torch has no fused kernel."""
     optim_args: dict[str, Any] | str | None = option(  # noqa: RUF009 - a field
         None, kind=dict, given_as="name=value,…, or JSON"
@@ -122,7 +139,7 @@ class SFTConfig(
     """Beta2 of AdamW and Lion."""
     adam_epsilon: float = 1e-8
     """AdamW's epsilon."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = option(1.0, elsewhere=("max_norm", "clip_grad", "gradient_clipping", "gradient_clip_val"))
     """Clip gradients to this norm; 0 turns clipping off."""
     bf16: bool | None = None
     """Mixed precision: compute in bf16, update in fp32. If not set: on GPUs that compute in bf16, unless the launcher's
@@ -152,8 +169,8 @@ class SFTConfig(
     # --- evaluation, saving ---
     eval_strategy: Strategy = _named("no", "evaluation_strategy")  # noqa: RUF009 - a field
     """When to evaluate."""
-    eval_steps: float | None = None
-    """Steps between evaluations; `logging_steps` if not set. Below 1 it is a fraction of all steps."""
+    eval_steps: float | None = option(None, elsewhere=("eval_every",))
+    """Steps between evaluations; `logging_steps` if not set, or 10. Below 1 it is a fraction of all steps."""
     eval_on_start: bool = False
     """Evaluate before the first step too."""
     eval_samples: int = 0
@@ -166,7 +183,7 @@ class SFTConfig(
     save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
     """When to save a checkpoint; best: after each evaluation that is the best so far. The last step is always saved
     unless this is no or best."""
-    save_steps: float = 500
+    save_steps: float = option(500, elsewhere=("save_every",))
     """Steps between checkpoints. Below 1 it is a fraction of all steps."""
     save_total_limit: int | None = None
     """The number of checkpoints to keep. The best and the newest are always kept."""
@@ -188,8 +205,8 @@ class SFTConfig(
     # --- what is shown ---
     logging_strategy: Strategy = "steps"
     """When to log."""
-    logging_steps: float = 10
-    """Steps between log lines. Below 1 it is a fraction of all steps."""
+    logging_steps: float | None = option(10, elsewhere=("log_every", "log_steps"))
+    """Steps between log lines. Below 1 it is a fraction of all steps. If not set: a twentieth of them, from 1 to 10."""
     logging_first_step: bool = False
     """Log the first step too."""
     log_level: Literal["passive", "debug", "info", "warning", "error", "critical"] = "passive"
@@ -197,11 +214,15 @@ class SFTConfig(
     progress: Literal["auto", "live", "plain", "json", "quiet"] = "auto"
     """Output on the terminal: a live display, plain lines, JSON lines, or errors only. auto is live on a terminal, else
     plain."""
-    report_to: str = option("none", given_as="none, auto, all, or tensorboard, wandb, mlflow, trackio, …")
+    report_to: str = option(
+        "none",
+        given_as="none, auto, all, or tensorboard, wandb, mlflow, trackio, …",
+        elsewhere=("wandb", "use_wandb", "logger"),
+    )
     """Where to log metrics besides metrics.jsonl: TensorBoard, Weights & Biases, and every logger that transformers
     supports. auto is TensorBoard if it is installed, all every logger that is installed; a logger that is named must be
     installed."""
-    run_name: str | None = None
+    run_name: str | None = option(None, elsewhere=("wandb_name",))
     """The name of the run in its report and in loggers."""
     push_to_hub: bool = False
     """Upload the result to the hub, as `hub_strategy` asks. If an upload fails, the result stays in `output_dir` and
@@ -238,14 +259,15 @@ class SFTConfig(
         self.fsdp = _flags(self.fsdp)
         for one in options_of(SFTConfig):
             setattr(self, one.name, convert(one, getattr(self, one.name), one.name))
+        redaction.learn(self.values())
         for name in PERIODS:
             value = getattr(self, name)
             if value is not None and value >= 1:
                 if value != int(value):
                     raise ConfigError(f"{name} is {value:g}; expected a whole number, or a fraction of all steps.")
                 setattr(self, name, int(value))
-        if self.local_rank < 0:
-            self.local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
+        if self.local_rank < 0 and (text := os.environ.get("LOCAL_RANK", "")).isdecimal():
+            self.local_rank = int(text[:9])  # the runtime refuses a wrong one
         if self.disable_tqdm and self.progress == "auto":
             self.progress = "plain"
 
@@ -335,7 +357,7 @@ class SFTConfig(
     @property
     def evaluates_every(self) -> float:
         """Steps between evaluations."""
-        return self.eval_steps or self.logging_steps
+        return self.eval_steps or self.logging_steps or MOST_BETWEEN_LOGS
 
     @property
     def best_metric(self) -> str:
@@ -358,6 +380,10 @@ class SFTConfig(
         """bf16 or fp16 if set; None leaves it to the launcher's settings."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else None
 
+    def logs_every(self, steps: int) -> int:
+        """Steps between log lines in a run of this many steps, where `logging_steps` leaves it open."""
+        return max(1, min(MOST_BETWEEN_LOGS, steps // LOG_LINES))
+
     def warmup(self, steps: int) -> int:
         """The number of warmup steps in a run of this many steps."""
         if self.warmup_steps:
@@ -375,6 +401,7 @@ class SFTConfig(
     @classmethod
     def from_checked(cls, values: dict[str, Any]) -> Self:
         """The settings that `values` gave, in a process that receives them: they are not checked again."""
+        redaction.learn(values)
         made = cls.__new__(cls)
         vars(made).update(values)
         return made

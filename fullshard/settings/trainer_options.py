@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from fullshard.configfile import read_file
 from fullshard.errors import ConfigError
-from fullshard.options import as_bool, option
+from fullshard.options import as_bool, option, shown
 
 PLACED = ("device_map", "low_cpu_mem_usage", "use_cache", "tp_plan", "max_memory")
 """Arguments of `from_pretrained` without a meaning here: the engine places the model, and training uses no cache."""
@@ -148,7 +148,9 @@ class TrainerOptions:
         if given is None or given == "":
             return
         if isinstance(given, str):
-            given = json.loads(given) if given.lstrip().startswith("{") else read_file(given).values
+            given = _from_json(given) if given.lstrip().startswith("{") else read_file(given).values
+        if not isinstance(given, Mapping) and not hasattr(given, "__dict__"):
+            raise ConfigError(f"accelerator_config is {shown(given)}; expected a mapping, JSON or a file.")
         given = dict(given) if isinstance(given, Mapping) else dict(vars(given))
         accumulation = dict(given.pop("gradient_accumulation_kwargs", None) or {})
         if "sync_each_batch" in accumulation:
@@ -167,6 +169,13 @@ def quantization_settings(given: Any) -> dict[str, Any]:
         raise ConfigError(f"quantization_config is {kind}; expected a BitsAndBytesConfig with load_in_4bit.")
     found = {ours: values[theirs] for theirs, ours in BNB.items() if values.get(theirs) is not None}
     return {name: _dtype_name(value) if name.endswith("_dtype") else value for name, value in found.items()}
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"accelerator_config: not JSON: {error}") from None
 
 
 def _dtype_name(dtype: Any) -> str:

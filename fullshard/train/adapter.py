@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fullshard import accelerator
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, one_line
 from fullshard.fsdp import MixedPrecision
 from fullshard.lora.adapter_config import taken_from_weights
 from fullshard.lora.fused import fuse_lora
@@ -31,7 +31,7 @@ from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
 from fullshard.models.gated_mlps import gated_mlps
 from fullshard.models.shared_inputs import shared_inputs
-from fullshard.options import as_list, nearest
+from fullshard.options import as_list, counting_number, nearest
 from fullshard.quant.config import Quantization, quantization_from_options, storage_note
 from fullshard.quant.quantize import quantized_format
 from fullshard.ranks import agree
@@ -109,8 +109,10 @@ def continued_config(config: SFTConfig, folder: Path, say: Say) -> Any:
 
     try:
         found: Any = PeftConfig.from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"adapter_name_or_path: {folder} holds no adapter that peft can read: {error}.") from None
+    except Exception as error:  # damaged files raise errors of many kinds
+        raise ConfigError(
+            f"adapter_name_or_path: {folder} holds no adapter that peft can read: {one_line(error)}."
+        ) from None
     if found.is_prompt_learning:
         kind = getattr(found.peft_type, "value", found.peft_type)
         raise ConfigError(f"adapter_name_or_path: {folder} holds a {kind} adapter; expected one like LoRA.")
@@ -162,7 +164,8 @@ def chosen_tokens(config: SFTConfig, tokenizer: Any, rows: int) -> list[int]:
     """The ids of the tokens in `trainable_token_indices`, which are given as ids or as text."""
     found, known = [], tokenizer.get_vocab()
     for word in as_list(config.trainable_token_indices or ""):
-        index = int(word) if word.isdigit() else known.get(word)
+        number = counting_number(word)
+        index = number if number is not None else known.get(word)
         if index is None or index >= rows:
             what = f"has no token {word!r}{nearest(word, known)}" if index is None else f"has no token {index}"
             raise ConfigError(
@@ -301,6 +304,13 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
     torch.manual_seed(seed)
     try:
         return get_peft_model_on_meta(model, peft_config) if empty else get_peft_model(model, peft_config)
+    except RuntimeError as error:
+        if not re.search("alloc|overflow", str(error)):
+            raise
+        raise ConfigError(
+            f"the adapter has more parameters than host memory holds ({one_line(error, 120)}); check the sizes in "
+            f"config.json and the rank of the adapter."
+        ) from None
     except ValueError as error:
         if "lora_dropout" in str(error):
             raise ConfigError(

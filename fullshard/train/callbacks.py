@@ -144,7 +144,9 @@ class Callbacks:
         )  # fmt: skip
         self.state.compute_steps(args, total)
         if args.eval_steps is None:
-            self.state.eval_steps = self.state.logging_steps
+            self.state.eval_steps = self.state.logging_steps if args.logging_steps else args.evaluates_every
+        if args.logging_steps is None:
+            self.state.logging_steps = args.logs_every(total)
         self.meet()
 
     # --- what a checkpoint holds ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from fullshard import engines
 from fullshard.data.sources import DataSource
 from fullshard.errors import ConfigError
 from fullshard.lora.adapter_config import CONFIG, WEIGHTS, is_adapter, read_config
+from fullshard.options import as_list
 from fullshard.parallelize.fsdp_flags import settings_from_trainer_flags
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.paths import Inputs, held, looks_local
@@ -254,6 +255,8 @@ def starting_point(model: Any, adapter: str | None) -> tuple[Any, str | None]:
                 f"name the model they were trained on, or leave one out."
             )
         model, adapter = None, str(model)
+    if isinstance(model, str | Path):
+        refuse_encoder(str(model), _stated(Path(model).expanduser()))
     if adapter is None:
         return model, None
     if hasattr(model, "peft_config"):
@@ -301,6 +304,31 @@ def check_template_path(name: str) -> None:
         raise ConfigError(f"chat_template_path: {path} has no {' or '.join(known[:2])}; it holds {held(path)}.")
     if (looks_local(name) or path.suffix in (".jinja", ".j2")) and not path.exists():
         raise ConfigError(f"chat_template_path: {path} does not exist; expected a Jinja file or a folder.")
+
+
+def refuse_encoder(name: str, stated: Mapping[str, Any]) -> None:
+    """Refuse a model that its configuration states to be no causal language model: BERT and its kind, T5 and its."""
+    kind = str(stated.get("model_type"))
+    classes = [str(one) for one in as_list(stated.get("architectures") or ())]
+    masked = [one for one in classes if one.endswith(("ForMaskedLM", "ForPreTraining", "ForNextSentencePrediction"))]
+    encodes = "decoder" not in kind and not stated.get("is_decoder") and ("bert" in kind or bool(masked))
+    if not encodes and not stated.get("is_encoder_decoder"):
+        return
+    what = "an encoder" if encodes else "an encoder-decoder"
+    raise ConfigError(
+        f"{name} is a {kind} model ({', '.join(classes) or 'its class is not stated'}), {what}; expected a causal "
+        f"language model, such as Llama, Qwen or GPT-2. To train this one, run a script of your own, with "
+        f"transformers' Trainer for example, under fullshard launch."
+    )
+
+
+def _stated(place: Path) -> dict[str, Any]:
+    """What a model's config.json states; nothing if it cannot be read, which is reported where the model is made."""
+    try:
+        found = json.loads((place if place.is_file() else place / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def check_model_folder(name: str, option: str = "model_name_or_path", needs: str = "config.json") -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from fullshard.configfile import SUFFIXES, read_file, sort_keys
 from fullshard.errors import ConfigError
 from fullshard.options import Option, names_of, nearest, options_of, parse_flags
+from fullshard.settings.needs import named_in, turn_on_lora, without_effect
 from fullshard.settings.sft_config import SFTConfig
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -29,6 +30,7 @@ class CommandConfig(SFTConfig):
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = "auto"
     add_special_tokens: bool | None = False
     report_to: str = "auto"
+    logging_steps: float | None = None
 
 
 def command_options() -> tuple[Option, ...]:
@@ -55,7 +57,11 @@ def parse(words: Sequence[str], command: str = "sft") -> Arguments:
     if flags.rest:
         hint = "The file of settings comes first." if Path(flags.rest[0]).suffix in SUFFIXES else "Flags begin with --."
         raise ConfigError(f"{command}: {flags.rest[0]!r} is not a flag. {hint}")
-    return Arguments(CommandConfig(**{**values, **flags.values}), notes)
+    values |= flags.values
+    if note := turn_on_lora(values):
+        notes.append(note)
+    config = CommandConfig(**values)
+    return Arguments(config, notes + without_effect(config, named_in(values, CommandConfig)))
 
 
 def read_yaml(path: str, notes: list[str]) -> dict[str, Any]:
@@ -84,8 +90,8 @@ def config_of(args: Any, **more: Any) -> tuple[SFTConfig, list[str]]:
         values = args if isinstance(args, dict) else {} if args is None else _from_training_arguments(args)
         config = SFTConfig(**{**values, **more})
         config._given = None if isinstance(args, dict) else args
-    unused = [one.name for one in options_of(SFTConfig) if one.no_op and _is_set(config, one)]
-    return config, [f"no effect here (see docs/options.md): {', '.join(unused)}"] if unused else []
+    named = {one.name for one in options_of(SFTConfig) if _is_set(config, one)}
+    return config, without_effect(config, named, script=True)
 
 
 def _from_training_arguments(args: Any) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def import_libraries(request: PlanRequest) -> None:
         importlib.import_module("peft")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with contextlib.suppress(OSError, ValueError, KeyError, ImportError):  # reported where the model is made
+    with contextlib.suppress(Exception):  # reported where the model is made
         place = find_config(request.model)
         shape = AutoConfig.from_pretrained(place)
         AutoModelForCausalLM._model_mapping[type(shape)]

@@ -12,6 +12,7 @@ from fullshard.models.inner_model import causal
 from fullshard.quant.bitsandbytes_layers import foreign_layers, take_over
 from fullshard.quant.quantize import packed_weights
 from fullshard.torch_private import is_compiled
+from fullshard.train.checked_run import refuse_encoder
 
 WRAPPERS = {
     "DistributedDataParallel": "model.module",
@@ -60,6 +61,7 @@ def _check_causal(model: Any) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(f"model is a {name}, an encoder-decoder; expected a causal language model.")
+    refuse_encoder("model", model.config.to_dict())
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     known = head is not None or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     taken = inspect.signature(type(model).forward).parameters

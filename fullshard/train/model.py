@@ -15,7 +15,7 @@ import torch
 
 from fullshard.data.chat_template import Prepared, prepare_tokenizer
 from fullshard.data.token_table import TokenTable
-from fullshard.errors import ConfigError, first_line
+from fullshard.errors import ConfigError, one_line
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora import virtual_tokens
 from fullshard.models.attention import is_own
@@ -83,8 +83,8 @@ def read_tokenizer(config: SFTConfig, place: Path | str | None, earlier: Path | 
         raise ConfigError("there is no tokenizer: give processing_class= (or tokenizer=), or tokenizer_name_or_path.")
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer could be read from {str(source)!r}: {first_line(error)[:200]}") from None
+    except Exception as error:  # damaged files raise errors of many kinds
+        raise ConfigError(f"no tokenizer could be read from {str(source)!r}: {one_line(error)}") from None
 
 
 def prepared_tokenizer(config: SFTConfig, tokenizer: Any) -> Prepared:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullshard import accelerator
-from fullshard.errors import ConfigError, first_line
+from fullshard.errors import ConfigError, UserError, one_line
 from fullshard.models.attention import NAME, use_own_attention
 from fullshard.models.inner_model import causal
 from fullshard.models.rope_scaling import scale_rope
@@ -24,6 +24,7 @@ from fullshard.quant.quantize import quantize_model
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import adapter
 from fullshard.train.adapter import Say
+from fullshard.train.checked_run import refuse_encoder
 from fullshard.weights import load as loading
 from fullshard.weights.adapter_base import lasting_name
 from fullshard.weights.config_limits import check_config
@@ -60,19 +61,21 @@ def read_model(
         source = None
         if present or (_depends_on_files(config, shape) and has_weights(place)):
             source = stack.enter_context(contextlib.closing(open_source(place)))
-        dtype = choose_dtype(config.torch_dtype, shape, source)
-        if four_bits is not None and config.torch_dtype == "auto":
-            dtype = dense_dtype(four_bits.scheme.storage) or dtype
         try:
+            dtype = choose_dtype(config.torch_dtype, shape, source)
+            if four_bits is not None and config.torch_dtype == "auto":
+                dtype = dense_dtype(four_bits.scheme.storage) or dtype
             model = loading.on_meta(AutoModelForCausalLM, shape, dtype, place, config.trust_remote_code)
-        except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
+        except UserError:
+            raise
+        except Exception as error:  # transformers checks few sizes, and not in one way
             if "Unrecognized configuration class" in str(error):
                 raise ConfigError(
                     f"{place} holds a {shape.model_type} model; expected a causal language model."
                 ) from None
             raise ConfigError(
                 f"{place}: no {shape.model_type} model can be built with the sizes in its config.json: "
-                f"{first_line(error)[:200]}"
+                f"{one_line(error)}"
             ) from error
         check_sizes(place if place.is_file() else place / "config.json", config.config_changes)
         if source is not None:
@@ -103,13 +106,14 @@ def read_shape(config: SFTConfig, place: Path, say: Say) -> Any:
         shape, unknown = AutoConfig.from_pretrained(
             place, return_unused_kwargs=True, trust_remote_code=config.trust_remote_code, **config.config_changes
         )
-    except (OSError, ValueError, TypeError, ArithmeticError) as error:
+    except Exception as error:  # damaged files raise errors of many kinds
         if named := re.search(r"model type `([^`]*)` but Transformers does not recognize", str(error)):
             raise ConfigError(
                 f"{place}: transformers {transformers.__version__} knows no model of type {named[1]!r}; expected one "
                 f"of its model types, or trust_remote_code for a model with its own code."
             ) from None
-        raise ConfigError(f"no model configuration could be read from {place}: {first_line(error)[:200]}") from None
+        raise ConfigError(f"no model configuration could be read from {place}: {one_line(error)}") from None
+    refuse_encoder(str(place), shape.to_dict())
     unknown.pop("trust_remote_code", None)
     if unknown:
         raise ConfigError(

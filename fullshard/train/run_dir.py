@@ -19,8 +19,9 @@ from fullshard.data.sources import DataSource
 from fullshard.data.token_table import cache_root
 from fullshard.errors import ConfigError
 from fullshard.lora.adapter_config import FIRST, WEIGHTS
-from fullshard.options import options_of
+from fullshard.options import counting_number, options_of
 from fullshard.paths import Inputs, refuse_inputs, replace_text, within
+from fullshard.redaction import hide_in
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.dataset_options import configs_of
 from fullshard.train.run_lock import LOCK, FolderLock, refuse_occupied
@@ -50,7 +51,7 @@ NAMED = 4
 def restarted(environment: Mapping[str, str] | None = None) -> bool:
     """Whether the launcher has restarted this job after a crash."""
     text = (os.environ if environment is None else environment).get(RESTART_VARIABLE, "0")
-    return text.isdigit() and int(text) > 0
+    return (counting_number(text) or 0) > 0
 
 
 def place_of(config: SFTConfig) -> Path:
@@ -305,7 +306,7 @@ def remove_checkpoints(config: SFTConfig) -> None:
 
 def write_settings(config: SFTConfig, facts: Mapping[str, Any], plan: Mapping[str, Any] | None = None) -> None:
     """Write the resolved settings to settings.json, and what was planned to plan.json."""
-    text = json.dumps({"settings": config.to_dict(), **facts}, indent=1, default=str)
+    text = json.dumps({"settings": config.to_dict(), **hide_in(facts)}, indent=1, default=str)
     if plan is not None:
-        replace_text(place_of(config) / PLAN, json.dumps(plan, default=str))
+        replace_text(place_of(config) / PLAN, json.dumps(hide_in(plan), default=str))
     replace_text(place_of(config) / SETTINGS, text)

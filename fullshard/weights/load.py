@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from fullshard import engines, runtime
-from fullshard.errors import WeightsError
+from fullshard.errors import WeightsError, one_line
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.fsdp.shard import broadcast
 from fullshard.fsdp.strategy import ShardingStrategy
@@ -154,8 +154,8 @@ def read_config(where: Path, given: Any, trust_remote_code: bool) -> Any:
     check_config(directory, given)
     try:
         found = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **(given or {}))
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{directory} has no usable config.json: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # damaged files raise errors of many kinds
+        raise WeightsError(f"{directory} has no usable config.json: {one_line(error)}") from error
     if (packed := getattr(found, "quantization_config", None)) is not None:
         Quantization.of(packed)  # raises if the stored quantization is not supported
     return found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -22,6 +23,14 @@ from tests.data.tiny import make_tokenizer, write_rows
 from tests.pool import ranks
 from tests.train.tiny import make_folder, make_model
 
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+    "distilbert": {"model_type": "distilbert"},
+    "electra": {"model_type": "electra", "architectures": ["ElectraForPreTraining"]},
+    "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+}
+"""Models that are no causal language models, by what their config.json states."""
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,6 +47,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "broken.yaml").write_text("seed: [1\n")
     (folder / "bare").mkdir()
     (folder / "bare" / "config.json").write_text("{}")
+    for name, stated in ENCODERS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(stated))
     return folder
 
 
@@ -62,6 +74,14 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "key twice": (lambda p: [str(p / "twice.yaml")], "both set max_length; keep one"),
     "file that is no YAML": (lambda p: [str(p / "broken.yaml")], "broken.yaml:2: not YAML"),
     "no such file": (lambda p: [str(p / "nothing.yaml")], "nothing.yaml does not exist"),
+    **{
+        name: (
+            lambda p, name=name: words(p, model_name_or_path=p / name, dataset_name=p / "nowhere"),  # type: ignore[misc]
+            rf"{name} is a {name} model \(.*an encoder.*expected a causal language model.*under fullshard launch",
+        )
+        for name in ENCODERS
+    },
+    "a name of another tool": (lambda p: words(p, lora_rank=8), "unknown flag --lora_rank; did you mean lora_r\\?"),
     "no model": (lambda p: words(p, model_name_or_path=None), "model_name_or_path is missing; give --model_name_or_path"),
     "no data": (lambda p: words(p, dataset_name=None), "dataset_name is missing"),
     "model folder missing": (lambda p: words(p, model_name_or_path=p / "nowhere"), "model_name_or_path: .*nowhere does not exist"),
@@ -75,7 +95,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "zero rows": (lambda p: words(p, per_device_train_batch_size=0), "per_device_train_batch_size is 0; expected 1 or more"),
     "no steps": (lambda p: words(p, max_steps=0), "max_steps is 0; expected 1 or more, or -1"),
     "negative rate": (lambda p: words(p, learning_rate=-1), "learning_rate is -1.0; expected 0 or more"),
-    "rate that is no number": (lambda p: words(p, learning_rate="nan"), "learning_rate is nan"),
+    "rate that is no number": (lambda p: words(p, learning_rate="nan"), "learning_rate: expected a number, got .nan"),
     "both precisions": (lambda p: words(p, bf16=True, fp16=True), "bf16 and fp16 are both on"),
     "8 bits": (lambda p: words(p, use_8bit_quantization=True), "8-bit weights are not supported"),
     "fp8 and 4 bits": (lambda p: words(p, base_dtype="fp8", use_4bit_quantization=True), "choose one"),
@@ -101,7 +121,7 @@ EARLY: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "pissa in 4 bits": (lambda p: words(p, use_peft_lora=True, init_lora_weights="pissa", use_4bit_quantization=True), "pissa, and the model is quantized to 4 bits: .*Use loftq"),
     "pissa saved narrow": (lambda p: words(p, use_peft_lora=True, init_lora_weights="pissa", save_dtype="float16"), "save_dtype is float16, and init_lora_weights is pissa"),
     "a setting of another adapter": (lambda p: words(p, peft_type="vera", use_dora=True), "use_dora is a setting of lora adapters, and peft_type is vera"),
-    "a setting without adapter": (lambda p: words(p, use_rslora=True), "use_rslora is a setting of lora adapters, and there is no adapter"),
+    "a setting without adapter": (lambda p: words(p, use_rslora=True, use_peft_lora=False), "use_rslora is a setting of lora adapters, and there is no adapter"),
     "modules to save without adapter": (lambda p: words(p, modules_to_save="lm_head"), "modules_to_save: without an adapter all modules are trained"),
     "an adapter that is not offered": (lambda p: words(p, peft_type="ia3"), "--peft_type: expected lora, vera, prompt_tuning, prefix_tuning, p_tuning, got 'ia3'"),
     "a prompt in packed rows": (lambda p: words(p, peft_type="p_tuning", packing=True), "packing is on, and the adapter is p_tuning: documents that share a row"),

@@ -211,3 +211,18 @@ def test_callbacks_are_added_and_removed(tmp_path: Path) -> None:
     assert own not in made.callback_handler.callbacks
     with pytest.raises(ConfigError, match="not one of the trainer's callbacks"):
         made.remove_callback(own)
+
+
+@ranks(1)
+def test_a_short_run_has_as_many_log_lines_as_steps(tmp_path: Path) -> None:
+    """Where `logging_steps` is open; evaluations come as before."""
+    open_to_choice = {"logging_steps": None, "max_steps": 18, "eval_steps": None, "save_strategy": "no"}
+    changes = {**RUN, **open_to_choice, "load_best_model_at_end": False}
+    trainer = SFTTrainer(
+        model=make_model(), args=settings(tmp_path, **changes), train_dataset=ROWS, eval_dataset=ROWS[:4],
+        tokenizer=make_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    lines = trainer.state.log_history
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 19))
+    assert [line["step"] for line in lines if "eval_loss" in line] == [10, 18]

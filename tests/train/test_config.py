@@ -15,11 +15,12 @@ import fullshard.launch
 import fullshard.settings
 import fullshard.train
 from fullshard.errors import ConfigError
-from fullshard.launch.sft_command import split
+from fullshard.launch.config import launch_options
+from fullshard.launch.sft_command import refuse_unknown, split
 from fullshard.optimizers.lr_schedule import check, factor
-from fullshard.options import options_of
+from fullshard.options import options_of, parse_flags
 from fullshard.settings.sft_config import SFTConfig
-from fullshard.train.cli_args import config_of, parse
+from fullshard.train.cli_args import CommandConfig, command_options, config_of, parse
 
 SEED_FLAGS = """
 --seed 100 --model_name_or_path meta-llama/Llama-2-70b-hf --dataset_name smangrul/ultrachat-10k-chatml
@@ -166,3 +167,37 @@ def test_other_names_work_in_a_script_too() -> None:
     assert (named.max_seq_len, named.eval_strategy, named.torch_dtype) == (77, "epoch", "bfloat16")
     with pytest.raises(ConfigError, match="unknown setting 'learnin_rate'; did you mean learning_rate"):
         SFTConfig(learnin_rate=1)  # type: ignore[call-arg]
+
+
+# --- names of other tools ---------------------------------------------------------------------------------------------
+
+
+def test_names_of_other_tools_are_answered_with_ours(tmp_path: Path) -> None:
+    """As flags, as keys of the file, and in scripts; no such name is one of our own, or stands for two settings."""
+    options = (*command_options(), *launch_options())
+    ours = {name for one in options for name in (*one.names, *one.flags)}
+    theirs = [(name, one) for one in options for name in one.elsewhere]
+    assert len(theirs) > 80 and not ours & {name for name, _ in theirs}
+    assert len({name for name, _ in theirs}) == len(theirs)
+    for name, one in theirs:
+        with pytest.raises(ConfigError, match=rf"unknown flag --{name}; did you mean {one.key}\?"):
+            refuse_unknown([f"--{name}", "1"], options, "sft")
+    (tmp_path / "run.yaml").write_text("lora_rank: 8\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:1: lora_rank: unknown key; did you mean lora_r\?"):
+        parse([str(tmp_path / "run.yaml")])
+    with pytest.raises(ConfigError, match=r"unknown setting 'lora_rank'; did you mean lora_r\?"):
+        SFTConfig(lora_rank=8)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"unknown flag --nproc-per-node; did you mean num_processes\?"):
+        parse_flags(["--nproc-per-node", "2"], launch_options(), "launch")
+
+
+# --- log lines --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("steps", "every"), [(1, 1), (18, 1), (39, 1), (40, 2), (100, 5), (200, 10), (100_000, 10)])
+def test_log_lines_follow_the_length_of_the_run(steps: int, every: int) -> None:
+    """Where nothing is said; a value that is given is kept, and evaluations do not follow."""
+    config = CommandConfig()
+    assert config.logging_steps is None and config.logs_every(steps) == every and config.evaluates_every == 10
+    assert parse(["--logging_steps", "10"]).config.logging_steps == 10 == SFTConfig().logging_steps
+    assert steps / every >= min(steps, 20)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from safetensors import safe_open
 
 from fullshard import runtime
 from fullshard.checkpoint.manager import CheckpointManager
+from fullshard.errors import ConfigError, UserError
 from fullshard.options import options_of
+from fullshard.settings.needs import turn_on_lora, without_effect
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train import assemble
+from fullshard.train.cli_args import CommandConfig
 from fullshard.train.hub import Hub
 from fullshard.train.loop import Loop
 from fullshard.train.trainer import SFTTrainer
@@ -106,6 +110,10 @@ ELSEWHERE = {
 """Options that other tests change, and those that this machine cannot show."""
 
 
+BY_DATA = ("dataloader_drop_last",)
+"""Options whose effect needs other data, not other settings."""
+
+
 def test_every_option_is_accounted_for() -> None:
     named = {o.name for o in options_of(SFTConfig) if not (o.no_op or o.refused)}
     assert named == CHANGES.keys() | ELSEWHERE.keys() and not CHANGES.keys() & ELSEWHERE.keys()
@@ -185,7 +193,7 @@ def test_every_option_changes_the_run(tmp_path: Path) -> None:
         path.write_text("".join(json.dumps({**r, "other": r["text"][::-1]}) + "\n" for r in rows))
     events: list[Any] = []
     before: dict[str, Any] = {}
-    same = []
+    same, silent = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fullshard.train.hub.Hub._why_not", lambda hub: None)
         patch.setattr(Hub, "push", lambda self, place, message: events.append("pushed"))
@@ -202,9 +210,26 @@ def test_every_option_changes_the_run(tmp_path: Path) -> None:
             runtime.get_logger().setLevel(level)
             if after == before[key]:
                 same.append(name)
+            if also and name not in BY_DATA and not is_told({**BASE, name: value}, name):
+                with contextlib.suppress(UserError):
+                    if picture(tmp_path, f"alone {number}", {name: value}, events) == before["{}"]:
+                        silent.append(name)
+                runtime.get_logger().setLevel(level)
         again = picture(tmp_path, "again", {}, events)
         assert again == before["{}"], "a run repeats itself, or these pictures show nothing"
     assert not same
+    assert not silent, "without what they need they have no effect, and nobody says so: settings/needs.py"
+
+
+def is_told(values: dict[str, Any], name: str) -> bool:
+    """Whether a run with these settings refuses this one, says that it has no effect, or what it turns on."""
+    values = dict(values)
+    try:
+        note = turn_on_lora(values)
+        notes = without_effect(CommandConfig(**values), [name])
+    except ConfigError:
+        return True
+    return note is not None or bool(notes)
 
 
 def _note(patch: pytest.MonkeyPatch, events: list[Any], kind: type, name: str, told: Any) -> None:

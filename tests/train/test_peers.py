@@ -67,6 +67,7 @@ def test_which_defaults_of_the_command_are_others() -> None:
     assert {name: (command[name], script[name]) for name in script if script[name] != command[name]} == {
         "learning_rate": (5e-5, 2e-5), "gradient_checkpointing": (False, True), "bf16": (False, None),
         "torch_dtype": ("auto", None), "report_to": ("auto", "none"), "add_special_tokens": (False, None),
+        "logging_steps": (None, 10),
     }  # fmt: skip
 
 
