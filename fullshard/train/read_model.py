@@ -15,6 +15,7 @@ from torch import nn
 
 from fullshard import accelerator
 from fullshard.errors import ConfigError, first_line
+from fullshard.lora.language_model import train_language_model
 from fullshard.models.attention import NAME, use_own_attention
 from fullshard.models.inner_model import causal
 from fullshard.models.rope_scaling import scale_rope
@@ -42,8 +43,6 @@ def read_model(
     For a plan (`present=False`) the device need not be in this machine, the folder needs no weights and may be a bare
     config.json, and `condense` may take layers away before the others are quantized.
     """
-    from transformers import AutoModelForCausalLM
-
     shape = read_shape(config, place, say)
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
@@ -63,7 +62,7 @@ def read_model(
         if four_bits is not None and config.torch_dtype == "auto":
             dtype = dense_dtype(four_bits.scheme.storage) or dtype
         try:
-            model = loading.on_meta(AutoModelForCausalLM, shape, dtype, place, config.trust_remote_code)
+            model = loading.on_meta(loading.text_class(shape), shape, dtype, place, config.trust_remote_code)
         except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
             if "Unrecognized configuration class" in str(error):
                 raise ConfigError(
@@ -74,6 +73,8 @@ def read_model(
                 f"{first_line(error)[:200]}"
             ) from error
         check_sizes(place if place.is_file() else place / "config.json", config.config_changes)
+        if line := train_language_model(model):
+            say(line)
         if source is not None:
             loading.untie_what_differs(model, source, None)
         if condense is not None:

@@ -96,7 +96,8 @@ def fill(
         for files in opened:
             if files is not source:
                 files.close()
-    base = SourceFiles(os.path.abspath(plan.source.path), next(filter(None, fingerprints)))
+    path = os.path.abspath(plan.source.path)
+    base = SourceFiles(path, next(filter(None, fingerprints)), left_out=plan.left_out)
     names: dict[int, list[str]] = {}  # a module may have two names, such as the embedding with a prompt encoder
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)

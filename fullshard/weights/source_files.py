@@ -41,6 +41,8 @@ class SourceFiles:
     """`fingerprint_of(path)` at load."""
     loaded: dict[str, WriteCount] = field(default_factory=dict, repr=False)
     """By parameter name, the write counts of this rank's shard after loading."""
+    left_out: tuple[str, ...] = ()
+    """The tensors in the files that belong to parts left out of the model; they are copied when it is saved."""
 
     def record(self, names: Iterable[str], shard: torch.Tensor) -> None:
         """Record that the files provide this parameter, under all its names."""
