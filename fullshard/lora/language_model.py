@@ -55,6 +55,11 @@ def left_out(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module.part for name, module in model.named_modules() if isinstance(module, LeftOut)}
 
 
+def left_out_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of the parts that are left out of a model, by the names that they would have in it."""
+    return {f"{place}.{name}": t for place, part in left_out(model).items() for name, t in part.state_dict().items()}
+
+
 @contextlib.contextmanager
 def complete(model: nn.Module) -> Iterator[None]:
     """Inside, the parts that are left out are back in their places, on the meta device."""
@@ -111,15 +116,16 @@ def train_language_model(model: Any) -> str:
     return f"{line}; {', '.join(sorted(kept))}: frozen." if kept else f"{line}."
 
 
-def freeze_other_parts(model: Any) -> bool:
-    """Freeze the parameters outside the language model; whether the model has any."""
-    parts = other_parts(model)
-    modules = [model.get_decoder(), model.get_output_embeddings()] if parts else [model]
+def freeze_other_parts(model: Any) -> str:
+    """Freeze the parameters outside the language model; returns a line about it, empty for a plain language model."""
+    if not (parts := other_parts(model)):
+        return ""
+    modules = (model.get_decoder(), model.get_output_embeddings())
     inside = {id(p) for module in modules if module is not None for p in module.parameters()}
     for p in model.parameters():
         if id(p) not in inside:
             p.requires_grad_(False)
-    return bool(parts)
+    return f"{type(model).__name__} is trained on text: its language model trains; {', '.join(parts)}: frozen."
 
 
 class _LanguageModelReached(Exception):

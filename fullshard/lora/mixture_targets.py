@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from fullshard.lora.language_model import left_out
+from fullshard.lora.language_model import left_out_tensors
 from fullshard.quant.experts import NF4Experts
 from fullshard.quant.quantizable import fused_experts
 
@@ -41,7 +41,8 @@ def mixture_targets(model: nn.Module) -> AdapterTargets | None:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linear = [
         name for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and not _in_router(name, blocks)
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+        and not _in_router(name, blocks) and not _refused_by_peft(model, name)
     ]  # fmt: skip
     moved = moved_by_peft(model, linear)
     modules = [name for name in linear if name not in moved]
@@ -70,10 +71,22 @@ def _in_router(name: str, blocks: Iterable[str]) -> bool:
     return any(part in ROUTERS and ".".join(parts[:i]) in blocks for i, part in enumerate(parts))
 
 
+def _refused_by_peft(model: nn.Module, name: str) -> bool:
+    """Whether PEFT has no adapters for this layer, because the layer's weight is used without calling it (Mamba)."""
+    from peft import LoraConfig
+    from peft.tuners import tuners_utils
+
+    check = getattr(tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None)
+    try:
+        check(LoraConfig(), model, name.rpartition(".")[2])
+    except ValueError:
+        return True
+    return False
+
+
 def _parameter_names(model: nn.Module) -> Iterator[str]:
     yield from (name for name, _ in model.named_parameters())
-    for place, part in left_out(model).items():
-        yield from (f"{place}.{name}" for name, _ in part.named_parameters())
+    yield from left_out_tensors(model)
 
 
 def _short(names: list[str], others: list[str]) -> list[str]:

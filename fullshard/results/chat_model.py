@@ -66,6 +66,7 @@ def load_chat_model(
         "dtype": dense_dtype if dense_dtype is not None and dtype == "auto" else dtype,
         "quantization_config": quantization,
         "progress": sys.stderr.isatty(),
+        "text_only": True,
     }
     with tempfile.TemporaryDirectory(prefix="fullshard-adapter-") as temporary:
         adapter = result.folder

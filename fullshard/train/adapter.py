@@ -24,12 +24,15 @@ from fullshard.fsdp import MixedPrecision
 from fullshard.lora.adapter_config import taken_from_weights
 from fullshard.lora.fused import fuse_lora
 from fullshard.lora.gated_mlp import fuse_mlps
+from fullshard.lora.language_model import outside_pattern
 from fullshard.lora.methods import check_method, method_of
-from fullshard.lora.peft_model import check_trains, get_peft_model_on_meta
+from fullshard.lora.mixture_targets import adapts_parameters, mixture_targets
+from fullshard.lora.peft_model import check_trains, get_peft_model_on_meta, with_layers
 from fullshard.lora.targets import ALL_LINEAR
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
 from fullshard.models.gated_mlps import gated_mlps
+from fullshard.models.inner_model import causal
 from fullshard.models.shared_inputs import shared_inputs
 from fullshard.options import as_list, nearest
 from fullshard.quant.config import Quantization, quantization_from_options, storage_note
@@ -101,6 +104,30 @@ def _layers(config: SFTConfig) -> dict[str, Any]:
         "modules_to_save": whole or None,
         "task_type": "CAUSAL_LM",
     }
+
+
+def fitted_config(config: SFTConfig, peft_config: Any, model: Any, say: Say, *, from_settings: bool) -> Any:
+    """PEFT's configuration of a new adapter on this model: nothing outside its language model gets one.
+
+    One that was made `from_settings` adapts the experts under all-linear, and has no defaults that do not fit.
+    """
+    peft_config = copy.copy(peft_config)
+    if getattr(peft_config, "exclude_modules", "") is None:
+        peft_config.exclude_modules = outside_pattern(causal(model))
+    if not from_settings:
+        return peft_config
+    targets = mixture_targets(model) if getattr(peft_config, "target_modules", None) == ALL_LINEAR else None
+    if targets is not None:
+        peft_config.target_modules = targets.modules
+        if method_of(peft_config) == "LORA":
+            peft_config.target_parameters = targets.parameters
+        else:
+            say(f"lora_target_modules all-linear: a {method_of(peft_config)} adapter does not adapt experts.")
+    default = type(config).__dataclass_fields__["lora_dropout"].default
+    if method_of(peft_config) == "LORA" and peft_config.lora_dropout == default and adapts_parameters(peft_config, model):
+        peft_config.lora_dropout = 0.0
+        say(f"lora_dropout: the default of {default} is left out, because peft has no dropout for adapters on experts.")
+    return peft_config
 
 
 def continued_config(config: SFTConfig, folder: Path, say: Say) -> Any:
@@ -288,7 +315,7 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
 
     The adapter to resume (`earlier`) is loaded here if the model has its weights, else together with them.
     """
-    from peft import PeftModel, get_peft_model
+    from peft import PeftModel
 
     empty = any(p.is_meta for p in model.parameters())
     if earlier is not None and not empty:
@@ -300,12 +327,13 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
         )
     torch.manual_seed(seed)
     try:
-        return get_peft_model_on_meta(model, peft_config) if empty else get_peft_model(model, peft_config)
+        return (get_peft_model_on_meta if empty else with_layers)(model, peft_config)
     except ValueError as error:
-        if "lora_dropout" in str(error):
+        if unfit := re.search(r"ParamWrapper does not work with (\w+)", str(error)):
+            option, plain = unfit[1], 0 if unfit[1] == "lora_dropout" else False
             raise ConfigError(
-                f"lora_dropout={peft_config.lora_dropout}: peft has no dropout for adapters on parameters, which fused "
-                f"experts are (lora_target_modules all-linear); set lora_dropout to 0, or name linear layers."
+                f"{option}={getattr(peft_config, option)}: peft has no such adapters on parameters, which fused experts "
+                f"are; set {option} to {plain}, or name linear layers in lora_target_modules (attention layers alone)."
             ) from None
         if "target" not in str(error).lower():
             raise

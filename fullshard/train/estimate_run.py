@@ -96,6 +96,7 @@ class Pricing:
                 lines.append(str(error))
                 traces, certain = untraced(planned), False
                 plain = traces, batch
+            planned = without_idle_layers(planned, traces)
         with self.clock("memory"):
             options = memory_options(config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory)
             if not own_optimizer:
@@ -203,6 +204,14 @@ def step_options(config: SFTConfig, planned: PlannedModel, options: MemoryOption
         options.forward_prefetch, options.backward_prefetch,
         sum(map(options.optimizer.unit_state, planned.plan.units)),
     )  # fmt: skip
+
+
+def without_idle_layers(planned: PlannedModel, traces: Mapping[Level, StepTrace]) -> PlannedModel:
+    """The planned model without the layers that its forward pass does not call, such as those for images."""
+    called = {segment.unit for trace in traces.values() for segment in trace.segments}
+    layers = tuple(layer for layer in planned.layers if planned.kinds[layer] in called)
+    kinds = {layer: planned.kinds[layer] for layer in layers}
+    return dataclasses.replace(planned, layers=layers, kinds=kinds)
 
 
 def untraced(planned: PlannedModel) -> dict[Level, StepTrace]:

@@ -88,7 +88,7 @@ def estimate_now(run: RunToPlan) -> Estimate:
     with price.clock("model and plan"), described(run) as (config, place):
         planned = planned_model(
             config, run.engine, place, machine.num_processes, machine.nodes, device=machine.kind, steps=run.steps,
-            peft_config=run.peft_config, started=True,
+            peft_config=run.peft_config, started=True, all_parts=run.base is None,
         )  # fmt: skip
     check_same(planned.plan, run.model.plan)
     planned = dataclasses.replace(planned, plan=run.model.plan)

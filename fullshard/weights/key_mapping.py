@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from fullshard.lora.language_model import complete, left_out
+from fullshard.lora.language_model import complete, left_out_tensors
 from fullshard.weights.safetensors_index import SafetensorsFiles
 from fullshard.weights.slice_reader import Computed, Joined, Stacked, Stored, TensorReader, Transposed
 
@@ -78,10 +78,7 @@ def find_readers(
             name: Stored(source, source.entries[name]) for name in wanted if name in source.entries
         }
         return Found(readers, [name for name in source.entries if name not in wanted])
-    away = {
-        f"{place}.{name}": tuple(t.shape)
-        for place, part in left_out(model).items() for name, t in part.state_dict().items()
-    }  # fmt: skip
+    away = {name: tuple(t.shape) for name, t in left_out_tensors(model).items()}
     with complete(model):
         conversions = get_model_conversion_mapping(model, key_mapping)
         direct, fused, lost = _assign(model, {**wanted, **away}, source, conversions)
