@@ -29,6 +29,8 @@ class AdapterTargets(NamedTuple):
 
     modules: list[str]
     parameters: list[str]
+    has_experts: bool
+    """Whether experts are among them. PEFT cannot adapt weights that are read past the module that holds them."""
 
 
 def mixture_targets(model: nn.Module) -> AdapterTargets | None:
@@ -49,7 +51,9 @@ def mixture_targets(model: nn.Module) -> AdapterTargets | None:
     parameters = [*weights, *(f"{name}.weight" for name in linear if name in moved)]
     others = [name for name, _ in model.named_modules() if name not in modules]
     return AdapterTargets(
-        _short(modules, others), _short(parameters, [n for n in _parameter_names(model) if n not in parameters])
+        _short(modules, others),
+        _short(parameters, [name for name in _parameter_names(model) if name not in parameters]),
+        bool(weights) or any("experts" in name.split(".") for name in linear),
     )
 
 
@@ -59,7 +63,7 @@ def _expert_weights(model: nn.Module) -> Iterator[str]:
         if isinstance(module, NF4Experts):
             found = set(module.fused)
         elif EXPERTS & {*name.split(".")} and not isinstance(module, nn.Linear):
-            found = {own for own, p in module.named_parameters(recurse=False) if p.ndim > 1 and "bias" not in own}
+            found = {own for own, p in module.named_parameters(recurse=False) if p.ndim == 3}
         else:
             found = {own for own, _ in fused_experts(module)}
         yield from (f"{name}.{own}" for own in sorted(found))

@@ -37,7 +37,7 @@ from fullshard.weights.dtypes import choose_dtype, dtypes_kept
 from fullshard.weights.load import class_of, on_meta, read_config
 from fullshard.weights.locate import open_source, resolve
 from fullshard.weights.merge_adapter import merge_adapter
-from fullshard.weights.model_dir_writer import ModelDirWriter, copy_tokenizer_files
+from fullshard.weights.model_dir_writer import ModelDirWriter, copy_files
 from fullshard.weights.safetensors_writer import total_bytes
 from fullshard.weights.slice_reader import Stored
 
@@ -115,7 +115,7 @@ def _merge(result: Result, folder: Path, target: Path, choices: Choices) -> None
 def _with_tokenizer(result: Result, folder: Path) -> Path:
     """The adapter's folder. One that was written from a checkpoint gets the tokenizer of the run."""
     if result.checkpoint and (Path(result.tokenizer) / TOKENIZER).is_file():
-        copy_tokenizer_files(Path(result.tokenizer), folder)
+        copy_files(Path(result.tokenizer), folder)
     return folder
 
 
@@ -136,7 +136,7 @@ def _copy_adapter(result: Result, folder: Path, target: Path, choices: Choices) 
         (aside / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         if (folder / RECORD).is_file():
             shutil.copyfile(folder / RECORD, aside / RECORD)
-        copy_tokenizer_files(Path(result.tokenizer), aside)
+        copy_files(Path(result.tokenizer), aside)
         for path in [*aside.rglob("*"), aside]:
             sync(path)
         with contextlib.suppress(FileNotFoundError):

@@ -121,8 +121,8 @@ def fitted_config(config: SFTConfig, peft_config: Any, model: Any, say: Say, *, 
         peft_config.target_modules = targets.modules
         if method_of(peft_config) == "LORA":
             peft_config.target_parameters = targets.parameters
-        else:
-            say(f"lora_target_modules all-linear: a {method_of(peft_config)} adapter does not adapt experts.")
+        if method_of(peft_config) != "LORA" or not targets.has_experts:
+            say(f"all-linear: the experts of {type(causal(model)).__name__} get no adapters, which peft cannot add here.")
     default = type(config).__dataclass_fields__["lora_dropout"].default
     if method_of(peft_config) == "LORA" and peft_config.lora_dropout == default and adapts_parameters(peft_config, model):
         peft_config.lora_dropout = 0.0
