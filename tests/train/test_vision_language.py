@@ -19,6 +19,8 @@ from transformers import AutoModelForImageTextToText, TrainerCallback
 from fullshard import runtime
 from fullshard.errors import DataError
 from fullshard.lora.language_model import left_out
+from fullshard.parallelize.settings import EngineSettings
+from fullshard.train.planned_model import planned_model
 from fullshard.train.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
@@ -26,7 +28,7 @@ from tests.results.made import command
 from tests.train.runs import global_batch, losses, plain_losses, settings
 from tests.train.test_adapter_kinds import logits_of, values_of
 from tests.train.test_qlora import FOUR_BITS
-from tests.train.vision_language import make_folder, whole_model
+from tests.train.vision_language import config_of, make_folder, whole_model
 
 KINDS = ("gemma3", "qwen2_5_vl", "mistral3", "llama4")
 LORA = {"use_peft_lora": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
@@ -210,6 +212,21 @@ def test_plan_and_show_price_the_language_model(tmp_path):
     code, out, errors = command("show", *words)
     assert code == 0, errors
     assert "Siglip" not in out and "Gemma3DecoderLayer" in out
+
+
+@ranks(1)
+@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
+def test_a_plan_of_few_layers_is_that_of_all(kind, changes, tmp_path):
+    config_of(kind, layers=9).save_pretrained(tmp_path / "model")
+    config = settings(tmp_path / "run", **changes)
+    few, every = (
+        planned_model(config, EngineSettings(), tmp_path / "model", 2, device="cpu", condensed=condensed)
+        for condensed in (True, False)
+    )
+    assert few.plan == every.plan and few.layers == every.layers
+    assert len(dict(few.model.named_parameters())) < len(dict(every.model.named_parameters()))
+    assert not any("vision" in name for unit in few.plan.units for p in unit.parameters for name in p.names)
 
 
 @ranks(1)

@@ -10,8 +10,8 @@ import transformers
 
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows, write_rows
 
-TEXT = {
-    "vocab_size": 416, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+SIZES = {
+    "vocab_size": 416, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1,
     "pad_token_id": 2,
 }  # fmt: skip
@@ -23,19 +23,20 @@ LLAMA4 = {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 64, "num_loca
 LLAMA4_VISION = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
 
 
-def config_of(kind: str) -> Any:
+def config_of(kind: str, layers: int = 3) -> Any:
+    sizes = {**SIZES, "num_hidden_layers": layers}
     if kind == "gemma3":  # tied embeddings, windows, a loss of its own
-        text = {**TEXT, "query_pre_attn_scalar": 8, "sliding_window": 16}
+        text = {**sizes, "query_pre_attn_scalar": 8, "sliding_window": 16}
         return transformers.Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4)
     if kind == "qwen2_5_vl":  # three positions for each token, and prefixes in files that are not those of the modules
         vision = {**QWEN_VISION, "intermediate_size": 32}
-        return transformers.Qwen2_5_VLConfig(text_config={**TEXT, "rope_parameters": MROPE}, vision_config=vision)
+        return transformers.Qwen2_5_VLConfig(text_config={**sizes, "rope_parameters": MROPE}, vision_config=vision)
     if kind == "mistral3":
-        text = {**TEXT, "model_type": "mistral"}
+        text = {**sizes, "model_type": "mistral"}
         vision = {**VISION, "model_type": "pixtral", "head_dim": 8}
         return transformers.Mistral3Config(text_config=text, vision_config=vision, spatial_merge_size=1)
     assert kind == "llama4"  # the language model has the head, and experts
-    text = {**TEXT, **LLAMA4}
+    text = {**sizes, **LLAMA4}
     return transformers.Llama4Config(text_config=text, vision_config={**VISION, **LLAMA4_VISION})
 
 
