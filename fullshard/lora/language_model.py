@@ -112,7 +112,7 @@ def train_language_model(model: Any) -> str:
     line = f"{type(model).__name__} is trained on text: its language model trains"
     if away:
         count = sum(p.numel() for part in away.values() for p in part.parameters())
-        line += f"; {', '.join(away)} ({count:,} parameters): not loaded, copied from the model's files when it is saved"
+        line += f"; {', '.join(away)} ({count:,} parameters): not loaded, copied from its files when it is saved"
     return f"{line}; {', '.join(sorted(kept))}: frozen." if kept else f"{line}."
 
 

@@ -30,6 +30,7 @@ from fullshard.lora.adapter_config import CONFIG, WEIGHTS
 from fullshard.paths import check_new_folder
 from fullshard.progress import Bar
 from fullshard.quant import bnb_format
+from fullshard.reporting.model_card import model_class
 from fullshard.results.chat_model import trained_quantization
 from fullshard.results.find_result import TOKENIZER, Result
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name
@@ -86,7 +87,7 @@ def describe(target: Path) -> dict[str, Any]:
     if adapter:
         load = f'peft.AutoPeftModelForCausalLM.from_pretrained("{target}")'
     else:
-        load = f'transformers.AutoModelForCausalLM.from_pretrained("{target}", dtype="auto")'
+        load = f'transformers.{model_class(target)}.from_pretrained("{target}", dtype="auto")'
     return {"kind": "adapter" if adapter else "model", "folder": str(target), "files": files,
             "bytes": sum(files.values()), "dtypes": sorted(dtypes), "load": load,
             "chat": f"fullshard chat {target}"}  # fmt: skip

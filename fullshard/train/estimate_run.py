@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fullshard.capacity.activations import trace_evaluation, trace_step
@@ -188,11 +188,14 @@ def import_libraries(request: PlanRequest) -> None:
     """Import what planning needs, which takes longer than planning."""
     if request.config.adapter_kind is not None or request.adapter is not None:
         importlib.import_module("peft")
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from fullshard.weights.load import text_class
 
     with contextlib.suppress(OSError, ValueError, KeyError, ImportError):  # reported where the model is made
         shape = AutoConfig.from_pretrained(request.model)
-        AutoModelForCausalLM._model_mapping[type(shape)]
+        found = text_class(shape)
+        getattr(found, "_model_mapping", {type(shape): found})[type(shape)]
 
 
 def step_options(config: SFTConfig, planned: PlannedModel, options: MemoryOptions) -> StepOptions:

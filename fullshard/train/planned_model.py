@@ -91,9 +91,7 @@ def _planned(
         if condensed and getattr(model.config, "quantization_config", None) is None:
             stacks.extend(condense(model))
 
-    model: Any = read_model(
-        config, place, device, notes.append, present=False, condense=leave_out, all_parts=all_parts
-    )
+    model: Any = read_model(config, place, device, notes.append, present=False, condense=leave_out, all_parts=all_parts)
     if peft_config is not None:
         peft_config = adapter.fitted_config(config, peft_config, model, notes.append, from_settings=not fits)
         peft_config = adapter.with_tokens(peft_config, model, tokens)

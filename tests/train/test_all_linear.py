@@ -66,7 +66,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
                   "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "moe_shared_expert_intermediate_size": 16},
     "FlexOlmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "Ernie4_5_Moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
-    "HunYuanMoEV1": {"num_experts": 4, "moe_topk": 2, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "HunYuanMoEV1": {"num_experts": 4, "moe_topk": 2, "head_dim": 8,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "Lfm2Moe": {**SPARSE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "MiniMax": {**LOCAL, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
     "LongcatFlash": {**LATENT, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "moe_topk": 2,
@@ -187,7 +188,7 @@ def test_in_4_bits(family, tmp_path):
     check_run(tmp_path, family, **FOUR_BITS)
     adapter, model = str(tmp_path / "adapter"), str(tmp_path / "model")
     if runtime.world_size() == 1:
-        code, out, errors = command("chat", adapter, "--device", "cpu", "--max_new_tokens", "2", "--prompt", "the old")
+        code, _, errors = command("chat", adapter, "--device", "cpu", "--max_new_tokens", "2", "--prompt", "the old")
         assert code == 0, errors
         code, _, errors = command("export", adapter, str(tmp_path / "merged"), "--merge")
         assert code == 0, errors

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, TrainerCallback
 
 from fullshard import runtime
-from fullshard.errors import DataError
+from fullshard.errors import ConfigError, DataError
 from fullshard.lora.language_model import left_out
+from fullshard.models.inner_model import embedding_rows
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.train.planned_model import planned_model
 from fullshard.train.trainer import SFTTrainer
@@ -132,6 +133,59 @@ def test_adapters_are_in_the_language_model_alone(changes, tmp_path):
     check_lora(tmp_path, "gemma3", **changes)
 
 
+@ranks(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
+def test_a_vocabulary_that_grows(kind, changes, tmp_path):
+    """A chat template's tokens get rows in the language model's embedding and head; the plan knows them."""
+    if runtime.is_main():
+        make_folder(tmp_path, kind, vocab_size=400)
+    runtime.barrier()
+    config = settings(
+        tmp_path / "run", max_steps=2, chat_template_format="chatml", max_length=200, skip_plan=False, packing=True,
+        learning_rate=1e-3, **global_batch(runtime.world_size()), **changes,
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        model=str(tmp_path / "model"), args=config, train_dataset=str(tmp_path / "chats" / "train.jsonl")
+    )
+    trainer.train()
+    assert not runtime.is_main() or trainer.estimate is not None
+    trainer.save_model(tmp_path / "saved")
+    runtime.barrier()
+    if changes:
+        model = whole(tmp_path / "model")
+        model.resize_token_embeddings(embedding_rows(trainer.model), mean_resizing=False)
+        PeftModel.from_pretrained(model, tmp_path / "saved")
+    else:
+        model = whole(tmp_path / "saved")
+        assert model.get_input_embeddings().weight.shape[0] == model.config.get_text_config().vocab_size > 400
+
+
+@ranks(1)
+def test_settings_that_name_a_part_that_text_does_not_use(tmp_path):
+    start(tmp_path, "gemma3", freeze="vision_tower,embed_tokens")  # frozen already
+    with pytest.raises(ConfigError, match="modules_to_save names multi_modal_projector, but text does not use"):
+        start(tmp_path, "gemma3", **LORA, modules_to_save="multi_modal_projector")
+    with pytest.raises(ConfigError, match="freeze: 'vision_towers' matches no parameter"):
+        start(tmp_path, "gemma3", freeze="vision_towers")
+
+
+@ranks(2)
+@pytest.mark.slow
+def test_parameters_that_text_does_not_use_stay_as_they_are(tmp_path):
+    """Experts for images inside the language model get no gradient, so weight decay leaves them alone, as on one
+    device."""
+    trainer = start(tmp_path, "ernie4_5_vl_moe", weight_decay=0.5)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    runtime.barrier()
+    before, found = whole(tmp_path / "model").state_dict(), whole(tmp_path / "saved").state_dict()
+    for_images = [name for name in before if "vision_moe" in name]
+    assert for_images and all(torch.equal(before[name], found[name]) for name in for_images)
+    assert not any(torch.equal(before[name], found[name]) for name in before if "text_moe.experts" in name)
+
+
 # --- around a run -----------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +247,8 @@ def test_chat(changes, tmp_path):
     trainer = start(tmp_path, "gemma3", max_steps=1, **changes)
     trainer.train()
     trainer.save_model(tmp_path / "saved")
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "Gemma3ForConditionalGeneration.from_pretrained" in card and "Auto" not in card
     code, out, errors = command("chat", str(tmp_path / "saved"), "--device", "cpu", "--max_new_tokens", "4",
                                 "--prompt", "the old bird")  # fmt: skip
     assert code == 0, errors
@@ -218,7 +274,7 @@ def test_plan_and_show_price_the_language_model(tmp_path):
 @pytest.mark.parametrize("kind", ["gemma3", "llama4"])
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
 def test_a_plan_of_few_layers_is_that_of_all(kind, changes, tmp_path):
-    config_of(kind, layers=9).save_pretrained(tmp_path / "model")
+    config_of(kind, num_hidden_layers=9).save_pretrained(tmp_path / "model")
     config = settings(tmp_path / "run", **changes)
     few, every = (
         planned_model(config, EngineSettings(), tmp_path / "model", 2, device="cpu", condensed=condensed)
@@ -248,7 +304,10 @@ def test_a_script_names_layers_as_in_peft(tmp_path):
     make_folder(tmp_path, "gemma3")
     config = settings(tmp_path / "run", max_steps=1)
     trainer = SFTTrainer(
-        model=str(tmp_path / "model"), args=config, train_dataset=ROWS, peft_config=LoraConfig(target_modules=["q_proj"])
+        model=str(tmp_path / "model"),
+        args=config,
+        train_dataset=ROWS,
+        peft_config=LoraConfig(target_modules=["q_proj"]),
     )
     trainer.train()
     trainer.save_model(tmp_path / "saved")
@@ -268,5 +327,5 @@ def test_a_script_names_layers_as_in_peft(tmp_path):
 def test_images_are_refused_by_name(row, tmp_path):
     make_folder(tmp_path, "gemma3")
     config = settings(tmp_path / "run", max_steps=1, chat_template_format="chatml")
-    with pytest.raises(DataError, match="image.*vision-language model"):
+    with pytest.raises(DataError, match=r"image.*vision-language model"):
         SFTTrainer(model=str(tmp_path / "model"), args=config, train_dataset=[row]).train()
