@@ -286,7 +286,7 @@ def _write_weights(
 
 def _write_rest(directory: Path, entry: dict[str, Any], dtype: str | None, tokenizer: str | Path | None) -> None:
     """Write the config, the generation config, and the tokenizer's files if they are known."""
-    from fullshard.weights.model_dir_writer import copy_tokenizer_files
+    from fullshard.weights.model_dir_writer import TOKENIZER_FILES, copy_files
 
     if "config" in entry:
         config = {**entry["config"], **({"dtype": dtype} if dtype is not None else {})}
@@ -294,5 +294,7 @@ def _write_rest(directory: Path, entry: dict[str, Any], dtype: str | None, token
     if "generation_config" in entry:
         text = json.dumps(entry["generation_config"], indent=2, sort_keys=True)
         (directory / "generation_config.json").write_text(text + "\n")
-    if tokenizer is not None or entry["base"]:
-        copy_tokenizer_files(Path(tokenizer or entry["base"]["path"]), directory)
+    if entry["base"]:
+        copy_files(Path(entry["base"]["path"]), directory, () if tokenizer is not None else TOKENIZER_FILES)
+    if tokenizer is not None:
+        copy_files(Path(tokenizer), directory)

@@ -16,6 +16,7 @@ from fullshard import runtime
 from fullshard.checkpoint import json_tree
 from fullshard.checkpoint.objects import RestorePlan, StateDescription
 from fullshard.errors import UserError
+from fullshard.lora.language_model import left_out_tensors
 from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import local_of
 from fullshard.weights.source_files import base_of, difference, fingerprint_of, identity_of
@@ -51,7 +52,7 @@ def describe_model(description: StateDescription, name: str, model: nn.Module, o
             description.put(f"{name}/{key}", value)
     base = base_of(model)
     entry["base"] = {"path": str(base.path), **base.identity} if base is not None else None
-    entry["left_out"] = sorted(omitted)
+    entry["left_out"] = sorted({*omitted, *(left_out_tensors(model) if base is not None else ())})
     if isinstance(adapters := getattr(model, "peft_config", None), dict):
         entry["adapters"] = sorted(map(str, adapters))
     if runtime.is_main():

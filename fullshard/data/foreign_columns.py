@@ -34,8 +34,8 @@ def check(row: Mapping[str, Any], read: Collection[str]) -> None:
     nulls."""
     if media := [name for name in MEDIA if name in row and name not in read and not _is_empty(row[name])]:
         raise BadRow(
-            f"`{media[0]}`: the data is vision-related, or has sound; images, video and audio need a vision-language "
-            f"model, and only text is supported. Remove the column to train on the text alone.",
+            f"`{media[0]}`: the data is vision-related, or has sound; only text is supported, with a vision-language "
+            f"model too. Remove the column to train on the text alone.",
             kind="images, video or audio",
         )
     paired = "chosen" in row and "rejected" in row and "chosen" not in read

@@ -121,7 +121,10 @@ def message_of(message: Any, what: str) -> dict[str, Any]:
 def _part(part: Any, what: str) -> str:
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
     if not isinstance(text, str):
-        raise BadRow(f"{what} has {short(part)} in its content; expected text, or parts of type text.")
+        raise BadRow(
+            f"{what} has {short(part)} in its content; expected text, or parts of type text (images, video and audio "
+            f"are not supported, with a vision-language model either)."
+        )
     return text
 
 

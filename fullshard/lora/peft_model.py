@@ -29,22 +29,42 @@ def get_peft_model_on_meta(model: nn.Module, peft_config: Any) -> Any:
     Adapters whose initial values are computed from the weights (PiSSA, OLoRA, LoftQ, …) get only their layers here;
     their values are computed when the weights are loaded (`weights/adapter_init.py`).
     """
-    from peft import get_peft_model
-
     method = getattr(peft_config, "init_lora_weights", None)
     if method is None:
         known = method_of(peft_config) in INITIALIZED_BY_NAME
         # PEFT needs real values in shared projections and token indices.
         with torch.device("cpu"), contextlib.nullcontext() if known else _stand_ins(model):
-            return get_peft_model(model, peft_config)
+            return with_layers(model, peft_config)
     if not isinstance(method, str) or method.lower() == "gaussian":
-        return get_peft_model(model, peft_config)
+        return with_layers(model, peft_config)
     if method == "loftq" and (peft_config.loftq_config or {}).get("loftq_iter", 1) != 1:
         raise ConfigError("loftq_config: loftq_iter above 1 also changes the base weights; expected 1")
     peft_config = copy.copy(peft_config)
     peft_config.init_lora_weights = True
-    made = get_peft_model(model, peft_config)
+    made = with_layers(model, peft_config)
     peft_config.init_lora_weights = method
+    return made
+
+
+def with_layers(model: nn.Module, peft_config: Any) -> Any:
+    """PEFT's `get_peft_model`, in which a LoRA adapter on the weight of a linear layer (`target_parameters`) is a LoRA
+    layer. PEFT would add it to the weight in each forward pass, which a quantized weight does not allow. Its files are
+    the same."""
+    from peft import get_peft_model
+
+    named = sorted(getattr(peft_config, "target_parameters", None) or ())
+    if not named or peft_config.lora_dropout:
+        return get_peft_model(model, peft_config)
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    of_layers = {target: [n for n in layers if f".{n}.weight".endswith(f".{target}")] for target in named}
+    peft_config = copy.copy(peft_config)
+    peft_config.target_parameters = [target for target in named if not of_layers[target]] or None
+    made: Any = get_peft_model(model, peft_config)
+    for name in sorted({name for names in of_layers.values() for name in names}):
+        path, _, own = name.rpartition(".")
+        parent, layer = model.get_submodule(path), model.get_submodule(name)
+        made.base_model._create_and_replace(peft_config, made.active_adapter, layer, own, parent, current_key=name)
+    peft_config.target_parameters = named
     return made
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from fullshard.paths import replace_text
 from fullshard.version import __version__
 
+CAUSAL = "AutoModelForCausalLM"
+
 
 def write_card(folder: Path, run_name: str | None, settings: dict[str, Any], facts: dict[str, Any]) -> None:
     """Write README.md. `settings` are those that differ from their defaults; `facts` has the keys base, adapter (a
@@ -35,17 +37,30 @@ def write_card(folder: Path, run_name: str | None, settings: dict[str, Any], fac
 
 
 def _how_to_load(folder: Path, facts: dict[str, Any], adapter: bool) -> list[str]:
-    if adapter:
+    base = facts.get("base") or ""
+    kind = model_class(Path(base) if adapter else folder)
+    if adapter and kind == CAUSAL:
         return [
             "from peft import AutoPeftModelForCausalLM",
             "",
             f'model = AutoPeftModelForCausalLM.from_pretrained("{folder}")',
         ]
+    load = f'model = {kind}.from_pretrained("{base if adapter else folder}")'
+    if not adapter:
+        return [f"from transformers import {kind}", "", load]
     return [
-        "from transformers import AutoModelForCausalLM",
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("{folder}")',
-    ]
+        "from peft import PeftModel", f"from transformers import {kind}", "", load,
+        f'model = PeftModel.from_pretrained(model, "{folder}")',
+    ]  # fmt: skip
+
+
+def model_class(folder: Path) -> str:
+    """The class of transformers that loads the model in a folder: the whole model's, where it takes more than text."""
+    try:
+        names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ()
+    except (OSError, ValueError):
+        names = ()
+    return next((name for name in names if name.endswith("ForConditionalGeneration")), CAUSAL)
 
 
 def _number(value: Any) -> str:

@@ -65,6 +65,7 @@ def load_chat_model(
         "dtype": dense_dtype if dense_dtype is not None and dtype == "auto" else dtype,
         "quantization_config": quantization,
         "progress": sys.stderr.isatty(),
+        "text_only": True,
     }
     with temporary_folder() as temporary:
         adapter = result.folder

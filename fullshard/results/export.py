@@ -29,6 +29,7 @@ from fullshard.lora.adapter_config import CONFIG, WEIGHTS
 from fullshard.paths import check_new_folder, give_usual_modes
 from fullshard.progress import Bar
 from fullshard.quant import bnb_format
+from fullshard.reporting.model_card import model_class
 from fullshard.results.chat_model import trained_quantization
 from fullshard.results.find_result import TOKENIZER, Result
 from fullshard.temporary_folders import temporary_folder
@@ -37,7 +38,7 @@ from fullshard.weights.dtypes import choose_dtype, dtypes_kept
 from fullshard.weights.load import class_of, on_meta, read_config
 from fullshard.weights.locate import open_source, resolve
 from fullshard.weights.merge_adapter import merge_adapter
-from fullshard.weights.model_dir_writer import ModelDirWriter, copy_tokenizer_files
+from fullshard.weights.model_dir_writer import ModelDirWriter, copy_files
 from fullshard.weights.safetensors_writer import total_bytes
 from fullshard.weights.slice_reader import Stored
 
@@ -86,7 +87,7 @@ def describe(target: Path) -> dict[str, Any]:
     if adapter:
         load = f'peft.AutoPeftModelForCausalLM.from_pretrained("{target}")'
     else:
-        load = f'transformers.AutoModelForCausalLM.from_pretrained("{target}", dtype="auto")'
+        load = f'transformers.{model_class(target)}.from_pretrained("{target}", dtype="auto")'
     return {"kind": "adapter" if adapter else "model", "folder": str(target), "files": files,
             "bytes": sum(files.values()), "dtypes": sorted(dtypes), "load": load,
             "chat": f"fullshard chat {target}"}  # fmt: skip
@@ -115,7 +116,7 @@ def _merge(result: Result, folder: Path, target: Path, choices: Choices) -> None
 def _with_tokenizer(result: Result, folder: Path) -> Path:
     """The adapter's folder. One that was written from a checkpoint gets the tokenizer of the run."""
     if result.checkpoint and (Path(result.tokenizer) / TOKENIZER).is_file():
-        copy_tokenizer_files(Path(result.tokenizer), folder)
+        copy_files(Path(result.tokenizer), folder)
     return folder
 
 
@@ -136,7 +137,7 @@ def _copy_adapter(result: Result, folder: Path, target: Path, choices: Choices) 
         (aside / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         if (folder / RECORD).is_file():
             shutil.copyfile(folder / RECORD, aside / RECORD)
-        copy_tokenizer_files(Path(result.tokenizer), aside)
+        copy_files(Path(result.tokenizer), aside)
         give_usual_modes(aside)
         sync_tree(aside)
         with contextlib.suppress(FileNotFoundError):

@@ -42,14 +42,15 @@ class AdapterOptions:
     lora_alpha: int = option(16, elsewhere=("alpha",))
     """The adapter's output is scaled by alpha / r."""
     lora_dropout: float = option(0.1, elsewhere=("dropout",))
-    """Dropout on the adapter's input."""
+    """Dropout on the adapter's input. The default is left out for adapters on fused experts, which have none in
+    PEFT."""
     lora_target_modules: str = option(
         LORA_TARGETS,
         given_as="module names, or all-linear",
         elsewhere=("target_modules", "lora_target", "lora_target_linear", "lora_modules"),
     )
     """The layers that get an adapter: a comma-separated list, or all-linear for every linear layer except the output
-    head."""
+    head, and all experts of a mixture, but no router."""
     fused_lora: bool | None = None
     """Run LoRA layers that share an input (queries, keys and values; the branches of an MLP) as one operator, with
     dropout inside it and a backward pass of its own. On by default on GPUs. Layers that it does not support run as in

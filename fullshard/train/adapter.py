@@ -24,12 +24,15 @@ from fullshard.fsdp import MixedPrecision
 from fullshard.lora.adapter_config import taken_from_weights
 from fullshard.lora.fused import fuse_lora
 from fullshard.lora.gated_mlp import fuse_mlps
+from fullshard.lora.language_model import left_out, left_out_tensors, outside_pattern
 from fullshard.lora.methods import check_method, method_of
-from fullshard.lora.peft_model import check_trains, get_peft_model_on_meta
+from fullshard.lora.mixture_targets import adapts_parameters, mixture_targets
+from fullshard.lora.peft_model import check_trains, get_peft_model_on_meta, with_layers
 from fullshard.lora.targets import ALL_LINEAR
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.lora.virtual_tokens import init_from_tokens, prompt_kinds
 from fullshard.models.gated_mlps import gated_mlps
+from fullshard.models.inner_model import causal
 from fullshard.models.shared_inputs import shared_inputs
 from fullshard.options import as_list, counting_number, nearest
 from fullshard.quant.config import Quantization, quantization_from_options, storage_note
@@ -101,6 +104,34 @@ def _layers(config: SFTConfig) -> dict[str, Any]:
         "modules_to_save": whole or None,
         "task_type": "CAUSAL_LM",
     }
+
+
+def fitted_config(config: SFTConfig, peft_config: Any, model: Any, say: Say, *, from_settings: bool) -> Any:
+    """PEFT's configuration of a new adapter on this model: nothing outside its language model gets one.
+
+    In one that was made `from_settings`, all-linear has the experts too, and defaults that do not fit are left out.
+    """
+    peft_config, inner = copy.copy(peft_config), causal(model)
+    for name in getattr(peft_config, "modules_to_save", None) or ():
+        if unused := [part for part in left_out(inner) if f".{part}.".endswith(f".{name}.")]:
+            raise ConfigError(f"modules_to_save names {name}, but text does not use {unused[0]}; leave it out.")
+    if getattr(peft_config, "exclude_modules", "") is None:
+        peft_config.exclude_modules = outside_pattern(inner)
+    if not from_settings:
+        return peft_config
+    is_lora = method_of(peft_config) == "LORA"
+    everything = getattr(peft_config, "target_modules", None) == ALL_LINEAR
+    if everything and (targets := mixture_targets(inner)) is not None:
+        peft_config.target_modules = targets.modules
+        if is_lora:
+            peft_config.target_parameters = targets.parameters
+        if not (is_lora and targets.has_experts):
+            say(f"all-linear: the experts of {type(inner).__name__} get no adapters, because peft cannot add them.")
+    default = type(config).__dataclass_fields__["lora_dropout"].default
+    if is_lora and peft_config.lora_dropout == default and adapts_parameters(peft_config, inner):
+        peft_config.lora_dropout = 0.0
+        say(f"lora_dropout: the default of {default} is left out, because peft has none for adapters on experts.")
+    return peft_config
 
 
 def continued_config(config: SFTConfig, folder: Path, say: Say) -> Any:
@@ -291,7 +322,7 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
 
     The adapter to resume (`earlier`) is loaded here if the model has its weights, else together with them.
     """
-    from peft import PeftModel, get_peft_model
+    from peft import PeftModel
 
     empty = any(p.is_meta for p in model.parameters())
     if earlier is not None and not empty:
@@ -303,7 +334,7 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
         )
     torch.manual_seed(seed)
     try:
-        return get_peft_model_on_meta(model, peft_config) if empty else get_peft_model(model, peft_config)
+        return (get_peft_model_on_meta if empty else with_layers)(model, peft_config)
     except RuntimeError as error:
         if not re.search("alloc|overflow", str(error)):
             raise
@@ -312,10 +343,11 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
             f"config.json and the rank of the adapter."
         ) from None
     except ValueError as error:
-        if "lora_dropout" in str(error):
+        if unfit := re.search(r"ParamWrapper does not work with (\w+)", str(error)):
+            option, neutral = unfit[1], 0 if unfit[1] == "lora_dropout" else False
             raise ConfigError(
-                f"lora_dropout={peft_config.lora_dropout}: peft has no dropout for adapters on parameters, which fused "
-                f"experts are (lora_target_modules all-linear); set lora_dropout to 0, or name linear layers."
+                f"{option}={getattr(peft_config, option)}: peft has no such adapters on parameters, which fused "
+                f"experts are; set {option} to {neutral}, or name layers that are no experts in lora_target_modules."
             ) from None
         if "target" not in str(error).lower():
             raise
@@ -329,10 +361,13 @@ def add_adapter(model: nn.Module, peft_config: Any, seed: int, earlier: Path | N
 def freeze(model: nn.Module, patterns: str, say: Say) -> None:
     """Freeze the parameters that the patterns match. A pattern that matches no trainable parameter is an error."""
     named = dict(model.named_parameters(remove_duplicate=False))
+    away = left_out_tensors(model)
     trains = {name for name, p in named.items() if p.requires_grad}
     frozen: set[str] = set()
     for pattern in as_list(patterns):
         found = {name for name in named if matches(name, pattern)}
+        if not found and any(matches(name, pattern) for name in away):
+            continue  # frozen already
         if not found & trains:
             parts = {".".join(name.split(".")[i:j]) for name in trains for i in range(name.count(".") + 1)
                      for j in range(i + 1, name.count(".") + 2)}  # fmt: skip

@@ -113,6 +113,9 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
         agree(lambda: take_model(model), "model in memory")
     own_tables = any(agree(lambda: has_own_tables(model, folders), "embeddings of the adapter"))
     requested = adapter.requested_config(config, run.peft_config)
+    if requested is not None:
+        fit = functools.partial(adapter.fitted_config, config, requested, model, say)
+        requested = agree_locally(lambda: fit(from_settings=run.peft_config is None), "adapter")
     held = model.peft_config[model.active_adapters[0]] if hasattr(model, "peft_config") else None
     work = functools.partial(prepare_vocabulary, config, model, tokenizer, requested, earlier, say)
     peft_config, grown = agree_locally(work, "vocabulary")

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import importlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fullshard.capacity.activations import trace_evaluation, trace_step
@@ -96,6 +96,7 @@ class Pricing:
                 lines.append(str(error))
                 traces, certain = untraced(planned), False
                 plain = traces, batch
+            planned = without_idle_layers(planned, traces)
         with self.clock("memory"):
             options = memory_options(config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory)
             if not own_optimizer:
@@ -187,12 +188,14 @@ def import_libraries(request: PlanRequest) -> None:
     """Import what planning needs, which takes longer than planning."""
     if request.config.adapter_kind is not None or request.adapter is not None:
         importlib.import_module("peft")
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from fullshard.weights.load import text_class
 
     with contextlib.suppress(Exception):  # reported where the model is made
-        place = find_config(request.model)
-        shape = AutoConfig.from_pretrained(place)
-        AutoModelForCausalLM._model_mapping[type(shape)]
+        shape = AutoConfig.from_pretrained(find_config(request.model))
+        kind = text_class(shape)
+        getattr(kind, "_model_mapping", {type(shape): kind})[type(shape)]
 
 
 def step_options(config: SFTConfig, planned: PlannedModel, options: MemoryOptions) -> StepOptions:
@@ -204,6 +207,14 @@ def step_options(config: SFTConfig, planned: PlannedModel, options: MemoryOption
         options.forward_prefetch, options.backward_prefetch,
         sum(map(options.optimizer.unit_state, planned.plan.units)),
     )  # fmt: skip
+
+
+def without_idle_layers(planned: PlannedModel, traces: Mapping[Level, StepTrace]) -> PlannedModel:
+    """The planned model without the layers that its forward pass does not call, such as those for images."""
+    called = {segment.unit for trace in traces.values() for segment in trace.segments}
+    layers = tuple(layer for layer in planned.layers if planned.kinds[layer] in called)
+    kinds = {layer: planned.kinds[layer] for layer in layers}
+    return dataclasses.replace(planned, layers=layers, kinds=kinds)
 
 
 def untraced(planned: PlannedModel) -> dict[Level, StepTrace]:

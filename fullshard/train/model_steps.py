@@ -15,6 +15,7 @@ import torch
 
 from fullshard import accelerator, engines
 from fullshard.fsdp import MixedPrecision
+from fullshard.lora.language_model import freeze_other_parts
 from fullshard.lora.model_size import count_parameters
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.models.chunked_loss import LeanHead
@@ -49,6 +50,8 @@ def adapt_model(
 ) -> AdaptedModel:  # fmt: skip
     """Choose attention and packing, quantize a model that was `given` in memory, add the adapter. All ranks must call
     it."""
+    if given and not hasattr(model, "peft_config") and (line := freeze_other_parts(model)):
+        say(line)
     choose_attention(config, model, device, given)
     packing = choose_packing(config, model, device, say, present=present) if config.keeps_apart else None
     if note := agree_locally(lambda: set_router_loss(model, config.router_aux_loss_coef), "router loss"):

@@ -88,7 +88,7 @@ def estimate_now(run: RunToPlan) -> Estimate:
     with price.clock("model and plan"), described(run) as (config, place):
         planned = planned_model(
             config, run.engine, place, machine.num_processes, machine.nodes, device=machine.kind, steps=run.steps,
-            peft_config=run.peft_config, started=True,
+            peft_config=run.peft_config, started=True, all_parts=run.base is None,
         )  # fmt: skip
     check_same(planned.plan, run.model.plan)
     planned = dataclasses.replace(planned, plan=run.model.plan)
@@ -104,7 +104,7 @@ def described(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
     config, inner = copy.copy(run.config), causal(run.model)
     if run.base is not None:
         if run.grown:
-            config.model_init_kwargs = {**config.config_changes, "vocab_size": inner.config.vocab_size}
+            config.model_init_kwargs = {**config.config_changes, **_vocabulary(inner.config)}
         yield config, run.base
         return
     if not hasattr(getattr(inner, "config", None), "to_json_file"):
@@ -113,6 +113,14 @@ def described(run: RunToPlan) -> Iterator[tuple[SFTConfig, Path]]:
     with temporary_folder() as folder:
         inner.config.to_json_file(folder / "config.json")
         yield config, folder
+
+
+def _vocabulary(shape: Any) -> dict[str, Any]:
+    """The number of token rows, as a setting of a configuration or of the part of it that describes the language
+    model."""
+    text = shape.get_text_config()
+    rows = {"vocab_size": text.vocab_size}
+    return next(({name: rows} for name in shape.sub_configs if getattr(shape, name, None) is text), rows)
 
 
 def check_same(planned: ShardingPlan, real: ShardingPlan) -> None:

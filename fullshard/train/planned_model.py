@@ -43,7 +43,7 @@ MANY_STEPS = 10**9
 def planned_model(
     config: SFTConfig, engine: EngineSettings, place: str | Path, processes: int, nodes: int = 1, *,
     device: str = "cuda", steps: int | None = None, peft_config: Any = None, condensed: bool = True,
-    started: bool = False,
+    started: bool = False, all_parts: bool = False,
 ) -> PlannedModel:  # fmt: skip
     """The planned model of a run with these checked settings.
 
@@ -53,12 +53,14 @@ def planned_model(
     - `steps`: optimizer steps, which decide whether layers are compiled; None for a long run
     - `condensed`: whether layers that are alike stand for each other; the plan is the same without, but takes longer
     - `started`: whether a run has found model and adapter apart, and `peft_config` has its new tokens
+    - `all_parts`: whether parts that text does not use are there, as in a model that is given in memory
     """
     target = torch.device("cpu" if engine.use_cpu else device)
     earlier = config.adapter_name_or_path
     if not started:
         place, earlier = starting_point(place, earlier)
     requested = adapter.requested_config(config, peft_config)
+    fits = peft_config is not None or earlier is not None
     if earlier is not None:
         requested = adapter.continued_config(config, Path(earlier), _nothing)
     # How many tokens train beside a new adapter is what counts, not which: they may be given as text.
@@ -68,8 +70,9 @@ def planned_model(
         raise ConfigError(f"{earlier} names no model here; give the model it was trained on.")
     where = find_config(place, config.revision)
     make = functools.partial(
-        _planned, config, engine, where, absent_mesh(engine, processes, nodes), target, steps, requested, tokens
-    )
+        _planned, config, engine, where, absent_mesh(engine, processes, nodes), target, steps, requested, tokens,
+        fits=fits, all_parts=all_parts,
+    )  # fmt: skip
     with ranks.alone(), forked_random(torch.device("cpu")):
         if condensed and can_condense(config, engine, requested):
             with contextlib.suppress(CannotExpandError):  # then the whole model tells
@@ -79,7 +82,7 @@ def planned_model(
 
 def _planned(
     config: SFTConfig, engine: EngineSettings, place: Path, mesh: Mesh, device: torch.device, steps: int | None,
-    peft_config: Any, tokens: list[int], *, condensed: bool,
+    peft_config: Any, tokens: list[int], *, condensed: bool, fits: bool, all_parts: bool,
 ) -> PlannedModel:  # fmt: skip
     notes = ["The vocabulary is the model's: tokens that a chat template would add are not counted."]
     stacks: list[Stack] = []
@@ -89,8 +92,9 @@ def _planned(
         if condensed and getattr(model.config, "quantization_config", None) is None:
             stacks.extend(condense(model))
 
-    model: Any = read_model(config, place, device, notes.append, present=False, condense=leave_out)
+    model: Any = read_model(config, place, device, notes.append, present=False, condense=leave_out, all_parts=all_parts)
     if peft_config is not None:
+        peft_config = adapter.fitted_config(config, peft_config, model, notes.append, from_settings=not fits)
         peft_config = adapter.with_tokens(peft_config, model, tokens)
     model, packing = adapt_model(config, engine, model, None, peft_config, None, device, _nothing, present=False)
     whole = Condensed(model, stacks)

@@ -15,6 +15,7 @@ from torch import nn
 
 from fullshard import accelerator
 from fullshard.errors import ConfigError, UserError, one_line
+from fullshard.lora.language_model import freeze_other_parts, train_language_model
 from fullshard.models.attention import NAME, use_own_attention
 from fullshard.models.inner_model import causal
 from fullshard.models.rope_scaling import scale_rope
@@ -37,15 +38,14 @@ ATTENTION_OF_TORCH = ("eager", "sdpa", "flex_attention", NAME)
 
 def read_model(
     config: SFTConfig, place: Path, device: torch.device, say: Say, *, present: bool = True,
-    condense: Callable[[Any], None] | None = None,
+    condense: Callable[[Any], None] | None = None, all_parts: bool = False,
 ) -> nn.Module:  # fmt: skip
     """The causal language model in a folder, on the meta device: its weights are not read yet.
 
     For a plan (`present=False`) the device need not be in this machine, the folder needs no weights and may be a bare
-    config.json, and `condense` may take layers away before the others are quantized.
+    config.json, and `condense` may take layers away before the others are quantized. With `all_parts`, those that text
+    does not use stay, as in a model that is given in memory.
     """
-    from transformers import AutoModelForCausalLM
-
     shape = read_shape(config, place, say)
     packed = getattr(shape, "quantization_config", None)
     if packed is not None and config.use_4bit_quantization:
@@ -65,7 +65,7 @@ def read_model(
             dtype = choose_dtype(config.torch_dtype, shape, source)
             if four_bits is not None and config.torch_dtype == "auto":
                 dtype = dense_dtype(four_bits.scheme.storage) or dtype
-            model = loading.on_meta(AutoModelForCausalLM, shape, dtype, place, config.trust_remote_code)
+            model = loading.on_meta(loading.text_class(shape), shape, dtype, place, config.trust_remote_code)
         except UserError:
             raise
         except Exception as error:  # transformers checks few sizes, and not in one way
@@ -78,6 +78,8 @@ def read_model(
                 f"{one_line(error)}"
             ) from error
         check_sizes(place if place.is_file() else place / "config.json", config.config_changes)
+        if line := (freeze_other_parts if all_parts else train_language_model)(model):
+            say(line)
         if source is not None:
             loading.untie_what_differs(model, source, None)
         if condense is not None:

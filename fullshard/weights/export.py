@@ -6,7 +6,8 @@ Conversions done at load are reversed (`key_mapping.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import local_of
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.key_mapping import ReverseMapping, TensorGroup
+from fullshard.weights.locate import open_source
 from fullshard.weights.model_dir_writer import ModelDirWriter
 from fullshard.weights.safetensors_writer import total_bytes
-from fullshard.weights.slice_reader import lengths
+from fullshard.weights.slice_reader import Stored, TensorReader, lengths
 from fullshard.weights.source_files import base_of
 from fullshard.weights.transforms import WritesFiles, own_readers
 from fullshard.weights.wrapped import wrapped
@@ -71,9 +73,13 @@ def save_pretrained(
     runtime.get_logger().info("writing %s to %s", _described(form, wanted), directory)
     target = Path(directory)
     writing: list[ModelDirWriter] = []
+    copied: dict[str, TensorReader] = {}
+    opened = contextlib.ExitStack()
 
     def begin() -> None:
         if runtime.is_main():
+            copied.update(opened.enter_context(_left_out(plain)))
+            form.update({name: torch.empty(r.shape, dtype=r.dtype, device="meta") for name, r in copied.items()})
             if (base := base_of(plain)) is not None:
                 refuse_inputs(target, "save_pretrained", {"the model's base": [Path(base.path)]})
             packed = {n for g, converted in zip(groups, made, strict=True) if isinstance(g, _Packed) for n in converted}
@@ -85,13 +91,27 @@ def save_pretrained(
 
         def finish() -> None:
             for w in writing:
+                for name, reader in copied.items():
+                    w.write({name: reader[()]})
                 w.finish(plain, tokenizer, verify)
 
         agree(finish, "export", error=WeightsError)
     finally:
+        opened.close()
         for w in writing:
             w.clean_up()
     return target
+
+
+@contextlib.contextmanager
+def _left_out(model: nn.Module) -> Iterator[dict[str, TensorReader]]:
+    """Readers for the parts that are left out of a model, by name in the files it was loaded from."""
+    base = base_of(model)
+    if base is None or not base.left_out:
+        yield {}
+        return
+    with open_source(base.path) as source:
+        yield {name: Stored(source, source.entries[name]) for name in base.left_out}
 
 
 def _check(model: nn.Module) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:

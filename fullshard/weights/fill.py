@@ -99,7 +99,9 @@ def fill(
         for files in opened:
             if files is not source:
                 files.close()
-    base = SourceFiles(os.path.abspath(plan.source.path), next(filter(None, fingerprints)), checksums)
+    base = SourceFiles(
+        os.path.abspath(plan.source.path), next(filter(None, fingerprints)), checksums, left_out=plan.left_out
+    )
     if adapter is not None:
 
         def compare() -> None:  # one rank is enough: it may have to read another folder

@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from fullshard.lora.language_model import complete, left_out_tensors
 from fullshard.weights.safetensors_index import SafetensorsFiles
 from fullshard.weights.slice_reader import Computed, Joined, Stacked, Stored, TensorReader, Transposed
 
@@ -51,6 +52,8 @@ class Found:
     """Tensors whose conversion fails, and why."""
     conversions: list[Any] | None = None
     """The conversions of transformers' mapping that were used; export reverses them."""
+    left_out: list[str] = field(default_factory=list)
+    """Tensors in the files of the parts that are left out of the model, under their names there."""
 
 
 def plain_model(model: nn.Module) -> tuple[str, PreTrainedModel | None]:
@@ -75,12 +78,20 @@ def find_readers(
             name: Stored(source, source.entries[name]) for name in wanted if name in source.entries
         }
         return Found(readers, [name for name in source.entries if name not in wanted])
-    conversions = get_model_conversion_mapping(model, key_mapping)
+    away = {name: tuple(t.shape) for name, t in left_out_tensors(model).items()}
+    with complete(model):
+        conversions = get_model_conversion_mapping(model, key_mapping)
+        direct, fused, lost = _assign(model, {**wanted, **away}, source, conversions)
     found = Found()
-    direct, fused, lost = _assign(model, wanted, source, conversions)
     for name, entry_name in direct.items():
-        found.readers[name] = Stored(source, source.entries[entry_name])
+        if name in away:
+            found.left_out.append(entry_name)
+        else:
+            found.readers[name] = Stored(source, source.entries[entry_name])
     for name, (converter, parts) in fused.items():
+        if name in away:
+            found.left_out += [entry for entries in parts.values() for entry in entries]
+            continue
         stored: dict[str, list[TensorReader]] = {
             pattern: [Stored(source, source.entries[e]) for e in entries] for pattern, entries in parts.items()
         }

@@ -26,6 +26,7 @@ from fullshard.errors import WeightsError, one_line
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.fsdp.shard import broadcast
 from fullshard.fsdp.strategy import ShardingStrategy
+from fullshard.lora.language_model import train_language_model, whole_class
 from fullshard.lora.model_size import dense_line
 from fullshard.lora.peft_model import get_peft_model_on_meta
 from fullshard.lora.trainable_tokens import keep_tables_whole
@@ -70,6 +71,7 @@ def load_pretrained(
     token: str | bool | None = None,
     key_mapping: dict[str, str] | None = None,
     trust_remote_code: bool = False,
+    text_only: bool = False,
     auto_wrap_policy: Any = UNSET,
     **options: Any,
 ) -> Any:
@@ -85,6 +87,7 @@ def load_pretrained(
     - `adapt(model)`: changes the model on the meta device before it is wrapped: adapters, replaced modules.
     - `annotate(model, mesh)`: marks parameters (`mark_sharding`) for tensor parallelism.
     - `resize_vocab`: the vocabulary size, if larger than in the files.
+    - `text_only`: leave out the parts of a model for images and sound that text does not use.
     - `transform`, `strict`, `seed`, `key_mapping`, `progress`: as in `fill`.
     - all other arguments are options of `FSDPv2`. `auto_wrap_policy` is `transformer_auto_wrap_policy` by default.
     """
@@ -105,7 +108,10 @@ def load_pretrained(
             settings.get_text_config().vocab_size = rows
         wanted = choose_dtype(torch_dtype if torch_dtype is not None else dtype, settings, opened[0])
         settings.name_or_path = lasting_name(path)
-        return on_meta(class_of(model_class, settings), settings, wanted, where, trust_remote_code)
+        model = on_meta(class_of(model_class, settings), settings, wanted, where, trust_remote_code)
+        if text_only and (line := train_language_model(model)):
+            runtime.get_logger().info("%s", line)
+        return model
 
     with contextlib.ExitStack() as stack:
         model: Any = agree_locally(build, "build", error=WeightsError)
@@ -162,7 +168,7 @@ def read_config(where: Path, given: Any, trust_remote_code: bool) -> Any:
 
 
 def class_of(given: Any, config: Any) -> Any:
-    """The model class: the given one, else the one in the config, else `AutoModelForCausalLM`."""
+    """The model class: the given one, else the one in the config, else that of the kind of config."""
     if isinstance(given, str):
         found = getattr(transformers, given, None)
         if found is None:
@@ -173,7 +179,12 @@ def class_of(given: Any, config: Any) -> Any:
     for name in config.architectures or ():
         if isinstance(found := getattr(transformers, name, None), type):
             return found
-    return AutoModelForCausalLM
+    return text_class(config)
+
+
+def text_class(config: Any) -> Any:
+    """The class of a model that is trained on text: that of the whole model where it takes images or sound too."""
+    return whole_class(config) or AutoModelForCausalLM
 
 
 def on_meta(model_class: Any, config: Any, dtype: torch.dtype, where: Path, trust_remote_code: bool) -> Any:

@@ -64,6 +64,8 @@ class LoadPlan:
     problems: LoadProblems = field(default_factory=LoadProblems)
     conversions: list[Any] | None = None
     """The conversions of transformers' mapping that are used."""
+    left_out: tuple[str, ...] = ()
+    """The tensors in the files of parts that are left out of the model."""
 
     @property
     def provided(self) -> list[ShardedParameter]:
@@ -105,6 +107,7 @@ class _Matcher:
         self.wanted = self._wanted()
         self.found = find_readers(plain, self.wanted, source, key_mapping)
         self.plan.conversions = self.found.conversions
+        self.plan.left_out = tuple(self.found.left_out)
         self.plan.problems.unexpected = self.found.unexpected
         self.plan.problems.unconvertible = self.found.unconvertible
 

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,11 @@ from fullshard.weights.source_files import base_of
 
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model",
-    "sentencepiece*", "chat_template*", "additional_chat_templates", "*processor_config.json", "*.py",
+    "sentencepiece*", "chat_template*", "additional_chat_templates", "*.py",
 )  # fmt: skip
 """Files copied with the weights: tokenizer, chat templates, and custom model code."""
+PROCESSOR_FILES = ("*processor_config.json",)
+"""Files copied with the weights whichever tokenizer is saved: how images and sound become inputs."""
 
 OWN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Weight files written by `save_pretrained`, here and in transformers; those of an earlier save are removed."""
@@ -98,8 +100,7 @@ class ModelDirWriter:
             _write_config(model, self.temporary, self.dense)
             if tokenizer is not None:
                 tokenizer.save_pretrained(self.temporary)
-            else:
-                _copy_tokenizer(model, self.temporary)
+            copy_files(_base_folder(model), self.temporary, () if tokenizer is not None else TOKENIZER_FILES)
             self._publish()
         except OSError as error:
             raise _failed(self.target, error) from error
@@ -147,15 +148,16 @@ def _write_config(model: PreTrainedModel, directory: Path, form: dict[str, torch
         model.generation_config.save_pretrained(directory)
 
 
-def _copy_tokenizer(model: PreTrainedModel, directory: Path) -> None:
+def _base_folder(model: PreTrainedModel) -> Path:
     base = base_of(model)
     path = Path(base.path if base is not None else getattr(model.config, "name_or_path", "") or "/nowhere")
-    copy_tokenizer_files(path.parent if path.is_file() else path, directory)
+    return path.parent if path.is_file() else path
 
 
-def copy_tokenizer_files(source: Path, directory: Path) -> None:
-    """Copy the tokenizer files in `source`; does nothing if there is no such folder."""
-    for pattern in TOKENIZER_FILES if source.is_dir() else ():
+def copy_files(source: Path, directory: Path, patterns: Sequence[str] = TOKENIZER_FILES) -> None:
+    """Copy the files in `source` with these names, and those of its processor; does nothing if there is no such
+    folder."""
+    for pattern in (*patterns, *PROCESSOR_FILES) if source.is_dir() else ():
         for found in source.glob(pattern):
             try:
                 for file in (found, *found.rglob("*")):

@@ -52,6 +52,8 @@ class SourceFiles:
     """The checksum of every byte of each file, by its name in the directory."""
     loaded: dict[str, WriteCount] = field(default_factory=dict, repr=False)
     """By parameter name, the write counts of this rank's shard after loading."""
+    left_out: tuple[str, ...] = ()
+    """The tensors in the files that belong to parts left out of the model; they are copied when it is saved."""
 
     @property
     def identity(self) -> Identity:
