@@ -161,5 +161,5 @@ def machine_of_run() -> Machine:
         found, memory = MACHINES["cpu"], host
     return dataclasses.replace(
         found, num_processes=runtime.world_size(), gpus_per_node=runtime.local_world_size(), device_memory=memory,
-        host_memory=host,
+        host_memory=host, node_devices=max(runtime.local_world_size(), accelerator.count()),
     )  # fmt: skip

@@ -23,6 +23,7 @@ from fullshard.options import nearest
 from fullshard.parallelize.fsdp_flags import read_section, read_words
 from fullshard.parallelize.settings import STRATEGIES
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.plan_changes import splits
 from fullshard.train.plan_request import PlanRequest
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -195,12 +196,6 @@ def _shardings(request: PlanRequest) -> Iterator[tuple[PlanRequest, str]]:
                 continue
             named = [strategy] if machine.num_processes > 1 else []
             yield changed, ", ".join([*named, *(["weights on the host"] if offload else [])])
-
-
-def splits(rows: int, accumulation: int) -> list[tuple[int, int]]:
-    """Every way to split the same rows into micro-batches, the largest ones first."""
-    total = rows * accumulation
-    return [(size, total // size) for size in range(total, 0, -1) if total % size == 0]
 
 
 def _with(request: PlanRequest, **settings: Any) -> PlanRequest | None:

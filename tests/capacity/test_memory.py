@@ -327,6 +327,8 @@ KINDS_OF_RUNS: dict[str, dict[str, Any]] = {
     "accumulated": {"gradient_accumulation_steps": 2, "sync_each_batch": False},
 }
 COMPILED = {"torch_compile": True, "torch_compile_backend": "inductor"}
+COMPILED_CLOSE = 0.07
+"""Code for CPUs reuses fewer buffers in the backward of a layer than code for GPUs, which is what is planned."""
 
 
 def check_budgets(train: dict[str, Any], shares: Sequence[float], folder: Path, world_size: int) -> None:
@@ -355,7 +357,8 @@ def check_budgets(train: dict[str, Any], shares: Sequence[float], folder: Path, 
         kept.append(levels.count(Level.KEEP_ALL))
         if not runtime.rank():
             pairs = compare(estimate, tracker.peaks)
-            assert max(measured for _, measured in pairs.values()) == pytest.approx(_peak(estimate), rel=CLOSE), share
+            close = COMPILED_CLOSE if "torch_compile" in train else CLOSE
+            assert max(measured for _, measured in pairs.values()) == pytest.approx(_peak(estimate), rel=close), share
     assert kept == sorted(kept) and len(set(kept)) == len(kept)
 
 
