@@ -89,7 +89,8 @@ class MemoryOptions:
     ranks_per_node: int = 1
     async_save: bool = False
     device_memory: int | None = None
-    """Bytes of an accelerator, which decide whether the engine keeps copies; without them and a budget it keeps none."""
+    """Bytes of an accelerator, which decide whether the engine keeps copies; without them, and a budget, it keeps
+    none."""
     usable: int | None = None
     """Bytes that torch may allocate as far as other programs are concerned; None where that is not known."""
     budget: float | None = None

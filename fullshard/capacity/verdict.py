@@ -97,7 +97,10 @@ class Verdict:
             return [f"None of {self.tried} changes that were tried is enough."] if self.tried else []
         more = [change for change in self.changes if "num_processes" in change.settings]
         here = [change for change in self.changes if change not in more]
-        return [*_sentence("Smallest change that fits", more or here), *_sentence("Without more devices", more and here)]
+        return [
+            *_sentence("Smallest change that fits", more or here),
+            *_sentence("Without more devices", more and here),
+        ]
 
 
 def _sentence(start: str, changes: Sequence[Change]) -> list[str]:

@@ -168,8 +168,8 @@ class LevelChoice(Generic[Kind]):
 
     @cached_property
     def _merged(self) -> tuple[Any, Any, list[Kind]]:
-        """Sizes, costs and kinds of layers; kinds that keep and cost the same are one, so that those that keep more come
-        last among all of them."""
+        """Sizes, costs and kinds of layers. Kinds that keep and cost the same are one, so that those that keep more
+        come last among all of them."""
         first: dict[Any, Kind] = {}
         same = {
             kind: first.setdefault((*self.sizes[kind].items(), *self.costs[kind].items()), kind) for kind in self.sizes

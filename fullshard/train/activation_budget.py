@@ -6,8 +6,8 @@ takes no more memory: a recomputed layer has all of its activations too when its
 a layer keeps, and if not all layers can, one step measures a layer that recomputes its feed-forward part alone.
 
 Both are one `LevelChoice`, which rank 0 decides by. The peak that it leads to is measured on accelerators, and the
-choice corrected by the difference: steps in which something is compiled or tuned take more memory than others. All ranks
-have the same levels, by the largest numbers and the smallest memory among them, for the largest batch of the run.
+choice corrected by the difference: steps in which something is compiled or tuned take more memory than others. All
+ranks have the same levels, by the largest numbers and the smallest memory among them, for the largest batch of the run.
 
 If memory runs out all the same, a single rank returns to full checkpointing and repeats the step. Several ranks cannot,
 because the others wait in a collective by then: they leave more memory free instead.

@@ -67,9 +67,9 @@ class Found:
     @property
     def rank(self) -> tuple[bool, float]:
         """How near it comes to fitting: the memory it needs as a multiple of what there is, on the device or the host,
-        whichever is worse. What cannot be told comes last."""
+        whichever is worse. What cannot be told comes before what does not fit."""
         verdict = self.estimate.verdict
-        return verdict.fits is None, max(verdict.needs / verdict.has, verdict.needs_host / verdict.has_host)
+        return verdict.fits is False, max(verdict.needs / verdict.has, verdict.needs_host / verdict.has_host)
 
     def yaml(self) -> str:
         """The file that runs these settings with `fullshard sft`."""
@@ -114,6 +114,11 @@ class SearchResult:
     tried: int
     allowed: tuple[str, ...] = ()
     """The methods that the user allowed."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether something fits; None if that cannot be told."""
+        return True if self.fitting else self.nearest.estimate.verdict.fits if self.nearest is not None else False
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -112,7 +112,9 @@ def planned_choice(
     modules, kinds = dict(planned.model.named_modules()), [planned.kinds[layer] for layer in planned.layers]
     costs = {kind: recompute_costs(modules[kind]) for kind in dict.fromkeys(kinds)}
     sizes = {
-        kind: {level: size for level, size in each.items() if level in costs[kind] and (offload or level < Level.OFFLOAD)}
+        kind: {
+            level: size for level, size in each.items() if level in costs[kind] and (offload or level < Level.OFFLOAD)
+        }
         for kind, each in kept_bytes(traces).items()
     }
     base = full_checkpointing(len(kinds), offload)

@@ -125,7 +125,9 @@ def test_more_devices_are_not_the_only_advice() -> None:
     assert found == [{"num_processes": 2}, {"fsdp_offload_params": True}, {"optim": "adamw_8bit"}]
 
 
-@pytest.mark.parametrize(("devices", "memory", "count"), [(8, 3.5, 24), (1, 23, 3), (1, 8.3, 8), (6, 10, 7), (3, 5, 16)])
+@pytest.mark.parametrize(
+    ("devices", "memory", "count"), [(8, 3.5, 24), (1, 23, 3), (1, 8.3, 8), (6, 10, 7), (3, 5, 16)]
+)
 def test_the_fewest_devices_that_fit(devices: int, memory: float, count: int) -> None:
     """Counts need not be powers of two; a node is filled first, then there are whole nodes."""
     once = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
@@ -146,7 +148,11 @@ def test_nodes_have_as_many_devices_as_they_have() -> None:
     assert [m.num_processes for m in find_machine(options).with_more_devices(24)] == [12, 18, 24]
     assert [m.gpus_per_node for m in find_machine(options).with_more_devices(24)] == [6, 6, 6]
     options = MachineOptions(machine="h100-80gb", num_processes=6)
-    assert [(m.num_processes, m.nodes) for m in find_machine(options).with_more_devices(16)] == [(7, 1), (8, 1), (16, 2)]
+    assert [(m.num_processes, m.nodes) for m in find_machine(options).with_more_devices(16)] == [
+        (7, 1),
+        (8, 1),
+        (16, 2),
+    ]
     options = MachineOptions(machine="cpu", num_processes=4)
     assert [(m.num_processes, m.nodes) for m in find_machine(options).with_more_devices(12)] == [(8, 2), (12, 3)]
 
