@@ -226,9 +226,10 @@ class ChangeSearch:
         return [change for change in (devices, *here) if change is not None]
 
     def _first(self, levers: Sequence[Lever], pulled: Pulls = ()) -> Change | None:
-        """Each lever alone, then after those that have been `pulled`; at last one after the other."""
+        """Each lever after those that have been `pulled`, so that it is pulled the least, then alone; at last one after
+        the other."""
         for lever in levers:
-            for before in ([], list(pulled)) if pulled else ([],):
+            for before in (list(pulled), []) if pulled else ([],):
                 if (found := self._smallest(before, lever)) is not None:
                     return found
         at = list(pulled)
