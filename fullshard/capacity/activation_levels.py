@@ -1,14 +1,21 @@
-"""What `gradient_checkpointing` auto or a size leads to: the levels that a run would choose, from traces.
+"""What decides the levels of layers under a budget, as far as it is planned: bytes and peaks from traces.
 
-The choice itself is `fsdp/activation_memory.fitting_levels`, which a run feeds with measured numbers.
+The choice itself is `fsdp/activation_memory.LevelChoice`. A run begins with the planned one, and corrects it by what
+its steps take; where there is no plan, it makes one of what the first steps show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from fullshard.capacity.memory import MemoryEstimate, MemoryOptions, estimate_memory
 from fullshard.capacity.step_trace import StepTrace
-from fullshard.fsdp.activation_memory import Level, fitting_levels
+from fullshard.fsdp.activation_memory import Level
+from fullshard.fsdp.plan import ShardingPlan
+
+PASSES = ("forward", "loss", "backward")
+"""The moments whose memory depends on what layers keep."""
 
 
 def kept_bytes(traces: Mapping[Level, StepTrace]) -> dict[str, dict[Level, float]]:
@@ -21,19 +28,22 @@ def kept_bytes(traces: Mapping[Level, StepTrace]) -> dict[str, dict[Level, float
     return found
 
 
-def chosen_levels(
-    traces: Mapping[Level, StepTrace],
-    costs: Mapping[str, Mapping[Level, float]],
-    kinds: Sequence[str],
-    base: Sequence[Level],
-    limit: float,
-    peak: Callable[[Sequence[Level]], float],
-) -> list[Level]:
-    """The levels with the least recomputation whose peak is within the limit; `base` if there are none.
+@dataclass(frozen=True)
+class PlannedPeak:
+    """The peak of a step's forward and backward, by the levels of its layers. The engine's copies of weights are not
+    counted: they take what is left."""
 
-    `kinds` are the kinds of all layers in order, `costs` what recomputing a layer of each costs, `base` the levels with
-    the least memory, and `peak` the peak that levels lead to.
-    """
-    sizes = kept_bytes(traces)
-    everything = sum(max(sizes[kind].values()) for kind in kinds)
-    return fitting_levels(sizes, costs, kinds, everything, limit, peak) or list(base)
+    plan: ShardingPlan
+    traces: Mapping[Level, StepTrace]
+    layers: Sequence[str]
+    kinds: Mapping[str, str]
+    options: MemoryOptions
+
+    def __call__(self, levels: Sequence[Level]) -> float:
+        moments = self.estimate(levels).moments
+        return max(sum(moments[moment].values()) for moment in PASSES)
+
+    def estimate(self, levels: Sequence[Level]) -> MemoryEstimate:
+        """All memory of a run with these levels."""
+        options = replace(self.options, keeps_copies=False)
+        return estimate_memory(self.plan, self.traces, self.layers, self.kinds, levels, options)

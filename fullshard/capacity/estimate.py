@@ -12,7 +12,7 @@ from fullshard.capacity.step_time import StepTime
 from fullshard.capacity.step_trace import BatchShape
 from fullshard.capacity.traffic import Traffic
 from fullshard.capacity.verdict import Verdict
-from fullshard.fsdp.activation_memory import Level
+from fullshard.fsdp.activation_memory import Level, LevelChoice
 from fullshard.fsdp.plan import ShardingPlan, UnitPlan
 from fullshard.version import __version__
 
@@ -47,6 +47,8 @@ class Estimate:
     """What was not given and is assumed, and what the numbers leave out."""
     seconds: dict[str, float] = field(default_factory=dict)
     """How long each part of planning took."""
+    choice: LevelChoice[str] | None = None
+    """What decided the levels under a budget; None without one."""
 
     @property
     def tokens(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class Machine:
     """Bytes that a device sends to other nodes, in one direction: the node's network divided by its devices."""
     host_link: float
     """Bytes between a device and the host's memory, in one direction."""
+    node_devices: int = 0
+    """Devices that such a node has, of which a run may use fewer; 0: as many as it uses."""
 
     @property
     def nodes(self) -> int:
@@ -57,6 +59,17 @@ class Machine:
     def shares_host_memory(self) -> bool:
         """Whether what a device allocates is host memory."""
         return self.kind == "cpu"
+
+    def with_more_devices(self, most: int) -> Iterator[Machine]:
+        """The machines with more devices than this one, up to `most`: the rest of its node, then more nodes."""
+        node = max(self.node_devices, self.gpus_per_node)
+        if self.nodes == 1:
+            for count in range(self.num_processes + 1, min(node, most) + 1):
+                yield replace(self, num_processes=count, gpus_per_node=count)
+        else:
+            node = self.gpus_per_node
+        for nodes in range(self.nodes + 1, most // node + 1):
+            yield replace(self, num_processes=nodes * node, gpus_per_node=node)
 
     def __str__(self) -> str:
         nodes = f", {self.nodes} nodes of {self.gpus_per_node}" if self.nodes > 1 else ""
@@ -93,7 +106,7 @@ def _gpu(
     rates = {"bfloat16": half if bf16 else 0, "float16": half, "float8": fp8, "tf32": tf32, "float32": fp32}
     flops = {dtype: rate * 1e12 for dtype, rate in rates.items() if rate}
     speeds = [rate * 1e9 for rate in (bandwidth, node_link, network, host_link)]
-    return Machine(name, "cuda", 1, per_node, int(memory * GIB), host * GIB, flops, *speeds)
+    return Machine(name, "cuda", 1, per_node, int(memory * GIB), host * GIB, flops, *speeds, node_devices=per_node)
 
 
 # Memory is what torch sees of it (`torch.cuda.mem_get_info`, and the "total capacity" in out-of-memory errors), the
@@ -138,7 +151,8 @@ def find_machine(options: MachineOptions) -> Machine:
     """The machine that the options describe; `ConfigError` for unknown names and impossible numbers."""
     found = named_machine(options.machine) if names_one(options) else stand_in(options) or this_machine()
     count, per_node = _counts(found, options.num_processes, options.gpus_per_node)
-    changed: dict[str, Any] = {"num_processes": count, "gpus_per_node": per_node}
+    node = per_node if options.gpus_per_node or found.shares_host_memory else found.gpus_per_node
+    changed: dict[str, Any] = {"num_processes": count, "gpus_per_node": per_node, "node_devices": node}
     for field, name in (("device_memory", "device_memory"), ("host_memory", "host_memory"),
                         ("network", "network_bandwidth")):  # fmt: skip
         if (given := getattr(options, name)) is not None:

@@ -41,6 +41,8 @@ class MemoryEstimate:
     """Device memory beside what torch allocates: context, communicators, fragmentation."""
     host: dict[str, int] = field(default_factory=dict)
     """Host memory per node, by part."""
+    rest: int = 0
+    """Bytes that torch has allocated between steps."""
 
     @property
     def peak(self) -> int:
@@ -87,9 +89,19 @@ class MemoryOptions:
     ranks_per_node: int = 1
     async_save: bool = False
     device_memory: int | None = None
-    """Bytes of the device, which decide whether the engine keeps copies; None leaves them out."""
+    """Bytes of an accelerator, which decide whether the engine keeps copies; without them, and a budget, it keeps
+    none."""
+    usable: int | None = None
+    """Bytes that torch may allocate as far as other programs are concerned; None where that is not known."""
     budget: float | None = None
     """Bytes that a budget for activations leaves to torch, which then decides about copies; None without one."""
+    keeps_copies: bool = True
+    """Whether the engine may keep copies at all."""
+
+    def limit(self, reserved: int) -> float:
+        """The most bytes that torch may allocate, if so many are `reserved` beside them."""
+        limits = [self.budget, self.usable, None if self.device_memory is None else self.device_memory - reserved]
+        return min((limit for limit in limits if limit is not None), default=math.inf)
 
 
 def estimate_memory(
@@ -142,7 +154,7 @@ class _Estimate:
             largest=self._largest, snapshot=self._saved if self.options.async_save else 0,
         )  # fmt: skip
         host = host_memory(needs, self.options.ranks_per_node, self.options.accelerator)
-        return MemoryEstimate(moments, tuple(ledger.timeline), reserved, host)
+        return MemoryEstimate(moments, tuple(ledger.timeline), reserved, host, sum(self._static.values()))
 
     # --- what is there all the time -----------------------------------------------------------------------------------
 
@@ -226,13 +238,16 @@ class _Estimate:
     def _keeps_copies(self, ledger: Ledger, reserved: int) -> bool:
         """As `Engine.keep_copies` decides, from half of what is unused if that is most of the device; or from all that
         a budget leaves."""
-        total, budget = self.options.device_memory, self.options.budget
-        if total is None or not self.options.accelerator:
+        total = self.options.device_memory
+        if not self.options.keeps_copies:
             return False
         peak = max(sum(parts.values()) for parts in ledger.moments.values())
-        size, spare = sum(unit.gathered for unit in self.units.values() if unit.only_casts), total - reserved - peak
-        if budget is not None:
-            return 0 < size <= min(spare, budget - peak)
+        size = sum(unit.gathered for unit in self.units.values() if unit.only_casts)
+        if self.options.budget is not None:
+            return 0 < size <= self.options.limit(reserved) - peak
+        if total is None or not self.options.accelerator:
+            return False
+        spare = total - reserved - peak
         return 2 * spare >= total and 0 < size <= spare // 2
 
     # --- one step -----------------------------------------------------------------------------------------------------

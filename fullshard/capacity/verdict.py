@@ -51,7 +51,8 @@ class Verdict:
     certain: bool = True
     """False where the model's activations could not be traced and are left out."""
     changes: tuple[Change, ...] = ()
-    """The smallest change that would make it fit; where that is more devices, also the smallest on these."""
+    """The smallest changes that would make it fit: one that costs time alone; or the fewest more devices, what is much
+    slower, and what trains something else, as far as there are any."""
     tried: int = 0
     """How many changes were tried."""
 
@@ -94,9 +95,18 @@ class Verdict:
             return []
         if not self.changes:
             return [f"None of {self.tried} changes that were tried is enough."] if self.tried else []
-        starts = ("Smallest change that fits", "Without more devices")
-        words = [f"{change.words} ({memory_size(change.needs)} per device)" for change in self.changes]
-        return [f"{start}: {what}." for start, what in zip(starts, words, strict=False)]
+        more = [change for change in self.changes if "num_processes" in change.settings]
+        here = [change for change in self.changes if change not in more]
+        return [
+            *_sentence("Smallest change that fits", more or here),
+            *_sentence("Without more devices", more and here),
+        ]
+
+
+def _sentence(start: str, changes: Sequence[Change]) -> list[str]:
+    """Changes, one of which is enough."""
+    words = [f"{change.words} ({memory_size(change.needs)} per device)" for change in changes]
+    return [f"{start}: {', or '.join(words)}."] if words else []
 
 
 def judge(memory: MemoryEstimate, machine: Machine, certain: bool = True) -> Verdict:

@@ -6,8 +6,11 @@ Choosing is a pure function of bytes and costs. Measuring them is in `layer_memo
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -19,7 +22,7 @@ MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 """The names of the feed-forward part in the layers of language models."""
 
 
-HALVINGS = 10
+HALVINGS = 24
 """How often the interval is halved in which the room lies that just fits."""
 
 
@@ -66,14 +69,11 @@ def kinds_of(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def recompute_costs(layer: nn.Module) -> dict[Level, float]:
-    """What recomputing a layer costs at each level: products per token. To move an input costs little beside them."""
-    mlp = mlp_of(layer)
-    costs = {
-        Level.KEEP_ALL: 0.0,
-        Level.RECOMPUTE_MLP: _products(mlp) if mlp else 0.0,
-        Level.RECOMPUTE: _products(layer),
-    }
-    return {**costs, Level.OFFLOAD: 1.02 * costs[Level.RECOMPUTE]}
+    """What recomputing a layer costs at each level that it can have: products per token. To move an input costs little
+    beside them."""
+    mlp, whole = mlp_of(layer), _products(layer)
+    part = {Level.RECOMPUTE_MLP: _products(mlp)} if mlp is not None else {}
+    return {Level.KEEP_ALL: 0.0, **part, Level.RECOMPUTE: whole, Level.OFFLOAD: 1.02 * whole}
 
 
 def _products(module: nn.Module) -> float:
@@ -111,44 +111,70 @@ def describe_levels(levels: Sequence[Level]) -> str:
 # --- the choice -----------------------------------------------------------------------------------------------------
 
 
-def fitting_levels(
-    bytes_by_level: Mapping[Kind, Mapping[Level, float]],
-    costs: Mapping[Kind, Mapping[Level, float]],
-    layers: Sequence[Kind],
-    room: float,
-    limit: float,
-    peak: Callable[[Sequence[Level]], float],
-) -> list[Level] | None:
-    """The levels with the least recomputation whose peak is at most `limit`; None if there are none.
+@dataclass(frozen=True)
+class LevelChoice(Generic[Kind]):
+    """What decides the levels of a model's layers under a budget, planned or measured: bytes, costs and the peak."""
 
-    `room` is what all layers together may keep, if the peak comes when they all do. Where a layer's backward takes more
-    than that, the room is reduced until the peak fits, and then raised as far as it still does. The input of the last
-    layer is needed again at once and stays.
-    """
+    kinds: Sequence[Kind]
+    """The kinds of all layers in order."""
+    sizes: Mapping[Kind, Mapping[Level, float]]
+    """By kind and level, the bytes that a layer keeps for backward."""
+    costs: Mapping[Kind, Mapping[Level, float]]
+    """What recomputing a layer costs: see `recompute_costs`."""
+    base: Sequence[Level]
+    """The levels that need the least memory."""
+    peak: Callable[[Sequence[Level]], float]
+    """The most bytes of a step with these levels, up to the update of the weights."""
+    limit: float
+    """What may be allocated."""
+    rest: float = 0.0
+    """In use between steps."""
+    floor: float = 0.0
+    """What the update of the weights needs, whatever layers keep."""
 
-    def within(room: float) -> list[Level]:
-        levels = choose_levels(bytes_by_level, costs, layers, room)
-        levels[-1] = min(levels[-1], Level.RECOMPUTE)
-        return levels
+    def levels(self, error: float = 0.0) -> list[Level]:
+        """The levels with the least recomputation whose peak is within the limit; `base` if there are none. `error` is
+        what steps take beyond `peak`."""
+        fits: dict[tuple[Level, ...], bool] = {}
 
-    found, below, above = None, 0.0, room
-    for _ in layers:
-        levels = within(room)
-        excess = peak(levels) - limit
-        if excess <= 0:
-            found, below = levels, room
-            break
-        above, room = room, room - excess
-    if found is None:
-        return None
-    for _ in range(HALVINGS if above > below else 0):
-        middle = (below + above) / 2
-        levels = within(middle)
-        if peak(levels) <= limit:
-            found, below = levels, middle
-        else:
-            above = middle
-    return found
+        def fitting(room: float) -> list[Level] | None:
+            levels = self._within(room)
+            if tuple(levels) not in fits:
+                fits[tuple(levels)] = self.peak(levels) + error <= self.limit
+            return levels if fits[tuple(levels)] else None
+
+        if (most := fitting(math.inf)) is not None:
+            return most
+        if (best := fitting(0.0)) is None:
+            return list(self.base)
+        below, above = 0.0, sum(max(self.sizes[kind].values()) for kind in self.kinds)
+        for _ in range(HALVINGS):
+            middle = (below + above) / 2
+            if (levels := fitting(middle)) is not None:
+                best, below = levels, middle
+            else:
+                above = middle
+        return best
+
+    def predicted(self, levels: Sequence[Level], error: float = 0.0) -> float:
+        """The peak of a run with these levels."""
+        return max(self.peak(levels) + error, self.floor)
+
+    def _within(self, room: float) -> list[Level]:
+        """The levels of layers that may keep `room` bytes together. The input of the last layer is needed again at once
+        and stays."""
+        levels = choose_levels(*self._merged, room)
+        return [*levels[:-1], min(levels[-1], Level.RECOMPUTE)]
+
+    @cached_property
+    def _merged(self) -> tuple[Any, Any, list[Kind]]:
+        """Sizes, costs and kinds of layers. Kinds that keep and cost the same are one, so that those that keep more
+        come last among all of them."""
+        first: dict[Any, Kind] = {}
+        same = {
+            kind: first.setdefault((*self.sizes[kind].items(), *self.costs[kind].items()), kind) for kind in self.sizes
+        }
+        return self.sizes, self.costs, [same[kind] for kind in self.kinds]
 
 
 def choose_levels(

@@ -79,6 +79,11 @@ class DeviceMemory:
         self.device, self.processes = device, processes
         self.has_streams = accelerator.is_accelerator(device)
 
+    @property
+    def counts_tensors(self) -> bool:
+        """Whether it counts what torch allocates, as plans do, and not all of the process."""
+        return self.has_streams
+
     def in_use(self) -> int:
         """Bytes in use now."""
         if self.has_streams:

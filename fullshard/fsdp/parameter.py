@@ -253,7 +253,7 @@ class ShardedParameter:
             # Python's garbage collector cannot see autograd's hooks: a hook that held the parameter would leak it.
             this = weakref.ref(self)
             leaf.register_post_accumulate_grad_hook(lambda _: None if (p := this()) is None else p.on_gradient())
-        return leaf.requires_grad_(self.shard.requires_grad)
+        return leaf.requires_grad_(self.plan.trainable)  # not the shard: an adapter may be disabled for this pass
 
     def free(self) -> int:
         """Release the memory of the gathered value; returns the number of bytes released."""

@@ -26,8 +26,8 @@ from fullshard.train.checked_run import sharding_settings, starting_point
 from fullshard.train.cli_args import command_options, parse
 from fullshard.train.plan_request import PlanRequest
 
-DOES_NOT_FIT = 1
-"""The exit code for a run that does not fit."""
+EXIT_CODES = {True: 0, False: 1, None: 3}
+"""By whether a run fits; None is where that cannot be told. 2 is for wrong settings."""
 
 
 def plan(words: Sequence[str]) -> int:
@@ -50,7 +50,7 @@ def show(request: PlanRequest, options: PlanOptions) -> int:
         print_text(json.dumps(estimate.to_json(), default=str))
     else:
         print_estimate(estimate)
-    return DOES_NOT_FIT if estimate.verdict.fits is False else 0
+    return EXIT_CODES[estimate.verdict.fits]
 
 
 def search(request: PlanRequest, options: PlanOptions) -> int:
@@ -67,7 +67,7 @@ def search(request: PlanRequest, options: PlanOptions) -> int:
         print_text(json.dumps(found.to_json(), default=str))
     else:
         print_search(found)
-    return 0 if found.fitting else DOES_NOT_FIT
+    return EXIT_CODES[found.fits]
 
 
 def with_data(request: PlanRequest) -> PlanRequest:
@@ -158,6 +158,7 @@ def show_plan_help() -> None:
         "fullshard sft and fullshard launch are accepted and mean the same, for example:\n\n"
         "fullshard plan meta-llama/Llama-3.1-8B --use_peft_lora --bf16 --machine h100-80gb --num_processes 8\n\n"
         f"Machines: {', '.join(MACHINES)}.\n\n"
-        "The exit code is 0 if the run fits, 1 if it does not, 2 for wrong settings.",
+        "The exit code is 0 if the run fits, 1 if it does not, 3 if that cannot be told because the model cannot be "
+        "traced, and 2 for wrong settings.",
         {"Flags": plan_options()},
     )

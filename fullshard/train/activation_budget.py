@@ -1,11 +1,13 @@
 """Activation memory by budget (`gradient_checkpointing` auto or a size): layers keep what fits, the rest is recomputed.
 
-The choice is measured. The first step recomputes every layer. In the next one the last layer keeps everything, which
+A run begins with the choice that was planned (`plan_first.py`), from its first step on. Where there is no plan, the
+first steps are measured. The first one recomputes every layer. In the next one the last layer keeps everything, which
 takes no more memory: a recomputed layer has all of its activations too when its backward begins. Then it is known what
-a layer keeps, and if not all layers can, one step measures a layer that recomputes its feed-forward part alone. The
-peak that the choice leads to is measured as well, and the choice corrected by the difference: steps in which something
-is compiled or tuned take more memory than others. All ranks choose alike, from the largest numbers and the smallest
-memory among them, for the largest batch of the run.
+a layer keeps, and if not all layers can, one step measures a layer that recomputes its feed-forward part alone.
+
+Both are one `LevelChoice`, which rank 0 decides by. The peak that it leads to is measured on accelerators, and the
+choice corrected by the difference: steps in which something is compiled or tuned take more memory than others. All
+ranks have the same levels, by the largest numbers and the smallest memory among them, for the largest batch of the run.
 
 If memory runs out all the same, a single rank returns to full checkpointing and repeats the step. Several ranks cannot,
 because the others wait in a collective by then: they leave more memory free instead.
@@ -14,8 +16,9 @@ because the others wait in a collective by then: they leave more memory free ins
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -30,8 +33,8 @@ from fullshard.data.loader import Collator, Step
 from fullshard.data.token_table import TokenTable
 from fullshard.fsdp.activation_memory import (
     Level,
+    LevelChoice,
     describe_levels,
-    fitting_levels,
     full_checkpointing,
     kinds_of,
     mlp_of,
@@ -42,12 +45,12 @@ from fullshard.fsdp.activation_memory import (
 from fullshard.fsdp.activation_offload import buffers as host_buffers
 from fullshard.fsdp.layer_memory import DeviceMemory, LayerMeter
 from fullshard.models.inner_model import causal
-from fullshard.ranks import exchange
+from fullshard.ranks import exchange, on_rank_0
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.batches import StepLoader, Steps
+from fullshard.train.planned_batch import bounds_batches
+from fullshard.train.planned_memory import budget_limit, may_offload
 
-SLACK = 0.01
-"""The part of a given size that is left free, for what differs from step to step."""
 CHECKS = 3
 """How often a choice is corrected at most."""
 WAIT = 8
@@ -113,6 +116,19 @@ class Measured:
         }
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do by a `LevelChoice`."""
+
+    levels: list[Level]
+    predicted: float
+    """The peak of a step."""
+    spare: float
+    """What it leaves of the limit."""
+    checks: int
+    """How often it may still be corrected."""
+
+
 def largest_batch(config: SFTConfig, steps: Steps | None, model: Any) -> LargestBatch | None:
     """The largest micro-batch of the training data; None if it cannot be known."""
     collator, rows = getattr(steps, "collate_fn", None), config.per_device_train_batch_size
@@ -120,13 +136,18 @@ def largest_batch(config: SFTConfig, steps: Steps | None, model: Any) -> Largest
         return None
     if isinstance(steps.dataset, TokenTable):
         lengths = np.sort(steps.dataset.row_sizes[:])[-rows:]
-    elif config.max_length is not None and not config.skip_prepare_dataset:
+    elif bounds_batches(config) and config.max_length is not None:
         lengths = np.full(rows, config.max_length)
     else:
         return None
     length = collator.padded(int(lengths.sum() if collator.flatten else lengths.max()))
     eager = causal(model).config.get_text_config()._attn_implementation == "eager"
     return LargestBatch(length if collator.flatten else rows * length, length, eager)
+
+
+def usable_memory(memory: DeviceMemory) -> float:
+    """The bytes that this rank may allocate, as far as other programs are concerned."""
+    return memory.limit() - margin(runtime.world_size()) * memory.total()
 
 
 class ActivationBudget:
@@ -139,7 +160,7 @@ class ActivationBudget:
         self.layers, self.budget, self.largest, self.model, self.say = list(layers), budget, largest, model, say
         self.reentrant = reentrant
         self.memory = DeviceMemory(runtime.device(), runtime.local_world_size())
-        self.offload = offload or (isinstance(budget, int) and self.memory.has_streams)
+        self.offload = may_offload(offload, budget, self.memory.has_streams)
         """Whether inputs of recomputed layers may wait on the host: a size holds from the first step on."""
         self.kinds = kinds_of(self.layers)
         self.base = full_checkpointing(len(self.layers), self.offload)
@@ -148,18 +169,41 @@ class ActivationBudget:
         self.levels = self._set(self.base)
         self.probe: tuple[int, Level] | None = None
         """The kind and level of the layer that the next step measures."""
+        self.choice: LevelChoice[Any] | None = None
+        """What rank 0 decides by."""
         self.predicted, self.copies = 0.0, 0
         """The peak of a step, and the part of it that copies of weights take."""
-        self.chosen = budget is None or largest is None or not self.layers
+        self.decides = budget is not None and largest is not None and bool(self.layers)
+        """Whether there is anything to choose."""
+        self.chosen = not self.decides
         if not engines.current().compiles_steps:
             model._fullshard_engine.decides_copies = budget is None
-        self._checks, self._age, self._exceeded = 0, 0, False
-        """How often the choice may still be corrected, the steps since it was made, and whether one took more than the
-        limit."""
+        self._checks, self._age, self._exceeded, self._error = 0, 0, False, 0.0
+        """How often the choice may still be corrected, the steps since it was made, whether one took more than the
+        limit, and what steps take beyond what was predicted; the last two on rank 0."""
         self._before_update: int | None = None
         """The peak of this step up to the update of the weights; None before it."""
         if self.chosen and budget is not None:
             say("activations: the length of batches is not known in advance, so all layers are recomputed.")
+
+    def usable(self) -> int | None:
+        """The bytes that every rank may allocate as far as other programs are concerned, before weights are read; None
+        where nothing is chosen. All ranks must call it."""
+        if not self.decides:
+            return None
+        process = 0 if self.memory.counts_tensors else self.memory.in_use()
+        return int(min(exchange(usable_memory(self.memory) - process, "usable memory")))
+
+    def begin(self, planned: LevelChoice[Any] | None) -> None:
+        """Begin with the choice that was planned, if there is one. All ranks must call it; rank 0 has the plan."""
+        if self.chosen:
+            return
+        self.choice = planned if planned is not None and len(planned.kinds) == len(self.layers) else None
+        checks = CHECKS if self.memory.counts_tensors else 0
+        decision = on_rank_0(lambda: None if self.choice is None else self._decision(checks), "planned levels")
+        if decision is not None:
+            self.chosen = True
+            self._apply(decision)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -226,9 +270,7 @@ class ActivationBudget:
             known.lean = min(known.full, peak - (sizes[Level.KEEP_ALL] - sizes[Level.RECOMPUTE]))
             known.update = whole if whole > peak else 0.0
         known.rest = self.memory.in_use()
-        known.limit = self.memory.limit() - margin(runtime.world_size()) * self.memory.total()
-        if isinstance(self.budget, int):
-            known.limit = min(known.limit, self.budget * (1 - SLACK))
+        known.limit = min(usable_memory(self.memory), budget_limit(self.budget) or math.inf)
 
     # --- the choice -------------------------------------------------------------------------------------------------
 
@@ -241,14 +283,28 @@ class ActivationBudget:
             index = len(self.kinds) - 1 - self.kinds[::-1].index(kind)
             self.levels = self._set([*self.base[:index], level, *self.base[index + 1 :]])
             return
-        self.chosen, self._checks = True, CHECKS
-        self._choose(*self._fitting(known))
+        self.choice, self.chosen = self._measured_choice(known), True
+        self._apply(on_rank_0(lambda: self._decision(CHECKS), "activation levels"))
 
-    def _choose(self, levels: list[Level], predicted: float) -> None:
-        self.levels, self.predicted, self._age = self._set(levels), predicted, 0
-        if Level.OFFLOAD not in levels:
-            host_buffers.release()
-        self.say(f"activations: {self.describe()}.")
+    def _decision(self, checks: int) -> Decision:
+        """What follows from the choice and the error that is known of it."""
+        assert self.choice is not None
+        levels = self.choice.levels(self._error)
+        predicted = self.choice.predicted(levels, self._error)
+        return Decision(levels, predicted, self.choice.limit - predicted, checks)
+
+    def _apply(self, decision: Decision) -> None:
+        is_new = decision.levels != self.levels or not self.predicted
+        self.predicted, self._checks = decision.predicted, decision.checks
+        if is_new:
+            self.levels, self._age = self._set(decision.levels), 0
+            if Level.OFFLOAD not in self.levels:
+                host_buffers.release()
+        if self._checks == 0:  # copies of weights take what is left: before, they would be taken for activations
+            self._keep_copies(int(decision.spare))
+            self.predicted += self.copies
+        if is_new:
+            self.say(f"activations: {self.describe()}.")
 
     def _checked_step(self, train_step: Callable[[Step], Any], step: Step) -> Any:
         """Take a step with the levels that were chosen, and correct the choice by its peak."""
@@ -258,28 +314,32 @@ class ActivationBudget:
         result = train_step(step)
         peak = self._before_update if self._before_update is not None else self.memory.peak()
         self._age += 1
-        if self._age == 1:  # something may have been compiled in it
-            return result
-        found = exchange((peak - rest, self.largest.scale(step)), "peak of activation memory")
-        if max(scale for _, scale in found) > 1.1 and self._age < WAIT:
-            return result
-        steps, known = [peak * scale if scale < 1.1 else peak for peak, scale in found], self.known
-        error = known.rest + max(steps) - self._peak(known, self.levels)
-        self._checks -= 1
-        # Down whenever it is needed; up only while no choice has been too much, and if the next one is checked too.
-        small_batch = max(scale for _, scale in found) > 1.1
-        if error > 0 or not (small_batch or self._exceeded or self._checks == 0):
-            known.lean, known.full = known.lean + error, known.full + error
-        self._exceeded |= known.rest + max(steps) > known.limit
-        levels, predicted = self._fitting(known)
-        if levels == self.levels:
-            self._checks, self.predicted = 0, predicted
-        else:
-            self._choose(levels, predicted)
-        if self._checks == 0:  # copies of weights take what is left: before, they would be taken for activations
-            self._keep_copies(int(known.limit - self.predicted))
-            self.predicted += self.copies
+        found = exchange((rest, peak - rest, self.largest.scale(step)), "peak of activation memory")
+        decision = on_rank_0(lambda: self._corrected(found), "activation levels")
+        if decision is not None:
+            self._apply(decision)
         return result
+
+    def _corrected(self, found: Sequence[tuple[int, int, float]]) -> Decision | None:
+        """What follows from a step with the current levels: by rank, the memory before it, what it added at its peak,
+        and how much more the largest batch needs. None if nothing does."""
+        assert self.choice is not None
+        choice, small_batch = self.choice, max(scale for *_, scale in found) > 1.1
+        first = self._age == 1  # something may have been compiled in it
+        if small_batch and self._age < WAIT:
+            return None
+        rest = max(choice.rest, *(rest for rest, *_ in found))  # before the first step there is no optimizer state
+        took = rest + max(more * scale if scale < 1.1 else more for _, more, scale in found)
+        exceeded, error = took > choice.limit, took - choice.peak(self.levels)
+        if first and not exceeded:
+            return None
+        checks = self._checks if first else self._checks - 1
+        # Down whenever it is needed; up only while no choice has been too much, and if the next one is checked too.
+        if error > self._error or not (first or small_batch or self._exceeded or checks == 0):
+            self._error = error
+        self._exceeded |= exceeded and not first
+        decision = self._decision(checks)
+        return replace(decision, checks=0) if decision.levels == self.levels and not first else decision
 
     def _keep_copies(self, spare: int) -> None:
         self.copies = self.model._fullshard_engine.keep_copies(spare)
@@ -293,7 +353,7 @@ class ActivationBudget:
             fits = free >= 0 if kind == self.kinds[-1] else free >= recomputed
             if fits and (kind, Level.KEEP_ALL) not in known.kept:
                 return kind, Level.KEEP_ALL
-        if all(level is Level.KEEP_ALL for level in self._fitting(known)[0]):
+        if all(level is Level.KEEP_ALL for level in self._measured_choice(known).levels()):
             return None
         for kind in dict.fromkeys(reversed(self.kinds)):
             measured = (kind, Level.KEEP_ALL) in known.kept and (kind, Level.RECOMPUTE_MLP) not in known.kept
@@ -301,25 +361,21 @@ class ActivationBudget:
                 return kind, Level.RECOMPUTE_MLP
         return None
 
-    def _fitting(self, known: Measured) -> tuple[list[Level], float]:
-        """The levels with the least recomputation that fit, and the peak that they lead to."""
+    def _measured_choice(self, known: Measured) -> LevelChoice[int]:
         sizes = {kind: known.sizes(kind) for kind in set(self.kinds)}
         costs = {kind: recompute_costs(self.layers[self.kinds.index(kind)]) for kind in set(self.kinds)}
-        if not self.offload:
-            sizes = {kind: {k: b for k, b in each.items() if k < Level.OFFLOAD} for kind, each in sizes.items()}
-        room = known.limit - known.rest - self._besides(known)
-        floor = known.rest + max(known.full, known.update)
-        levels = fitting_levels(sizes, costs, self.kinds, room, known.limit, lambda each: self._peak(known, each))
-        return (levels, max(self._peak(known, levels), floor)) if levels is not None else (self.base, floor)
-
-    def _besides(self, known: Measured) -> float:
+        besides = known.lean - sum(sizes[kind][level] for kind, level in zip(self.kinds, self.base, strict=True))
         """What a step needs besides what layers keep for backward."""
-        return known.lean - sum(known.sizes(kind)[level] for kind, level in zip(self.kinds, self.base, strict=True))
 
-    def _peak(self, known: Measured, levels: Sequence[Level]) -> float:
-        """The peak of a step up to the update of the weights."""
-        sizes = {kind: known.sizes(kind) for kind in set(self.kinds)}
-        return known.rest + self._besides(known) + peak_of(sizes, self.kinds, levels)
+        def peak(levels: Sequence[Level]) -> float:
+            return known.rest + max(known.full, besides + peak_of(sizes, self.kinds, levels))
+
+        allowed = {
+            kind: {level: size for level, size in each.items() if self.offload or level < Level.OFFLOAD}
+            for kind, each in sizes.items()
+        }
+        update = known.rest + known.update
+        return LevelChoice(self.kinds, allowed, costs, self.base, peak, known.limit, known.rest, update)
 
     def _set(self, levels: Sequence[Level]) -> list[Level]:
         accelerator.empty_cache(runtime.device())  # blocks of other sizes are needed now
@@ -358,13 +414,12 @@ class ActivationBudget:
     def adopt(self, record: dict[str, Any] | None) -> None:
         """Make the choice of a checkpoint this run's, if nothing has changed that it depends on. All ranks must call
         it."""
-        if record is None or self.chosen:
+        if record is None or not self.decides:
             return
         if record["shape"] != self.shape():
             self.say("activations: chosen anew, because the checkpoint is from a run of another shape.")
             return
         self.levels, self.predicted = self._set([Level(level) for level in record["levels"]]), record["predicted"]
-        self.chosen = True
-        if copies := record.get("copies", 0):
-            self._keep_copies(copies)
+        self.chosen, self._checks = True, 0
+        self._keep_copies(record.get("copies", 0))
         self.say(f"activations: as before: {self.describe()}.")

@@ -168,12 +168,14 @@ def build_loop(
     optim = config.optim if trainer.makes_optimizer else None
     memory_check.check_and_report(sharded, optim, engine.offload_params, reporter.say, **config.optimizer_arguments())
     if steps is not None and not config.skip_plan and not compiled:
+        usable = activations.usable()
         shape = largest.shape(config) if largest is not None else None
         run = RunToPlan(
             config, engine, sharded, parts.base, shape, reporter.total, parts.grown, parts.adapter_config,
-            trainer.makes_optimizer, trainer.makes_loss,
+            trainer.makes_optimizer, trainer.makes_loss, usable,
         )  # fmt: skip
         trainer.estimate = plan_first(run, reporter.say)
+        activations.begin(trainer.estimate.choice if trainer.estimate is not None and run.is_whole else None)
     if parts.base is not None:
         fill(
             sharded, parts.base, seed=config.seed, progress=reporter.mode in ("live", "plain"),

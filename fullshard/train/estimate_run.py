@@ -29,7 +29,7 @@ from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.plan_changes import ChangeSearch
 from fullshard.train.plan_request import PlanRequest
 from fullshard.train.planned_batch import assumed_length, evaluation_shape, largest_shape
-from fullshard.train.planned_memory import memory_options, needed_levels, planned_levels
+from fullshard.train.planned_memory import memory_options, needed_levels, planned_choice, planned_levels
 from fullshard.train.planned_model import find_config, planned_model
 
 BATCH_SETTINGS = (
@@ -78,10 +78,10 @@ class Pricing:
 
     def price(
         self, config: SFTConfig, planned: PlannedModel, machine: Machine, batch: BatchShape, name: str,
-        assumed: Sequence[str] = (), own_optimizer: bool = True,
+        assumed: Sequence[str] = (), own_optimizer: bool = True, usable: int | None = None,
     ) -> Estimate:  # fmt: skip
         """What a run with this model needs and costs; `batch` is its largest. `own_optimizer` is whether the optimizer
-        is the one that the settings name."""
+        is the one that the settings name, and `usable` what a run that begins may allocate."""
         lines, certain, evaluation = [*assumed, *planned.notes], True, None
         with self.clock("trace"):
             try:
@@ -98,11 +98,14 @@ class Pricing:
                 plain = traces, batch
             planned = without_idle_layers(planned, traces)
         with self.clock("memory"):
-            options = memory_options(config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory)
+            options = memory_options(
+                config, planned, batch.accumulation, machine.gpus_per_node, machine.device_memory, usable
+            )
             if not own_optimizer:
                 options = dataclasses.replace(options, optimizer=dataclasses.replace(options.optimizer, name=None))
                 lines.append("the optimizer is the script's: its state is not counted")
-            levels = planned_levels(config, planned, traces, options)
+            choice = planned_choice(config, planned, traces, options) if certain else None
+            levels = planned_levels(config, planned, choice)
             memory = estimate_memory(planned.plan, traces, planned.layers, planned.kinds, levels, options, evaluation)
         with self.clock("traffic and time"):
             traffic = step_traffic(
@@ -115,7 +118,7 @@ class Pricing:
         return Estimate(
             name, machine, config.changed(), planned.plan, planned.parameters, batch, planned.layers, tuple(levels),
             memory, traffic, steps, flops, judge(memory, machine, certain), (*lines, *steps.assumptions),
-            dict(self.seconds),
+            dict(self.seconds), choice,
         )  # fmt: skip
 
     def _planned(self, request: PlanRequest) -> PlannedModel:

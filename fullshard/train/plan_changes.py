@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard.capacity.estimate import Estimate
-from fullshard.capacity.machines import MACHINES
 from fullshard.capacity.verdict import Change
-from fullshard.errors import UserError
+from fullshard.errors import ConfigError, UserError
 from fullshard.optimizers.names import SERVED
 from fullshard.train.plan_request import PlanRequest
 
@@ -23,6 +22,10 @@ SMALL_CHUNK = 256
 """Tokens per chunk of the loss, the least that is chosen automatically."""
 MOST_DEVICES = 64
 """How many times as many devices are tried at most."""
+LENGTHS = 64
+"""How many lengths of rows are considered at most."""
+SHORTEST = 128
+"""The fewest tokens that rows are cut to."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,13 @@ class Variant:
 
 
 Lever = Callable[[PlanRequest], Iterator[Variant]]
+"""What can be changed about a run: from the smallest change to the one that needs the least memory."""
+
+
+def splits(rows: int, accumulation: int) -> list[tuple[int, int]]:
+    """Every way to split the same rows into micro-batches, the largest ones first."""
+    total = rows * accumulation
+    return [(size, total // size) for size in range(total, 0, -1) if total % size == 0]
 
 
 def _run(request: PlanRequest, words: str, keeps: frozenset[str], **settings: Any) -> Variant:
@@ -48,18 +58,19 @@ def _run(request: PlanRequest, words: str, keeps: frozenset[str], **settings: An
 
 def smaller_batch(request: PlanRequest) -> Iterator[Variant]:
     """Smaller micro-batches, and more of them: the global batch stays."""
-    rows, steps = request.config.per_device_train_batch_size, request.config.gradient_accumulation_steps
-    while rows > 1 and rows % 2 == 0:
-        rows, steps = rows // 2, steps * 2
-        settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
-        words = f"per_device_train_batch_size {rows} with gradient_accumulation_steps {steps}"
-        yield _run(request, words, WEIGHTS, **settings)
+    most = request.config.per_device_train_batch_size
+    for rows, steps in splits(most, request.config.gradient_accumulation_steps):
+        if rows < most:
+            settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
+            words = f"per_device_train_batch_size {rows} with gradient_accumulation_steps {steps}"
+            yield _run(request, words, WEIGHTS, **settings)
 
 
 def smaller_evaluation(request: PlanRequest) -> Iterator[Variant]:
-    """Evaluations with batches no larger than those that are trained."""
-    rows = request.config.per_device_train_batch_size
-    if request.config.eval_strategy != "no" and request.config.per_device_eval_batch_size > rows:
+    """Evaluations with smaller batches."""
+    rows = request.config.per_device_eval_batch_size
+    while request.config.eval_strategy != "no" and rows > 1:
+        rows //= 2
         yield _run(request, f"per_device_eval_batch_size {rows}", WEIGHTS, per_device_eval_batch_size=rows)
 
 
@@ -107,17 +118,16 @@ def full_shard(request: PlanRequest) -> Iterator[Variant]:
 
 
 def more_devices(request: PlanRequest) -> Iterator[Variant]:
-    """Twice as many devices, and so on."""
+    """More devices of the node, then more nodes."""
+    machine = request.machine
     if request.engine.strategy == "NO_SHARD":
         return
-    machine = request.machine
-    count, usual = machine.num_processes, MACHINES.get(machine.name, machine).gpus_per_node
-    while (count := count * 2) <= machine.num_processes * MOST_DEVICES:
-        per_node = machine.gpus_per_node if machine.nodes > 1 else min(count, usual)
-        if count % per_node == 0:
-            larger = dataclasses.replace(machine, num_processes=count, gpus_per_node=per_node)
-            words = f"{count} devices instead of {machine.num_processes}"
-            yield Variant(dataclasses.replace(request, machine=larger), words, {"num_processes": count}, ACTIVATIONS)
+    for larger in machine.with_more_devices(machine.num_processes * MOST_DEVICES):
+        with contextlib.suppress(ConfigError):  # the settings name the sizes of the mesh
+            request.engine.mesh_shape(larger.num_processes, larger.nodes)
+            words = f"{larger.num_processes} devices instead of {machine.num_processes}"
+            settings = {"num_processes": larger.num_processes}
+            yield Variant(dataclasses.replace(request, machine=larger), words, settings, ACTIVATIONS)
 
 
 def small_optimizer(request: PlanRequest) -> Iterator[Variant]:
@@ -155,17 +165,35 @@ def offload_embedding(request: PlanRequest) -> Iterator[Variant]:
         yield _run(request, "offload_embedding true", ACTIVATIONS, offload_embedding=True)
 
 
+def shorter_rows(request: PlanRequest) -> Iterator[Variant]:
+    """Rows that are cut to fewer tokens."""
+    rows, longest = request.config.per_device_train_batch_size, request.config.max_length
+    lengths = sorted(request.lengths)[-rows:] if request.lengths is not None else None
+    if lengths is not None:
+        longest = min(longest or lengths[-1], lengths[-1])
+    if longest is None:
+        return
+    unit = 2 ** max(0, (longest // LENGTHS).bit_length())
+    for length in range((longest - 1) // unit * unit, SHORTEST - 1, -unit):
+        cut = None if lengths is None else [min(length, tokens) for tokens in lengths]
+        yield _run(dataclasses.replace(request, lengths=cut), f"max_length {length}", WEIGHTS, max_length=length)
+
+
 FREE: Sequence[Lever] = (smaller_evaluation, smaller_batch, checkpointing, activation_offload, loss_chunks, full_shard)
 """Levers that change nothing about the result, only time and memory."""
-COSTLY: Sequence[Lever] = (small_optimizer, adapters, offload_weights, offload_embedding)
-"""Levers that train something else, or take much longer. Both lists begin with what matters least."""
+SLOWER: Sequence[Lever] = (offload_embedding, offload_weights)
+"""Levers that take much longer."""
+OTHER: Sequence[Lever] = (small_optimizer, adapters, shorter_rows)
+"""Levers that train something else. All lists begin with what matters least."""
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
 
 Price = Callable[[PlanRequest], Estimate]
-FURTHEST = 99
-"""The position of what a lever offers last."""
+Pulls = Sequence[tuple[Lever, int]]
+"""Levers in order, with how far each is pulled: by which number of its variants, 0 for none."""
+FURTHEST = 10**6
+"""As far as a lever goes."""
 
 
 class ChangeSearch:
@@ -173,57 +201,92 @@ class ChangeSearch:
 
     def __init__(self, request: PlanRequest, estimate: Estimate, price: Price) -> None:
         self.request, self.estimate, self.price = request, estimate, price
-        self.tried = 0
+        self._known: dict[str, Change | None] = {}
+        """What was priced, by its words, as a change that fits."""
+        self._excluded: set[str] = set()
+        """What the model excludes."""
+
+    @property
+    def tried(self) -> int:
+        """How many changes were priced."""
+        return len(self._known)
 
     def find(self) -> list[Change]:
-        """The smallest change that fits, if there is one; where that is more devices, also the smallest without."""
+        """The smallest change that fits, if there is one. Where it is more than time and memory: the fewest devices,
+        and the smallest changes without more of them, of one that is only slower and of what is trained."""
         if (free := self._first(FREE)) is not None:
             return [free]
-        everything = [(lever, FURTHEST) for lever in FREE]
-        devices = self._pull_next([], more_devices) or self._pull_next(everything, more_devices)
-        here = self._first(COSTLY, everything)
-        if devices is None and here is None:
-            all_levers = [*everything, *((lever, FURTHEST) for lever in COSTLY)]
-            devices = self._pull_next(all_levers, more_devices)
-        return [change for change in (devices, here) if change is not None]
+        everything = self._together(FREE)
+        devices = self._smallest(everything, more_devices)
+        here = [self._first(levers, everything) for levers in (SLOWER, OTHER)]
+        if not any(here):
+            here = [self._first((*SLOWER, *OTHER), everything)]
+        if devices is None and not any(here):
+            devices = self._smallest(self._together((*FREE, *SLOWER, *OTHER)), more_devices)
+        return [change for change in (devices, *here) if change is not None]
 
-    def _first(self, levers: Sequence[Lever], pulled: Sequence[tuple[Lever, int]] = ()) -> Change | None:
-        """Each lever alone, then after those that have been `pulled`; at last one after the other."""
+    def _first(self, levers: Sequence[Lever], pulled: Pulls = ()) -> Change | None:
+        """Each lever after those that have been `pulled`, so that it is pulled the least, then alone; at last one after
+        the other."""
         for lever in levers:
-            for before in ([], list(pulled)) if pulled else ([],):
-                if (found := self._pull_next(before, lever)) is not None:
+            for before in (list(pulled), []) if pulled else ([],):
+                if (found := self._smallest(before, lever)) is not None:
                     return found
         at = list(pulled)
         for lever in levers:
-            if (found := self._pull_next(at, lever)) is not None:
+            if (found := self._smallest(at, lever)) is not None:
                 return found
             at.append((lever, FURTHEST))
         return None
 
-    def _pull_next(self, pulled: Sequence[tuple[Lever, int]], lever: Lever) -> Change | None:
-        """What a lever offers after others have been pulled, if it fits."""
-        at = self._pull(pulled)
-        for index, variant in enumerate(_variants(lever, at.request)):
-            if (found := self._fitting(_after(at, variant))) is not None:
-                return self._without_needless([*pulled, (lever, index)]) if pulled else found
-        return None
+    def _smallest(self, pulled: Pulls, lever: Lever) -> Change | None:
+        """The smallest change by a lever that fits after others have been pulled, which are then let go as far as it
+        still fits, the largest first."""
+        pulls = [*pulled, (lever, FURTHEST)]
+        for index in reversed(range(len(pulls))):
+            if (far := self._least(pulls, index)) is None:
+                return None
+            pulls[index] = pulls[index][0], far
+        return self._fitting(self._pull(pulls))
 
-    def _without_needless(self, pulled: list[tuple[Lever, int]]) -> Change:
-        """The change with only those levers that it needs; larger ones are let go first."""
-        for one in pulled[-2::-1]:
-            fewer = [other for other in pulled if other is not one]
-            if self._fitting(self._pull(fewer)) is not None:
-                pulled = fewer
-        found = self._fitting(self._pull(pulled))
-        assert found is not None
-        return found
+    def _least(self, pulls: Pulls, index: int) -> int | None:
+        """How far one of the levers must be pulled; None if the change does not fit however far it is."""
+        lever, far = pulls[index]
+        count = min(far, len(list(_variants(lever, self._pull(pulls[:index]).request))))
 
-    def _pull(self, levers: Sequence[tuple[Lever, int]]) -> Variant:
+        def pulled(far: int) -> Variant:
+            return self._pull([*pulls[:index], (lever, far), *pulls[index + 1 :]])
+
+        def fits(far: int) -> bool:
+            return self._fitting(pulled(far)) is not None
+
+        while count and not fits(count) and pulled(count).words in self._excluded:
+            count //= 2
+        if not fits(count):
+            return None
+        low = 0
+        while low < count:
+            middle = (low + count) // 2
+            low, count = (low, middle) if fits(middle) else (middle + 1, count)
+        return count
+
+    def _pull(self, levers: Pulls) -> Variant:
         at = Variant(self.request, keeps=WEIGHTS | ACTIVATIONS)
-        for lever, index in levers:
-            if further := list(_variants(lever, at.request)):
-                at = _after(at, further[min(index, len(further) - 1)])
+        for lever, far in levers:
+            if far and (variants := list(_variants(lever, at.request))):
+                at = _after(at, variants[min(far, len(variants)) - 1])
         return at
+
+    def _is_excluded(self, pulls: Pulls) -> bool:
+        """Whether the model excludes these settings."""
+        variant = self._pull(pulls)
+        self._price_once(variant)
+        return variant.words in self._excluded
+
+    def _together(self, levers: Sequence[Lever]) -> Pulls:
+        """All levers as far as they go, without those that the model excludes."""
+        pulls = [(lever, FURTHEST) for lever in levers]
+        return [pull for pull in pulls if not self._is_excluded([pull])] if self._is_excluded(pulls) else pulls
 
     def _fitting(self, variant: Variant) -> Change | None:
         """The variant as a change, if it fits."""
@@ -231,12 +294,19 @@ class ChangeSearch:
         least = max(sum(parts.get(part, 0) for part in variant.keeps) for parts in moments)
         if least > self.estimate.machine.device_memory:
             return None
-        self.tried += 1
-        try:
-            verdict = self.price(variant.request).verdict
-        except UserError:  # settings that this model excludes
-            return None
-        return Change(variant.words, variant.settings, verdict.needs) if verdict.fits else None
+        return self._price_once(variant)
+
+    def _price_once(self, variant: Variant) -> Change | None:
+        if variant.words not in self._known:
+            self._known[variant.words] = None
+            try:
+                verdict = self.price(variant.request).verdict
+            except UserError:
+                self._excluded.add(variant.words)
+            else:
+                change = Change(variant.words, variant.settings, verdict.needs)
+                self._known[variant.words] = change if verdict.fits else None
+        return self._known[variant.words]
 
 
 def _variants(lever: Lever, request: PlanRequest) -> Iterator[Variant]:

@@ -56,6 +56,13 @@ class RunToPlan:
     """Whether the optimizer is the one that the settings name, not a script's."""
     own_loss: bool = True
     """Whether the loss is the engine's, not a script's."""
+    usable: int | None = None
+    """The bytes that each rank may allocate as far as other programs are concerned; None where that decides nothing."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the plan counts everything that a step needs."""
+        return self.own_optimizer and self.own_loss
 
 
 def plan_first(run: RunToPlan, say: Say) -> Estimate | None:
@@ -94,7 +101,7 @@ def estimate_now(run: RunToPlan) -> Estimate:
     planned = dataclasses.replace(planned, plan=run.model.plan)
     assumed = [] if run.own_loss else ["the loss is the script's: what it keeps is not counted"]
     name = str(run.base) if run.base is not None else type(causal(run.model)).__name__
-    return price.price(run.config, planned, machine, run.batch, name, assumed, run.own_optimizer)
+    return price.price(run.config, planned, machine, run.batch, name, assumed, run.own_optimizer, run.usable)
 
 
 @contextlib.contextmanager
@@ -162,5 +169,5 @@ def machine_of_run() -> Machine:
         found, memory = MACHINES["cpu"], host
     return dataclasses.replace(
         found, num_processes=runtime.world_size(), gpus_per_node=runtime.local_world_size(), device_memory=memory,
-        host_memory=host,
+        host_memory=host, node_devices=max(runtime.local_world_size(), accelerator.count()),
     )  # fmt: skip

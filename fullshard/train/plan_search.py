@@ -23,6 +23,7 @@ from fullshard.options import nearest
 from fullshard.parallelize.fsdp_flags import read_section, read_words
 from fullshard.parallelize.settings import STRATEGIES
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.plan_changes import splits
 from fullshard.train.plan_request import PlanRequest
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -66,9 +67,9 @@ class Found:
     @property
     def rank(self) -> tuple[bool, float]:
         """How near it comes to fitting: the memory it needs as a multiple of what there is, on the device or the host,
-        whichever is worse. What cannot be told comes last."""
+        whichever is worse. What cannot be told comes before what does not fit."""
         verdict = self.estimate.verdict
-        return verdict.fits is None, max(verdict.needs / verdict.has, verdict.needs_host / verdict.has_host)
+        return verdict.fits is False, max(verdict.needs / verdict.has, verdict.needs_host / verdict.has_host)
 
     def yaml(self) -> str:
         """The file that runs these settings with `fullshard sft`."""
@@ -113,6 +114,11 @@ class SearchResult:
     tried: int
     allowed: tuple[str, ...] = ()
     """The methods that the user allowed."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether something fits; None if that cannot be told."""
+        return True if self.fitting else self.nearest.estimate.verdict.fits if self.nearest is not None else False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -195,12 +201,6 @@ def _shardings(request: PlanRequest) -> Iterator[tuple[PlanRequest, str]]:
                 continue
             named = [strategy] if machine.num_processes > 1 else []
             yield changed, ", ".join([*named, *(["weights on the host"] if offload else [])])
-
-
-def splits(rows: int, accumulation: int) -> list[tuple[int, int]]:
-    """Every way to split the same rows into micro-batches, the largest ones first."""
-    total = rows * accumulation
-    return [(size, total // size) for size in range(total, 0, -1) if total % size == 0]
 
 
 def _with(request: PlanRequest, **settings: Any) -> PlanRequest | None:

@@ -26,6 +26,11 @@ CONTEXT = 2048
 """Tokens of a row if neither the settings nor the model limit them."""
 
 
+def bounds_batches(config: SFTConfig) -> bool:
+    """Whether the largest batch of the engine's own data loader is known before it is loaded."""
+    return not config.streaming or (config.max_length is not None and not config.skip_prepare_dataset)
+
+
 def largest_shape(config: SFTConfig, model: Any, lengths: Sequence[int]) -> BatchShape:
     """The shape of a micro-batch of the longest rows, as the data loader pads them."""
     rows = config.per_device_train_batch_size

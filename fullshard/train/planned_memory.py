@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 from fullshard import accelerator
-from fullshard.capacity.activation_levels import chosen_levels
-from fullshard.capacity.memory import MemoryEstimate, MemoryOptions, estimate_memory
+from fullshard.capacity.activation_levels import PlannedPeak, kept_bytes
+from fullshard.capacity.host_memory import PROCESS, margin
+from fullshard.capacity.memory import MemoryOptions
 from fullshard.capacity.optimizer_state import OptimizerMemory, names_apart
 from fullshard.capacity.planned_model import HeldTensor, PlannedModel
 from fullshard.capacity.step_trace import StepTrace
-from fullshard.fsdp.activation_memory import Level, full_checkpointing, recompute_costs
+from fullshard.fsdp.activation_memory import Level, LevelChoice, full_checkpointing, recompute_costs
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import BackwardPrefetch
 from fullshard.parallelize.settings import EngineSettings
 from fullshard.settings.sft_config import SFTConfig
-from fullshard.train.activation_budget import SLACK
+from fullshard.train.planned_batch import bounds_batches
+
+SLACK = 0.01
+"""The part of a budget's size that is left free, for what differs from step to step."""
 
 
 def memory_options(
-    config: SFTConfig, planned: PlannedModel, accumulation: int, ranks_per_node: int, device_memory: int | None = None
-) -> MemoryOptions:
-    """What memory depends on besides the plan and the traces."""
+    config: SFTConfig, planned: PlannedModel, accumulation: int, ranks_per_node: int,
+    device_memory: int | None = None, usable: int | None = None,
+) -> MemoryOptions:  # fmt: skip
+    """What memory depends on besides the plan and the traces. `usable` is what a run that begins may allocate."""
     engine, on_device = planned.engine, accelerator.is_accelerator(planned.device)
+    if usable is None and device_memory is not None and not on_device:
+        usable = int(device_memory * (1 - margin(math.prod(size for _, size in planned.plan.axes)))) - PROCESS
     apart = whole_names(names_apart(planned.model, config.optim), planned.kinds)
     return MemoryOptions(
         accelerator=on_device,
@@ -40,11 +47,12 @@ def memory_options(
         ranks_per_node=ranks_per_node,
         async_save=config.async_save,
         device_memory=device_memory if on_device else None,
-        budget=_limit(config.activation_budget),
+        usable=usable,
+        budget=budget_limit(config.activation_budget),
     )
 
 
-def _limit(budget: int | Literal["auto"] | None) -> float | None:
+def budget_limit(budget: int | Literal["auto"] | None) -> float | None:
     """What a budget for activations lets torch allocate."""
     return math.inf if budget == "auto" else budget * (1 - SLACK) if budget is not None else None
 
@@ -85,29 +93,42 @@ def _offloads(config: SFTConfig, engine: EngineSettings) -> bool:
     return config.activation_offloading or engine.activation_checkpointing_offload
 
 
-def planned_levels(
+def may_offload(wanted: bool, budget: int | Literal["auto"] | None, on_device: bool) -> bool:
+    """Whether inputs of recomputed layers may wait on the host: if that is wanted, or for a budget's size."""
+    return wanted or (isinstance(budget, int) and on_device)
+
+
+def planned_choice(
     config: SFTConfig, planned: PlannedModel, traces: Mapping[Level, StepTrace], options: MemoryOptions
-) -> list[Level]:
-    """What each layer keeps for backward; with a budget, what the run would choose."""
-    count, budget = len(planned.layers), config.activation_budget
-    if not (config.gradient_checkpointing or planned.engine.activation_checkpointing):
+) -> LevelChoice[str] | None:
+    """What decides the levels of layers under a budget, in a plan and in the run that begins with it. None without a
+    budget, and where the run does not know its largest batch: it recomputes all layers then."""
+    budget, wanted = config.activation_budget, _offloads(config, planned.engine)
+    if budget is None or not planned.layers or not bounds_batches(config):
+        return None
+    offload = may_offload(wanted, budget, options.accelerator)
+    if not options.accelerator:  # inputs are in host memory already
+        traces = {**traces, Level.OFFLOAD: traces[Level.RECOMPUTE]}
+    modules, kinds = dict(planned.model.named_modules()), [planned.kinds[layer] for layer in planned.layers]
+    costs = {kind: recompute_costs(modules[kind]) for kind in dict.fromkeys(kinds)}
+    sizes = {
+        kind: {
+            level: size for level, size in each.items() if level in costs[kind] and (offload or level < Level.OFFLOAD)
+        }
+        for kind, each in kept_bytes(traces).items()
+    }
+    base = full_checkpointing(len(kinds), offload)
+    peak = PlannedPeak(planned.plan, traces, planned.layers, planned.kinds, options)
+    least = peak.estimate(base)
+    update = sum(least.moments["optimizer step"].values())
+    return LevelChoice(kinds, sizes, costs, base, peak, options.limit(least.reserved), least.rest, update)
+
+
+def planned_levels(config: SFTConfig, planned: PlannedModel, choice: LevelChoice[str] | None) -> list[Level]:
+    """What each layer keeps for backward."""
+    if choice is not None:
+        return choice.levels()
+    count, engine = len(planned.layers), planned.engine
+    if not (config.gradient_checkpointing or engine.activation_checkpointing):
         return [Level.KEEP_ALL] * count
-    offload = options.accelerator and (_offloads(config, planned.engine) or isinstance(budget, int))
-    base = full_checkpointing(count, offload)
-    if budget is None or not count:
-        return base
-    allowed = {level: trace for level, trace in traces.items() if offload or level is not Level.OFFLOAD}
-
-    def estimate(levels: Sequence[Level]) -> MemoryEstimate:
-        return estimate_memory(planned.plan, allowed, planned.layers, planned.kinds, levels, options)
-
-    limits = [budget * (1 - SLACK)] if isinstance(budget, int) else []
-    if options.device_memory is not None:
-        least = estimate(base)
-        limits.append(options.device_memory - least.reserved)
-    if not limits:
-        return base
-    modules = dict(planned.model.named_modules())
-    costs = {kind: recompute_costs(modules[kind]) for kind in dict.fromkeys(planned.kinds.values())}
-    kinds = [planned.kinds[layer] for layer in planned.layers]
-    return chosen_levels(allowed, costs, kinds, base, min(limits), lambda levels: estimate(levels).peak)
+    return full_checkpointing(count, _offloads(config, engine) and accelerator.is_accelerator(planned.device))

@@ -12,7 +12,7 @@ import dataclasses
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from fullshard.parallelize.settings import EngineSettings
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.checked_run import sharding_settings
 from fullshard.train.planned_batch import evaluation_shape
-from fullshard.train.planned_memory import memory_options, needed_levels, planned_levels
+from fullshard.train.planned_memory import memory_options, needed_levels, planned_choice, planned_levels
 from fullshard.train.planned_model import planned_model
 from tests.memory_tracker import MemoryTracker
 
@@ -190,7 +190,7 @@ class NoTracker(contextlib.nullcontext[Any]):
     def mark(self, moment: str) -> None: ...
 
 
-def measure(setting: Setting, model: Path, folder: Path) -> Any:
+def measure(setting: Setting, model: Path, folder: Path, callbacks: Sequence[Any] = ()) -> Any:
     """Train, with the memory of every moment measured on the first rank. All ranks must call it."""
     from transformers import AutoTokenizer
 
@@ -203,7 +203,7 @@ def measure(setting: Setting, model: Path, folder: Path) -> Any:
         tracker.mark("load")
         trainer = SFTTrainer(
             model=str(model), args=config, train_dataset=setting.data(), eval_dataset=setting.evaluation(),
-            processing_class=tokenizer,
+            processing_class=tokenizer, callbacks=list(callbacks),
         )  # fmt: skip
         if setting.engine:
             engine = dataclasses.replace(trainer.parts.engine, **setting.engine)
@@ -287,7 +287,8 @@ def plan(
     batch = BatchShape(setting.rows, setting.length, config.gradient_accumulation_steps, setting.packed)
     traces = {level: trace_step(planned, batch, level) for level in needed_levels(config, planned.engine)}
     options = memory_options(config, planned, batch.accumulation, setting.ranks // nodes, device_memory)
-    levels, shape = planned_levels(config, planned, traces, options), evaluation_shape(config, batch)
+    choice, shape = planned_choice(config, planned, traces, options), evaluation_shape(config, batch)
+    levels = planned_levels(config, planned, choice)
     evaluation = None if shape is None else trace_evaluation(planned, shape)
     return levels, estimate_memory(planned.plan, traces, planned.layers, planned.kinds, levels, options, evaluation)
 

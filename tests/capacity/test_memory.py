@@ -13,20 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import TrainerCallback
 
 from fullshard import groups, runtime
-from fullshard.capacity.activation_levels import chosen_levels
+from fullshard.capacity.activation_levels import kept_bytes
 from fullshard.capacity.memory import MemoryEstimate, MemoryOptions, estimate_memory
 from fullshard.capacity.optimizer_state import OptimizerMemory
 from fullshard.capacity.step_trace import Segment, StepTrace
 from fullshard.fsdp import build, comm, communicators
-from fullshard.fsdp.activation_memory import Level
+from fullshard.fsdp.activation_memory import Level, LevelChoice
+from fullshard.fsdp.compile import VARIANT
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
 from fullshard.fsdp.strategy import BackwardPrefetch
+from fullshard.models.inner_model import causal
 from fullshard.parallelize import model as parallelize
 from fullshard.ranks import exchange
 from fullshard.settings.sft_config import SFTConfig
 from fullshard.train.optimizer import class_and_options
+from fullshard.train.planned_memory import SLACK
 from tests.capacity import measured_run
 from tests.capacity.measured_run import MOMENTS, Setting, compare, measure, plan, released, write_model
 from tests.memory_tracker import MemoryTracker
@@ -161,10 +165,11 @@ def test_a_budget_is_filled_by_the_layers_that_cost_the_most_to_recompute() -> N
     base = [Level.RECOMPUTE] * 3
     least, most = peak(base), peak([Level.KEEP_ALL] * 3)
     assert least < most
+    sizes = kept_bytes(levels)
     for limit, kept in ((most, 3), (most - 1, 2), (least, 0), (least - 1, 0)):
-        found = chosen_levels(levels, costs, ["layers.0"] * 3, base, limit, peak)
+        found = LevelChoice(["layers.0"] * 3, sizes, costs, base, peak, limit).levels()
         assert found.count(Level.KEEP_ALL) >= kept and (peak(found) <= limit or found == base), limit
-    assert chosen_levels(levels, costs, ["layers.0"] * 3, base, least, peak)[0] is Level.RECOMPUTE
+    assert LevelChoice(["layers.0"] * 3, sizes, costs, base, peak, least).levels()[0] is Level.RECOMPUTE
 
 
 SLOW = pytest.mark.slow
@@ -310,6 +315,74 @@ def test_a_run_that_keeps_too_much_is_caught(tmp_path: Path, world_size: int, mo
     monkeypatch.setattr(activation_budget, "set_level", keeps_all)  # although the settings say: recompute
     with pytest.raises(AssertionError):
         check(Setting("recompute", sizes=SMALL), tmp_path, world_size, CLOSE)
+
+
+# --- what layers keep under a budget ----------------------------------------------------------------------------------
+
+SHARES = (0.0, 0.35, 0.7, 1.0)
+"""Budgets between the memory of full recomputation and that of none."""
+KINDS_OF_RUNS: dict[str, dict[str, Any]] = {
+    "full": {"bf16": True},
+    "lora": {"bf16": True, "torch_dtype": "bfloat16", **LORA},
+    "accumulated": {"gradient_accumulation_steps": 2, "sync_each_batch": False},
+}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "inductor"}
+COMPILED_CLOSE = 0.07
+"""Code for CPUs reuses fewer buffers in the backward of a layer than code for GPUs, which is what is planned."""
+
+
+def check_budgets(train: dict[str, Any], shares: Sequence[float], folder: Path, world_size: int) -> None:
+    """The run has the levels of the plan from its first step on, and allocates what the plan says."""
+    sizes = {**SMALL, "num_hidden_layers": 6}
+    setting = Setting("budget", ranks=world_size, sizes=sizes, train=train, rows=4, steps=2)
+    model, kept = folder / "model", []
+    if runtime.rank() == 0:
+        write_model(setting, model)
+    exchange(None, "model written")
+
+    def planned(checkpointing: Any) -> tuple[Setting, list[Level], MemoryEstimate]:
+        changed = dataclasses.replace(setting, train={**train, "gradient_checkpointing": checkpointing})
+        return changed, *plan(changed, model, folder)
+
+    least, most = planned(True)[2].peak, planned(False)[2].peak
+    assert least < 0.8 * most
+    for share in shares:
+        budget = int((least + share * (most - least)) / (1 - SLACK)) + 1
+        with released():
+            changed, levels, estimate = planned(f"{budget}B")
+            seen: list[list[Level]] = []
+            tracker = measure(changed, model, folder, [Levels(seen)])
+        assert [*map(list, seen)] == [levels] * 2, share
+        assert estimate.peak <= budget and (share < 1 or levels == [Level.KEEP_ALL] * 6)
+        kept.append(levels.count(Level.KEEP_ALL))
+        if not runtime.rank():
+            pairs = compare(estimate, tracker.peaks)
+            close = COMPILED_CLOSE if "torch_compile" in train else CLOSE
+            assert max(measured for _, measured in pairs.values()) == pytest.approx(_peak(estimate), rel=close), share
+    assert kept == sorted(kept) and len(set(kept)) == len(kept)
+
+
+class Levels(TrainerCallback):
+    """Notes what layers keep in each step."""
+
+    def __init__(self, seen: list[list[Level]]) -> None:
+        self.seen = seen
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        self.seen.append([vars(layer)[VARIANT] for layer in causal(model).model.layers])
+
+
+@ranks(1, 2, slow=(2,))
+def test_a_run_begins_with_the_levels_that_were_planned(tmp_path: Path, world_size: int) -> None:
+    check_budgets(KINDS_OF_RUNS["full"], SHARES[1:2], tmp_path, world_size)
+
+
+@pytest.mark.slow
+@ranks(1, 2, timeout=500)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", KINDS_OF_RUNS)
+def test_every_budget_is_filled_as_planned(kind: str, compiled: bool, tmp_path: Path, world_size: int) -> None:
+    check_budgets({**KINDS_OF_RUNS[kind], **(COMPILED if compiled else {})}, SHARES, tmp_path, world_size)
 
 
 CHUNK = 4096

@@ -16,6 +16,7 @@ from fullshard.fsdp import activation_offload
 from fullshard.fsdp.activation_checkpointing import checkpoint_module, is_checkpointed, keep_activations
 from fullshard.fsdp.activation_memory import (
     Level,
+    LevelChoice,
     choose_levels,
     describe_levels,
     full_checkpointing,
@@ -108,6 +109,26 @@ def test_kinds_and_costs_of_layers():
     mlp, attention = 3 * 32 * 64, 2 * 32 * 32 + 2 * 32 * 16
     assert costs[Level.RECOMPUTE_MLP] == mlp and costs[Level.RECOMPUTE] == mlp + attention
     assert costs[Level.KEEP_ALL] == 0 and costs[Level.OFFLOAD] > costs[Level.RECOMPUTE]
+    assert Level.RECOMPUTE_MLP not in recompute_costs(nn.Linear(4, 4)), "what has no such part cannot recompute it"
+
+
+@pytest.mark.parametrize("kinds", [[0] * 32, [0] + [1] * 30 + [2]])
+def test_a_budget_is_filled(kinds):
+    """Whatever the limit: what it leaves is less than another layer could keep. A peak that the levels hardly change,
+    just above the limit, is no reason to recompute everything."""
+    one = {Level.KEEP_ALL: 2127.0, Level.RECOMPUTE_MLP: 815.0, Level.RECOMPUTE: 125.0}
+    cost = {Level.KEEP_ALL: 0.0, Level.RECOMPUTE_MLP: 176.0, Level.RECOMPUTE: 218.0}
+    sizes, costs = dict.fromkeys(kinds, one), dict.fromkeys(kinds, cost)
+
+    def peak(levels):
+        return 16_900.0 + sum(one[level] for level in levels)
+
+    least, most = peak([Level.RECOMPUTE] * 32), peak([Level.KEEP_ALL] * 32)
+    for limit in [least - 1, least, most, most - 1e-3, *(least + i * (most - least) / 97.3 for i in range(98))]:
+        levels = LevelChoice(kinds, sizes, costs, [Level.RECOMPUTE] * 32, peak, limit).levels()
+        assert peak(levels) <= limit or limit < least
+        assert limit - peak(levels) < 2127 - 815 or set(levels) == {Level.KEEP_ALL}, limit
+        assert levels == sorted(levels, reverse=True), "layers that keep more come last"
 
 
 # --- levels ---------------------------------------------------------------------------------------------------------

@@ -310,6 +310,21 @@ def test_frozen_only_for_a_pass_without_gradients(strategy):
 
 @ranks(2)
 @every_strategy
+def test_frozen_in_the_first_pass_which_has_no_gradients(strategy):
+    """The reference's pass may come before any other: with completions that another program generates, for example."""
+
+    def program(m, x, step):
+        m.blocks[1].requires_grad_(False)
+        with torch.no_grad():
+            m(x)
+        m.blocks[1].requires_grad_(True)
+        loss_backward(m, x, step)
+
+    run(Stack, strategy, program)
+
+
+@ranks(2)
+@every_strategy
 def test_units_called_directly(strategy):
     """Two backward passes through one part, truncated backpropagation through time, a unit before the model."""
 

@@ -32,6 +32,7 @@ from fullshard.quant.quantize import quantized_layers
 from tests.fsdp.programs import mesh_for
 from tests.integrations.launched import alone, launched, result
 from tests.pool import ROOT, ranks
+from tests.quant.unpacked import unpacked_by_bnb
 
 SCRIPTS = ROOT / "tests" / "integrations"
 
@@ -79,7 +80,7 @@ def test_four_bit_layers_are_those_of_bitsandbytes(double, stored, tmp_path):
         weight = theirs.get_submodule(name).weight
         packed, _ = layers[name].quant_state()
         assert torch.equal(packed.reshape(-1), weight.data.reshape(-1)) and layers[name].readers is None
-        whole = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+        whole = unpacked_by_bnb(weight.data, weight.quant_state)
         assert torch.equal(layers[name].dequantize(), whole)
     ids = torch.arange(12)[None]  # with gradients: without them bitsandbytes multiplies in bf16 on CPUs
     assert torch.allclose(ours(ids).logits, theirs(ids).logits, atol=1e-5)

@@ -23,6 +23,27 @@ def test_dpo(how, tmp_path):
         assert found == pytest.approx(expected, abs=1e-4), name
 
 
+ALIKE = {"rel": 1e-4, "abs": 1e-4}
+
+
+def test_grpo_with_fixed_completions(tmp_path):
+    """Every kind of loss, from the same completions: nothing is left to what was sampled."""
+    script = ROOT / "tests" / "integrations" / "grpo_fixed.py"
+    alone(script, MODEL, tmp_path / "reference")
+    launched(script, MODEL, tmp_path / "ours")
+    found, expected = result(tmp_path / "ours"), result(tmp_path / "reference")
+    assert len(expected) == 16 and found.keys() == expected.keys()
+    for case, values in expected.items():
+        assert found[case].keys() == values.keys() and min(values["grad_norm"]) > 1
+        for name, numbers in values.items():
+            if case == "accumulated" and name in ("kl", "entropy"):
+                continue  # the mean over micro-batches, each of which has another mean on other numbers of processes
+            assert found[case][name] == pytest.approx(numbers, **ALIKE), (case, name)
+        files = [next((tmp_path / one / case / "final").glob("*.safetensors")) for one in ("ours", "reference")]
+        saved, whole = map(load_file, files)
+        assert saved.keys() == whole.keys() and max((saved[n] - whole[n]).abs().max() for n in whole) < 1e-3, case
+
+
 PREFERENCES = ("DPO_adapter", "DPO_sync", "DPO_before", "KTO_plain")
 REWARDS = ("Reward_plain",)
 GENERATING = ("GRPO_judged", "GRPO_adapter", "RLOO_plain")

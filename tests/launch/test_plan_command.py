@@ -10,8 +10,10 @@ import pytest
 import torch.distributed as dist
 from peft import LoraConfig
 
+from fullshard.errors import CapacityError
 from fullshard.launch import agent
 from fullshard.launch.plan_command import read_request
+from fullshard.train import estimate_run
 from tests.test_cli import command
 from tests.train.tiny import make_folder
 
@@ -89,6 +91,23 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would_help(
     assert again["verdict"]["fits"] and again["verdict"]["needs"] == change["needs"]
     assert command(monkeypatch, "plan", *words, "--per_device_train_batch_size", "64") == 1
     assert capsys.readouterr().out.startswith("Does not fit: each device needs")
+
+
+def test_what_cannot_be_told_has_an_exit_code_of_its_own(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def untraceable(*_: Any) -> None:
+        raise CapacityError("LlamaForCausalLM cannot be traced without values")
+
+    monkeypatch.setattr(estimate_run, "trace_step", untraceable)
+    auto = ("--gradient_checkpointing", "auto")
+    assert command(monkeypatch, "plan", "model", "--machine", "h200", *auto) == 3
+    out = capsys.readouterr().out
+    assert out.startswith("Cannot be told: without activations") and "keep all" not in out
+    assert command(monkeypatch, "plan", "model", "--machine", "h200", "--search") == 3
+    assert "cannot be planned" in capsys.readouterr().out
+    assert command(monkeypatch, "plan", "model", "--machine", "h200", "--device_memory", "1MiB") == 1
+    assert command(monkeypatch, "plan", "model", "--machine", "h200", "--num_processes", "0") == 2
 
 
 @pytest.mark.slow

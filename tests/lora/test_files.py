@@ -16,6 +16,7 @@ from fullshard.quant.sharded_groups import Scheme
 from tests.fsdp.programs import mesh_for, mine
 from tests.pool import ranks
 from tests.quant.programs import batches, llama, rounded
+from tests.quant.unpacked import unpacked_by_bnb
 
 
 def as_bytes(t):
@@ -42,7 +43,7 @@ def unpacked(model):
     for name, layer in list(model.named_modules()):
         if isinstance(layer, Linear4bit):
             dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
-            dense.weight.data = bnb.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            dense.weight.data = unpacked_by_bnb(layer.weight.data, layer.weight.quant_state)
             dense.bias = layer.bias
             model.set_submodule(name, dense)
     return model

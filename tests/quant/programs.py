@@ -15,6 +15,7 @@ from fullshard.fsdp import FSDPv2, checkpoint_module, transformer_auto_wrap_poli
 from fullshard.quant.quantize import quantize_model
 from fullshard.quant.sharded_groups import Scheme
 from tests.fsdp.programs import mean_over_ranks, mesh_for, mine
+from tests.quant.unpacked import unpacked_by_bnb
 
 VOCABULARY, ROWS, LENGTH = 131, 8, 7
 
@@ -50,7 +51,7 @@ def rounded(model: nn.Module, scheme: Scheme) -> nn.Module:
                 module.weight.data, blocksize=scheme.blocksize, compress_statistics=scheme.double,
                 quant_type=scheme.quant_type,
             )  # fmt: skip
-            module.weight.data = bnb.dequantize_4bit(packed, state)
+            module.weight.data = unpacked_by_bnb(packed, state)
     return model
 
 

@@ -13,6 +13,7 @@ from fullshard.quant.quantize import dequantize_model, quantize_model
 from fullshard.quant.quantized_linear import QuantizedWeight
 from fullshard.quant.sharded_groups import Scheme
 from tests.quant.programs import llama, rounded, with_lora
+from tests.quant.unpacked import unpacked
 
 SCHEMES = [Scheme(), Scheme(double=True), Scheme("fp4", 128, True)]
 
@@ -25,9 +26,7 @@ def pair(scheme, bias=True, compute_dtype=None):
     packed, state = bnb.functional.quantize_4bit(
         plain.weight.data, blocksize=scheme.blocksize, compress_statistics=scheme.double, quant_type=scheme.quant_type
     )
-    plain.weight.data = (
-        bnb.functional.dequantize_4bit(packed, state) if 192 % scheme.blocksize == 0 else layer.dequantize()
-    )
+    plain.weight.data = unpacked(packed, state)
     return layer, plain.requires_grad_(False)
 
 

@@ -16,6 +16,7 @@ from fullshard.errors import QuantizationError, UserError
 from fullshard.quant import bnb_format as files
 from fullshard.quant import codebooks, double_quant, nf4
 from fullshard.quant.sharded_groups import Scheme, dense, from_state, quantize_shard, shard_range, to_state
+from tests.quant.unpacked import unpacked, unpacked_by_bnb
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -111,6 +112,21 @@ def test_bits_equal_bitsandbytes(w, quant_type, blocksize, double):
     assert_same_state(back_state, their_state)
     again, found = from_state(back, back_state)
     assert found == scheme and all(same(again[name], part) for name, part in parts.items())
+
+
+@pytest.mark.parametrize("columns", [32, 64, 96, 128, 160])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("double", [False, True])
+def test_blocks_go_over_rows(columns, quant_type, double):
+    """Rows of half a block, and of one and a half; each row has a magnitude of its own, which tells scales apart."""
+    torch.manual_seed(0)
+    w = torch.randn(64, columns) * torch.logspace(-2, 2, 64)[:, None]
+    theirs, their_state = bnb.quantize_4bit(w, quant_type=quant_type, compress_statistics=double)
+    ours, state = nf4.quantize_4bit(w, quant_type=quant_type, compress_statistics=double)
+    expected = unpacked(theirs, their_state)
+    assert same(ours, theirs) and torch.equal(nf4.dequantize_4bit(ours, state), expected)
+    if columns % 64 == 0:
+        assert torch.equal(unpacked_by_bnb(theirs, their_state), expected)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from fullshard.byte_size import parse_size
 from fullshard.capacity import host_memory
 from fullshard.data.loader import Collator
 from fullshard.errors import ConfigError
-from fullshard.fsdp.activation_memory import Level, full_checkpointing, peak_of
+from fullshard.fsdp.activation_memory import Level, LevelChoice, full_checkpointing, peak_of
 from fullshard.fsdp.compile import VARIANT
 from fullshard.fsdp.layer_memory import DeviceMemory, LayerMeter
 from fullshard.parallelize.settings import EngineSettings
@@ -238,6 +238,82 @@ def test_a_choice_is_corrected_by_the_peak_that_it_leads_to(tmp_path: Path) -> N
         patch.setattr(Pretended, "more", staticmethod(lambda budget: 50_000 * (not budget.chosen)))
         found = run(tmp_path, "260kB", max_steps=8).loop.activations
         assert found.levels.count(Level.KEEP_ALL) == 2 and found.predicted == found.memory.peak()
+
+
+def planned(limit: float, besides: int = BESIDES, rest: int = REST) -> LevelChoice[int]:
+    """What a plan would say of `Pretended`."""
+    sizes = {0: {level: float(size) for level, size in KEPT.items() if level < Level.OFFLOAD}}
+    costs = {0: {Level.KEEP_ALL: 0.0, Level.RECOMPUTE_MLP: 4.0, Level.RECOMPUTE: 6.0}}
+    return LevelChoice(
+        [0] * 4, sizes, costs, full_checkpointing(4, False),
+        lambda levels: rest + besides + peak_of(sizes, [0] * 4, levels), limit, rest,
+    )  # fmt: skip
+
+
+def begin_with(patch: pytest.MonkeyPatch, choice: LevelChoice[int], counts: bool = True) -> list[list[Level]]:
+    """Let runs begin with a plan; returns the levels that are set, first to last."""
+    pretend(patch)
+    begin, set_levels = activation_budget.ActivationBudget.__init__, activation_budget.ActivationBudget._set
+    seen: list[list[Level]] = []
+
+    def with_plan(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        seen.clear()
+        self.begin(choice if runtime.rank() == 0 else None)
+
+    def noted(self: Any, levels: Any) -> list[Level]:
+        seen.append(list(levels))
+        return set_levels(self, levels)
+
+    patch.setattr(activation_budget.ActivationBudget, "_set", noted)
+    patch.setattr(activation_budget.ActivationBudget, "__init__", with_plan)
+    patch.setattr(Pretended, "counts_tensors", counts)
+    return seen
+
+
+KEEP, MLP, LAYER = Level.KEEP_ALL, Level.RECOMPUTE_MLP, Level.RECOMPUTE
+
+
+@ranks(1, 2, slow=(2,))
+def test_a_plan_that_is_right_is_kept(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        seen = begin_with(patch, planned(REST + BESIDES + 120_000))
+        found = run(tmp_path, "auto").loop.activations
+    assert seen == [[LAYER, LAYER, KEEP, KEEP]] and found.is_settled
+    assert found.predicted == found.memory.peak() == REST + BESIDES + 116_000
+
+
+@ranks(1, 2, slow=(2,))
+@pytest.mark.parametrize("wrong", [60_000, pytest.param(-60_000, marks=pytest.mark.slow)])
+def test_a_plan_that_is_wrong_is_corrected_by_the_peak(wrong: int, tmp_path: Path) -> None:
+    """Too much: after the first step, before the next one could run out of memory. Too little: once that is checked."""
+    limit = REST + BESIDES + 200_000
+    with pytest.MonkeyPatch.context() as patch:
+        seen = begin_with(patch, planned(limit, besides=BESIDES - wrong))
+        found = run(tmp_path, "auto", max_steps=8).loop.activations
+    assert seen == [[KEEP] * 4 if wrong > 0 else [LAYER, LAYER, KEEP, KEEP], [MLP, KEEP, KEEP, KEEP]]
+    assert found.levels == seen[-1] and found.is_settled
+    assert found.predicted == found.memory.peak() <= limit
+
+
+@ranks(1)
+def test_memory_of_the_process_says_nothing_about_a_plan(tmp_path: Path) -> None:
+    """On CPUs torch does not count its memory: the plan holds."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen = begin_with(patch, planned(REST + BESIDES + 120_000, besides=BESIDES - 9_000), counts=False)
+        found = run(tmp_path, "auto", max_steps=4).loop.activations
+    assert len(seen) == 1 and found.is_settled
+
+
+@ranks(1)
+def test_a_choice_is_resumed_rather_than_a_plan(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    with pytest.MonkeyPatch.context() as patch:
+        begin_with(patch, planned(REST + BESIDES + 200_000, besides=BESIDES - 60_000))
+        first = run(tmp_path, "auto", max_steps=4, **saving).loop.activations
+        seen = begin_with(patch, planned(REST + BESIDES + 200_000, besides=BESIDES - 60_000))
+        second = run(tmp_path, "auto", max_steps=6, resume=True, overwrite=False, **saving).loop.activations
+    assert first.levels == second.levels == seen[-1] and first.predicted == second.predicted and second.is_settled
 
 
 # --- resuming -------------------------------------------------------------------------------------------------------

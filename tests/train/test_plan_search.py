@@ -57,6 +57,20 @@ def price(weights: float, activations: float) -> Any:
     return priced
 
 
+def test_what_cannot_be_told_is_nearer_than_what_does_not_fit():
+    """Parameters alone are too large for one device; shards fit, but nothing is known of activations."""
+    request, _ = asked()
+
+    def untraced(request: PlanRequest) -> Any:
+        found = price(300, 0)(request)
+        found.verdict.fits = None if found.verdict.fits else False
+        return found
+
+    found = search_settings(request, untraced)
+    assert found.fits is None and not found.fitting and "cannot be planned" in nothing_fits(found)[0]
+    assert search_settings(request, price(10, 10**5)).fits is False and search_settings(request, price(10, 1)).fits
+
+
 def test_every_split_of_a_batch():
     assert splits(4, 3) == [(12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12)]
 
