@@ -68,8 +68,8 @@ class EngineSettings:
     transformer_layer_cls_to_wrap: tuple[str, ...] | None = _fsdp(
         None, env="FSDP_TRANSFORMER_CLS_TO_WRAP", aliases=("transformer_cls_to_wrap",), given_as="class names"
     )
-    """The layer classes that become units. Unset: the model's own `_no_split_modules`, or with TRANSFORMER_BASED_WRAP the
-    layers that repeat."""
+    """The layer classes that become units. Unset: the model's own `_no_split_modules`; with TRANSFORMER_BASED_WRAP the
+    layers that repeat, if it has none."""
     min_num_params: int | None = _fsdp(None, env="FSDP_MIN_NUM_PARAMS", wrong=("min_num_param",))
     """With SIZE_BASED_WRAP, the number of parameters that makes a module a unit. Unset: 1e8."""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | None = _fsdp(

@@ -211,6 +211,11 @@ def origin(device_mesh: DeviceMesh) -> tuple[Mesh, AxisGroups]:
     return known
 
 
+def is_own(device_mesh: DeviceMesh) -> bool:
+    """Whether a torch mesh was made from a `Mesh`."""
+    return hasattr(device_mesh, "_fullshard_origin")
+
+
 def _check_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
     try:
         shape = tuple(int(size) for size in mesh_shape)
