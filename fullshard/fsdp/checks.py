@@ -48,6 +48,11 @@ def check_mesh(mesh: Mesh | None, extra_data_axis: str | None) -> Mesh:
 
 
 def check_module(module: Any, wrapped_class: type, auto_wrap_policy: Any) -> None:
+    if isinstance(module, list | tuple):
+        raise FSDPError(
+            f"FSDPv2 wraps one module, and got {len(module)}: as a unit of several, wrap the module around them; tied "
+            f"parameters stay one without it"
+        )
     if not isinstance(module, nn.Module):
         raise FSDPError(f"FSDPv2 wraps an nn.Module, not {type(module).__name__}")
     if isinstance(module, wrapped_class):
