@@ -357,6 +357,11 @@ def addressable_device_count() -> int:
     return 1
 
 
+def addressable_runtime_device_count() -> int:
+    """The same, by PyTorch/XLA's older name."""
+    return addressable_device_count()
+
+
 def more_devices(count: int) -> str:
     """How to start a job with `count` devices, for messages."""
     return f"start more processes (torchrun --nproc_per_node {count})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
@@ -20,6 +21,7 @@ from fullshard.errors import RuntimeSetupError, UnsupportedError
 from fullshard.torch_private import tree_map
 
 __all__ = [
+    "RateTracker",
     "add_step_closure",
     "broadcast_master_param",
     "do_on_ordinals",
@@ -94,6 +96,41 @@ def get_memory_info(device: str | torch.device | None = None) -> dict[str, int]:
     free, total = torch.accelerator.get_memory_info(runtime.device())
     peak = torch.accelerator.max_memory_reserved(runtime.device())
     return {"bytes_used": total - free, "bytes_limit": total, "peak_bytes_used": peak}
+
+
+class RateTracker:
+    """Counts per second, for progress lines: `rate()` since it was last read, smoothed; `global_rate()` of all.
+
+    `smooth_factor` is the weight of the last rate in the next one; the default is PyTorch/XLA's.
+    """
+
+    def __init__(self, smooth_factor: float | None = None):
+        default = os.environ.get("RATE_TRACKER_SMOOTHING", "0.4")
+        self.smooth_factor = float(default) if smooth_factor is None else smooth_factor
+        self._total = self._since_read = 0.0
+        self._began = self._read = time.time()
+        self._last: float | None = None
+
+    def add(self, count: float) -> None:
+        """Count something, such as the rows of a step."""
+        self._total += count
+        self._since_read += count
+
+    def rate(self) -> float:
+        """Counts per second since the last call, smoothed."""
+        now = time.time()
+        if now <= self._read:
+            return 0.0
+        rate = self._since_read / (now - self._read)
+        if self._last is not None:
+            rate = self.smooth_factor * self._last + (1 - self.smooth_factor) * rate
+        self._since_read, self._read, self._last = 0.0, now, rate
+        return rate
+
+    def global_rate(self) -> float:
+        """Counts per second since the tracker was made."""
+        seconds = time.time() - self._began
+        return self._total / seconds if seconds > 0 else 0.0
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
