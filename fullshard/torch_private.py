@@ -172,6 +172,12 @@ def is_in_mesh(mesh: Any) -> bool:
     return bool(mesh._is_current_rank_part_of_mesh())
 
 
+# The mesh that a mesh such as `mesh["dp"]` is a part of, or itself. 2.11, 2.13. `FSDPv2(model, mesh["dp"])` of a model
+# that is also split over `mesh["tp"]` breaks.
+def root_mesh(mesh: Any) -> Any:
+    return mesh._get_root_mesh()
+
+
 # Makes a tensor hold the shard and the layout of another one. 2.11, 2.13. In-place operators break.
 def take_shard(t: Any, source: Any) -> None:
     t._local_tensor, t._spec = source._local_tensor, source._spec

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import FSDPError
 from fullshard.fsdp import build, checks, compile, grad_clip
@@ -160,7 +161,7 @@ SpmdFullyShardedDataParallel = FSDPv2
 
 def _wrap(
     module: nn.Module,
-    mesh: Mesh | None = None,
+    mesh: Mesh | DeviceMesh | None = None,
     shard_output: ShardOutput | None = None,
     *,
     auto_wrap_policy: Any = None,
