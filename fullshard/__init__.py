@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fullshard import engines, old_paths
+from fullshard import engines, old_paths, xla_names
 from fullshard.errors import UserError
 from fullshard.version import __version__
 
@@ -80,6 +80,7 @@ _HOMES = {
 
 
 old_paths.install()
+xla_names.install()
 
 
 engines.register(

@@ -57,6 +57,11 @@ class LayoutError(UserError, ValueError):
     """A tensor whose layout does not allow the operation."""
 
 
+class LossLayoutError(LayoutError, TypeError):
+    """A rank's loss and a sharded tensor as arguments of one operator. A `TypeError`, so that Python goes on from
+    `loss += penalty` to `loss + penalty`."""
+
+
 class UnsupportedError(UserError, NotImplementedError):
     """A valid request that this version of torch, or this backend, cannot execute exactly."""
 

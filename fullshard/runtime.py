@@ -278,6 +278,11 @@ process_count, process_index, global_ordinal = world_size, rank, rank
 local_ordinal, local_process_count = local_rank, local_world_size
 
 
+def addressable_runtime_device_count() -> int:
+    """The same, by PyTorch/XLA's older name."""
+    return addressable_device_count()
+
+
 def more_devices(count: int) -> str:
     """How to start a job with `count` devices, for messages."""
     return engines.current().devices.more_devices(count)

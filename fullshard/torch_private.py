@@ -38,6 +38,10 @@ Attributes of other libraries that fullshard replaces, and why nothing else does
 - `DTensor.data`, by `spmd.dtensor_fixes`: parameters of FSDPv2 are plain DTensors, and `Tensor.data` calls no hook.
 - `DTensor._op_dispatcher._custom_op_handlers` (entries are added), by `spmd.dtensor_fixes`: torch has no public
   way to register a function for an operator on DTensors.
+- `DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor`, by `spmd.dtensor_fixes`: torch asks nothing else
+  before it takes a rank's loss for a value that all ranks have.
+- `__add__`, `__sub__`, `__mul__`, `__truediv__` of `DTensor` and their reflected forms, by `spmd.dtensor_fixes`: a
+  sharded penalty joins a rank's loss there, above autograd.
 - `torch.optim._muon.muon`, by `fsdp.muon`: `torch.optim.Muon` has no hook between momentum and orthogonalization, which
   needs the whole matrix.
 - `peft.tuners.lora.layer.ParamWrapper._activate_lora`, by `quant.experts`: PEFT adds the adapter to a dense weight
@@ -170,6 +174,12 @@ def is_in_mesh(mesh: Any) -> bool:
     return bool(mesh._is_current_rank_part_of_mesh())
 
 
+# The mesh that a mesh such as `mesh["dp"]` is a part of, or itself. 2.11, 2.13. `FSDPv2(model, mesh["dp"])` of a model
+# that is also split over `mesh["tp"]` breaks.
+def root_mesh(mesh: Any) -> Any:
+    return mesh._get_root_mesh()
+
+
 # Makes a tensor hold the shard and the layout of another one. 2.11, 2.13. In-place operators break.
 def take_shard(t: Any, source: Any) -> None:
     t._local_tensor, t._spec = source._local_tensor, source._spec
@@ -193,6 +203,17 @@ def torch_sharding(op: Any, args: Any, kwargs: Any) -> Any:
 def custom_op_handlers() -> dict[Any, Callable[..., Any]]:
     handlers: dict[Any, Callable[..., Any]] = _dispatcher()._custom_op_handlers
     return handlers
+
+
+# How torch treats a plain scalar beside a DTensor, `(op, scalar, mesh)`: as the same value on every rank; and its
+# replacement; not called where torch remembers the layouts. 2.11, 2.13. `loss += penalty` fails without a message.
+def replicate_scalar() -> Callable[..., Any]:
+    replicate: Callable[..., Any] = _dispatcher()._try_replicate_spec_for_scalar_tensor
+    return replicate
+
+
+def replace_replicate_scalar(replicate: Callable[..., Any]) -> None:
+    _dispatcher()._try_replicate_spec_for_scalar_tensor = replicate
 
 
 # The random operators that torch can run shard by shard on a GPU. 2.11, 2.13. They are drawn whole on every rank.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
@@ -19,6 +20,7 @@ from fullshard.errors import RuntimeSetupError, UnsupportedError
 from fullshard.torch_private import tree_map
 
 __all__ = [
+    "RateTracker",
     "add_step_closure",
     "broadcast_master_param",
     "do_on_ordinals",
@@ -90,6 +92,41 @@ def is_master_ordinal(local: bool = True) -> bool:
 def get_memory_info(device: str | torch.device | None = None) -> dict[str, int]:
     """Used and total memory of this process's devices, in bytes."""
     return _devices().memory_info(runtime.device() if device is None else torch.device(device))
+
+
+class RateTracker:
+    """Counts per second, for progress lines: `rate()` since it was last read, smoothed; `global_rate()` of all.
+
+    `smooth_factor` is the weight of the last rate in the next one; the default is PyTorch/XLA's.
+    """
+
+    def __init__(self, smooth_factor: float | None = None):
+        default = os.environ.get("RATE_TRACKER_SMOOTHING", "0.4")
+        self.smooth_factor = float(default) if smooth_factor is None else smooth_factor
+        self._total = self._since_read = 0.0
+        self._began = self._read = time.time()
+        self._last: float | None = None
+
+    def add(self, count: float) -> None:
+        """Count something, such as the rows of a step."""
+        self._total += count
+        self._since_read += count
+
+    def rate(self) -> float:
+        """Counts per second since the last call, smoothed."""
+        now = time.time()
+        if now <= self._read:
+            return 0.0
+        rate = self._since_read / (now - self._read)
+        if self._last is not None:
+            rate = self.smooth_factor * self._last + (1 - self.smooth_factor) * rate
+        self._since_read, self._read, self._last = 0.0, now, rate
+        return rate
+
+    def global_rate(self) -> float:
+        """Counts per second since the tracker was made."""
+        seconds = time.time() - self._began
+        return self._total / seconds if seconds > 0 else 0.0
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

@@ -147,6 +147,19 @@ def handlers() -> None:
     assert op is aten.erfinv.default and type(args[0]) is DTensor and kwargs == {}
 
 
+@check("replicate_scalar", "replace_replicate_scalar")
+def scalars() -> None:
+    plain, seen = torch_private.replicate_scalar(), []
+    torch_private.replace_replicate_scalar(lambda op, t, *args: seen.append(t) or plain(op, t, *args))
+    try:
+        loss = torch.ones(())
+        with pytest.raises(AssertionError):
+            loss += dtensor().sum()
+    finally:
+        torch_private.replace_replicate_scalar(plain)
+    assert len(seen) == 1 and seen[0] is loss
+
+
 @check("random_ops")
 def random_operators() -> None:
     assert aten.uniform_.default in torch_private.random_ops()
@@ -658,6 +671,7 @@ def test_a_missing_name_is_an_error_that_names_the_torch_version(monkeypatch: py
 
 PRIVATE = {
     "_local_tensor", "_spec", "_is_current_rank_part_of_mesh", "_op_dispatcher", "_custom_op_handlers", "_random_ops",
+    "_try_replicate_spec_for_scalar_tensor",
     "_version", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks", "_schema", "_overloadname",
     "_sequence_nr", "_execution_engine", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
     "_iterator", "_device_types", "_get_backend", "_timeout", "_world", "_orig_mod", "_compiled_call_impl",

@@ -24,7 +24,14 @@ from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
-from fullshard.fsdp.plan_model import Earlier, plan_model, replica_axes, terms_of, with_children
+from fullshard.fsdp.plan_model import (
+    Earlier,
+    plan_model,
+    replica_axes,
+    tensor_parallel_layout,
+    terms_of,
+    with_children,
+)
 from fullshard.fsdp.planner import Terms
 from fullshard.fsdp.prefetch import PrefetchSettings
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
@@ -33,7 +40,7 @@ from fullshard.fsdp.unit import Means, Unit
 from fullshard.spmd.dtensor_fixes import draw_global_where_needed
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import parameters_of
+from fullshard.torch_private import parameters_of, spec_of
 
 
 @dataclass(frozen=True)
@@ -236,7 +243,11 @@ def _sharded(
         made = tied.shard_for(plan, options.mesh, offload)
     else:
         made = shard.make_shard(parameter, plan, options.mesh, sync=sync, offload=offload, meets_plain=meets_plain)
-    sharded = ShardedParameter(plan, made, sites, options.mesh, ("fsdp", *options.replica_axes), offload)
+    parallel = tensor_parallel_layout(parameter, options.mesh, options.replica_axes) is not None
+    sharded = ShardedParameter(
+        plan, made, sites, options.mesh, ("fsdp", *options.replica_axes), offload,
+        module_spec=spec_of(parameter) if parallel else None,
+    )  # fmt: skip
     shard.install(parameter, sharded)
     return sharded
 

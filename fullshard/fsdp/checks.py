@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fullshard.errors import FSDPError, MeshError
@@ -19,13 +20,13 @@ from fullshard.fsdp.plan_model import find_sites
 from fullshard.fsdp.planner import plan_unit, replan
 from fullshard.fsdp.strategy import ShardingStrategy
 from fullshard.fsdp.unit import Unit
-from fullshard.spmd.mesh import Mesh, get_global_mesh
+from fullshard.spmd.mesh import Mesh, data_mesh, get_global_mesh
 from fullshard.spmd.tensor import ShardedTensor, is_sharded
 from fullshard.torch_private import in_functorch, saved_tensors_are_mutable
 from fullshard.watchdog import watch
 
 
-def check_mesh(mesh: Mesh | None, extra_data_axis: str | None) -> Mesh:
+def check_mesh(mesh: Mesh | DeviceMesh | None, extra_data_axis: str | None) -> Mesh:
     mesh = mesh if mesh is not None else get_global_mesh()
     if mesh is None:
         raise MeshError(
@@ -33,8 +34,12 @@ def check_mesh(mesh: Mesh | None, extra_data_axis: str | None) -> Mesh:
             "fullshard.spmd.set_global_mesh(mesh); a mesh over all devices is Mesh(np.arange(n), (n, 1), "
             "('fsdp', 'model'))"
         )
+    if isinstance(mesh, DeviceMesh):
+        mesh = data_mesh(mesh)
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"FSDPv2: expected a fullshard.spmd.Mesh, got {type(mesh).__name__}: {mesh!r}")
+        raise MeshError(
+            f"FSDPv2: expected a fullshard.spmd.Mesh or a torch DeviceMesh, got {type(mesh).__name__}: {mesh!r}"
+        )
     if mesh.get_axis_name_idx("fsdp") is None:
         raise MeshError(
             f"FSDPv2: {mesh} has no axis named 'fsdp', over which parameters are sharded; name one of its axes 'fsdp'"
@@ -48,6 +53,11 @@ def check_mesh(mesh: Mesh | None, extra_data_axis: str | None) -> Mesh:
 
 
 def check_module(module: Any, wrapped_class: type, auto_wrap_policy: Any) -> None:
+    if isinstance(module, list | tuple):
+        raise FSDPError(
+            f"FSDPv2 wraps one module, and got {len(module)}: as a unit of several, wrap the module around them; tied "
+            f"parameters stay one without it"
+        )
     if not isinstance(module, nn.Module):
         raise FSDPError(f"FSDPv2 wraps an nn.Module, not {type(module).__name__}")
     if isinstance(module, wrapped_class):

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -61,9 +61,21 @@ class Engine:
         self._first_step = sys.maxsize
         self.summoned = False
         """Whether modules hold whole parameters because of `summon_full_params`."""
+        self.state_dict_settings: Any = None
+        """What `set_state_dict_type` of torch's FSDP was given last; None if it was not called."""
+        self.unsharded: set[Unit] = set()
+        """Units that the user has gathered with `unshard`; until the next pass."""
         self.compiler = Compiler()
         self._before_pass = before_pass
-        self._has_global_parameters = any(any(p.gathered_layout.dims) for unit in units for p in unit.parameters)
+        parameters = [p for unit in units for p in unit.parameters]
+        self._tensor_parallel = any(p.module_spec is not None for p in parameters)
+        """Whether torch's own means have split parameters along other axes; inputs are then those of each rank."""
+        self._has_global_parameters = any(any(p.gathered_layout.dims) and p.module_spec is None for p in parameters)
+        if self._tensor_parallel and self._has_global_parameters:
+            raise FSDPError(
+                "some parameters are annotated with mark_sharding, for a global program, and others are DTensors of "
+                "parallelize_module, where each rank has its own rows; use one of the two for all"
+            )
         self._reads_host = any(p.plan.on_host for unit in units for p in unit.parameters)
         """Whether compute reads values in host memory, so that the host must wait for it before it writes them."""
         self._as_global = False
@@ -140,8 +152,12 @@ class Engine:
         watch.check()
         if self._backwards or self._reduction is not None:
             self.reset()  # the last backward did not finish
+        for unit in self.unsharded:
+            unit.show_shards()
         self._before_pass()
-        self._as_global = self._has_global_parameters or any(is_sharded(t) for t in tensors_in((args, kwargs)))
+        self._as_global = self._has_global_parameters or (
+            not self._tensor_parallel and any(is_sharded(t) for t in tensors_in((args, kwargs)))
+        )
         self._grad_pass = torch.is_grad_enabled()
         self._prefetcher.begin_pass()
         if self._grad_pass:
@@ -151,8 +167,10 @@ class Engine:
                 self.keep_copies(_unused_memory(self.means.gather_link.device))
         for unit in self.units:
             # Gathered values of an earlier pass whose graph was dropped, or whose shards have changed since.
-            if unit.state is not UnitState.SHARDED and not (self._live_calls(unit) and unit.is_fresh()):
+            wanted = unit in self.unsharded or self._live_calls(unit)
+            if unit.state is not UnitState.SHARDED and not (wanted and unit.is_fresh()):
                 unit.free()
+        self.unsharded.clear()
 
     def _make_ready(self, unit: Unit, operation: str, prefetch: Callable[[Unit], None] | None = None) -> None:
         """Gather a unit and let its modules hold the gathered values; `operation` comes next.
@@ -349,6 +367,30 @@ class Engine:
         for unit in chosen:
             unit.keep_memory(0 < size <= spare)
         return size if size <= spare else 0
+
+    def start_unshard(self, unit: Unit) -> None:
+        """Start to gather a unit before its forward."""
+        watch.check()
+        if unit.state is not UnitState.SHARDED and not unit.is_fresh():
+            unit.free()
+        if unit.state is UnitState.SHARDED:
+            self._start_gather(unit)
+            self.unsharded.add(unit)
+
+    def unshard(self, unit: Unit) -> None:
+        """Finish to gather it, and let its modules hold whole parameters."""
+        self.start_unshard(unit)
+        unit.finish_gather()
+        unit.show_gathered(self._has_global_parameters)
+        self.means.host.settle()
+
+    def reshard(self, units: Iterable[Unit]) -> None:
+        """Free units that `unshard` has gathered, or that are kept after forward."""
+        for unit in list(units):
+            if unit in self._stack:
+                raise FSDPError(f"reshard() of unit {unit.name or '(root)'} inside its own forward, which needs it")
+            self.unsharded.discard(unit)
+            unit.free()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

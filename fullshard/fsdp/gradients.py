@@ -72,6 +72,8 @@ def drop(p: ShardedParameter) -> None:
 
 def _data_parallel_term(p: ShardedParameter, grad: DTensor) -> torch.Tensor:
     """A global gradient as this rank's term of a sum along the data axes, split as annotated along the others."""
+    if p.module_spec is not None:  # not global along the data axes: each rank has its own
+        return local_of(redistributed(grad, p.module_spec.mesh, p.module_spec.placements))
     mesh, wanted = torch_layout(p.gathered_layout, p.plan.shape)
     groups = origin(mesh)[1]
     same_mesh = grad.device_mesh == mesh

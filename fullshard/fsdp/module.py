@@ -2,6 +2,7 @@
 
 `FSDPv2(module, mesh)` plans the module, shards its parameters and extends its class; names, `isinstance`, hooks and
 attributes stay. This file has the public methods; they are implemented in `build.py`, `engine.py` and `state_dict.py`.
+Methods of torch's own FSDP are in `torch_methods.py`.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.errors import FSDPError
 from fullshard.fsdp import build, checks, compile, grad_clip
 from fullshard.fsdp import state_dict as state
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.engine import Engine
-from fullshard.fsdp.extended_class import WrappedModule
 from fullshard.fsdp.output import OutputRule
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fullshard.fsdp.torch_methods import TorchMethods, refuse_keywords, wrapped_roots
 from fullshard.fsdp.unit import Unit
 from fullshard.spmd.mesh import Mesh
 
 ShardOutput = Callable[[Any, Mesh], Any]
 
 
-class FSDPv2(WrappedModule):
+class FSDPv2(TorchMethods):
     """The methods that a wrapped module gains. `FSDPv2(module, mesh, …)` wraps a module; see `docs/fsdp.md`."""
 
     _fsdp_use_orig_params = True  # torch.compile requires it of a module with `_is_fsdp_managed_module`
@@ -80,7 +83,8 @@ class FSDPv2(WrappedModule):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale all gradients so that their total norm, over all shards of all parameters, is at most `max_norm`."""
-        parameters = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+        with self._fullshard_engine.showing_shards():
+            parameters = [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
         return grad_clip.clip_grad_norm_(parameters, self._fullshard_mesh, max_norm, norm_type, error_if_nonfinite)
 
     def compile_units(self, say: Callable[[str], None] | None = None, **options: Any) -> FSDPv2:
@@ -97,9 +101,20 @@ class FSDPv2(WrappedModule):
     # --- values -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def summon_full_params(self, *, writeback: bool = True, offload_to_cpu: bool = False) -> Iterator[None]:
-        """Inside, modules hold whole parameters in their stored dtype. With `writeback`, changes are kept."""
-        with state.summon_full_params(self._fullshard_engine, writeback, offload_to_cpu):
+    def summon_full_params(
+        self, recurse: bool = True, writeback: bool = True, rank0_only: bool = False, offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:  # fmt: skip
+        """Inside, modules hold whole parameters in their stored dtype. With `writeback`, changes are kept.
+
+        The whole model is gathered, on all ranks: torch's `recurse` and `rank0_only` change nothing. Gradients stay
+        sharded, so `with_grads` is refused.
+        """
+        if with_grads:
+            raise FSDPError("summon_full_params(with_grads=True): gradients stay sharded; use p.grad.full_tensor()")
+        with contextlib.ExitStack() as stack:
+            for root in wrapped_roots(self):
+                stack.enter_context(state.summon_full_params(root._fullshard_engine, writeback, offload_to_cpu))
             yield
 
     def full_state_dict(self, *, rank0_only: bool = False, cpu: bool = True) -> dict[str, torch.Tensor]:
@@ -108,7 +123,12 @@ class FSDPv2(WrappedModule):
         return state.full_state_dict(self, rank0_only, cpu)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Sharded values (`DTensor`s) under the plain module's names."""
+        """Sharded values (`DTensor`s) under the plain module's names; whole ones inside `state_dict_type(…)`."""
+        settings = self._fullshard_engine.state_dict_settings
+        if settings is not None and settings.state_dict_type.name == "FULL_STATE_DICT" and not kwargs.get("keep_vars"):
+            config = settings.state_dict_config
+            whole = self.full_state_dict(rank0_only=config.rank0_only, cpu=config.offload_to_cpu)
+            return state.with_prefix(whole, *args, **kwargs)
         with self._fullshard_engine.showing_shards():
             return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
@@ -141,7 +161,7 @@ SpmdFullyShardedDataParallel = FSDPv2
 
 def _wrap(
     module: nn.Module,
-    mesh: Mesh | None = None,
+    mesh: Mesh | DeviceMesh | None = None,
     shard_output: ShardOutput | None = None,
     *,
     auto_wrap_policy: Any = None,
@@ -158,7 +178,9 @@ def _wrap(
     sync_module_states: bool | None = None,
     timeout: float | None = None,
     small_parameter_bytes: int | None = None,
+    **of_torch: Any,
 ) -> Any:
+    refuse_keywords(of_torch)
     options = build.Options(
         mesh=checks.check_mesh(mesh, extra_data_axis),
         shard_output=shard_output,

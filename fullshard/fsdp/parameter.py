@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard import accelerator, runtime
 from fullshard.errors import FSDPError
@@ -63,6 +64,7 @@ class ShardedParameter:
         mesh: Mesh,
         data_axes: tuple[str, ...],
         offloaded: bool = False,
+        module_spec: DTensorSpec | None = None,
     ):
         self.plan = plan
         self.shard = shard
@@ -92,6 +94,9 @@ class ShardedParameter:
         that stays in host memory."""
         self.offloaded = offloaded
         """Whether the shard is in host memory."""
+        self.module_spec = module_spec
+        """The layout in which its module computes with it, if torch's own means made it a `DTensor` on other axes than
+        those of the data (`parallelize_module`)."""
         self._refuse_plain_tensors()
         self.follow(plan)
 
@@ -161,7 +166,7 @@ class ShardedParameter:
                 f"parameter {self.plan.name} was removed after the module was wrapped (set to None, pruned, or "
                 f"replaced by a parametrization); change modules before FSDPv2(…)"
             )
-        if current is not self.shard and current is not self.full:
+        if all(current is not one for one in (self.shard, self.full, self.full_global)):
             if not is_sharded(current) or current.shape != self.shard.shape:
                 raise FSDPError(
                     f"parameter {self.plan.name} was replaced by a {type(current).__name__} of shape "
@@ -315,16 +320,19 @@ class ShardedParameter:
         show_shards([self])
 
     def as_global(self) -> nn.Parameter:
-        """The gathered value as a global tensor: replicated along `fsdp`, split as annotated along other axes."""
+        """The gathered value as a global tensor: replicated along `fsdp`, split as annotated along other axes. One that
+        is tensor-parallel by torch's own means is torch's `DTensor` on those axes."""
         assert self.full is not None
         if self.full_global is None:
             stride = torch.empty(self.plan.shape, device="meta").stride()
             meta = TensorMeta(torch.Size(self.plan.shape), stride, self.dtype)
-            mesh, placements = torch_layout(self.gathered_layout, self.plan.shape)
+            if self.module_spec is None:
+                kind, (mesh, placements) = ShardedTensor, torch_layout(self.gathered_layout, self.plan.shape)
+            else:
+                kind, mesh, placements = DTensor, self.module_spec.mesh, self.module_spec.placements
             with torch.inference_mode(False):
                 spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-                value = ShardedTensor(self.full.data, spec, requires_grad=False)
-                self.full_global = self._leaf(value)
+                self.full_global = self._leaf(kind(self.full.data, spec, requires_grad=False))
         assert is_sharded(self.full_global)
         if local_of(self.full_global).data_ptr() != self.full.data_ptr():
             set_local(self.full_global, self.full.data)
@@ -333,7 +341,7 @@ class ShardedParameter:
 
 def show_gathered(parameters: Sequence[ShardedParameter], as_global: bool) -> None:
     """Let modules hold the gathered values."""
-    values = [(p.as_global() if as_global else p.full, p) for p in parameters]
+    values = [(p.as_global() if as_global or p.module_spec is not None else p.full, p) for p in parameters]
     set_parameters([(module, name, value) for value, p in values for module, name in p.sites])
     for p in parameters:
         if p.view is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -20,8 +20,10 @@ from fullshard.fsdp.host_table import stays_on_host
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
 from fullshard.fsdp.planner import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, Terms, plan_parameter, plan_unit
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
-from fullshard.spmd.mesh import Mesh
-from fullshard.spmd.sharding import sharding_of
+from fullshard.spmd.mesh import AbsentMesh, Mesh
+from fullshard.spmd.sharding import layout_on, sharding_of
+from fullshard.spmd.spec import Layout
+from fullshard.spmd.tensor import is_sharded
 from fullshard.torch_private import parameters_of
 
 Site = tuple[nn.Module, str]
@@ -151,9 +153,17 @@ def _owner(
     return min(containing, key=lambda unit: len(inside[unit]))
 
 
+def tensor_parallel_layout(parameter: nn.Parameter, mesh: Mesh, replica_axes: Sequence[str]) -> Layout | None:
+    """The layout of a parameter that is torch's `DTensor` on other axes of the mesh than those of the data: its module
+    computes with it as one, and each rank has rows of its own. None for any other."""
+    if not is_sharded(parameter) or isinstance(mesh, AbsentMesh):
+        return None
+    return layout_on(parameter, mesh, ("fsdp", *replica_axes))
+
+
 def plan_for(names: list[str], parameter: nn.Parameter, terms: Terms) -> ParameterPlan:
     """The plan of a parameter that is not sharded yet."""
-    annotation = sharding_of(parameter)
+    annotation = tensor_parallel_layout(parameter, terms.mesh, terms.replica_axes) or sharding_of(parameter)
     if annotation is not None and annotation.mesh != terms.mesh:
         raise FSDPError(
             f"{names[0]} is annotated on {annotation.mesh} and the module is wrapped over {terms.mesh}; use one mesh "

@@ -8,11 +8,13 @@ unit. Instead of a policy function, users may pass classes or class names.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
+from fullshard import runtime
 from fullshard.errors import FSDPError
 from fullshard.spmd.mesh import Mesh
 from fullshard.torch_private import submodules_of
@@ -29,7 +31,8 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: Iterable[type[nn.Module] | str] | None = None,
 ) -> bool:
-    """Make every module of the given classes or class names a unit; the default is the model's `_no_split_modules`."""
+    """Make every module of the given classes or class names a unit; the default is the model's `_no_split_modules`, or
+    the layers that repeat in its lists."""
     if recurse:
         return True
     classes = tuple(transformer_layer_cls or ())
@@ -87,9 +90,10 @@ def resolve(policy: Any, root: nn.Module) -> Policy | None:
     if function is transformer_auto_wrap_policy:
         classes = keywords.get("transformer_layer_cls")
         classes = {classes} if isinstance(classes, str | type) else classes
-        return functools.partial(
-            transformer_auto_wrap_policy, transformer_layer_cls=_check_layers(classes or _no_split_modules(root), root)
-        )
+        classes = _check_layers(classes, root) if classes else _no_split_modules(root)
+        if not classes:
+            return functools.partial(lambda_auto_wrap_policy, lambda_fn=_unnamed_layers(root).__contains__)
+        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
     if function is lambda_auto_wrap_policy and "lambda_fn" not in keywords:
         raise FSDPError(
             "lambda_auto_wrap_policy needs its function: functools.partial(lambda_auto_wrap_policy, lambda_fn=…)"
@@ -147,16 +151,44 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _no_split_modules(root: nn.Module) -> set[str]:
+    """The classes that the model names as its layers, of those that it has: it may list classes of all its variants."""
     names: set[str] = set()
     for module in root.modules():  # the model may be inside another, such as a PeftModel
         names.update(getattr(module, "_no_split_modules", None) or ())
-    if not names:
-        raise FSDPError(
-            f"transformer_auto_wrap_policy: {_class_name(root)} does not name its layers (_no_split_modules); pass "
-            f"them: transformer_layer_cls={{...}}. {_candidates(root)}"
-        )
-    # The model lists classes for all its variants; it is no mistake if some are absent.
-    return {n for n in names if any(_class_name(m) == n for m in root.modules())} or names
+    return names & {_class_name(module) for module in root.modules()}
+
+
+def _unnamed_layers(root: nn.Module) -> list[nn.Module]:
+    """The layers of a model that does not name them; reported once."""
+    layers = _repeated_layers(root)
+    _report(
+        f"transformer_auto_wrap_policy: {_class_name(root)} does not name its layers (_no_split_modules): "
+        + (f"its repeated layers are units ({', '.join(_names_of(layers))})" if layers else "it is one unit")
+    )
+    return layers
+
+
+@functools.cache
+def _report(line: str) -> None:
+    runtime.get_logger().info(line)
+
+
+def _repeated_layers(root: nn.Module) -> list[nn.Module]:
+    """The members of the outermost lists (`ModuleList`, `Sequential`) that can be units and share their class with
+    another member of the same list."""
+    layers: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+        alike = Counter(type(child) for child in module.children()) if is_list else {}
+        for child in module.children():
+            if alike.get(type(child), 0) < 2 or isinstance(child, NO_FORWARD):
+                visit(child)
+            elif any(True for _ in child.parameters()):
+                layers[child] = None
+
+    visit(root)
+    return list(layers)
 
 
 def _check_layers(classes: Iterable[type[nn.Module] | str], root: nn.Module) -> set[type[nn.Module] | str]:
@@ -174,12 +206,11 @@ def _check_layers(classes: Iterable[type[nn.Module] | str], root: nn.Module) -> 
 
 
 def _candidates(root: nn.Module) -> str:
-    """A hint with the classes a user is likely to mean: those that repeat inside a ModuleList."""
-    repeated: dict[str, int] = {}
-    for module in root.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            for child in module:
-                if any(True for _ in child.parameters()):
-                    repeated[_class_name(child)] = repeated.get(_class_name(child), 0) + 1
-    names = sorted(repeated, key=lambda name: -repeated[name]) or sorted({_class_name(m) for m in root.modules()})
+    """A hint with the classes a user is likely to mean: those of repeated layers."""
+    names = _names_of(_repeated_layers(root)) or sorted({_class_name(m) for m in root.modules()})
     return f"Candidates found in the model: {', '.join(names)}"
+
+
+def _names_of(layers: Iterable[nn.Module]) -> list[str]:
+    """The classes of the layers, most frequent first."""
+    return [name for name, _ in Counter(map(_class_name, layers)).most_common()]

@@ -19,11 +19,11 @@ from fullshard.fsdp.offload import host_copy
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.plan import ParameterPlan
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.redistribute import meta_of, torch_layout
 from fullshard.spmd.sharding import sharding_of
 from fullshard.spmd.spec import Layout
-from fullshard.spmd.tensor import ShardedTensor, is_sharded, redistributed
+from fullshard.spmd.tensor import ShardedTensor, full_of, is_sharded, redistributed
 from fullshard.torch_private import DTensorSpec, buffers_of, local_of, parameters_of, share_hooks
 
 replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -50,6 +50,8 @@ def make_shard(
     dtype = dtype_of(plan.dtype)
     slices = layout.slices(plan.shape, runtime.rank())
     value: Any = parameter if isinstance(parameter, ReadsSlices) and not sync else parameter.detach()
+    if is_sharded(value) and origin(value.device_mesh)[0] != mesh:  # tensor-parallel, by torch's own means
+        value = local_of(value).new_empty(value.shape) if value.is_meta else full_of(value)
     if is_sharded(value):
         local = local_of(redistributed(value, device_mesh, placements)).to(dtype)
     else:

@@ -39,6 +39,7 @@ def summon_full_params(engine: Engine, writeback: bool, offload_to_cpu: bool) ->
     if engine.summoned:
         yield  # already inside another one
         return
+    engine.reshard(engine.unsharded)
     if any(unit.shown for unit in engine.units):
         raise FSDPError(
             "summon_full_params inside a forward or backward pass: modules already hold whole parameters there"
@@ -94,6 +95,16 @@ def full_state_dict(model: nn.Module, rank0_only: bool, cpu: bool) -> dict[str, 
         if kept is not None:
             out[name] = kept
     return out
+
+
+def with_prefix(
+    values: dict[str, Any], destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+) -> dict[str, Any]:
+    """The values as `nn.Module.state_dict` returns them for its arguments, which come from a module around this one."""
+    if destination is None:
+        return {prefix + name: value for name, value in values.items()}
+    destination.update({prefix + name: value for name, value in values.items()})
+    return destination
 
 
 def as_shards(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,8 +25,15 @@ from fullshard.errors import ConfigError
 VARIABLE = "FULLSHARD_INTEGRATIONS"
 """The environment variable that `fullshard launch --no_integrations` sets to `off`."""
 TESTED = {"accelerate": ("1.15",), "transformers": ("5.17", "5.22"), "trl": ("1.16",)}
-"""The minor versions that the seams were tested with."""
+"""The minor versions that the seams were tested with. Those of torch are fullshard's own requirement."""
 _HOME = "fullshard.integrations."
+TORCH_FSDP = (
+    "summon_full_params", "state_dict_type", "set_state_dict_type", "get_state_dict_type", "fsdp_modules",
+    "optim_state_dict", "optim_state_dict_to_load", "full_optim_state_dict", "sharded_optim_state_dict",
+    "scatter_full_optim_state_dict", "shard_full_optim_state_dict", "flatten_sharded_optim_state_dict",
+    "rekey_optim_state_dict",
+)  # fmt: skip
+"""The static methods of torch's `FullyShardedDataParallel`, which scripts call with a model."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,13 @@ SEAMS = (
         "trl.models.utils", "prepare_fsdp", f"{_HOME}trl:prepare_fsdp",
         "reference models are sharded by fullshard",
     ),
+    *(
+        Seam(
+            "torch.distributed.fsdp.fully_sharded_data_parallel", f"FullyShardedDataParallel.{name}",
+            f"{_HOME}torch_fsdp:{name}", "models that fullshard has sharded are served, or it is refused by name",
+        )
+        for name in TORCH_FSDP
+    ),
 )  # fmt: skip
 """Everything that is replaced, by library."""
 
@@ -169,13 +183,15 @@ def untested(library: str) -> str:
         version = importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
         return ""
-    return "" if version.startswith(tuple(f"{tested}." for tested in TESTED[library])) else version
+    known = library not in TESTED or version.startswith(tuple(f"{tested}." for tested in TESTED[library]))
+    return "" if known else version
 
 
 def _replace(seam: Seam, module: ModuleType) -> None:
     owner, name = _owner(module, seam.attribute)
     held = vars(owner)[name]
-    original = held.__func__ if isinstance(held, classmethod) else held
+    kind = type(held) if isinstance(held, classmethod | staticmethod) else None
+    original = held.__func__ if kind else held
 
     @functools.cache
     def replacement() -> Callable[..., Any]:
@@ -187,7 +203,7 @@ def _replace(seam: Seam, module: ModuleType) -> None:
         # Imported at the first call: the library's own import is still under way when a seam is put in place.
         return replacement()(*args, **kwargs)
 
-    setattr(owner, name, classmethod(replaced) if isinstance(held, classmethod) else replaced)
+    setattr(owner, name, kind(replaced) if kind else replaced)
 
 
 def _refuse_on_xla(module: ModuleType) -> None:

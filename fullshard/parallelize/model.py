@@ -118,8 +118,15 @@ def wrap_policy(model: nn.Module, settings: EngineSettings) -> Any:
 
 def checkpointed_modules(model: nn.Module, settings: EngineSettings) -> list[nn.Module]:
     """The modules to use activation checkpointing on: the units, or the model's own layers if there is one unit."""
-    chosen = wrap_policy(model, settings) or transformer_auto_wrap_policy
-    return policy.find_units(model, policy.resolve(chosen, model), set(ignored_modules(model, settings)))
+    ignored = set(ignored_modules(model, settings))
+    for chosen in (wrap_policy(model, settings), transformer_auto_wrap_policy):
+        if layers := policy.find_units(model, policy.resolve(chosen, model), ignored):
+            return layers
+    raise ConfigError(
+        f"activation checkpointing recomputes layers, and {type(model).__name__} neither names its layers "
+        f"(_no_split_modules) nor repeats any; name them with fsdp_transformer_layer_cls_to_wrap, or turn activation "
+        f"checkpointing off"
+    )
 
 
 def ignored_modules(model: nn.Module, settings: EngineSettings) -> list[nn.Module]:

@@ -66,12 +66,13 @@ class EngineSettings:
     auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None = _fsdp(
         None, env="FSDP_AUTO_WRAP_POLICY", numbers_from=1, wrong=("wrap_policy",)
     )
-    """Which modules become units, gathered together: named layers, modules of a minimum size, or the whole model.
-    Unset: the model's own `_no_split_modules`; the whole model if it has none."""
+    """Which modules become units, gathered together: layers, modules of a minimum size, or the whole model. Unset: the
+    model's own `_no_split_modules`; the whole model if it has none."""
     transformer_layer_cls_to_wrap: tuple[str, ...] | None = _fsdp(
         None, env="FSDP_TRANSFORMER_CLS_TO_WRAP", aliases=("transformer_cls_to_wrap",), given_as="class names"
     )
-    """The layer classes that become units. Unset: the model's own `_no_split_modules`."""
+    """The layer classes that become units. Unset: the model's own `_no_split_modules`; with TRANSFORMER_BASED_WRAP the
+    layers that repeat, if it has none."""
     min_num_params: int | None = _fsdp(None, env="FSDP_MIN_NUM_PARAMS", wrong=("min_num_param",))
     """With SIZE_BASED_WRAP, the number of parameters that makes a module a unit. Unset: 1e8."""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | None = _fsdp(

@@ -5,14 +5,29 @@
 
 from __future__ import annotations
 
-from torch.distributed.tensor import DTensor
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 
 from fullshard import accelerator, runtime
 from fullshard.spmd.foreach_ops import fused_update, unscale
+from fullshard.spmd.mesh import is_own
+from fullshard.spmd.ops import refuse_loss
+from fullshard.spmd.redistribute import meta_of, redistribute, replicated, spec_with
 from fullshard.spmd.rule_table import RULES, aten
-from fullshard.spmd.rules import draw_global
-from fullshard.spmd.tensor import DATA
-from fullshard.torch_private import custom_op_handlers
+from fullshard.spmd.rules import draw_global, local_scalar
+from fullshard.spmd.tensor import DATA, ShardedTensor, is_sharded
+from fullshard.torch_private import (
+    DTensorSpec,
+    custom_op_handlers,
+    local_of,
+    replace_replicate_scalar,
+    replicate_scalar,
+)
 
 # `parameter.data = value` changes the shard; torch changes the outer tensor only, whose memory is never read.
 DTensor.data = DATA
@@ -24,6 +39,72 @@ custom_op_handlers()[aten._amp_foreach_non_finite_check_and_unscale_.default] = 
 # torch finds the layout of every tensor of a fused optimizer's lists, and looks each up again for the result.
 for _update in (aten._fused_adamw_.default, aten._fused_adam_.default):
     custom_op_handlers()[_update] = fused_update
+
+
+def _item(op: Any, args: Any, kwargs: Any) -> Any:
+    """`item()`: torch returns the shard's value, which is one term where a sum is not reduced yet."""
+    return local_scalar(op, args, kwargs) if is_own(args[0].device_mesh) else op(local_of(args[0]))
+
+
+custom_op_handlers()[aten._local_scalar_dense.default] = _item
+
+
+# --- a penalty on sharded parameters, and the loss of a rank ----------------------------------------------------------
+
+
+def _beside_plain(name: str) -> Callable[[Any, Any], Any]:
+    """An arithmetic operator for a sharded scalar: beside a plain tensor of this rank its full value counts.
+
+    A constant, which is the same on every rank, leaves it sharded.
+    """
+    operator: Callable[[Any, Any], Any] = getattr(torch.Tensor, name)
+
+    @functools.wraps(operator)
+    def operate(t: Any, other: Any) -> Any:
+        if not t.ndim and isinstance(other, torch.Tensor) and not is_sharded(other) and _is_of_parameters(t):
+            constant = not other.requires_grad and t.requires_grad and torch.is_grad_enabled()
+            t = t if constant else _MeanGradient.apply(t.full_tensor(), t.device_mesh)
+        return operator(t, other)
+
+    return operate
+
+
+class _MeanGradient(torch.autograd.Function):
+    """A value that all ranks have and each has a gradient for: their mean counts, as for gathered parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        terms = DTensorSpec(ctx.mesh, (Partial(),) * ctx.mesh.ndim, tensor_meta=meta_of(grad))
+        total = redistribute(grad.contiguous(), terms, spec_with(terms, ctx.mesh, replicated(ctx.mesh)))
+        return total / ctx.mesh.size(), None
+
+
+def _is_of_parameters(t: Any) -> bool:
+    """Whether it may have been computed from parameters of a model that each rank gives its own rows."""
+    return bool(t.meets_no_plain) if isinstance(t, ShardedTensor) else is_own(t.device_mesh)
+
+
+for _operator in ("add", "sub", "mul", "truediv"):
+    for _name in (f"__{_operator}__", f"__r{_operator}__"):
+        setattr(DTensor, _name, _beside_plain(_name))
+        setattr(ShardedTensor, _name, getattr(DTensor, _name))  # no DTensor in torch 2.11
+
+
+_replicate = replicate_scalar()
+
+
+def _replicate_or_refuse(op: Any, t: torch.Tensor, mesh: Any, *args: Any) -> Any:
+    if is_own(mesh):
+        refuse_loss(t)
+    return _replicate(op, t, mesh, *args)
+
+
+replace_replicate_scalar(_replicate_or_refuse)
 
 
 def draw_global_where_needed() -> None:

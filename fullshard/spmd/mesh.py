@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import engines, runtime
 from fullshard.errors import MeshError, UnsupportedError
-from fullshard.torch_private import mesh_without_groups
+from fullshard.torch_private import mesh_without_groups, root_mesh
 
 AxisGroups = tuple[tuple[int, ...], ...]
 """The mesh dims of a `DeviceMesh`, each as the mesh axes it merges, major to minor."""
@@ -76,6 +76,10 @@ class Mesh:
             found = np.argwhere(self.get_logical_mesh() == device_id)
             self._coordinates[device_id] = tuple(int(i) for i in found[0]) if len(found) else None
         return self._coordinates[device_id]
+
+    def line(self, axis: int, coordinate: tuple[int, ...]) -> list[int]:
+        """The device ids along an axis, through the device at a coordinate."""
+        return self.get_logical_mesh()[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])].tolist()
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -209,6 +213,28 @@ def origin(device_mesh: DeviceMesh) -> tuple[Mesh, AxisGroups]:
         device_mesh._fullshard_origin = known
         _device_meshes().setdefault(known, device_mesh)
     return known
+
+
+def data_mesh(device_mesh: DeviceMesh) -> Mesh:
+    """The `Mesh` for a torch mesh over which `fully_shard` would shard a model (one dim, or replicas by shards), with
+    the dims beside it in the mesh that it is a part of. A mesh with a dim called `fsdp` is taken whole."""
+    root = root_mesh(device_mesh)
+    names = list(root.mesh_dim_names or [f"axis{dim}" for dim in range(root.ndim)])
+    if "fsdp" not in names:
+        data = [names.index(name) for name in device_mesh.mesh_dim_names or names]
+        if len(data) > 2:
+            raise MeshError(
+                f"FSDPv2: {device_mesh} has {device_mesh.ndim} dims; pass the one that shards the model, "
+                f"device_mesh['dp'], the two of replicas and shards, or a mesh with a dim called 'fsdp'"
+            )
+        for dim, role in zip(data, ("replica", "fsdp")[-len(data) :], strict=True):
+            names[dim] = role
+    return Mesh(root.mesh.flatten().tolist(), tuple(root.mesh.shape), names)
+
+
+def is_own(device_mesh: DeviceMesh) -> bool:
+    """Whether a torch mesh was made from a `Mesh`."""
+    return hasattr(device_mesh, "_fullshard_origin")
 
 
 def _check_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:

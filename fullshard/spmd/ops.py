@@ -9,13 +9,14 @@ the same choice, and no rank raises an error while another waits for it in a col
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from fullshard.errors import LayoutError
+from fullshard.errors import LayoutError, LossLayoutError
 from fullshard.spmd import foreach_ops, rules
 from fullshard.spmd.mesh import origin
 from fullshard.spmd.redistribute import NARROW, has_partial, replicated, without_partial
@@ -31,6 +32,7 @@ from fullshard.torch_private import (
     schema_of,
     take_shard,
     tree_flatten,
+    tree_leaves,
     tree_map,
     tree_unflatten,
 )
@@ -46,7 +48,7 @@ def dispatch(op: Any, args: Any, kwargs: Any) -> Any:
         if out is not NotImplemented:
             for t in written:
                 write_through(t)
-            return out
+            return _inherited(out, flat, written)
     _check_plain(flat, written)
     if any(not is_sharded(t) for t in written):
         return _write_to_plain(op, flat, tree, written)
@@ -69,9 +71,7 @@ def dispatch(op: Any, args: Any, kwargs: Any) -> Any:
     # A write to a view of a copy, or of a sum that is not reduced yet, must reach the base.
     if op.is_view and (is_copy(args[0]) or has_partial(args[0].placements)):
         remember_base(out, op, args[0], args[1:], kwargs)
-    if op.is_view and isinstance(out, ShardedTensor) and (name := getattr(args[0], "meets_no_plain", "")):
-        out.meets_no_plain = name
-    return out
+    return _inherited(out, flat, written)
 
 
 def _run(op: Any, flat: list[Any], tree: Any, mesh: DeviceMesh) -> Any:
@@ -91,16 +91,44 @@ def _run(op: Any, flat: list[Any], tree: Any, mesh: DeviceMesh) -> Any:
 
 
 def _check_plain(flat: list[Any], written: list[torch.Tensor]) -> None:
-    name = next((n for t in flat if (n := getattr(t, "meets_no_plain", "")) and not any(t is w for w in written)), "")
+    name = _meets_no_plain(t for t in flat if not any(t is w for w in written))
     if not name:
         return
     for t in flat:
-        if isinstance(t, torch.Tensor) and t.ndim and not is_sharded(t):
+        if not isinstance(t, torch.Tensor) or is_sharded(t):
+            continue
+        if t.ndim:
             raise LayoutError(
                 f"{name} is sharded and was used together with a plain tensor of shape {tuple(t.shape)}, which differs "
                 f"between ranks, outside the forward of its unit. Call the model, or make the module that was called a "
                 f"unit of its own (auto_wrap_policy)"
             )
+        refuse_loss(t)
+
+
+def _meets_no_plain(leaves: Iterable[Any]) -> str:
+    """The name of a parameter that meets no plain tensors, and that one of these was computed from; "" if none was."""
+    return next((name for t in leaves if (name := getattr(t, "meets_no_plain", ""))), "")
+
+
+def refuse_loss(t: torch.Tensor) -> None:
+    """Refuse a plain tensor that needs a gradient, such as a rank's loss, beside a value of a sharded parameter: its
+    gradient would be a global tensor, which each rank's own graph cannot continue with."""
+    if t.requires_grad:
+        raise LossLayoutError(
+            "a value that was computed from sharded parameters, such as a penalty, and a plain tensor that needs a "
+            "gradient, such as the loss of this rank, are arguments of the same function: write loss + penalty (or -, "
+            "*, /), where the full value of the penalty counts, or use penalty.full_tensor()"
+        )
+
+
+def _inherited(out: Any, flat: list[Any], written: list[torch.Tensor]) -> Any:
+    """The results of an operator, which meet no plain tensors if one of its arguments does not."""
+    if name := _meets_no_plain(flat):
+        for t in tree_leaves(out):
+            if isinstance(t, ShardedTensor) and not any(t is w for w in written):
+                t.meets_no_plain = name
+    return out
 
 
 def _wide_sum_reduced(leaf: Any) -> Any:

@@ -5,12 +5,13 @@ Sharded tensors themselves are in `tensor.py`; modules are distributed in `modul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import runtime
 from fullshard.errors import LayoutError, MeshError
@@ -149,6 +150,24 @@ def sharding_of(t: torch.Tensor) -> Layout | None:
     """The layout of a sharded tensor, or the recorded layout of a parameter; None for a plain tensor."""
     t = unmarked(t)
     return layout_of(spec_of(t)) if is_sharded(t) else getattr(t, "_fullshard_layout", None)
+
+
+def layout_on(t: DTensor, mesh: Mesh, apart_from: Collection[str]) -> Layout | None:
+    """The layout over `mesh` of a tensor that torch's own means have laid out over some of its axes, such as
+    `parallelize_module(module, device_mesh["tp"], …)`. None where those are not axes of the mesh, or are among
+    `apart_from`."""
+    coordinate = mesh.coordinate(runtime.rank())
+    names = t.device_mesh.mesh_dim_names or ("",) * t.device_mesh.ndim
+    dims: list[tuple[int, ...]] = [()] * t.ndim
+    for index, (name, placement) in enumerate(zip(names, t.placements, strict=True)):
+        ranks = dist.get_process_group_ranks(t.device_mesh.get_group(index))
+        axes = [axis for axis in range(mesh.ndim) if coordinate is not None and mesh.line(axis, coordinate) == ranks]
+        axes.sort(key=lambda axis: mesh.axis_names is None or mesh.axis_names[axis] != name)  # of several, its own
+        if not axes or placement.is_partial() or mesh.axis_names and mesh.axis_names[axes[0]] in apart_from:
+            return None
+        if isinstance(placement, Shard):
+            dims[placement.dim] += (axes[0],)
+    return Layout(mesh, tuple(dims))
 
 
 def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> torch.Tensor:

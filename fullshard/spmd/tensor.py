@@ -128,7 +128,7 @@ class ShardedTensor(_Base):
 
     meets_no_plain: str = ""
     """The parameter's name if operators must refuse plain tensors beside it, because each rank has a different one.
-    Views inherit it."""
+    What is computed from it inherits the name."""
     __new__ = dtensor_new
     __torch_function__ = no_torch_function
     data = DATA

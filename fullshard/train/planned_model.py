@@ -18,7 +18,7 @@ from torch import nn
 from fullshard import ranks
 from fullshard.capacity.condensed import CannotExpandError, Condensed, Stack, condense, may_name_a_layer, patterns_in
 from fullshard.capacity.planned_model import HeldTensor, PlannedModel
-from fullshard.errors import ConfigError, FSDPError, first_line
+from fullshard.errors import ConfigError, first_line
 from fullshard.fsdp.strategy import dtype_name
 from fullshard.lora.methods import method_of
 from fullshard.lora.model_size import count_parameters
@@ -128,10 +128,10 @@ def _nothing(line: str) -> None:
 
 
 def _layer_names(model: nn.Module, engine: EngineSettings) -> list[str]:
-    """The layers that activation checkpointing would recompute; none where the model does not name its layers."""
+    """The layers that activation checkpointing would recompute; none where the model has no layers."""
     try:
         layers = set(checkpointed_modules(model, engine))
-    except FSDPError:
+    except ConfigError:
         return []
     return [name for name, module in model.named_modules() if module in layers]
 

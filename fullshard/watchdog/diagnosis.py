@@ -147,6 +147,36 @@ def late_ranks(wait: Wait, ranks: Sequence[int], statuses: Mapping[int, RankStat
     return [rank for rank in ranks if rank not in statuses or statuses[rank].last.get(wait.key, 0) < wait.number]
 
 
+def ranks_elsewhere(wait: Wait, ranks: Sequence[int], statuses: Mapping[int, RankStatus]) -> list[int]:
+    """The ranks that have entered another operation in its place, as far as is known."""
+    entered = _operations_from(wait, ranks, statuses).get(wait.number, {})
+    return [rank for rank, what in entered.items() if kind_of(what) != kind_of(wait.what)]
+
+
+def _operations_from(wait: Wait, ranks: Sequence[int], statuses: Mapping[int, RankStatus]) -> dict[int, dict[int, str]]:
+    """The known operations on the communicator from the one that is waited for: by number and rank."""
+    entered: dict[int, dict[int, str]] = {}
+    for rank in ranks if not wait.external else ():
+        for number, what in statuses[rank].operations.get(wait.key, {}).items() if rank in statuses else ():
+            if int(number) >= wait.number:
+                entered.setdefault(int(number), {})[rank] = what
+    return entered
+
+
+def _state_of(
+    wait: Wait, late: list[int], elsewhere: list[int], ranks: Sequence[int], statuses: Mapping[int, RankStatus]
+) -> str:
+    """Which ranks have entered an operation."""
+    found = [f"not entered by rank(s) {_named(late)}"] if late else []
+    if elsewhere:
+        found.append(f"rank(s) {_named(elsewhere)} entered another operation in its place")
+    if found:
+        return ", ".join(found)
+    after = _operations_from(wait, ranks, statuses).values()
+    parted = any(len({kind_of(what) for what in entered.values()}) > 1 for entered in after)
+    return "all ranks have entered it" + (", and different operations after it" if parted else "")
+
+
 def describe_wait(
     wait: Wait,
     ranks: Sequence[int],
@@ -155,12 +185,9 @@ def describe_wait(
     last_seen: Mapping[int, str],
 ) -> str:
     """A report: which ranks are late, and where every rank is. `last_seen` is for ranks without a status."""
-    late = late_ranks(wait, ranks, statuses)
-    named = ", ".join(map(str, late[:SHOWN])) + (f" and {len(late) - SHOWN} more" if len(late) > SHOWN else "")
-    lines = [
-        f"waiting for {wait.seconds:.0f} s in {wait.what}: "
-        + (f"not entered by rank(s) {named}" if late else "all ranks have entered it")
-    ]
+    late, elsewhere = late_ranks(wait, ranks, statuses), ranks_elsewhere(wait, ranks, statuses)
+    lines = [f"waiting for {wait.seconds:.0f} s in {wait.what}: {_state_of(wait, late, elsewhere, ranks, statuses)}"]
+    late += elsewhere
     shown = list(ranks) if len(ranks) <= SHOWN else sorted({*late[:SHOWN], *[r for r in ranks if r not in late][:1]})
     for rank in shown:
         if rank in liveness and liveness[rank].state != "back":
@@ -170,3 +197,7 @@ def describe_wait(
         else:
             lines.append(f"  rank {rank}: {last_seen.get(rank) or 'has not communicated yet'}")
     return "\n".join(lines)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")

@@ -23,6 +23,7 @@ from fullshard.fsdp import state_dict as state
 from fullshard.fsdp.extended_class import WrappedModule
 from fullshard.fsdp.plan import ShardingPlan
 from fullshard.fsdp.strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fullshard.fsdp.torch_methods import SERVED, refuse_keywords, refuse_methods
 from fullshard.spmd.mesh import Mesh
 from fullshard.xla import build, values
 from fullshard.xla.units import ShardedModel, Unit
@@ -114,6 +115,10 @@ class FSDPv2(WrappedModule):
         )
 
 
+refuse_methods(
+    FSDPv2,
+    dict.fromkeys(SERVED, "on XLA the compiler gathers, frees and reduces; full_state_dict() has the whole values"),
+)
 SpmdFullyShardedDataParallel = FSDPv2
 
 
@@ -136,7 +141,9 @@ def _wrap(
     sync_module_states: bool | None = None,
     timeout: float | None = None,
     small_parameter_bytes: int | None = None,
+    **of_torch: Any,
 ) -> Any:
+    refuse_keywords(of_torch)
     options = build.Options(
         mesh=checks.check_mesh(mesh, extra_data_axis),
         shard_output=shard_output,

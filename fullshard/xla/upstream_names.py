@@ -8,13 +8,19 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from fullshard import xla_names
 from fullshard.errors import NameMissingError
 
 OFFERED = {
-    "torch_xla.core.xla_model": ("get_stablehlo", "get_stablehlo_bytecode", "is_xla_tensor", "xla_real_devices"),
-    "torch_xla.runtime": ("global_runtime_device_attributes", "runtime_device_attributes", "set_device_type"),
+    "torch_xla.core.xla_model": (
+        "fork_rng", "get_stablehlo", "get_stablehlo_bytecode", "is_xla_tensor", "xla_device_kind", "xla_real_devices",
+    ),
+    "torch_xla.runtime": (
+        "get_num_cached_compilation_graph", "global_runtime_device_attributes", "is_bf16_supported",
+        "runtime_device_attributes", "set_device_type",
+    ),
     "torch_xla.distributed.spmd": ("XLAPatchedLinear", "xla_patched_nn_linear_forward"),
-}
+}  # fmt: skip
 INSTEAD = {
     "set_replication": "one process drives all devices; call fullshard.runtime.use_spmd()",
     "xla_replication_devices": "fullshard.runtime.global_runtime_device_count() counts the devices",
@@ -27,6 +33,8 @@ INSTEAD = {
 
 def find(module: str, known_as: str, name: str, instead: str) -> Any:
     """torch_xla's own object for a name; `instead` is what the torch engine's refusal recommends."""
+    if known_as in xla_names.MODULES:
+        return getattr(importlib.import_module(xla_names.MODULES[known_as][0]), name)
     for home, names in OFFERED.items():
         if name in names:
             return getattr(importlib.import_module(home), name)

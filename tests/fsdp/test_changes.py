@@ -1,10 +1,14 @@
 """What is done to parameters and modules after wrapping: it works as on one device, or is refused at once."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune, vector_to_parameters
 
+import fullshard.spmd as xs
+from fullshard import runtime
 from fullshard.errors import FSDPError, LayoutError
 from fullshard.fsdp import FSDPv2
 from tests.fsdp.programs import Block, Stack, mesh_for
@@ -148,6 +152,8 @@ def test_penalties_on_sharded_parameters(strategy):
     def program(m, x, step):
         penalty = 0.1 * sum(p.square().sum() for p in m.parameters())
         if step == 0:
+            (m(x).square().mean() + penalty).backward()
+        elif step == 3:
             (m(x).square().mean() + (penalty.full_tensor() if hasattr(m, "plan") else penalty)).backward()
         elif step == 1:
             loss_backward(m, x, step)
@@ -157,6 +163,62 @@ def test_penalties_on_sharded_parameters(strategy):
             loss_backward(m, x, step)
 
     run(Stack, strategy, program)
+
+
+@ranks(2)
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("way", ["+", "reversed +", "+=", "-", "/"])
+def test_a_penalty_joins_the_loss_of_a_rank(way, norm, ignored):
+    """With its full value, whichever class the parameters have; the gradient is that of the ranks' mean."""
+
+    def combine(loss, penalty):
+        operators = {
+            "-": operator.sub,
+            "/": operator.truediv,
+            "+=": operator.iadd if loss.requires_grad else operator.add,
+        }
+        return operators.get(way, operator.add)(*((penalty, loss) if way in ("reversed +", "/") else (loss, penalty)))
+
+    def penalty(m):
+        return sum(p.norm() if norm else p.square().sum() for p in (m.out.weight, m.blocks[1].up.weight))
+
+    plain, model = (Stack().double() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    model = FSDPv2(model, mesh_for("FULL_SHARD"), ignored_modules=[model.blocks[0]] if ignored else [])
+    assert isinstance(model.out.weight, xs.ShardedTensor) == ignored
+    rows = [data(2, 8, seed=rank) for rank in range(2)]
+    totals = [combine(plain(x).square().mean(), penalty(plain)) for x in rows]
+    loss = model(rows[runtime.rank()]).square().mean()
+    total = combine(loss, penalty(model))
+    assert total.item() == pytest.approx(totals[runtime.rank()].item(), rel=1e-12)
+    assert penalty(model).item() == pytest.approx(penalty(plain).item(), rel=1e-12)  # a collective
+    with torch.no_grad():
+        assert combine(loss, penalty(model)).item() == pytest.approx(total.item(), rel=1e-12)
+    detached = combine(loss.detach(), penalty(model).detach())
+    assert detached.item() == pytest.approx(total.item(), rel=1e-12)
+    (sum(totals) / 2).backward()
+    total.backward()
+    for name in ("out.weight", "blocks.1.up.weight", "blocks.2.up.weight"):
+        expected = plain.get_parameter(name).grad
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), expected)
+    with pytest.raises(LayoutError, match=r"write loss \+ penalty .* or use penalty.full_tensor\(\)"):
+        model(rows[0]).sum().add_(penalty(model))
+    with pytest.raises((LayoutError, RuntimeError), match=r"write loss \+ penalty|got mixed"):  # torch caches layouts
+        torch.add(model(rows[0]).sum(), penalty(model)).backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_constant_leaves_a_penalty_sharded(ignored):
+    module = Stack()
+    model = FSDPv2(module, mesh_for("FULL_SHARD"), ignored_modules=[module.blocks[0]] if ignored else [])
+    penalty = model.out.weight.square().sum()
+    scaled = torch.tensor(3.0) * penalty + torch.tensor(1.0)
+    assert xs.is_sharded(scaled)
+    assert scaled.item() == pytest.approx(3 * penalty.item() + 1)
+    scaled.backward()
+    torch.testing.assert_close(model.out.weight.grad.full_tensor(), 6 * model.out.weight.full_tensor())
 
 
 @ranks(2)

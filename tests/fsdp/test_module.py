@@ -4,15 +4,18 @@ import copy
 import functools
 import json
 import pickle
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import fullshard
 import fullshard.fsdp.wrap
 import fullshard.spmd as xs
+from fullshard import runtime
 from fullshard.errors import FSDPError, MeshError, UserError
 from fullshard.fsdp import (
     BackwardPrefetch,
@@ -26,6 +29,7 @@ from fullshard.fsdp import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from fullshard.fsdp import policy as policies
 from tests.fsdp.programs import (
     Block,
     Stack,
@@ -115,6 +119,78 @@ def test_policies_choose_units():
     assert [p.name for p in plan.units[0].parameters] == ["out.weight", "out.bias"]
 
 
+COMMON = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0,
+}  # fmt: skip
+WITHOUT_NAMED_LAYERS = {
+    "distilbert": {
+        "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2,
+        "dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0,
+    },
+    "deberta-v2": {**COMMON, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "albert": {**COMMON, "embedding_size": 8},
+}  # fmt: skip
+"""Models of transformers without `_no_split_modules`."""
+
+
+def _classifier(kind):
+    sizes = WITHOUT_NAMED_LAYERS[kind]
+    config = AutoConfig.for_model(kind, vocab_size=31, max_position_embeddings=16, pad_token_id=0, **sizes)
+    runtime.seed(0)
+    return AutoModelForSequenceClassification.from_config(config).double()
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("distilbert", ["distilbert.transformer.layer.0", "distilbert.transformer.layer.1"]),
+        ("deberta-v2", ["deberta.encoder.layer.0", "deberta.encoder.layer.1"]),
+        ("albert", []),  # one layer, called twice
+    ],
+)
+def test_models_that_do_not_name_their_layers(kind, layers):
+    """The layers that repeat in the model's lists are units; a model without any is one unit."""
+    plain = _classifier(kind)
+    assert not any(getattr(m, "_no_split_modules", None) for m in plain.modules())
+    model = FSDPv2(_classifier(kind), mesh_for("FULL_SHARD"), auto_wrap_policy=transformer_auto_wrap_policy)
+    assert [unit.name for unit in model.plan.units] == ["", *layers]
+    ids, labels = torch.arange(1, 29).reshape(4, 7), torch.tensor([0, 1, 1, 0])
+    plain(input_ids=ids, labels=labels).loss.backward()
+    rows = slice(2 * runtime.rank(), 2 * runtime.rank() + 2)
+    model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
+    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
+
+
+@ranks(1)
+def test_layers_are_the_members_of_the_outermost_lists():
+    def units(model):
+        return [
+            unit.name
+            for unit in FSDPv2(model, mesh_for("FULL_SHARD"), auto_wrap_policy=transformer_auto_wrap_policy).plan.units
+        ]
+
+    def pair():
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    with mock.patch.object(policies, "_report") as report:
+        assert units(Stack()) == ["", "blocks.0", "blocks.1", "blocks.2"]  # not the layers inside a block
+        assert units(nn.Linear(4, 4)) == [""]
+    said = [call.args[0] for call in report.call_args_list]
+    assert [line.partition(": ")[2] for line in said] == [
+        "Stack does not name its layers (_no_split_modules): its repeated layers are units (Block)",
+        "Linear does not name its layers (_no_split_modules): it is one unit",
+    ]
+    assert units(nn.Sequential(nn.Linear(4, 4), pair(), pair())) == ["", "1", "2"]
+    assert units(nn.Sequential(pair(), nn.Linear(4, 2))) == ["", "0.0", "0.2"]  # a list of one has its own inside
+    renamed = Stack()
+    renamed._no_split_modules = ["OfAnotherVariant"]
+    assert units(renamed) == ["", "blocks.0", "blocks.1", "blocks.2"]
+
+
 @ranks(1)
 def test_policy_mistakes_name_the_candidates():
     mesh = mesh_for("FULL_SHARD")
@@ -126,8 +202,6 @@ def test_policy_mistakes_name_the_candidates():
             mesh,
             auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={"GPT2Block"}),
         )
-    with pytest.raises(FSDPError, match=r"_no_split_modules.*Candidates.*Block"):
-        FSDPv2(Stack(), mesh, auto_wrap_policy=transformer_auto_wrap_policy)
     with pytest.raises(FSDPError, match=r"lambda_fn"):
         FSDPv2(Stack(), mesh, auto_wrap_policy=lambda_auto_wrap_policy)
     with pytest.raises(FSDPError, match=r"auto_wrap_policy=7"):

@@ -128,6 +128,10 @@ def test_what_the_options_mean():
     assert of(ignored_modules=r"layers\.0.*")["plain"] == ["layers.0.inner.weight", "layers.0.inner.bias"]
     assert of(backward_prefetch="NO_PREFETCH")["prefetch"].backward_prefetch is BackwardPrefetch.NONE
     assert of(activation_checkpointing=True)["checkpointed"] == ["recomputed"] * 2
+    # A policy that chooses no unit: the model's own layers.
+    assert of(activation_checkpointing=True, min_num_params=10**9)["checkpointed"] == ["recomputed"] * 2
+    with pytest.raises(ConfigError, match=r"Linear neither names its layers \(_no_split_modules\) nor repeats any"):
+        shard_model(nn.Linear(4, 4), EngineSettings(activation_checkpointing=True))
     hosted = of(activation_checkpointing=True, activation_checkpointing_offload=True)["checkpointed"]
     assert hosted == ["from_host", "recomputed"], "the last layer's input is needed at once"
     assert of(backend="EAGER")["compiled"] == [{"backend": "eager", "fullgraph": False, "dynamic": None}] * 2

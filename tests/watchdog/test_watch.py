@@ -450,6 +450,34 @@ def test_operations_of_one_number_and_different_kinds_are_found_behind_the_oldes
     statuses = {0: _status({"gather/0-1": 8}, [GATHER], {"gather/0-1": mine}),
              1: _status({"gather/0-1": 8}, [], {"gather/0-1": theirs})}  # fmt: skip
     assert "rank 0 is in step 4, unit b, gather, rank 1 in step 4, unit c, gather" in find_failure(statuses, {}).text
+    first = describe_wait(GATHER, (0, 1), statuses, {}, {}).splitlines()[0]
+    assert first.endswith("unit a, gather: all ranks have entered it, and different operations after it")
+
+
+def test_a_rank_in_another_operation_has_not_entered_this_one():
+    """The report under "ranks entered different operations" does not say that all have entered it."""
+    statuses = {
+        rank: _status({"gather/0-2": 7}, [Wait("gather/0-2", 7, what, 6.0)], {"gather/0-2": {"7": what}})
+        for rank, what in enumerate([GATHER.what, "step 4, unit b, gather", GATHER.what])
+    }
+    assert "ranks entered different operations: rank 0" in find_failure(statuses, {}).text
+    wait = statuses[0].waits[0]
+    lines = describe_wait(wait, (0, 1, 2), statuses, {}, {}).splitlines()
+    assert lines[0] == ("waiting for 6 s in step 4, unit a, gather: rank(s) 1 entered another operation in its place")
+    del statuses[2]
+    assert (
+        describe_wait(wait, (0, 1, 2), statuses, {}, {})
+        .splitlines()[0]
+        .endswith(": not entered by rank(s) 2, rank(s) 1 entered another operation in its place")
+    )
+    other_step = statuses[0].operations["gather/0-2"]["7"].replace("step 4", "step 5")
+    assert (
+        describe_wait(
+            wait, (0, 1), {0: statuses[0], 1: _status({"gather/0-2": 7}, (), {"gather/0-2": {"7": other_step}})}, {}, {}
+        )
+        .splitlines()[0]
+        .endswith("all ranks have entered it")
+    )
 
 
 def test_a_report_of_many_ranks_is_short():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -146,10 +147,12 @@ def test_a_sharded_model_is_saved_whole(tmp_path):
 @pytest.mark.parametrize("known_as", xla_names.REFUSED)
 def test_names_are_torch_xlas_own_or_refused(known_as):
     own = {
-        "xm": {"get_stablehlo", "get_stablehlo_bytecode", "is_xla_tensor", "xla_real_devices"},
-        "xr": {"set_device_type", "runtime_device_attributes", "global_runtime_device_attributes"},
+        "xm": {"fork_rng", "get_stablehlo", "get_stablehlo_bytecode", "is_xla_tensor", "xla_device_kind",
+               "xla_real_devices"},
+        "xr": {"set_device_type", "runtime_device_attributes", "global_runtime_device_attributes",
+               "get_num_cached_compilation_graph", "is_bf16_supported"},
         "xs": {"XLAPatchedLinear", "xla_patched_nn_linear_forward"},
-    }[known_as]
+    }[known_as]  # fmt: skip
     for name in xla_names.REFUSED[known_as]:
         if name in own:
             assert getattr(MODULES[known_as], name).__module__.startswith("torch_xla")
@@ -158,6 +161,16 @@ def test_names_are_torch_xlas_own_or_refused(known_as):
                 getattr(MODULES[known_as], name)
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         _ = MODULES[known_as].no_such_name
+
+
+@pytest.mark.parametrize("known_as", xla_names.MODULES)
+def test_modules_without_a_counterpart_are_torch_xlas_own(known_as):
+    """The same objects, for every name that the installed torch_xla has."""
+    home, names = xla_names.MODULES[known_as]
+    own, ours = importlib.import_module(home), importlib.import_module(f"fullshard.{known_as}")
+    for name in names:
+        if hasattr(own, name):
+            assert getattr(ours, name) is getattr(own, name)
 
 
 def test_every_public_name_is_there():
