@@ -261,10 +261,20 @@ def test_the_live_page_follows_a_run(browser, tmp_path, monkeypatch, impatient):
 def test_the_live_page_says_that_nobody_answers(browser, tmp_path, impatient):
     run = made_run(tmp_path / "run")
     live = LivePage([run])
-    with browser.page() as page:
-        with LoopbackServer({"/": live.whole, "/update": live.update}, 0) as server:
-            opened(page, server.url)
+    with browser.page() as page, LoopbackServer({"/": live.whole, "/update": live.update}, 0) as server:
+        opened(page, server.url)
+        offline = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        page.send("Network.emulateNetworkConditions", offline=True, **offline)
         page.wait("document.querySelector('#live strong').textContent.startsWith('Not connected')")
-        page.problems.clear()  # the browser itself reports requests that fail
-        with LoopbackServer({"/": live.whole, "/update": live.update}, server.port):
-            page.wait("document.querySelector('#live strong').textContent.startsWith('Finished')")
+        page.send("Network.emulateNetworkConditions", offline=False, **offline)
+        page.wait("document.querySelector('#live strong').textContent.startsWith('Finished')")
+
+
+def test_the_live_page_says_that_it_belongs_to_an_earlier_server(browser, tmp_path, impatient):
+    live = LivePage([made_run(tmp_path / "run")])
+    paths = {"/": live.whole, "/update": live.update}
+    with browser.page() as page:
+        with LoopbackServer(paths, 0) as server:
+            opened(page, server.url)
+        with LoopbackServer(paths, server.port):  # another token
+            page.wait("document.querySelector('#live strong').textContent.includes('an earlier server')")
