@@ -6,7 +6,7 @@
   const charts = () => fullshard.draw(fullshard.json("charts"));
 
   const attributes = (old, fresh) => {
-    const kept = old.nodeName === "DETAILS" ? ["open"] : old.nodeName === "BUTTON" ? ["hidden"] : ["data-drawn", "data-at", "tabindex", "style"];
+    const kept = ["open", "hidden", "data-drawn", "data-at", "tabindex", "style"]; // what the reader or a script has set
     for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && !kept.includes(name)) old.removeAttribute(name);
     for (const { name, value } of fresh.attributes) {
       if (old.getAttribute(name) !== value && !kept.includes(name)) old.setAttribute(name, value);
