@@ -98,6 +98,55 @@ def faint_texts(page: Page) -> list[str]:
     """)  # fmt: skip
 
 
+# --- tables, numbers and names ---------------------------------------------------------------------------------------
+
+
+def empty_columns(page: Page) -> list[str]:
+    """Columns of tables that have nothing in any row."""
+    return asked(page, """
+        const empty = table => [...table.tHead.rows[0].cells].filter((_, i) => table.tBodies[0].rows.length
+            && [...table.tBodies[0].rows].every(row => !row.cells[i]?.textContent.trim()));
+        return deep('table').filter(one => one.tHead && one.tBodies.length).flatMap(empty).map(label);
+    """)  # fmt: skip
+
+
+def colliding_texts(page: Page) -> list[str]:
+    """Texts of a drawing that lie over each other."""
+    return asked(page, """
+        const found = [];
+        for (const svg of deep('svg').filter(one => !one.parentElement?.closest('svg') && seen(one))) {
+            const texts = [...svg.querySelectorAll('text')].filter(one => one.textContent.trim() && seen(one));
+            const boxes = texts.map(one => one.getBoundingClientRect());
+            const over = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+                && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
+            texts.forEach((one, i) => texts.slice(0, i).forEach((other, j) =>
+                over(boxes[i], boxes[j]) && found.push(`${label(one)} over ${label(other)}`)));
+        }
+        return found;
+    """)  # fmt: skip
+
+
+def powers_on_axes(page: Page) -> list[str]:
+    """Numbers of a drawing such as `8e+4`, which are written as `80,000`."""
+    return asked(page, "return deep('svg text').filter(one => /\\de\\+?\\d/.test(one.textContent)).map(label);")
+
+
+def names_without_marks(page: Page) -> list[str]:
+    """Entries of a legend whose color is nowhere in the chart, or covers less than a pixel."""
+    return asked(page, """
+        const covers = one => {
+            const {width, height} = one.getBoundingClientRect(), thin = one.getAttribute('stroke') ? 0 : 0.5;
+            return Math.max(width, height) >= 1 && Math.min(width, height) >= thin;
+        };
+        return deep('figure').flatMap(figure => [...figure.querySelectorAll('.legend li')].filter(item => {
+            const color = item.querySelector('line').getAttribute('stroke');
+            const marks = [...figure.querySelectorAll('.chart svg *')].filter(
+                one => [one.getAttribute('fill'), one.getAttribute('stroke')].includes(color));
+            return !marks.some(covers);
+        })).map(label);
+    """)  # fmt: skip
+
+
 # --- keyboard -------------------------------------------------------------------------------------------------------
 
 ANSWERS = "a[href], button, input:not([type=hidden]), select, textarea, summary, [role=button], [onclick], [tabindex]"
@@ -160,8 +209,8 @@ FOCUSED = """
 # --- charts ---------------------------------------------------------------------------------------------------------
 
 
-def colored_columns(page: Page, elements: str) -> list[float]:
-    """For each element, the part of its width, 0 to 1, in which something colored is drawn, not gray.
+def colored_parts(page: Page, elements: str) -> list[float]:
+    """For each element, the part of its width or height, 0 to 1, in which something colored is drawn, not gray.
 
     `elements` is an expression for a list. What counts is what a reader sees, however it is drawn.
     """
@@ -177,11 +226,14 @@ def colored_columns(page: Page, elements: str) -> list[float]:
         drawing.drawImage(image, 0, 0);
         return {json.dumps(boxes)}.map(([x, y, width, height]) => {{
             if (!width || !height) return 0;
-            const data = drawing.getImageData(x, y, width, height).data, columns = new Set();
+            const data = drawing.getImageData(x, y, width, height).data, columns = new Set(), rows = new Set();
             for (let i = 0; i < data.length; i += 4) {{
                 const high = Math.max(data[i], data[i + 1], data[i + 2]);
-                if (high - Math.min(data[i], data[i + 1], data[i + 2]) > 60) columns.add(i / 4 % width);
+                if (high - Math.min(data[i], data[i + 1], data[i + 2]) > 60) {{
+                    columns.add(i / 4 % width);
+                    rows.add(Math.floor(i / 4 / width));
+                }}
             }}
-            return columns.size / width;
+            return Math.max(columns.size / width, rows.size / height);
         }});
     }})()""") if bottom else [0.0] * len(boxes)  # fmt: skip

@@ -30,6 +30,10 @@ def faults(browser: Browser, folder: Path, spoilt: str = "", dark: bool = False)
             "faint": page_checks.faint_texts(page),
             "keyboard": page_checks.keyboard_faults(page),
             "left": page_checks.left_the_page(page),
+            "empty": page_checks.empty_columns(page),
+            "colliding": page_checks.colliding_texts(page),
+            "powers": page_checks.powers_on_axes(page),
+            "unmarked": page_checks.names_without_marks(page),
             "problems": page.problems,
         }
     return {name: what for name, what in found.items() if what}
@@ -38,6 +42,20 @@ def faults(browser: Browser, folder: Path, spoilt: str = "", dark: bool = False)
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_sound_page_has_no_faults(browser, tmp_path, dark):
     assert not faults(browser, tmp_path, dark=dark)
+
+
+def table(what: str, text: str) -> str:
+    cells = f"<tr><th>1</th><td>{what}</td><td>{text}</td></tr>"
+    return f"<table><thead><tr><th>n</th><th>what</th><th>text</th></tr></thead><tbody>{cells * 2}</tbody></table>"
+
+
+def drawing(inside: str) -> str:
+    return f"<svg width=200 height=30 fill='CanvasText'>{inside}</svg>"
+
+
+def legend(name: str, color: int, marks: str) -> str:
+    item = f"<li><svg width=22 height=10><line x2=22 stroke='var(--s{color})' /></svg>{name}</li>"
+    return f"<figure><ul class=legend>{item}</ul><div class=chart>{drawing(marks)}</div></figure>"
 
 
 FAULTS = [
@@ -62,8 +80,19 @@ FAULTS = [
     ("<button tabindex=-1>skipped</button>", "keyboard", 'not reached: button "skipped"'),
     ("<style>a { outline: none }</style>", "keyboard", 'no visible focus: a "a link"'),
     ("<style>button { outline: 0 solid red }</style>", "keyboard", 'no visible focus: button#pressed "a button"'),
+    (table("", "said"), "empty", 'th "what"'),
+    (drawing("<text x=5 y=20>one</text><text x=20 y=20>other</text>"), "colliding", 'text "other" over text "one"'),
+    (drawing("<text y=20>8e+4</text>"), "powers", 'text "8e+4"'),
+    (legend("unseen", 3, "<path d='M0 0h50v.1h-50Z' fill='var(--s3)' />"), "unmarked", 'li "unseen"'),
+    (legend("absent", 4, ""), "unmarked", 'li "absent"'),
 ]
 """What spoils a page, the check that must find it, and what it says."""
+
+
+def test_full_tables_and_marks_that_can_be_seen_are_no_faults(browser, tmp_path):
+    line = "<path d='M0 5h50' stroke='var(--s1)' fill=none />"
+    apart = "<text x=5 y=20>1e-4</text><text x=80 y=20>80,000</text>"
+    assert not faults(browser, tmp_path, table("what", "text") + legend("a", 1, line) + drawing(apart))
 
 
 def test_every_fault_of_a_bad_page_is_found(browser, tmp_path):
@@ -94,10 +123,10 @@ def test_a_chart_is_seen_and_an_empty_one_is_not(browser, tmp_path, drawn):
     }[drawn])  # fmt: skip
     with browser.page() as page:
         page.open(file)
-        assert page_checks.colored_columns(page, "[chart]")[0] > 0.9
+        assert page_checks.colored_parts(page, "[chart]")[0] > 0.9
         file.write_text(frame)
         page.open(file)
-        assert page_checks.colored_columns(page, "[chart]") == [0]
+        assert page_checks.colored_parts(page, "[chart]") == [0]
 
 
 def test_a_browser_that_does_not_start_says_why(tmp_path, monkeypatch):

@@ -7,12 +7,13 @@ its light, dark and print styles. `page.py` puts charts into a page.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard.reporting import vega_lite
-from fullshard.reporting.vega_lite import COLORS, DASHES
+from fullshard.reporting.vega_lite import COLORS, DASHES, VALUES
 
 DRAWN = 1000
 """The most points of a series that are drawn."""
@@ -22,6 +23,10 @@ TARGET_STYLE = (7, 0)
 """Color and dash of what ticks mark."""
 FEW = 40
 """A series of so few points has a dot at each."""
+MARKED = 200
+"""The most markers of a kind in a chart."""
+VISIBLE = 1 / 200
+"""The part of a chart's height that can be seen, about a pixel."""
 
 
 @dataclass(frozen=True)
@@ -68,40 +73,68 @@ class Chart:
     """The number of rows of the whole table."""
     notes: tuple[str, ...] = field(default=())
     """What a reader must know: points that are not drawn, values that are missing."""
+    left_out: tuple[str, ...] = ()
+    """The series that are too small to be seen, and in the table only."""
+    wide: bool = False
+    """Whether it has a row of the page for itself."""
+    smooths: bool = False
+    """Whether the reader may smooth its lines."""
+    log: bool = False
+    """Whether the reader may choose a logarithmic axis: all values are positive."""
+
+    @property
+    def legend(self) -> tuple[tuple[str, int, int], ...]:
+        """Name, color and dash of the series that a reader must tell apart."""
+        needed = len(self.names) + len(self.left_out) > 1
+        return tuple((name, *style) for name, style in zip(self.names, self.styles, strict=True)) if needed else ()
 
 
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 
 def line_chart(
-    id: str, title: str, series: Sequence[Series], *, x: str = "step", unit: str = "", log: bool = False,
-    zero: bool = False, markers: Sequence[Marker] = (), x_labels: Mapping[float, str] | None = None,
-    form: str = ".4~g",
+    id: str, title: str, series: Sequence[Series], *, x: str = "step", unit: str = "", zero: bool = False,
+    markers: Sequence[Marker] = (), x_labels: Mapping[float, str] | None = None,
+    x_domain: tuple[float, float] | None = None, form: str = VALUES, wide: bool = False, curves: bool = False,
 ) -> Chart:  # fmt: skip
-    """A chart of lines over x. `log` is ignored if a value is not positive; `zero` lets the axis begin at 0. `x_labels`
-    replaces the numbers on the x axis. `form` is d3's format of values."""
+    """A chart of lines over x. `zero` lets the axis begin at 0. `x_labels` replaces the numbers on the x axis. `form`
+    is d3's format of values. `curves` may be smoothed and, if all values are positive, be seen on a log axis."""
     series = [one for one in series if one.points]
     styles = tuple(_style(one, number) for number, one in enumerate(series))
-    columns = _drawn_points(series)
+    columns = _drawn_points(series, curves)
     finite = [y for y in columns["y"] if y is not None]
+    if x_domain is None and len(set(columns["x"])) == 1:
+        x_domain = columns["x"][0] - 1, columns["x"][0] + 1
+    shown = _spread_markers(markers)
     spec = vega_lite.lines(
-        styles, vega_lite.Axes(x, unit, form, zero, log and bool(finite) and min(finite) > 0, x_labels),
-        only_x=columns["x"][0] if len(set(columns["x"])) == 1 else None, dots=any(columns["d"]),
-        labelled="l" in columns, markers=[(one.at, one.label) for one in markers],
+        styles, vega_lite.Axes(x, unit, form, zero, x_labels, x_domain), dots=any(columns["d"]),
+        labelled="l" in columns, markers=[(one.at, one.label) for one in shown],
+        height=vega_lite.WIDE_HEIGHT if wide else vega_lite.HEIGHT,
     )  # fmt: skip
     header, rows, count = _by_x(series, x)
+    notes = [*_line_notes(series)]
+    if len(shown) < len(markers):
+        notes.append(f"{len(shown):,} of {len(markers):,} marks are drawn.")
     return Chart(
         id, title, spec, columns, tuple(one.name for one in series), styles, _describe_lines(title, series, x, unit),
-        header, rows, count, tuple(_line_notes(series)),
+        header, rows, count, tuple(notes), wide=wide, smooths=curves, log=curves and bool(finite) and min(finite) > 0,
     )  # fmt: skip
 
 
-def _drawn_points(series: Sequence[Series]) -> dict[str, list[Any]]:
-    """The points to draw, by column: x, y, the series' number, whether it needs a dot, and its label if points have
-    one."""
+def _spread_markers(markers: Sequence[Marker]) -> list[Marker]:
+    """At most `MARKED` markers of each kind."""
+    kinds = dict.fromkeys(one.label for one in markers)
+    return [one for kind in kinds for one in _spread([m for m in markers if m.label == kind], MARKED)]
+
+
+def _drawn_points(series: Sequence[Series], curves: bool) -> dict[str, list[Any]]:
+    """The points to draw, by column: x, y, the series' number, whether it needs a dot, its label if points have one,
+    and, if not all points of a curve are drawn, the median around it (`a`), which smoothing begins with."""
     columns: dict[str, list[Any]] = {"x": [], "y": [], "s": [], "d": []}
     if any(one.labels for one in series):
         columns["l"] = []
+    if curves and any(len(one.points) > DRAWN for one in series):
+        columns["a"] = []
     for number, one in enumerate(series):
         kept = kept_points(one.points)
         points = [one.points[i] for i in kept]
@@ -111,7 +144,20 @@ def _drawn_points(series: Sequence[Series]) -> dict[str, list[Any]]:
         columns["d"] += _dots(points)
         if "l" in columns:
             columns["l"] += [one.labels[i] if one.labels else "" for i in kept]
+        if "a" in columns:
+            columns["a"] += _medians(one.points, kept)
     return columns
+
+
+def _medians(points: Sequence[tuple[float, float | None]], kept: Sequence[int]) -> list[float | None]:
+    """For each kept point the median of the values from the one before it to the one after it: lowest and highest
+    values, which are what is kept of noise, would say little about what is between them."""
+    found: list[float | None] = []
+    for i, at in enumerate(kept):
+        before, after = kept[max(0, i - 1)], kept[min(len(kept) - 1, i + 1)]
+        around = [y for _, y in points[before : after + 1] if y is not None]
+        found.append(statistics.median(around) if points[at][1] is not None else None)
+    return found
 
 
 def _line_notes(series: Sequence[Series]) -> Iterator[str]:
@@ -179,7 +225,10 @@ def _describe_lines(title: str, series: Sequence[Series], x: str, unit: str) -> 
 def _by_x(series: Sequence[Series], x: str) -> tuple[tuple[str, ...], list[list[Any]], int]:
     """The header, a row for each of some x with the value of every series, and the number of rows for all x."""
     places = sorted({at for one in series for at, _ in one.points})
-    listed: dict[float, list[Any]] = {at: [""] * len(series) for at in _spread(places)}
+    # Of each series its share: evaluations are few, and would be missed between the steps.
+    shares = [_spread([at for at, _ in one.points], max(2, LISTED // max(1, len(series)))) for one in series]
+    chosen = places if len(places) <= LISTED else sorted({at for share in shares for at in share})
+    listed: dict[float, list[Any]] = {at: [""] * len(series) for at in chosen}
     names: dict[float, str] = {}
     for number, one in enumerate(series):
         for i, (at, y) in enumerate(one.points):
@@ -212,35 +261,42 @@ class Bar:
 
 def bar_chart(
     id: str, title: str, bars: Sequence[Bar], *, unit: str = "", x: str = "", horizontal: bool = False,
-    form: str = ".4~g", order: Sequence[str] = (), target: str = "target",
+    form: str = VALUES, order: Sequence[str] = (), target: str = "target", top: float = 0.0,
 ) -> Chart:  # fmt: skip
     """A chart of stacked bars, in the order given; their names differ. Parts have the same color in each bar, and are
-    stacked in their `order`, others after them. A `target` is what the ticks of bars that have one mean."""
+    stacked in their `order`, others after them. A `target` is what the ticks of bars that have one mean. `top` is what
+    the axis reaches in any case. Parts too small to be seen in any bar are in the table only."""
     there = dict.fromkeys(part for bar in bars for part in bar.parts)
-    names = tuple(sorted(there, key=lambda part: order.index(part) if part in order else len(order)))
+    parts = sorted(there, key=lambda part: order.index(part) if part in order else len(order))
+    totals = [(bar.name, sum(bar.parts.values())) for bar in bars]
+    most = max(totals, key=lambda one: one[1], default=("", 0.0))
+    least = VISIBLE * max(most[1], top)
+    drawn = [part for part in parts if not max(abs(bar.parts.get(part, 0.0)) for bar in bars) < least]
+    left_out = tuple(part for part in parts if part not in drawn)
     ticked = any(bar.target is not None for bar in bars)
-    parts, names = len(names), (*names, target) if ticked else names
-    styles = (*((number % COLORS, 0) for number in range(parts)), *([TARGET_STYLE] if ticked else []))
+    names = (*drawn, target) if ticked else tuple(drawn)
+    styles = (*((number % COLORS, 0) for number in range(len(drawn))), *([TARGET_STYLE] if ticked else []))
     columns: dict[str, list[Any]] = {"b": [], "y": [], "s": []}
     for bar in bars:
-        for part, value in bar.parts.items():
-            columns["b"].append(bar.name)
-            columns["y"].append(value if math.isfinite(value) else None)
-            columns["s"].append(names.index(part))
+        for number, part in enumerate(drawn):
+            if part in bar.parts:
+                columns["b"].append(bar.name)
+                columns["y"].append(bar.parts[part] if math.isfinite(bar.parts[part]) else None)
+                columns["s"].append(number)
         if bar.target is not None:
             columns["b"].append(bar.name)
             columns["y"].append(bar.target)
-            columns["s"].append(parts)
-    spec = vega_lite.bars(styles, vega_lite.Axes(x, unit, form), len(bars), horizontal, parts if ticked else None)
-    totals = [(bar.name, sum(bar.parts.values())) for bar in bars]
-    most = max(totals, key=lambda one: one[1], default=("", 0.0))
+            columns["s"].append(len(drawn))
+    axes = vega_lite.Axes(x, unit, form)
+    spec = vega_lite.bars(styles, axes, len(bars), horizontal, len(drawn) if ticked else None)
     described = (
         f"{title}: {len(bars):,} bars of {', '.join(names)}; the largest is {most[0]} with {most[1]:.4g} {unit}."
     )
-    header = (x or "", *names[:parts], "total", *names[parts:])
+    header = (x or "", *parts, "total", *([target] if ticked else []))
     rows = [
-        [bar.name, *(bar.parts.get(part, "") for part in names[:parts]), sum(bar.parts.values()),
+        [bar.name, *(bar.parts.get(part, "") for part in parts), sum(bar.parts.values()),
          *(["" if bar.target is None else bar.target] if ticked else [])]
         for bar in _spread(bars)
     ]  # fmt: skip
-    return Chart(id, title, spec, columns, names, styles, described, header, rows, len(bars))
+    notes = (f"Too small to be seen, and in the table only: {', '.join(left_out)}.",) if left_out else ()
+    return Chart(id, title, spec, columns, names, styles, described, header, rows, len(bars), notes, left_out)

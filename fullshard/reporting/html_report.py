@@ -18,7 +18,7 @@ from fullshard.reporting.run_charts import (
     traffic_rows,
 )
 from fullshard.reporting.run_record import Record, RunRecord, read_run
-from fullshard.reporting.run_summary import summary_of
+from fullshard.reporting.run_summary import summary_of, title_of
 
 
 def write_report(run: Path, target: Path) -> None:
@@ -49,7 +49,9 @@ def contents(record: RunRecord) -> Contents:
         "Versions": section("versions", "Versions", _versions(record)),
     }
     charts = [*curves, *others, *memory, *([traffic] if traffic else []), *lengths]
-    return Contents(record.name, sections, charts, data={"metrics": record.columns})
+    title = title_of(record)
+    lead = f'<p class="muted">{escape(record.name)}</p>' if title != record.name else ""
+    return Contents(title, sections, charts, lead, data={"metrics": record.columns})
 
 
 def _missing(run: RunRecord) -> list[str]:

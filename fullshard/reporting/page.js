@@ -20,14 +20,39 @@
   const options = {
     mode: "vega-lite", renderer: "svg", actions: false, ast: true, defaultStyle: false, hover: false, tooltip,
   };
-  const rows = ({ columns, names }) => {
-    const keys = Object.keys(columns);
+  // What the reader has chosen for all curves: how much of each smoothed value comes from those before it, and the axis.
+  const chosen = { smoothing: 0, log: false };
+  const rows = ({ columns, names, smooths }) => {
+    const keys = Object.keys(columns), sums = {}, weights = {}, weight = smooths ? chosen.smoothing : 0;
     return columns[keys[0]].map((_, i) => {
-      const row = Object.fromEntries(keys.map((key) => [key, columns[key][i]]));
-      return { ...row, n: names[row.s] };
+      const row = Object.fromEntries(keys.map((key) => [key, columns[key][i]])), { s } = row, value = row.a ?? row.y;
+      if (!weight || row.y == null) return { ...row, n: names[s] };
+      // An exponential mean: the weights of all values so far, which become 1, count for the first ones.
+      sums[s] = weight * (sums[s] ?? 0) + (1 - weight) * value;
+      weights[s] = weight * (weights[s] ?? 0) + (1 - weight);
+      return { ...row, n: names[s], m: sums[s] / weights[s] };
     });
   };
+  const spec = (chart) => {
+    let { encoding, layer } = chart.spec;
+    if (chart.log && chosen.log) encoding = { ...encoding, y: { ...encoding.y, scale: { type: "log" } } };
+    if (chart.smooths && chosen.smoothing) {
+      const [line, ...rest] = layer, faint = { ...line, mark: { ...line.mark, opacity: 0.3 } };
+      const smooth = { ...line, mark: { ...line.mark, strokeWidth: 2.4 }, encoding: { ...line.encoding, y: { ...encoding.y, field: "m" } } };
+      layer = [faint, smooth, ...rest];
+    }
+    return { ...chart.spec, ...(encoding && { encoding }), ...(layer && { layer }) };
+  };
   const views = {}, specs = {};
+  // The controls are of use where charts are drawn; new ones of a live page show what was chosen.
+  const offer = () => {
+    for (const one of document.querySelectorAll(".controls")) one.hidden = typeof vegaEmbed === "undefined";
+    for (const [choice, value] of Object.entries(chosen)) {
+      for (const one of document.querySelectorAll(`[data-choice="${choice}"]`)) {
+        one[one.type === "range" ? "valueAsNumber" : "checked"] = value;
+      }
+    }
+  };
   // Draws charts, given by id. Where only the data of one has changed, it stays as it is and gets the new data.
   let drawing = Promise.resolve();
   const draw = (charts) => (drawing = drawing.then(() => drawAll(charts)));
@@ -35,20 +60,20 @@
     for (const [id, chart] of Object.entries(charts)) {
       const place = document.querySelector(`[data-chart="${CSS.escape(id)}"]`);
       if (!place || typeof vegaEmbed === "undefined") continue;
-      const spec = { ...chart.spec, data: { name: "values", values: rows(chart) } };
-      const known = place.dataset.drawn && specs[id] === JSON.stringify(chart.spec);
-      specs[id] = JSON.stringify(chart.spec);
+      const wanted = JSON.stringify(spec(chart)), known = place.dataset.drawn && specs[id] === wanted;
+      specs[id] = wanted;
       if (known) {
-        await views[id].view.data("values", spec.data.values).runAsync();
+        await views[id].view.data("values", rows(chart)).runAsync();
         continue;
       }
       place.style.minHeight = place.offsetHeight + "px"; // nothing below it moves while it is drawn again
       views[id]?.finalize();
-      views[id] = await vegaEmbed(place, spec, options);
+      views[id] = await vegaEmbed(place, { ...spec(chart), data: { name: "values", values: rows(chart) } }, options);
       place.style.minHeight = "";
       place.dataset.drawn = "true";
       place.tabIndex = 0;
     }
+    offer();
     document.body.dataset.drawn = "true";
   };
   // Arrow keys read a chart, one place on its axis after the other.
@@ -79,6 +104,17 @@
   const json = (id) => JSON.parse(document.getElementById(id).textContent);
   window.fullshard = { draw, json, views };
   draw(json("charts"));
+  // The controls of all parts of the page choose the same. Between two drawings only the last choice counts.
+  let waiting = false;
+  document.addEventListener("input", ({ target }) => {
+    const { choice } = target.dataset ?? {}, property = target.type === "range" ? "valueAsNumber" : "checked";
+    if (!choice) return;
+    chosen[choice] = target[property];
+    for (const one of document.querySelectorAll(`[data-choice="${choice}"]`)) one[property] = chosen[choice];
+    if (waiting) return;
+    waiting = true;
+    drawing.then(() => { waiting = false; return draw(json("charts")); });
+  });
   addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
   for (const button of document.querySelectorAll("button[data-csv]")) {
     button.hidden = false;

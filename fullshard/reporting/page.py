@@ -66,7 +66,10 @@ def fact_list(id: str, facts: Mapping[str, Any]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]], label: str) -> str:
-    """A table that scrolls inside its own box."""
+    """A table that scrolls inside its own box, without the columns that are empty in every row."""
+    rows = [list(row) for row in rows]
+    kept = [i for i in range(len(header)) if i == 0 or any(row[i] not in ("", None) for row in rows)]
+    header, rows = [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     body = "".join(
         "<tr>"
@@ -96,8 +99,9 @@ def figure(chart: Chart) -> str:
     label = f"{chart.id}-caption"
     few = f" ({len(chart.rows):,} of {chart.row_count:,} rows)" if len(chart.rows) < chart.row_count else ""
     rows = table(chart.header, chart.rows, f"Values of {chart.title}")
+    wide = ' class="wide"' if chart.wide else ""
     return (
-        f'<figure id="{escape(chart.id)}" aria-labelledby="{escape(label)}">'
+        f'<figure id="{escape(chart.id)}" aria-labelledby="{escape(label)}"{wide}>'
         f'<figcaption id="{escape(label)}">{escape(chart.title)}</figcaption>{_legend(chart)}'
         f'<div class="chart" data-chart="{escape(chart.id)}" role="img" aria-label="{escape(chart.description)}"></div>'
         + "".join(note(text) for text in chart.notes)
@@ -107,20 +111,30 @@ def figure(chart: Chart) -> str:
 
 
 def _legend(chart: Chart) -> str:
-    if len(chart.names) < 2:
-        return ""
     items = []
-    for name, (color, dash) in zip(chart.names, chart.styles, strict=True):
+    for name, color, dash in chart.legend:
         dashes = " ".join(map(str, DASHES[dash]))
         stroke = f'stroke="var(--s{color})" stroke-width="4" stroke-dasharray="{dashes}"'
         line = f'<line x1="0" y1="5" x2="22" y2="5" {stroke}/>'
         items.append(f'<li><svg width="22" height="10" aria-hidden="true">{line}</svg>{escape(name)}</li>')
-    return f'<ul class="legend">{"".join(items)}</ul>'
+    return f'<ul class="legend">{"".join(items)}</ul>' if items else ""
+
+
+CONTROLS = {
+    "smooths": '<label>Smoothing <input type="range" data-choice="smoothing" min="0" max="0.99" step="0.01" value="0">'
+    "</label>",
+    "log": '<label><input type="checkbox" data-choice="log"> Logarithmic axes</label>',
+}
+"""What a reader may choose for the charts below, by the property that one of them must have."""
 
 
 def figures(charts: Sequence[Chart]) -> str:
-    """Charts beside each other, as many as the width allows."""
-    return f'<div class="charts">{"".join(map(figure, charts))}</div>' if charts else ""
+    """Charts beside each other, as many as the width allows, below what the reader may choose for them."""
+    if not charts:
+        return ""
+    choices = "".join(control for name, control in CONTROLS.items() if any(getattr(one, name) for one in charts))
+    controls = f'<p class="controls" hidden>{choices}</p>' if choices else ""
+    return f'{controls}<div class="charts">{"".join(map(figure, charts))}</div>'
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
@@ -164,7 +178,10 @@ def whole_page(contents: Contents, scripts: Sequence[str] = (), connects: bool =
 
 def body(contents: Contents) -> str:
     """What changes with the contents: the body of the page without its scripts."""
-    charts = {one.id: {"spec": one.spec, "columns": one.columns, "names": one.names} for one in contents.charts}
+    charts = {
+        one.id: {"spec": one.spec, "columns": one.columns, "names": one.names, "smooths": one.smooths, "log": one.log}
+        for one in contents.charts
+    }
     blocks = {"charts": charts, **contents.data}
     there = {name: text for name, text in contents.sections.items() if text}
     links = "".join(f'<li><a href="#{_id_of(text)}">{escape(name)}</a></li>' for name, text in there.items())

@@ -9,8 +9,11 @@ from typing import Any
 
 from fullshard.byte_size import memory_size
 from fullshard.reporting.charts import Bar, Chart, Series, bar_chart, line_chart
+from fullshard.reporting.run_charts import moment_of
 from fullshard.reporting.step_memory import GatheredMoment, StepMemory
 
+LEAST_OF_LIMIT = 0.1
+"""The memory of the device is drawn in charts that reach at least this part of it."""
 UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
 
 
@@ -21,24 +24,33 @@ def plan_charts(gathered: Sequence[GatheredMoment], memory: StepMemory) -> list[
         [(f"{one.phase} of {one.unit or 'the root'}", one.bytes, one.phase) for one in gathered],
     )]  # fmt: skip
     if memory.timeline:
-        points = [(what, size, what.split(" ")[0]) for what, size in memory.timeline]
+        points = [(what, size, moment_of(what) or what) for what, size in memory.timeline]
+        limit = _shown_limit(memory, max(size for _, size in memory.timeline))
         beside = f"; {memory_size(memory.reserved)} of it are reserved, beside what is allocated"
-        chart = _steps("allocated", "Allocated memory over one step", points)
-        charts.append(_with_limit(chart, memory.limit, beside if memory.reserved else ""))
-    return [*charts, _with_limit(_parts(memory), memory.limit)]
+        chart = _steps("allocated", "Allocated memory over one step", points, limit)
+        charts.append(_with_limit(chart, memory, limit, beside if memory.reserved else ""))
+    limit = _shown_limit(memory, memory.peak[1])
+    return [*charts, _with_limit(_parts(memory, limit), memory, limit)]
 
 
-def _steps(id: str, title: str, points: Sequence[tuple[str, int, str]]) -> Chart:
+def _shown_limit(memory: StepMemory, most: int) -> int | None:
+    """The memory of the device, unless it is so far above what a chart shows that nothing could be seen of that."""
+    return memory.limit if memory.limit is not None and most >= LEAST_OF_LIMIT * memory.limit else None
+
+
+def _steps(id: str, title: str, points: Sequence[tuple[str, int, str]], limit: int | None = None) -> Chart:
     """A line of (what happens, bytes, phase), one after the other."""
-    unit, scale = unit_for(size for _, size, _ in points)
+    unit, scale = unit_for([*(size for _, size, _ in points), limit or 0])
     phases = [phase for _, _, phase in points]
     # A phase of few moments has no room for its name.
-    labels: dict[float, str] = {phases.index(p): p for p in dict.fromkeys(phases) if phases.count(p) * 8 >= len(phases)}
+    named = [p for p in dict.fromkeys(phases) if phases.count(p) * 8 >= len(phases)]
+    labels = {(phases.index(p) + len(phases) - 1 - phases[::-1].index(p)) / 2: p for p in named}
     line = Series(
         f"{title} ({unit})", [(i, size / scale) for i, (_, size, _) in enumerate(points)],
         labels=[what for what, _, _ in points],
     )  # fmt: skip
-    chart = line_chart(id, title, [line], x="one step", unit=unit, zero=True, x_labels=labels)
+    around = (-0.5, len(points) - 0.5)
+    chart = line_chart(id, title, [line], x="one step", unit=unit, zero=True, x_labels=labels, x_domain=around)
     most = max(points, key=lambda point: point[1])
     spec: dict[str, Any] = copy.deepcopy(chart.spec)
     for layer in spec["layer"]:
@@ -48,33 +60,37 @@ def _steps(id: str, title: str, points: Sequence[tuple[str, int, str]]) -> Chart
     return dataclasses.replace(chart, spec=spec, description=described)
 
 
-def _parts(memory: StepMemory) -> Chart:
+def _parts(memory: StepMemory, limit: int | None) -> Chart:
     """Stacked bars: the parts at the peak of each moment."""
-    unit, scale = unit_for([sum(parts.values()) for parts in memory.bars.values()] + [memory.limit or 0])
+    unit, scale = unit_for([sum(parts.values()) for parts in memory.bars.values()] + [limit or 0])
     bars = [Bar(name, {part: size / scale for part, size in parts.items()}) for name, parts in memory.bars.items()]
-    chart = bar_chart("memory", "Memory by part, at the peak of each moment", bars, unit=unit)
-    names = chart.names
-    rows = [[name, *(memory_size(parts.get(part, 0)) for part in names), memory_size(sum(parts.values()))]
+    chart = bar_chart(
+        "memory", "Memory by part, at the peak of each moment", bars, unit=unit, horizontal=True,
+        top=(limit or 0) / scale,
+    )  # fmt: skip
+    rows = [[name, *(memory_size(parts.get(part, 0)) for part in chart.header[1:-1]), memory_size(sum(parts.values()))]
             for name, parts in memory.bars.items()]  # fmt: skip
     moment, peak = memory.peak
     described = f"Memory of a device by part: the peak is {memory_size(peak)}, in {moment}."
-    spec: dict[str, Any] = copy.deepcopy(chart.spec)
-    spec["encoding"]["x"]["axis"]["labelExpr"] = "split(datum.label, ' ')"  # a line for each word
-    return dataclasses.replace(chart, rows=rows, spec=spec, description=described)
+    return dataclasses.replace(chart, rows=rows, description=described)
 
 
-def _with_limit(chart: Chart, limit: int | None, more: str = "") -> Chart:
-    """The chart with the memory of the device as a line, and with `more` words about it."""
+def _with_limit(chart: Chart, memory: StepMemory, limit: int | None, more: str = "") -> Chart:
+    """The chart with the memory of the device as a line, if it is shown, and with `more` words about it."""
+    if memory.limit is None:
+        return chart
+    where = "dashed line" if limit is not None else "far above what is drawn"
+    words = f"The device has {memory_size(memory.limit)} ({where}){more}."
+    chart = dataclasses.replace(chart, notes=(words, *chart.notes), description=f"{chart.description} {words}")
     if limit is None:
         return chart
-    words = f"The device has {memory_size(limit)} (dashed line){more}."
-    chart = dataclasses.replace(chart, notes=(*chart.notes, words), description=f"{chart.description} {words}")
     spec: dict[str, Any] = copy.deepcopy(chart.spec)
-    scale = UNITS[spec["encoding"]["y"]["axis"]["title"]]
+    amount, other = ("y", "x") if spec["encoding"]["y"]["type"] == "quantitative" else ("x", "y")
+    scale = UNITS[spec["encoding"][amount]["axis"]["title"]]
     line = {
         "data": {"values": [{"limit": limit / scale}]},
         "mark": {"type": "rule", "strokeDash": [6, 4], "strokeWidth": 2, "color": "var(--bad)", "aria": False},
-        "encoding": {"x": None, "color": None, "y": {"field": "limit", "type": "quantitative"}},
+        "encoding": {other: None, "color": None, amount: {"field": "limit", "type": "quantitative"}},
     }
     if "layer" in spec:
         spec["layer"].append(line)

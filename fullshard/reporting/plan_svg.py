@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from textwrap import wrap
 
 from fullshard.byte_size import memory_size
 from fullshard.reporting.charts import Chart
@@ -38,6 +39,8 @@ SMALL = 6.1
 """The width of a character of small text."""
 CHART = 200.0
 """The height of a chart."""
+LINE = 15.0
+"""The height of a line of small text."""
 
 
 @dataclass(frozen=True)
@@ -127,32 +130,39 @@ def _mesh(view: PlanView, mesh: list[list[Column]], frame: Frame, y: float) -> t
 def _charts(charts: Sequence[Chart], frame: Frame, y: float) -> tuple[list[str], float]:
     """The charts side by side."""
     width = (frame.width - 2 * MARGIN) / max(1, len(charts))
-    drawn = []
-    for i, chart in enumerate(charts):
+    drawn, legends = [], [_legend_of(chart, width - 24) for chart in charts]
+    lines = max((len(legend) for legend in legends), default=0)
+    notes = [[line for note in chart.notes for line in wrap(note, int((width - 24) / SMALL))] for chart in charts]
+    top = y + 46 + LINE * max(2, lines)
+    for i, (chart, legend) in enumerate(zip(charts, legends, strict=True)):
         x = MARGIN + i * width
         picture = chart_svg(chart, width - 24, CHART)
         if picture is None:
             return [], y
         drawn.append(text(x, y + 30, fitted(chart.title, width - 24, 7.6), "h2"))
-        if len(chart.names) > 1:
-            drawn += _names(chart, x, y + 38, width)
-        drawn.append(picture.replace("<svg ", f'<svg x="{x:g}" y="{y + 76:g}" ', 1))
-        drawn += [text(x, y + 76 + CHART + 16, note, "small") for note in chart.notes[:1]]
-    return drawn, y + (76 + CHART + 24 if charts else 0)
+        for row, names in enumerate(legend):
+            for at, name, color in names:
+                place = y + 38 + LINE * row
+                drawn.append(element("rect", x=x + at, y=place, width=10, height=10, fill=f"var(--s{color})"))
+                drawn.append(text(x + at + 14, place + 9, name, "small"))
+        drawn.append(picture.replace("<svg ", f'<svg x="{x:g}" y="{top:g}" overflow="visible" ', 1))
+        for row, words in enumerate(notes[i]):
+            drawn.append(text(x, top + CHART + 16 + LINE * row, words, "small"))
+    return drawn, top + CHART + 9 + LINE * max(1, *map(len, notes)) if charts else y
 
 
-def _names(chart: Chart, x: float, y: float, width: float) -> list[str]:
-    """The legend of a chart, in as many lines as it needs."""
-    drawn, right = [], x + width - 24
-    at = x
-    for name, (color, _) in zip(chart.names, chart.styles, strict=True):
+def _legend_of(chart: Chart, width: float) -> list[list[tuple[float, str, int]]]:
+    """Where each name goes, with its color, in as many lines as they need."""
+    lines: list[list[tuple[float, str, int]]] = []
+    at = width
+    for name, color, _ in chart.legend:
         needed = 16 + len(name) * SMALL + 12
-        if at + needed > right:
-            at, y = x, y + 15
-        drawn += [element("rect", x=at, y=y, width=10, height=10, fill=f"var(--s{color})")]
-        drawn += [text(at + 14, y + 9, name, "small")]
+        if at + needed > width:
+            lines.append([])
+            at = 0.0
+        lines[-1].append((at, name, color))
         at += needed
-    return drawn
+    return lines
 
 
 # --- units ------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 from fullshard.byte_size import memory_size
 from fullshard.reporting.charts import Bar, Chart, Marker, Series, bar_chart, line_chart
 from fullshard.reporting.run_record import Record, RunRecord, is_number
+from fullshard.reporting.vega_lite import VALUES
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,13 @@ class Curve:
     """A regular expression of the metrics in it."""
     unit: str = ""
     zero: bool = False
-    form: str = ".4~g"
+    form: str = VALUES
+    wide: bool = False
 
 
 CURVES = (
-    Curve("loss", "Loss", r"loss|eval_(.+_)?loss", "nats per token"),
-    Curve("learning-rate", "Learning rate", "learning_rate", "", True, ".2~e"),
+    Curve("loss", "Loss", r"loss|eval_(.+_)?loss", "nats per token", wide=True),
+    Curve("learning-rate", "Learning rate", "learning_rate", "", True, ".3~g"),
     Curve("grad-norm", "Gradient norm, before clipping", "grad_norm", "", True),
     Curve("accuracy", "Token accuracy", r"mean_token_accuracy|eval_(.+_)?mean_token_accuracy", "", False, ".3~p"),
     Curve("speed", "Speed", "tokens_per_second", "tokens per second", True, ",.4~s"),
@@ -92,8 +94,9 @@ def curve_chart(
         return None
     marks = markers(runs[0]) if len(runs) == 1 else ()
     return line_chart(
-        curve.id, curve.title, series, x=x, unit=curve.unit, zero=curve.zero, form=curve.form, markers=marks
-    )
+        curve.id, curve.title, series, x=x, unit=curve.unit, zero=curve.zero, form=curve.form, markers=marks,
+        wide=curve.wide, curves=True,
+    )  # fmt: skip
 
 
 def _kind(name: str) -> str:
@@ -174,9 +177,14 @@ def _planned_timeline(memory: Record) -> Timeline:
     for entry in timeline if isinstance(timeline, list) else []:
         if isinstance(entry, list) and len(entry) == 2 and is_number(entry[1]):
             label = str(entry[0])
-            moment = next((one for one in MOMENTS if label.startswith(one) or label.endswith(f"of {one}")), None)
+            moment = moment_of(label)
             found += [(moment, label, float(entry[1]))] if moment else []
     return found
+
+
+def moment_of(label: str) -> str | None:
+    """The moment that an entry of a planned timeline belongs to."""
+    return next((one for one in MOMENTS if label.startswith(one) or label.endswith(f"of {one}")), None)
 
 
 def _measured_rows(measured: Record) -> list[tuple[str, str, dict[str, float]]]:

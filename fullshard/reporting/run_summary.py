@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+from fullshard.paths import looks_local
 from fullshard.reporting.run_record import Record, RunRecord, is_number
+
+
+def title_of(run: RunRecord) -> str:
+    """What was trained, how, and on what; the name of the run if nothing of that is known."""
+    base, method, data = (_short(run.about.get(name)) for name in ("base", "method", "data"))
+    method = method[:1].upper() + method[1:].partition(",")[0]  # the number of trained parameters follows
+    trained = f"{method} of {base}" if method and base else method or base
+    return f"{trained} on {data}" if trained and data else trained or run.name
+
+
+def _short(value: Any) -> str:
+    """A name; of a path on this machine the last part."""
+    text = value if isinstance(value, str) else ""
+    return Path(text).name or text if looks_local(text) else text
 
 
 def summary_of(run: RunRecord) -> dict[str, Any]:

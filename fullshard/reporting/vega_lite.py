@@ -1,7 +1,8 @@
 """Specifications of charts in Vega-Lite: https://vega.github.io/vega-lite/docs/.
 
 The data of a chart has the name `values` and these fields: `s`, the number of the series; `n`, its name, which the page
-adds; `y`; for lines `x`, `d` (1 where a dot is drawn) and `l` (a label); for bars `b`, the name of the bar.
+adds; `y`; for lines `x`, `d` (1 where a dot is drawn) and `l` (a label); for bars `b`, the name of the bar. `a` and `m`
+are of smoothed lines, which the page draws.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ COLORS = 10
 """The number of colors in the page's style; series beyond are told apart by their dashes."""
 DASHES = ((1, 0), (6, 3), (2, 3), (8, 3, 2, 3))
 HEIGHT = 220
+WIDE_HEIGHT = 340
+"""The height of a chart that has a row of the page for itself."""
 BAR = 26
 """The height of a horizontal bar, with the gap to the next."""
 LABELLED = 24
 """The most vertical bars that have their names below them."""
+VALUES = ",.6~g"
+"""d3's format of values where the chart has none of its own."""
+TICKS = ",.12~g"
+"""The same on axes, without powers of ten."""
 X_FORMS = {"step": ",~d", "tokens": "~s"}
 """d3's formats of numbers on x axes."""
 
@@ -34,23 +41,23 @@ class Axes:
     form: str
     """d3's format of values."""
     zero: bool = False
-    log: bool = False
     x_labels: Mapping[float, str] | None = None
     """Text instead of numbers on the x axis."""
+    x_domain: tuple[float, float] | None = None
+    """Where the x axis begins and ends; by default with the data."""
 
 
 def lines(
-    styles: Sequence[tuple[int, int]], axes: Axes, only_x: float | None, dots: bool, labelled: bool,
-    markers: Sequence[tuple[float, str]],
+    styles: Sequence[tuple[int, int]], axes: Axes, dots: bool, labelled: bool, markers: Sequence[tuple[float, str]],
+    height: int,
 ) -> Spec:  # fmt: skip
-    """A chart of lines. `only_x` is given if all points have the same x. `markers` stand at the bottom."""
+    """A chart of lines; those of the values are the first layer. `markers` stand at the bottom."""
     scale_x: Spec = {"nice": False, "zero": False}
-    if only_x is not None:
-        scale_x["domain"] = [only_x - 1, only_x + 1]
-    scale_y = {"type": "log"} if axes.log else {"zero": axes.zero}
+    if axes.x_domain is not None:
+        scale_x["domain"] = list(axes.x_domain)
     encoding = {
         "x": {"field": "x", "type": "quantitative", "scale": scale_x, "axis": _x_axis(axes)},
-        "y": {**_amount(axes), "scale": scale_y},
+        "y": {**_amount(axes), "scale": {"zero": axes.zero}},
         "color": _color(styles),
     }
     dashes = {"domain": list(range(len(styles))), "range": [list(DASHES[dash]) for _, dash in styles]}
@@ -60,8 +67,8 @@ def lines(
         layers.append({"mark": _point(26), "transform": [{"filter": "datum.d && isValid(datum.y)"}]})
     layers.append(_nearest(axes, labelled))
     if markers:
-        layers.append(_marker_layer(markers))
-    return _chart({"encoding": encoding, "layer": layers}, HEIGHT)
+        layers.append(_marker_layer(markers, height))
+    return _chart({"encoding": encoding, "layer": layers}, height)
 
 
 def bars(styles: Sequence[tuple[int, int]], axes: Axes, count: int, horizontal: bool, ticks: int | None) -> Spec:
@@ -109,15 +116,17 @@ def _chart(body: Spec, height: int) -> Spec:
 
 def _x_axis(axes: Axes) -> Spec:
     if axes.x_labels is None:
-        return {"title": axes.x, "format": X_FORMS.get(axes.x, ",.4~r"), "tickMinStep": 1}
+        return {"title": axes.x, "format": X_FORMS.get(axes.x, TICKS), "tickMinStep": 1}
     # JSON, whose strings no text in them can end.
-    labels = json.dumps({str(at): text for at, text in axes.x_labels.items()})
-    expression = f"{labels}['' + datum.value]"
-    return {"title": axes.x, "values": list(axes.x_labels), "labelExpr": expression, "labelOverlap": False}
+    labels = json.dumps({f"{at:g}": text for at, text in axes.x_labels.items()})
+    expression = f"split({labels}['' + datum.value], ' ')"  # a line for each word
+    shown = {"labelOverlap": "greedy", "labelSeparation": 4, "labelFlush": False}
+    return {"title": axes.x, "values": list(axes.x_labels), "labelExpr": expression, **shown}
 
 
 def _amount(axes: Axes) -> Spec:
-    return {"field": "y", "type": "quantitative", "axis": {"title": axes.unit or None, "format": axes.form}}
+    form = TICKS if axes.form == VALUES else axes.form
+    return {"field": "y", "type": "quantitative", "axis": {"title": axes.unit or None, "format": form}}
 
 
 def _color(styles: Sequence[tuple[int, int]]) -> Spec:
@@ -147,13 +156,13 @@ def _nearest(axes: Axes, labelled: bool) -> Spec:
     }
 
 
-def _marker_layer(markers: Sequence[tuple[float, str]]) -> Spec:
+def _marker_layer(markers: Sequence[tuple[float, str]], height: int) -> Spec:
     return {
         "data": {"values": [{"x": at, "n": label} for at, label in markers]},
         "mark": _point(45, "triangle-up"),
         "encoding": {
             "x": {"field": "x", "type": "quantitative"},
-            "y": {"value": HEIGHT - 5},
+            "y": {"value": height - 5},
             "color": {"value": "var(--muted)"},
             "tooltip": [{"field": "x", "type": "quantitative", "title": "step"}, _text("n")],
         },

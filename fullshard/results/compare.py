@@ -62,7 +62,7 @@ UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 def loss_by(runs: Sequence[RunRecord]) -> list[Chart]:
     """The losses over trained tokens and over training time, which compare runs with different batches."""
-    curve = next(one for one in CURVES if one.id == "loss")
+    curve = replace(next(one for one in CURVES if one.id == "loss"), wide=False)
     tokens = [_tokens(run) for run in runs]
     times = [training_seconds(run) for run in runs]
     longest = max((time[-1][1] for time in times), default=0.0)

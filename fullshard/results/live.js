@@ -6,7 +6,7 @@
   const charts = () => fullshard.draw(fullshard.json("charts"));
 
   const attributes = (old, fresh) => {
-    const kept = old.nodeName === "DETAILS" ? ["open"] : old.nodeName === "BUTTON" ? ["hidden"] : ["data-drawn", "data-at", "tabindex", "style"];
+    const kept = ["open", "hidden", "data-drawn", "data-at", "tabindex", "style"]; // what the reader or a script has set
     for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && !kept.includes(name)) old.removeAttribute(name);
     for (const { name, value } of fresh.attributes) {
       if (old.getAttribute(name) !== value && !kept.includes(name)) old.setAttribute(name, value);
@@ -53,7 +53,7 @@
 
   let tag = "", misses = 0;
   const question = async () => {
-    const answer = await fetch("update", { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+    const answer = await fetch("update" + location.search, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
     return { status: answer.status, tag: answer.headers.get("ETag"), text: await answer.text() };
   };
   const ask = async () => {
@@ -61,7 +61,8 @@
     misses = answer ? 0 : misses + 1;
     if (answer?.status === 200) await show(answer.text);
     else if (answer?.status !== 304) {
-      if (answer) say("The run's folder cannot be read.");
+      if (answer?.status === 403) say("This is the address of an earlier server: open the one that fullshard report --serve has printed.");
+      else if (answer) say("The run's folder cannot be read.");
       else if (misses >= MISSES) say("Not connected: fullshard report --serve has ended, or the connection is lost.");
     }
     // What was written here instead is replaced by the next answer.

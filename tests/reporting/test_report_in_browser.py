@@ -1,6 +1,7 @@
 """The report of a run, a comparison and the live page, as a reader meets them: in a browser, skipped without one."""
 
 import json
+import operator
 
 import pytest
 
@@ -46,11 +47,15 @@ def opened(page, address):
 def faults(page):
     """What is wrong with a page, whatever it shows."""
     names = page.run("[...document.querySelectorAll('[data-chart]')].map(one => one.dataset.chart)")
-    parts = page_checks.colored_columns(page, "document.querySelectorAll('[data-chart]')")
+    parts = page_checks.colored_parts(page, "document.querySelectorAll('[data-chart]')")
     return [
         *page_checks.wider_than_the_view(page),
         *page_checks.faint_texts(page),
         *page_checks.keyboard_faults(page),
+        *page_checks.empty_columns(page),
+        *page_checks.colliding_texts(page),
+        *page_checks.powers_on_axes(page),
+        *page_checks.names_without_marks(page),
         *(f"nothing is drawn in {name}" for name, part in zip(names, parts, strict=True) if part < 0.4),
         *page_checks.left_the_page(page),
         *page.problems,
@@ -81,6 +86,18 @@ def test_a_page_is_sound(browser, pages, name, size, dark):
         assert not faults(page)
         charts = set(page.run("[...document.querySelectorAll('[data-chart]')].map(one => one.dataset.chart)"))
         assert charts == (OF_ONE_RUN if name == "report" else OF_SEVERAL)
+
+
+def test_the_title_says_what_was_trained_and_the_loss_comes_first(browser, pages):
+    with browser.page(*WIDE) as page:
+        opened(page, pages / "report.html")
+        assert texts(page, "h1") == [page.run("document.title")] == ["LoRA of model on data"]
+        assert texts(page, "header p") == ["first"], "the name of the run"
+        boxes = page.run("""Object.fromEntries(['loss', 'learning-rate'].map(id => {
+            const box = document.querySelector(`[data-chart="${id}"] svg`).getBoundingClientRect();
+            return [id, [box.width, box.height]]; }))""")
+        for loss, other in zip(boxes["loss"], boxes["learning-rate"], strict=True):
+            assert loss > 1.4 * other
 
 
 @pytest.mark.slow
@@ -163,7 +180,7 @@ def test_a_chart_answers_to_the_pointer_and_to_the_keyboard(browser, pages):
         }})()""")
         page.point(x, y)
         page.wait("!tip.hidden")
-        assert page.run("tip.textContent").split() == ["step", "50", "training", f"{wanted:.4g}"]
+        assert page.run("tip.textContent").split() == ["step", "50", "training", f"{wanted:.6g}"]
         page.point(5, 5)
         page.wait("tip.hidden")
         page.run(f"{place}.focus()")
@@ -176,6 +193,66 @@ def test_a_chart_answers_to_the_pointer_and_to_the_keyboard(browser, pages):
             )
         page.press("Escape")
         assert page.run("tip.hidden") and not page.problems
+
+
+def choose(page, choice, script):
+    """Do something with a control, as a reader does, and wait until the charts have changed."""
+    page.run(f"""(async () => {{ const one = document.querySelector('[data-choice="{choice}"]'); {script};
+        one.dispatchEvent(new Event('input', {{bubbles: true}})); await new Promise(done => setTimeout(done)); }})()""")
+
+
+def smoothed(values, weight):
+    """Exponential means, the oracle written out: each value counts `weight` times as much as the one after it."""
+    parts = [[weight**age for age in range(n, -1, -1)] for n in range(len(values))]
+    return [sum(map(operator.mul, part, values)) / sum(part) for part in parts]
+
+
+def test_curves_can_be_smoothed(browser, pages):
+    lines = [json.loads(line) for line in (pages / "first" / "metrics.jsonl").read_text().splitlines()]
+    wanted = [smoothed([line[name] for line in lines if name in line], 0.8) for name in ("loss", "eval_loss")]
+    with browser.page(*WIDE) as page:
+        opened(page, pages / "report.html")
+        count = f"{chart('loss')}.querySelectorAll('.mark-line path').length"
+        assert page.run(count) == 2
+        choose(page, "smoothing", "one.valueAsNumber = 0.8")
+        page.wait(f"{count} == 4")
+        found = page.run("fullshard.views.loss.view.data('values').map(one => [one.s, one.m])")
+        assert [[m for s, m in found if s == number] for number in (0, 1)] == [
+            pytest.approx(line, rel=1e-9) for line in wanted
+        ]
+        # What is drawn, back from pixels: the values, faint, and what they were smoothed to, not faint.
+        last = page.run(f"""[...{chart("loss")}.querySelectorAll('.mark-line path')].map(one => [
+            fullshard.views.loss.view.scale('y').invert(Number(one.getAttribute('d').split(',').at(-1))),
+            Number(one.getAttribute('opacity') ?? 1)])""")
+        ends = [lines[-2].get("loss", training_record(100)["loss"]), wanted[0][-1], wanted[1][-1]]
+        assert last[0] == [pytest.approx(training_record(100)["loss"], abs=0.02), 0.3]
+        assert [tuple(one) for one in last[2:]] == [(pytest.approx(y, abs=0.02), 1) for y in ends[1:]]
+        assert page.run("document.querySelector('#memory-step .mark-line path').getAttribute('opacity')") is None
+        assert not faults(page)
+        choose(page, "smoothing", "one.valueAsNumber = 0")
+        page.wait(f"{count} == 2")
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE])
+def test_curves_can_be_seen_on_a_log_axis(browser, pages, size):
+    with browser.page(*size) as page:
+        opened(page, pages / "report.html")
+        kinds = "Object.fromEntries(Object.entries(fullshard.views).map(([id, one]) => [id, one.view.scale('y').type]))"
+        choose(page, "log", "one.checked = true")
+        page.wait(f"({kinds}).memory == 'log'")
+        found = page.run(kinds)
+        assert {id for id, kind in found.items() if kind == "log"} == set(CURVES), "not of memory and communication"
+        assert not faults(page)
+
+
+def test_a_curve_that_is_not_positive_stays_linear(browser, tmp_path):
+    run = made_run(tmp_path / "run", [{"step": n, "loss": n - 3.0, "grad_norm": n} for n in range(1, 9)])
+    (tmp_path / "report.html").write_text(render(read_run(run)))
+    with browser.page() as page:
+        opened(page, tmp_path / "report.html")
+        choose(page, "log", "one.checked = true")
+        page.wait("fullshard.views['grad-norm'].view.scale('y').type == 'log'")
+        assert page.run("fullshard.views.loss.view.scale('y').type") == "linear" and not page.problems
 
 
 @pytest.mark.slow
@@ -244,9 +321,14 @@ def test_the_live_page_follows_a_run(browser, tmp_path, monkeypatch, impatient):
         assert page.run(f"{chart('loss')}.querySelector('svg') === window.kept"), "the chart was drawn anew"
         assert page.run("scrollY") == before and page.run("document.querySelector('#speed details').open")
         assert page.run(f"document.activeElement === {chart('speed')}")
+        choose(page, "smoothing", "one.valueAsNumber = 0.5")
+        page.wait("fullshard.views['loss'].view.data('values')[3].m")
         append(run, {"step": 20, "eval_loss": 0.5})  # another line
         page.wait("fullshard.views['loss'].view.data('values').length == 5")
-        assert page.run(f"{chart('loss')}.querySelectorAll('.mark-line path').length") == 2
+        assert page.run(f"{chart('loss')}.querySelectorAll('.mark-line path').length") == 4
+        assert page.run("document.querySelector('[data-choice=smoothing]').valueAsNumber") == 0.5
+        assert page.run("document.querySelector('.controls').checkVisibility()")
+        choose(page, "smoothing", "one.valueAsNumber = 0")
         assert not faults(page)
         (run / "metrics.jsonl").write_text(json.dumps(training_record(5)) + "\n")  # resumed from a checkpoint
         page.wait("fullshard.views['loss'].view.data('values').length == 1")
@@ -261,10 +343,20 @@ def test_the_live_page_follows_a_run(browser, tmp_path, monkeypatch, impatient):
 def test_the_live_page_says_that_nobody_answers(browser, tmp_path, impatient):
     run = made_run(tmp_path / "run")
     live = LivePage([run])
-    with browser.page() as page:
-        with LoopbackServer({"/": live.whole, "/update": live.update}, 0) as server:
-            opened(page, server.url)
+    with browser.page() as page, LoopbackServer({"/": live.whole, "/update": live.update}, 0) as server:
+        opened(page, server.url)
+        offline = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        page.send("Network.emulateNetworkConditions", offline=True, **offline)
         page.wait("document.querySelector('#live strong').textContent.startsWith('Not connected')")
-        page.problems.clear()  # the browser itself reports requests that fail
-        with LoopbackServer({"/": live.whole, "/update": live.update}, server.port):
-            page.wait("document.querySelector('#live strong').textContent.startsWith('Finished')")
+        page.send("Network.emulateNetworkConditions", offline=False, **offline)
+        page.wait("document.querySelector('#live strong').textContent.startsWith('Finished')")
+
+
+def test_the_live_page_says_that_it_belongs_to_an_earlier_server(browser, tmp_path, impatient):
+    live = LivePage([made_run(tmp_path / "run")])
+    paths = {"/": live.whole, "/update": live.update}
+    with browser.page() as page:
+        with LoopbackServer(paths, 0) as server:
+            opened(page, server.url)
+        with LoopbackServer(paths, server.port):  # another token
+            page.wait("document.querySelector('#live strong').textContent.includes('an earlier server')")

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from fullshard.errors import ConfigError
 from fullshard.reporting import page as pages
 from fullshard.reporting.chart_library import PACKAGE
-from fullshard.reporting.charts import DRAWN
+from fullshard.reporting.charts import DRAWN, LISTED
 from fullshard.reporting.html_report import contents, render, write_report
 from fullshard.reporting.run_charts import communication_chart, memory_charts, metric_charts, traffic_rows
 from fullshard.reporting.run_record import read_run
-from fullshard.reporting.run_summary import seconds, status, summary_of
+from fullshard.reporting.run_summary import seconds, status, summary_of, title_of
 from tests.reporting.made_run import HOSTILE, full_run, hostile_run, made_metrics, made_run, write_lines
 
 FILES = ("settings.json", "metrics.jsonl", "samples.jsonl", "events.jsonl", "data.json", "step.json", "plan.json")
@@ -95,6 +95,39 @@ def test_the_summary_comes_first(tmp_path: Path) -> None:
     assert text.index("Base model") < text.index("Gradient norm") < text.index("torch 2.13.0"), "versions come last"
     for label in ("Method", "Data", "Duration", "Tokens", "Training loss", "Evaluation loss", "Hardware", "Result"):
         assert label in text
+
+
+@pytest.mark.parametrize(
+    ("about", "title"),
+    [
+        ({"base": "org/Model-1B", "method": "LoRA, 1,024 trained parameters", "data": "org/chats"},
+         "LoRA of org/Model-1B on org/chats"),
+        ({"base": "/models/tiny", "method": "full fine-tuning, 9 trained parameters", "data": "../data/train.jsonl"},
+         "Full fine-tuning of tiny on train.jsonl"),
+        ({"base": "org/Model-1B", "data": "user-provided data"}, "org/Model-1B on user-provided data"),
+        ({"method": "LoRA"}, "LoRA"),
+        ({"base": 3, "method": None, "data": ["x"], "name": "my run"}, "my run"),
+        ({}, "run"),
+    ],
+)  # fmt: skip
+def test_the_title_says_what_was_trained(tmp_path: Path, about: dict[str, Any], title: str) -> None:
+    run = made_run(tmp_path / "run")
+    (run / "settings.json").write_text(json.dumps({"settings": {}, **about}))
+    assert title_of(read_run(run)) == title == contents(read_run(run)).title
+
+
+def test_columns_without_values_are_left_out() -> None:
+    rows = [("10:00", 1, "start", ""), ("10:01", 2, "end", None)]
+    assert pages.table(("time", "step", "what", "text"), rows, "x").count('<th scope="col">') == 3
+    assert "<td>0</td>" in pages.table(("a", "b"), [("x", 0)], "x")
+    assert pages.table(("", "b"), [("", "x")], "x").count("<th scope") == 3, "the first column names the rows"
+
+
+def test_tables_of_values_have_the_evaluations(tmp_path: Path) -> None:
+    """They are few, and fall between evenly spread steps."""
+    lines = [{"step": n, "loss": 1 / n} for n in range(1, 5000)] + [{"step": n, "eval_loss": 2.0} for n in (1234, 3456)]
+    (chart,) = metric_charts([read_run(made_run(tmp_path / "run", sorted(lines, key=lambda one: one["step"])))])
+    assert [row[0] for row in chart.rows if row[2] == 2.0] == [1234, 3456] and len(chart.rows) <= LISTED
 
 
 def test_time_before_a_resumed_run_counts_and_time_between_does_not(tmp_path: Path) -> None:

@@ -163,9 +163,9 @@ def test_a_folder_that_vanishes_and_comes_back(tmp_path):
     with LoopbackServer({"/update": page.update}, 0) as server:
         folder.rename(tmp_path / "moved")
         with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"{server.url}update", timeout=10)
+            urllib.request.urlopen(server.address("/update"), timeout=10)
         (tmp_path / "moved").rename(folder)
-        with urllib.request.urlopen(f"{server.url}update", timeout=10) as answer:
+        with urllib.request.urlopen(server.address("/update"), timeout=10) as answer:
             assert "Ended at step 20" in answer.read().decode()
 
 
