@@ -33,4 +33,8 @@ def _seam(name: str) -> Callable[[Method], Method]:
     return replacement
 
 
-globals().update({name: _seam(name) for name in TORCH_FSDP})
+def __getattr__(name: str) -> Any:
+    """The seam of each method, by which the table names it."""
+    if name in TORCH_FSDP:
+        return _seam(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
