@@ -20,6 +20,7 @@ from fullshard.data.raw_row import (
     RawRow,
     RowPosition,
     json_place,
+    json_reason,
     names,
     no_key_twice,
     parse_json,
@@ -171,7 +172,7 @@ def _decode(decoder: json.JSONDecoder, text: str, begin: int, path: Path, where:
         return decoder.raw_decode(text, begin)
     except json.JSONDecodeError as error:
         line, column = json_place(error)
-        raise DataError(f"{path}, line {line}: not JSON ({error.msg} at column {column}).") from None
+        raise DataError(f"{path}, line {line}: not JSON ({json_reason(error)} at column {column}).") from None
     except (RecursionError, ValueError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise DataError(f"{where or path}: not usable JSON ({why}).") from None

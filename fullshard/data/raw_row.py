@@ -54,11 +54,16 @@ def parse_json(line: bytes | str) -> Any:
         number, column = json_place(error)
         place = f"column {column}" if number == 1 else f"column {column} of its line {number}"
         kind = TRUNCATED_JSON if _is_truncated(error) else BROKEN_JSON
-        raise BadRow(f"not JSON ({error.msg} at {place}).", line, kind) from None
+        raise BadRow(f"not JSON ({json_reason(error)} at {place}).", line, kind) from None
     except RecursionError:
         raise BadRow("JSON that is nested too deeply.", line, BROKEN_JSON) from None
     except ValueError as error:  # an integer with too many digits
         raise BadRow(f"not usable JSON ({error}).", line, BROKEN_JSON) from None
+
+
+def json_reason(error: json.JSONDecodeError) -> str:
+    """What is wrong with JSON, without the place."""
+    return error.msg.removesuffix(" at")
 
 
 def json_place(error: json.JSONDecodeError) -> tuple[int, int]:

@@ -181,7 +181,11 @@ class PageReader:
         """The next page; raises the error if there is one in its place."""
         pause, next_check = 0.001, time.monotonic() + CHECK_INTERVAL
         while True:
-            table = open_table(_page(self.folder, self.number))
+            page = _page(self.folder, self.number)
+            is_there = page.exists()
+            table = open_table(page)
+            if is_there and table is None and page.exists():  # else its maker has just removed it
+                raise DataError(f"the tokens in {page} are damaged: its files are not as they were written.")
             if table is not None:
                 self.number += 1
                 self._mark(self.number)

@@ -24,11 +24,11 @@ from fullshard.data.encode import TextSettings
 from fullshard.data.loader import Collator, Loader, Step
 from fullshard.data.raw_row import RawRow
 from fullshard.data.row_formats import reading_of
-from fullshard.data.shared_pages import Pages
+from fullshard.data.shared_pages import PageReader, Pages
 from fullshard.data.sources import DataSource, file_source, row_source
 from fullshard.data.stream import Stream, StreamSampler
 from fullshard.data.temp_dirs import TempDir, is_alive
-from fullshard.data.token_table import TokenTable
+from fullshard.data.token_table import TokenTable, make_table
 from fullshard.data.tokenize import TokenizerPool, batch_rows
 from fullshard.errors import ConfigError, DataError
 from fullshard.ranks import exchange
@@ -415,3 +415,21 @@ def test_the_page_size_changes_the_run(tmp_path: Path) -> None:
         for name, changes in (("a", {}), ("b", {"shuffle_buffer_size": 40}), ("c", {"streaming": False}))
     ]
     assert few[0] != few[1] != few[2] != few[0]
+
+
+def all_rows(open_page: Callable[[], TokenTable]) -> list[Any]:
+    table = open_page()
+    return [table.documents(row) for row in range(len(table))]
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "learnt.bin", "document_starts.bin", "manifest.json"])
+def test_a_damaged_page_is_an_error(tmp_path: Path, name: str) -> None:
+    page = tmp_path / "page-00000000"
+    make_table(row_source(text_rows(9), "rows"), make_tokenizer(), TextSettings(), page)
+    content = bytearray((page / name).read_bytes())
+    content[len(content) // 2] ^= 4
+    (page / name).write_bytes(content)
+    reader = PageReader(tmp_path, 0)
+    with pytest.raises(DataError, match=r"the tokens in .*page-00000000 are damaged: "):
+        all_rows(reader.read)
+    reader.close()
