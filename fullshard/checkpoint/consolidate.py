@@ -206,7 +206,7 @@ def _empty_model(entry: dict[str, Any]) -> Any:
 
     config = entry.get("config") or {}
     check_limits(config, "the checkpoint")
-    kind = getattr(transformers, next(iter(config.get("architectures", ())), ""), None)
+    kind: Any = getattr(transformers, next(iter(config.get("architectures", ())), ""), None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         return None
     try:

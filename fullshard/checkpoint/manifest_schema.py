@@ -158,8 +158,8 @@ STATES: dict[str, Check] = {
 
 
 def _state(value: Any, where: str) -> None:
-    kind = value.get("kind") if isinstance(value, dict) else None
-    if not isinstance(kind, str) or kind not in STATES:
+    kind = str(value.get("kind")) if isinstance(value, dict) else ""
+    if kind not in STATES:
         _fail(kind, f"{where}.kind", ", ".join(STATES))
     STATES[kind](value, where)
     if kind in ("state", "value", "rng") and ("value" in value) == ("ranks" in value):
@@ -173,11 +173,14 @@ def _tensor(value: Any, where: str) -> None:
         _fail(value, where, "dtype, shape and pieces")
     text()(value[0], f"{where}.dtype")
     items(whole())(value[1], f"{where}.shape")
-    for i, piece in enumerate(value[2] if isinstance(value[2], list) else _fail(value[2], where, "pieces") or ()):
-        if not isinstance(piece, list) or len(piece) != 4:
-            _fail(piece, f"{where}.pieces[{i}]", "file, begin, offsets and sizes")
-        for part, check in zip(piece, (whole(), whole(), items(whole()), items(whole())), strict=True):
-            check(part, f"{where}.pieces[{i}]")
+    items(_piece)(value[2], f"{where}.pieces")
+
+
+def _piece(value: Any, where: str) -> None:
+    if not isinstance(value, list) or len(value) != 4:
+        _fail(value, where, "file, begin, offsets and sizes")
+    for part, check in zip(value, (whole(), whole(), items(whole()), items(whole())), strict=True):
+        check(part, where)
 
 
 MANIFEST = fields({

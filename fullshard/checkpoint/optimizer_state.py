@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.objects import LARGEST, RestorePlan, StateDescription, unlike
+from fullshard.checkpoint.objects import RestorePlan, StateDescription, unlike
 from fullshard.errors import CheckpointError
 from fullshard.fsdp.bnb_optimizers import SCALES, is_bnb
 from fullshard.fsdp.optimizers import initial_state
@@ -155,7 +155,11 @@ def _refused(
     """What an optimizer's class says against the options of a group, and how states differ from those it makes."""
     numbers = {f"{n}.{k}": v for n, state in states.items() for k, v in state.items() if type(v) in (int, float)}
     wrong = unlike(numbers, dict.fromkeys(numbers, 0))
-    wrong += [f"{name} is {value}: a count is not negative" for name, value in numbers.items() if -LARGEST <= value < 0]
+    wrong += [
+        f"{name} is {value}: a count is not negative"
+        for name, value in numbers.items()
+        if type(value) is int and value < 0
+    ]
     if wrong or is_bnb(optimizer):
         return wrong
     of_torch = type(optimizer).__module__.startswith("torch.optim.")
