@@ -15,8 +15,9 @@ from torch.optim.optimizer import Optimizer
 from fullshard import runtime
 from fullshard.fsdp import FSDPv2, grad_clip, policy
 from fullshard.parallelize.model import shard_model, wrap_policy
-from fullshard.parallelize.prepare import rebind
+from fullshard.parallelize.prepare import rebind, step_facts
 from fullshard.parallelize.settings import EngineSettings
+from fullshard.ranks import require_equal
 from fullshard.torch_private import parameters_of
 
 
@@ -33,6 +34,8 @@ def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *objects, device_placement=device_placement)
         models = [one for one in objects if isinstance(one, nn.Module)]
         optimizers = [getattr(one, "optimizer", one) for one in objects if isinstance(one, Optimizer)]
+        if models or optimizers:
+            require_equal(step_facts(*models, *optimizers), "settings and versions")
         with _let_go(optimizers, models):
             for model in models:
                 self.prepare_model(model)

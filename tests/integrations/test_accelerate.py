@@ -40,6 +40,18 @@ def test_a_loop_has_the_losses_of_one_process(reference, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_learning_rate_of_one_ranks_own_is_refused(tmp_path):
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import os, torch\nfrom accelerate import Accelerator\nmodel = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + int(os.environ['RANK'])))\n"
+        "Accelerator().prepare(model, optimizer)\n"
+    )
+    with pytest.raises(AssertionError, match=r"lr of group 0 of SGD .* is 0\.1 on rank 0, 0\.2 on rank 1\. Start all"):
+        launched(script)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("writer", ["fullshard", "accelerate"])
 def test_a_checkpoint_of_either_engine_is_resumed_by_either(kind, writer, reference, tmp_path):
