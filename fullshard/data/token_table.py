@@ -182,8 +182,7 @@ def check_some(facts: dict[str, Any], settings: TextSettings) -> None:
     turns = [name for name in ("assistant_only_loss", "last_turn_only_loss") if getattr(settings, name)]
     if turns and facts.get("texts", 0) >= documents:
         raise DataError(
-            f"{facts['source']}: {turns[0]} is on, but the rows are plain text, not conversations; leave it "
-            f"out."
+            f"{facts['source']}: {turns[0]} is on, but the rows are plain text, not conversations; leave it out."
         )
 
 
