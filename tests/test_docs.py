@@ -32,7 +32,8 @@ from tests.pool import ranks
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "console", "bash", "yaml", "json", "text", "diff", ""}
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+PROGRAM = typer.main.get_command(app)
+COMMANDS = PROGRAM.commands  # type: ignore[attr-defined]
 OURS = ("examples/", "benchmarks/", "quickstart/", "tools/", "tests/", "docs/")
 
 
@@ -160,7 +161,7 @@ def test_flags_mentioned_in_the_text_exist():
     known = set(FOREIGN)
     for one in (*command_options(), *launch_options(), *plan_options(), *options_of(ShowOptions)):
         known |= {one.key, *one.flags, f"no_{one.key}"}
-    for command in COMMANDS.values():
+    for command in (PROGRAM, *COMMANDS.values()):
         for parameter in command.params:
             known |= {name.lstrip("-").replace("-", "_") for name in (*parameter.opts, *parameter.secondary_opts)}
     unknown = []

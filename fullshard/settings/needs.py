@@ -177,7 +177,7 @@ NEEDS = (
 def turn_on_lora(values: dict[str, Any]) -> str | None:
     """Turn LoRA on in the settings of a command line that have settings of LoRA and leave the adapter open; returns a
     note."""
-    named = [name for name in LORA if values.get(name) not in (None, False)]
+    named = [name for name in LORA if values.get(name) is not None and values[name] is not False]
     is_open = values.get("use_peft_lora") is None and values.get("adapter_name_or_path") is None
     if not named or not is_open or values.get("peft_type", "lora") != "lora":
         return None

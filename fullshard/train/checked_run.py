@@ -79,6 +79,8 @@ def check_command(
     model, adapter = check_paths(config)
     engine = sharding_settings(config, launched, notes)
     data = find(config, check_rows=True)
+    if config.sample_by != "line" and data.train.files and not any(".txt" in one.suffixes for one in data.train.files):
+        notes.append("no effect: sample_by: no file of the data is a .txt file")
     run = _run_of(config, engine, model, adapter, data, tuple(notes), check_folder)
     if check_folder:
         run_dir.check_folder(run.config, run.inputs)

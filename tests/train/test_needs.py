@@ -16,6 +16,7 @@ from fullshard.launch.sft_command import sft
 from fullshard.options import Option
 from fullshard.settings.needs import LORA, NEEDS
 from fullshard.settings.sft_config import SFTConfig
+from fullshard.train.checked_run import check_command
 from fullshard.train.cli_args import CommandConfig, command_options, config_of, parse
 from tests.pool import ranks
 from tests.train.test_options import CHANGES
@@ -134,6 +135,7 @@ def test_what_was_chosen_about_adapters_stays(tmp_path: Path) -> None:
     assert vera.config.adapter_kind == "vera" and vera.notes == [
         "no effect: lora_alpha: only LoRA adapters have it; set use_peft_lora"
     ]
+    assert parse(["--lora_dropout", "0"]).config.adapter_kind == "lora", "0 is a value"
     assert parse(["--use_peft_lora", "--lora_r", "8"]).notes == parse(["--use_peft_lora", "false"]).notes == []
 
 
@@ -148,3 +150,14 @@ def test_plan_and_scripts_say_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "no effect: lora_r: only LoRA and VeRA adapters have it; set use_peft_lora",
         "no effect here (see docs/options.md): use_cache",
     ], "a script may evaluate by itself"
+
+
+def test_how_texts_are_split_is_for_text_files(tmp_path: Path) -> None:
+    make_folder(tmp_path, rows=2)
+    (tmp_path / "notes.txt").write_text("one\n\ntwo\n")
+    words = ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "out")]
+    words += ["--sample_by", "paragraph", "--dataset_name"]
+    assert check_command(parse([*words, str(tmp_path / "notes.txt")])).notes == ()
+    assert check_command(parse([*words, str(tmp_path / "data")])).notes == (
+        "no effect: sample_by: no file of the data is a .txt file",
+    )
