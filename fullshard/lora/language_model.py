@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, first_line
 from fullshard.torch_private import submodules_of
 
 
@@ -39,7 +39,7 @@ class LeftOut(nn.Module):
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
-        vars(self)["part"] = part  # not a submodule: it has no values
+        self.__dict__["part"] = part  # not a submodule: it has no values
 
     def __getattr__(self, name: str) -> Any:
         if "part" not in vars(self):  # while it is copied
@@ -142,17 +142,20 @@ def _called_by_text(model: Any, parts: Collection[str]) -> set[str]:
     hooks = [model.get_decoder().register_forward_pre_hook(stop)]
     for name in parts:
         for module in model.get_submodule(name).modules():
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: called.add(name)))  # type: ignore[misc]
-    training = model.training
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: called.add(name)))
     try:
         with torch.no_grad(), torch.device("meta"):
-            model.eval()(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64))
     except _LanguageModelReached:
         return called
-    except Exception:
+    except (TypeError, ValueError) as error:  # what its forward pass demands
+        raise ConfigError(
+            f"{type(model).__name__} does not run on text alone ({first_line(error)[:200]}); expected a causal language "
+            f"model, or a model whose language model does."
+        ) from None
+    except Exception:  # it reads values, which the meta device has not
         return {*parts}
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     return {*parts}

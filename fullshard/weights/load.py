@@ -109,7 +109,7 @@ def load_pretrained(
         wanted = choose_dtype(torch_dtype if torch_dtype is not None else dtype, settings, opened[0])
         settings.name_or_path = lasting_name(path)
         model = on_meta(class_of(model_class, settings), settings, wanted, where, trust_remote_code)
-        if text_only and (line := train_language_model(model)):
+        if text_only and (line := train_language_model(model.eval())):
             runtime.get_logger().info("%s", line)
         return model
 

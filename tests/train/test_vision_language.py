@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, TrainerCallback
+from transformers import AutoModelForImageTextToText, Blip2Config, TrainerCallback
 
 from fullshard import runtime
 from fullshard.errors import ConfigError, DataError
@@ -169,6 +169,14 @@ def test_settings_that_name_a_part_that_text_does_not_use(tmp_path):
         start(tmp_path, "gemma3", **LORA, modules_to_save="multi_modal_projector")
     with pytest.raises(ConfigError, match="freeze: 'vision_towers' matches no parameter"):
         start(tmp_path, "gemma3", freeze="vision_towers")
+
+
+@ranks(1)
+def test_a_model_that_does_not_run_on_text_is_refused_by_name(tmp_path):
+    config = Blip2Config(vision_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"Blip2ForConditionalGeneration does not run on text alone .*pixel_values"):
+        planned_model(settings(tmp_path / "run"), EngineSettings(), tmp_path, 2, device="cpu")
 
 
 @ranks(2)
