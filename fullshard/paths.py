@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fullshard.errors import ConfigError
 
@@ -98,9 +98,17 @@ def check_new_folder(folder: str | Path) -> Path:
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a file atomically; if the path is a link, its target is not changed."""
+    with replaced_text(path) as file:
+        file.write(text)
+
+
+@contextmanager
+def replaced_text(path: Path) -> Iterator[TextIO]:
+    """A file to write to, which then replaces another as with `replace_text`."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        part.write_text(text, encoding="utf-8")
+        with part.open("w", encoding="utf-8") as file:
+            yield file
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
