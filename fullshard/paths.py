@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fullshard.durable import sync
 from fullshard.errors import ConfigError
@@ -100,9 +100,17 @@ def check_new_folder(folder: str | Path) -> Path:
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a file atomically and durably; if the path is a link, its target is not changed."""
+    with replaced_text(path) as file:
+        file.write(text)
+
+
+@contextmanager
+def replaced_text(path: Path) -> Iterator[TextIO]:
+    """A file to write to, which then replaces another as with `replace_text`."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        part.write_text(text, encoding="utf-8")
+        with part.open("w", encoding="utf-8") as file:
+            yield file
         sync(part)  # else a power failure could leave the new name with no content
         os.replace(part, path)
         sync(path.parent)

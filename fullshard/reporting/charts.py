@@ -40,6 +40,14 @@ class Series:
     """The color's number; by default the position among the series."""
     labels: Sequence[str] = ()
     """A name for each point, shown instead of its x."""
+    count: int = 0
+    """The number of points that the run has logged; those that are not in `points` any more among them."""
+    gaps: int = 0
+    """The number of them that were not finite."""
+
+    @property
+    def all_points(self) -> int:
+        return max(self.count, len(self.points))
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,7 @@ def line_chart(
 def _spread_markers(markers: Sequence[Marker]) -> list[Marker]:
     """At most `MARKED` markers of each kind."""
     kinds = dict.fromkeys(one.label for one in markers)
-    return [one for kind in kinds for one in _spread([m for m in markers if m.label == kind], MARKED)]
+    return [one for kind in kinds for one in spread([m for m in markers if m.label == kind], MARKED)]
 
 
 def _drawn_points(series: Sequence[Series], curves: bool) -> dict[str, list[Any]]:
@@ -150,23 +158,23 @@ def _drawn_points(series: Sequence[Series], curves: bool) -> dict[str, list[Any]
 
 
 def _medians(points: Sequence[tuple[float, float | None]], kept: Sequence[int]) -> list[float | None]:
-    """For each kept point the median of the values from the one before it to the one after it: lowest and highest
-    values, which are what is kept of noise, would say little about what is between them."""
+    """For each kept point the median of the values around it: lowest and highest values, which are what is kept of
+    noise, would say little about what is between them."""
+    near = 3 * len(points) // (2 * DRAWN)
     found: list[float | None] = []
-    for i, at in enumerate(kept):
-        before, after = kept[max(0, i - 1)], kept[min(len(kept) - 1, i + 1)]
-        around = [y for _, y in points[before : after + 1] if y is not None]
-        found.append(statistics.median(around) if points[at][1] is not None else None)
+    for i in kept:
+        around = [y for _, y in points[max(0, i - near) : i + near + 1] if y is not None]
+        found.append(statistics.median(around) if points[i][1] is not None else None)
     return found
 
 
 def _line_notes(series: Sequence[Series]) -> Iterator[str]:
     for one in series:
         if any(y is None for _, y in one.points):
-            yield f"{one.name}: {_missing(one.points)}"
-    most = max((len(one.points) for one in series), default=0)
-    if most > DRAWN:
-        drawn = max(len(kept_points(one.points)) for one in series)
+            yield f"{one.name}: {_missing(one)}"
+    most = max((one.all_points for one in series), default=0)
+    drawn = max((len(kept_points(one.points)) for one in series), default=0)
+    if most > drawn:
         yield f"{drawn:,} of {most:,} points are drawn, extremes included."
 
 
@@ -200,10 +208,11 @@ def _style(series: Series, number: int) -> tuple[int, int]:
     return color % COLORS, int(series.dashed) or (color // COLORS) % len(DASHES)
 
 
-def _missing(points: Sequence[tuple[float, float | None]]) -> str:
-    lost = [x for x, y in points if y is None]
-    named = ", ".join(f"{x:,g}" for x in lost[:5]) + (", …" if len(lost) > 5 else "")
-    return f"{len(lost):,} of {len(points):,} values are not finite (at {named})"
+def _missing(series: Series) -> str:
+    lost = [x for x, y in series.points if y is None]
+    count = max(series.gaps, len(lost))
+    named = ", ".join(f"{x:,g}" for x in lost[:5]) + (", …" if count > len(lost[:5]) else "")
+    return f"{count:,} of {series.all_points:,} values are not finite (at {named})"
 
 
 def _describe_lines(title: str, series: Sequence[Series], x: str, unit: str) -> str:
@@ -225,10 +234,12 @@ def _describe_lines(title: str, series: Sequence[Series], x: str, unit: str) -> 
 def _by_x(series: Sequence[Series], x: str) -> tuple[tuple[str, ...], list[list[Any]], int]:
     """The header, a row for each of some x with the value of every series, and the number of rows for all x."""
     places = sorted({at for one in series for at, _ in one.points})
-    # Of each series its share: evaluations are few, and would be missed between the steps.
-    shares = [_spread([at for at, _ in one.points], max(2, LISTED // max(1, len(series)))) for one in series]
-    chosen = places if len(places) <= LISTED else sorted({at for share in shares for at in share})
-    listed: dict[float, list[Any]] = {at: [""] * len(series) for at in chosen}
+    chosen, room = set(places if len(places) <= LISTED else ()), LISTED
+    if not chosen:  # of each series its share: evaluations are few, and would be missed between the steps
+        for left, one in zip(range(len(series), 0, -1), sorted(series, key=lambda one: len(one.points)), strict=True):
+            share = {at for at, _ in spread(one.points, max(2, room // left))}
+            chosen, room = chosen | share, room - len(share)
+    listed: dict[float, list[Any]] = {at: [""] * len(series) for at in sorted(chosen)}
     names: dict[float, str] = {}
     for number, one in enumerate(series):
         for i, (at, y) in enumerate(one.points):
@@ -236,10 +247,10 @@ def _by_x(series: Sequence[Series], x: str) -> tuple[tuple[str, ...], list[list[
                 listed[at][number] = "not finite" if y is None else y
                 names |= {at: one.labels[i]} if one.labels else {}
     rows = [[names.get(at, at), *values] for at, values in listed.items()]
-    return (x, *(one.name for one in series)), rows, len(places)
+    return (x, *(one.name for one in series)), rows, max([len(places), *(one.all_points for one in series)])
 
 
-def _spread(values: Sequence[Any], most: int = LISTED) -> list[Any]:
+def spread(values: Sequence[Any], most: int = LISTED) -> list[Any]:
     """At most so many of the values, evenly spread, the first and the last among them."""
     if len(values) <= most:
         return list(values)
@@ -296,7 +307,7 @@ def bar_chart(
     rows = [
         [bar.name, *(bar.parts.get(part, "") for part in parts), sum(bar.parts.values()),
          *(["" if bar.target is None else bar.target] if ticked else [])]
-        for bar in _spread(bars)
+        for bar in spread(bars)
     ]  # fmt: skip
-    notes = (f"Too small to be seen, and in the table only: {', '.join(left_out)}.",) if left_out else ()
+    notes = (f"Too small to be seen: {', '.join(left_out)}.",) if left_out else ()
     return Chart(id, title, spec, columns, names, styles, described, header, rows, len(bars), notes, left_out)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.paths import replace_text
+from fullshard.reporting.charts import spread
 from fullshard.reporting.page import Contents, escape, fact_list, figures, folded, note, section, table, whole_page
 from fullshard.reporting.records import METRICS_FILE
 from fullshard.reporting.run_charts import (
@@ -19,6 +20,11 @@ from fullshard.reporting.run_charts import (
 )
 from fullshard.reporting.run_record import Record, RunRecord, read_run
 from fullshard.reporting.run_summary import summary_of, title_of
+
+BETWEEN = 20
+"""The most answers to a prompt between its first and its last."""
+EVENTS = 500
+"""The most warnings and notes, the newest ones."""
 
 
 def write_report(run: Path, target: Path) -> None:
@@ -61,10 +67,13 @@ def _missing(run: RunRecord) -> list[str]:
 def _values(run: RunRecord) -> str:
     if not run.metrics:
         return note(f"There are no curves: {METRICS_FILE} has no values.")
-    return (
-        f'<p class="note">All {len(run.metrics):,} lines of {METRICS_FILE} are in this file. '
-        '<button type="button" data-csv="metrics" hidden>Save as CSV</button></p>'
-    )
+    lines = f"All {run.line_count:,} lines of {METRICS_FILE} are in this file."
+    if len(run.metrics) < run.line_count:
+        lines = (
+            f"{len(run.metrics):,} of {run.line_count:,} lines of {METRICS_FILE} are in this file: of each stretch "
+            f"those with the first, last, lowest and highest value of each metric, and the newest."
+        )
+    return f'<p class="note">{lines} <button type="button" data-csv="metrics" hidden>Save as CSV</button></p>'
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -84,11 +93,13 @@ def _prompt(prompt: str, answers: list[Record]) -> str:
     columns = [(f"{name}, step {one['step']:,}", one["answer"]) for name, one in shown]
     reference = answers[-1].get("reference")
     columns += [("reference, from the data", reference)] if isinstance(reference, str) else []
-    between = "".join(_answer(f"step {one['step']:,}", one["answer"]) for one in answers[1:-1])
+    chosen = spread(answers[1:-1], BETWEEN)
+    between = "".join(_answer(f"step {one['step']:,}", one["answer"]) for one in chosen)
+    few = f"{len(chosen):,} of {len(answers) - 2:,}" if len(chosen) < len(answers) - 2 else f"{len(answers) - 2:,}"
     return (
         f'<article class="sample"><h3>Prompt</h3><pre dir="auto">{escape(prompt)}</pre>'
         f'<div class="answers">{"".join(_answer(name, text) for name, text in columns)}</div>'
-        + (folded(f"Between them: {len(answers) - 2:,}", f'<div class="answers">{between}</div>') if between else "")
+        + (folded(f"Between them: {few}", f'<div class="answers">{between}</div>') if between else "")
         + "</article>"
     )
 
@@ -185,7 +196,9 @@ def _events(run: RunRecord) -> str:
         for event in run.events
         if event.get("kind") != "checkpoint"
     ]
-    return table(("time", "step", "what", "text"), rows, "Warnings and notes") if rows else ""
+    few = f"The newest {EVENTS:,} of {len(rows):,} are listed." if len(rows) > EVENTS else ""
+    listed = table(("time", "step", "what", "text"), rows[-EVENTS:], "Warnings and notes") if rows else ""
+    return (note(few) if few else "") + listed
 
 
 def _clock(time: Any) -> str:

@@ -1,7 +1,8 @@
-"""The records that a run writes: names of its files, and a sample generation."""
+"""The records that a run writes: names of its files, a sample generation, and which values are numbers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,3 +30,12 @@ class Sample:
     def record(self) -> dict[str, Any]:
         """The sample as a line of `samples.jsonl`."""
         return asdict(self)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def finite(value: Any) -> Any:
+    """The value; None for NaN and infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,18 +11,19 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fullshard import accelerator, runtime
-from fullshard.paths import replace_text
+from fullshard.paths import replaced_text
 from fullshard.progress import resolve_progress
 from fullshard.reporting.event_log import EventLog
 from fullshard.reporting.loggers import MetricLogger, OpenLoggers, attempt, no_loggers
-from fullshard.reporting.records import METRICS_FILE, SAMPLES_FILE, Sample
+from fullshard.reporting.records import METRICS_FILE, SAMPLES_FILE, Sample, finite
 from fullshard.reporting.terminal import Clock, LiveBar, step_line, width_of_stdout
+from fullshard.reporting.thinning import add_thinned
 from fullshard.terminal_text import print_text
 
 PROMPT_SHOWN = 300
@@ -95,6 +96,7 @@ class Reporter:
         self.is_main = runtime.is_main()
         self.mode = resolve_progress(progress)
         self.history: list[dict[str, Any]] = []
+        """The logged records; of a very long run those that `thinning.py` keeps."""
         self.events = EventLog(folder) if self.is_main else None
         self._open_loggers, self._loggers = open_loggers, list[MetricLogger]()
         self._file: Any = None
@@ -117,8 +119,8 @@ class Reporter:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record and show the metrics of a step."""
         # JSON has no NaN or infinity.
-        record = {"step": step, **{name: _or_none(value) for name, value in values.items()}}
-        self.history.append(record)
+        record = {"step": step, **{name: finite(value) for name, value in values.items()}}
+        add_thinned(self.history, record)
         if not self.is_main:
             return
         if self._file is not None:
@@ -186,11 +188,6 @@ class Reporter:
         self._loggers, self._bar, self._file = [], None, None
 
 
-def _or_none(value: Any) -> Any:
-    """The value; None for NaN and infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def sample_text(sample: Sample) -> str:
     """The terminal output of a sample."""
     prompt = sample.prompt.strip()
@@ -204,18 +201,23 @@ def sample_text(sample: Sample) -> str:
 
 
 def _keep(path: Path, step: int) -> list[dict[str, Any]]:
-    """Truncate a JSON lines file after this step; returns the records that remain."""
-    kept = [r for r in _read(path) if r["step"] <= step] if step and path.exists() else []
-    replace_text(path, "".join(json.dumps(r) + "\n" for r in kept))
+    """Truncate a JSON lines file after this step; returns the records that remain, thinned where they are many."""
+    kept: list[dict[str, Any]] = []
+    with replaced_text(path) as file:
+        for record in _read(path) if step and path.exists() else ():
+            if record["step"] <= step:
+                file.write(json.dumps(record) + "\n")
+                add_thinned(kept, record)
     return kept
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a JSON lines file; an incomplete last line is ignored."""
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return [r for r in records if isinstance(r, dict) and isinstance(r.get("step"), int)]
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record

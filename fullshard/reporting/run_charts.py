@@ -10,7 +10,8 @@ from typing import Any
 
 from fullshard.byte_size import memory_size
 from fullshard.reporting.charts import Bar, Chart, Marker, Series, bar_chart, line_chart
-from fullshard.reporting.run_record import Record, RunRecord, is_number
+from fullshard.reporting.records import is_number
+from fullshard.reporting.run_record import Record, RunRecord
 from fullshard.reporting.vega_lite import VALUES
 
 
@@ -89,7 +90,9 @@ def curve_chart(
             title = what if len(runs) == 1 else label if what == "training" else f"{label}, {what}"
             color = number if len(runs) > 1 else None
             points = [(positions[number](at), y) for at, y in run.series(name)] if positions else run.series(name)
-            series.append(Series(title, points, dashed=what != "training" and len(runs) > 1, color=color))
+            dashed = what != "training" and len(runs) > 1
+            counts = run.value_counts.get(name, 0), run.gap_counts.get(name, 0)
+            series.append(Series(title, points, dashed, color, (), *counts))
     if not any(value is not None for one in series for _, value in one.points):
         return None
     marks = markers(runs[0]) if len(runs) == 1 else ()

@@ -8,11 +8,14 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fullshard.checkpoint.manifest import published_steps
 from fullshard.errors import ConfigError
@@ -25,9 +28,14 @@ from fullshard.reporting.records import (
     SAMPLES_FILE,
     SETTINGS_FILE,
     STEP_FILE,
+    finite,
+    is_number,
 )
+from fullshard.reporting.thinning import is_long, thin
 
 Record = dict[str, Any]
+LARGEST_STEP = 2**53
+"""Larger numbers are no steps, and cannot be told apart in charts."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class RunRecord:
     """What else `settings.json` says: `name`, `base`, `data`, `method`, `hardware`, `ranks`, `engine`, `notes`,
     `versions`, `steps` to train."""
     metrics: tuple[Record, ...]
-    """The lines of `metrics.jsonl`."""
+    """The lines of `metrics.jsonl`, or those that are kept of very many (`thinning.py`)."""
     samples: tuple[Record, ...]
     """The lines of `samples.jsonl`."""
     events: tuple[Record, ...]
@@ -60,6 +68,16 @@ class RunRecord:
     """When `metrics.jsonl` was written last."""
     missing: tuple[str, ...] = ()
     """Sentences: what is not there, or cannot be read."""
+    line_count: int = 0
+    """The number of lines of `metrics.jsonl`, those that are not kept among them."""
+    value_counts: Mapping[str, int] = field(default_factory=dict)
+    """In how many lines each metric is."""
+    gap_counts: Mapping[str, int] = field(default_factory=dict)
+    """In how many of them it is not finite."""
+    seconds: tuple[float, ...] = ()
+    """For each entry of `metrics` the time that was spent on steps until then."""
+    speed: float | None = None
+    """The median of tokens per second over all lines."""
 
     @property
     def name(self) -> str:
@@ -89,15 +107,6 @@ class RunRecord:
         return [event for event in self.events if event.get("kind") in kinds]
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def finite(value: Any) -> Any:
-    """The value; None for NaN and infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _plain(value: Any) -> Any:
     return finite(value) if value is None or isinstance(value, int | float | str) else json.dumps(value)
 
@@ -107,33 +116,53 @@ def _plain(value: Any) -> Any:
 
 def read_run(folder: str | Path) -> RunRecord:
     """The run in this folder, which may still be running. Raises only if there is no such folder."""
-    place = Path(folder).expanduser()
-    if not place.is_dir():
-        raise ConfigError(f"{place} is not a folder; expected the output_dir of a run.")
-    missing: list[str] = []
-    about = dict(_object(place / SETTINGS_FILE, missing) or {})
-    settings, changed = about.pop("settings", None), about.pop("changed", None)
-    metrics = _lines(place / METRICS_FILE, missing)
-    samples = [
-        one for one in _lines(place / SAMPLES_FILE) if all(isinstance(one.get(k), str) for k in ("prompt", "answer"))
-    ]
-    data = _object(place / DATA_FILE) or {}
-    sets = data.get("data_sets")
-    return RunRecord(
-        folder=place.resolve(),
-        settings=settings if isinstance(settings, dict) else {},
-        changed=changed if isinstance(changed, dict) else None,
-        about=about,
-        metrics=tuple(metrics),
-        samples=tuple(samples),
-        events=tuple(_lines(place / EVENTS_FILE)),
-        data=tuple(one for one in sets if isinstance(one, dict)) if isinstance(sets, list) else (),
-        measured=_object(place / STEP_FILE),
-        plan=_object(place / PLAN_FILE),
-        checkpoints=tuple(_steps(place / CHECKPOINTS)),
-        changed_at=_changed_at(place / METRICS_FILE),
-        missing=tuple(missing),
-    )
+    return RunReader(folder).read()
+
+
+class RunReader:
+    """Reads a run again and again; of its metrics only what was added since."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        self._metrics = MetricsReader(self.folder / METRICS_FILE)
+
+    def read(self) -> RunRecord:
+        """The run as it is now."""
+        place = self.folder
+        if not place.is_dir():
+            raise ConfigError(f"{place} is not a folder; expected the output_dir of a run.")
+        missing: list[str] = []
+        about = dict(_object(place / SETTINGS_FILE, missing) or {})
+        settings, changed = about.pop("settings", None), about.pop("changed", None)
+        metrics = self._metrics
+        metrics.read(missing)
+        samples = [
+            one
+            for one in _lines(place / SAMPLES_FILE)
+            if all(isinstance(one.get(k), str) for k in ("prompt", "answer"))
+        ]
+        data = _object(place / DATA_FILE) or {}
+        sets = data.get("data_sets")
+        return RunRecord(
+            folder=place.resolve(),
+            settings=settings if isinstance(settings, dict) else {},
+            changed=changed if isinstance(changed, dict) else None,
+            about=about,
+            metrics=tuple(metrics.records),
+            samples=tuple(one for one in samples if all(isinstance(one.get(k), str) for k in ("prompt", "answer"))),
+            events=tuple(_lines(place / EVENTS_FILE)),
+            data=tuple(one for one in sets if isinstance(one, dict)) if isinstance(sets, list) else (),
+            measured=_object(place / STEP_FILE),
+            plan=_object(place / PLAN_FILE),
+            checkpoints=tuple(_steps(place / CHECKPOINTS)),
+            changed_at=_changed_at(place / METRICS_FILE),
+            missing=tuple(missing),
+            line_count=metrics.count,
+            value_counts=dict(metrics.values),
+            gap_counts=dict(metrics.gaps),
+            seconds=tuple(metrics.seconds),
+            speed=metrics.median_speed(),
+        )
 
 
 def _object(path: Path, missing: list[str] | None = None) -> Record | None:
@@ -153,31 +182,110 @@ def _object(path: Path, missing: list[str] | None = None) -> Record | None:
     return found
 
 
-def _lines(path: Path, missing: list[str] | None = None) -> list[Record]:
-    """The objects with a step in a JSON lines file. The last line may be half-written; others that cannot be read are
-    counted in `missing`."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        if missing is not None:
-            missing.append(f"{path.name} is not there.")
-        return []
-    found, bad = [], 0
-    for number, line in enumerate(lines, 1):
+class LineReader:
+    """The objects with a step in a JSON lines file, in `records`; reading again adds those that were added to it. The
+    last line may be half-written; others that cannot be read are counted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        self.records: list[Record] = []
+        self.bad = 0
+        self._end, self._last, self._file = 0, b"", 0
+
+    def read(self, missing: list[str] | None = None) -> None:
+        """Read what was added. What is wrong is named in `missing`."""
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            bad += number < len(lines) and bool(line.strip())
-            continue
-        if isinstance(record, dict) and is_number(record.get("step")) and finite(record["step"]) is not None:
-            found.append(record)
-        else:
-            bad += 1
-    if missing is not None and bad:
-        missing.append(f"{bad:,} lines of {path.name} cannot be read and are left out.")
-    if missing is not None and not found:
-        missing.append(f"{path.name} has no values yet.")
-    return found
+            with self.path.open("rb") as file:
+                self._read_new(file)
+        except OSError:
+            self._begin_again()
+            if missing is not None:
+                missing.append(f"{self.path.name} is not there.")
+            return
+        if missing is not None and self.bad:
+            missing.append(f"{self.bad:,} lines of {self.path.name} cannot be read and are left out.")
+        if missing is not None and not self.records:
+            missing.append(f"{self.path.name} has no values yet.")
+
+    def _read_new(self, file: BinaryIO) -> None:
+        file.seek(max(0, self._end - len(self._last)))
+        if os.fstat(file.fileno()).st_ino != self._file or file.read(len(self._last)) != self._last:
+            self._begin_again()  # another file, or one that was written anew: a resumed run drops later lines
+            self._file = os.fstat(file.fileno()).st_ino
+            file.seek(0)
+        for line in file:
+            try:
+                record = json.loads(line.decode("utf-8", errors="replace"))
+            except (ValueError, RecursionError):
+                if not line.endswith(b"\n"):
+                    break  # half of a line
+                self.bad += bool(line.strip())
+            else:
+                if isinstance(record, dict) and is_number(record.get("step")) and abs(record["step"]) <= LARGEST_STEP:
+                    self.add(record)
+                else:
+                    self.bad += 1
+            self._end, self._last = self._end + len(line), line
+
+    def add(self, record: Record) -> None:
+        """Keep a record."""
+        self.records.append(record)
+
+
+class MetricsReader(LineReader):
+    """The lines of `metrics.jsonl`, thinned where they are very many, and what must be known of all of them."""
+
+    def _begin_again(self) -> None:
+        super()._begin_again()
+        self.count = 0
+        self.values: Counter[str] = Counter()
+        self.gaps: Counter[str] = Counter()
+        self.seconds: list[float] = []
+        self._speeds = array("d")
+        self._tokens = 0.0
+
+    def add(self, record: Record) -> None:
+        self.count += 1
+        for name, value in record.items():
+            self.values[name] += 1
+            if value is None or (type(value) is float and not math.isfinite(value)):
+                self.gaps[name] += 1
+        self.records.append(record)
+        self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + self._seconds_of(record))
+        if is_long(self.records):
+            kept = thin(self.records)
+            self.records, self.seconds = [self.records[i] for i in kept], [self.seconds[i] for i in kept]
+
+    def _seconds_of(self, record: Record) -> float:
+        """The time that was spent on steps since the record before, reckoned from tokens and speed."""
+        speed, tokens = _number(record.get("tokens_per_second")), _number(record.get("num_tokens"))
+        if speed is not None:
+            self._speeds.append(speed)
+        if speed is None or tokens is None or speed <= 0:
+            return 0.0
+        trained, self._tokens = max(0.0, tokens - self._tokens), tokens
+        return trained / speed
+
+    def median_speed(self) -> float | None:
+        """The median of tokens per second."""
+        return sorted(self._speeds)[len(self._speeds) // 2] if self._speeds else None
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return finite(float(value)) if is_number(value) else None
+    except OverflowError:
+        return None
+
+
+def _lines(path: Path) -> list[Record]:
+    """The objects with a step in a JSON lines file."""
+    reader = LineReader(path)
+    reader.read()
+    return reader.records
 
 
 def _changed_at(path: Path) -> float | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.paths import looks_local
-from fullshard.reporting.run_record import Record, RunRecord, is_number
+from fullshard.reporting.records import is_number
+from fullshard.reporting.run_record import Record, RunRecord
 
 
 def title_of(run: RunRecord) -> str:
@@ -109,8 +110,7 @@ def _evaluation(run: RunRecord) -> str | None:
 
 
 def _speed(run: RunRecord) -> str | None:
-    values = sorted(value for _, value in run.series("tokens_per_second") if value is not None)
-    return f"{values[len(values) // 2]:,.0f} tokens per second (median)" if values else None
+    return f"{run.speed:,.0f} tokens per second (median)" if run.speed is not None else None
 
 
 def _memory(run: RunRecord) -> str | None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from fullshard.reporting.charts import Chart
 from fullshard.reporting.page import Contents, escape, figures, folded, note, section, table
+from fullshard.reporting.records import is_number
 from fullshard.reporting.run_charts import CURVES, curve_chart, labels, metric_charts, other_charts
-from fullshard.reporting.run_record import RunRecord, is_number
+from fullshard.reporting.run_record import RunRecord
 from fullshard.reporting.run_summary import summary_of
 from fullshard.results.run_state import last_step, state_of, total_steps, training_seconds
 from fullshard.train.run_dir import HARMLESS
@@ -42,7 +43,6 @@ def comparison(runs: Sequence[RunRecord]) -> Contents:
 def numbers(run: RunRecord) -> dict[str, Any]:
     """The results of a run as numbers."""
     seconds, evaluations = training_seconds(run)[-1][1], run.series("eval_loss")
-    speeds = sorted(value for _, value in run.series("tokens_per_second") if value is not None)
     found = [value for _, value in evaluations if value is not None]
     return {
         "folder": str(run.folder), "name": run.name, "state": state_of(run).value,
@@ -50,7 +50,7 @@ def numbers(run: RunRecord) -> dict[str, Any]:
         "training_seconds": seconds or None, "loss": run.last("loss"), "train_loss": run.last("train_loss"),
         "mean_token_accuracy": run.last("mean_token_accuracy"), "eval_loss": run.last("eval_loss"),
         "best_eval_loss": min(found, default=None), "eval_mean_token_accuracy": run.last("eval_mean_token_accuracy"),
-        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None, "memory_gib": run.last("memory_gib"),
+        "tokens_per_second": run.speed, "memory_gib": run.last("memory_gib"),
         "missing": list(run.missing),
     }  # fmt: skip
 

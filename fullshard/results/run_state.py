@@ -9,7 +9,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from fullshard.reporting.run_record import RunRecord, is_number
+from fullshard.reporting.records import is_number
+from fullshard.reporting.run_record import RunRecord
 from fullshard.train.run_lock import owner_of
 
 ENDINGS = ("start", "resume", "end", "failed", "stopped")
@@ -54,11 +55,9 @@ def total_steps(run: RunRecord) -> int | None:
 
 def training_seconds(run: RunRecord) -> list[tuple[float, float]]:
     """(step, seconds of training until then), without evaluations and pauses: reckoned from tokens and speed."""
-    found, seconds, before = [(0.0, 0.0)], 0.0, 0.0
-    for record in run.metrics:
-        tokens: Any = record.get("num_tokens")
-        speed: Any = record.get("tokens_per_second")
-        if is_number(tokens) and is_number(speed) and speed > 0:
-            seconds, before = seconds + max(0.0, tokens - before) / speed, tokens
-            found.append((float(record["step"]), seconds))
-    return found
+    known = [
+        (float(record["step"]), seconds)
+        for record, seconds in zip(run.metrics, run.seconds, strict=True)
+        if is_number(record.get("num_tokens")) and is_number(record.get("tokens_per_second"))
+    ]
+    return [(0.0, 0.0), *known]

@@ -19,7 +19,7 @@ from fullshard.reporting.html_report import contents
 from fullshard.reporting.page import Contents, body, escape, whole_page
 from fullshard.reporting.records import METRICS_FILE
 from fullshard.reporting.run_charts import labels
-from fullshard.reporting.run_record import RunRecord, read_run
+from fullshard.reporting.run_record import RunReader, RunRecord
 from fullshard.results.compare import comparison
 from fullshard.results.loopback_server import Content, LoopbackServer
 from fullshard.results.run_state import RunState, has_finished, last_step, state_of, total_steps, training_seconds
@@ -53,7 +53,7 @@ def serve(folders: Sequence[Path], port: int | None = None) -> str:
             time.sleep(EVERY)
         page.over = True
         time.sleep(LINGER)
-    return "\n".join(f"{run.folder}: {_ending(run)}" for run in map(read_run, folders))
+    return "\n".join(f"{run.folder}: {_ending(run)}" for run in (watch.run.read() for watch in watches))
 
 
 def _open(page: LivePage, port: int | None) -> LoopbackServer:
@@ -73,7 +73,7 @@ class RunWatch:
     """Watches one run: whether it is going on, and whether it has ended since."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.run = folder, RunReader(folder)
         self.was_running = False
         self._first = _stamp(folder / METRICS_FILE)
         self._gone: float | None = None
@@ -96,7 +96,7 @@ class RunWatch:
     def _has_finished(self) -> bool:
         there = _files(self.folder)
         if self._read is None or self._read[0] != there:
-            self._read = there, has_finished(read_run(self.folder))
+            self._read = there, has_finished(self.run.read())
         return self._read[1]
 
 
@@ -121,7 +121,7 @@ class LivePage:
     """The page of the runs as they are now. A change is shown at once, unless making the page takes long."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = folders
+        self.folders, self._runs = folders, [RunReader(folder) for folder in folders]
         self.over = False
         """Whether this is the last state that is served."""
         self._lock = threading.Lock()
@@ -151,7 +151,7 @@ class LivePage:
         same = self._known is not None and self._known[0] == known[0]
         if self._known == known or (same and began < self._due):
             return
-        runs = [read_run(folder) for folder in self.folders]
+        runs = [run.read() for run in self._runs]
         found = contents(runs[0]) if len(runs) == 1 else comparison(runs)
         self._contents = replace(found, lead=found.lead + lead(runs, self.over))
         self._update = Content("text/html", body(self._contents))

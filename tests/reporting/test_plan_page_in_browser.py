@@ -85,7 +85,7 @@ def test_the_page_of_a_tiny_model_can_be_read(browser, tmp_path, reserved, size,
         seen = "[...document.querySelectorAll('#memory .legend li')].map(one => one.textContent)"
         assert page.run(seen) == (["reserved"] if reserved else ["activations", "logits"])
         notes = texts(page, "#memory .note")
-        assert any("in the table only: shards, gathered, gradients" in note for note in notes)
+        assert any("Too small to be seen: shards, gathered, gradients" in note for note in notes)
         assert ("far above what is drawn" in notes[0]) == (not reserved)
         highest = page.run("Math.max(...fullshard.views.allocated.view.data('values').map(one => one.y))")
         top = page.run("fullshard.views.allocated.view.scale('y').domain()[1]")

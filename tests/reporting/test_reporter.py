@@ -13,6 +13,7 @@ import pytest
 from fullshard.reporting.model_card import write_card
 from fullshard.reporting.reporter import Reporter
 from fullshard.reporting.terminal import step_line
+from fullshard.reporting.thinning import MOST, RECENT
 from fullshard.settings.sft_config import SFTConfig
 from tests.screen import Window, screen
 
@@ -120,6 +121,28 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> N
         == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
         == [(r["step"], r["loss"]) for r in second.history]
     )
+
+
+def test_the_history_of_a_long_run_is_bounded(tmp_path: Path) -> None:
+    """`trainer.state.log_history` is this list; the file has all lines. A resumed run reads the file line by line."""
+    reporter = Reporter(tmp_path, 100_000, "quiet")
+    reporter.start(0)
+    history, sizes = reporter.history, []
+    for step in range(1, 3 * MOST + 1):
+        reporter.log(step, {"loss": 99.0 if step == 777 else 1 / step, "lr": 0.5})
+        sizes.append(len(history))
+    reporter.log(step, {"eval_loss": 7.0})
+    reporter.close()
+    assert max(sizes) <= MOST and reporter.history is history
+    assert history[0]["step"] == 1 and {"step": 777, "loss": 99.0, "lr": 0.5} in history
+    assert [one["step"] for one in history[-RECENT:]] == [*range(step - RECENT + 2, step + 1), step]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3 * MOST + 1
+    second = Reporter(tmp_path, 100_000, "quiet")
+    second.start(2 * MOST + 5)
+    second.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2 * MOST + 5
+    assert len(second.history) <= MOST and second.history[-1]["step"] == 2 * MOST + 5
+    assert {"step": 777, "loss": 99.0, "lr": 0.5} in second.history
 
 
 def test_card(tmp_path: Path) -> None:

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from fullshard.errors import ConfigError
 from fullshard.reporting import page as pages
 from fullshard.reporting.chart_library import PACKAGE
-from fullshard.reporting.charts import DRAWN, LISTED
+from fullshard.reporting.charts import DRAWN, LISTED, MARKED
 from fullshard.reporting.html_report import contents, render, write_report
 from fullshard.reporting.run_charts import communication_chart, memory_charts, metric_charts, traffic_rows
-from fullshard.reporting.run_record import read_run
+from fullshard.reporting.run_record import RunReader, read_run
 from fullshard.reporting.run_summary import seconds, status, summary_of, title_of
+from fullshard.reporting.thinning import MOST, RECENT
+from fullshard.results.run_state import training_seconds
 from tests.reporting.made_run import HOSTILE, full_run, hostile_run, made_metrics, made_run, write_lines
 
 FILES = ("settings.json", "metrics.jsonl", "samples.jsonl", "events.jsonl", "data.json", "step.json", "plan.json")
@@ -207,12 +209,21 @@ def test_the_page_requests_nothing(tmp_path: Path) -> None:
 # --- much, little and nothing ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_more_points_than_are_drawn(tmp_path: Path, count: int) -> None:
-    lines = [{"step": n, "loss": math.sin(n / 500) + n % 7 / 100} for n in range(1, count + 1)]
+def long_metrics(count: int) -> list[dict[str, Any]]:
+    """Many lines, with the highest, the lowest and a missing loss among them."""
+    lines: list[dict[str, Any]] = [
+        {"step": n, "loss": math.sin(n / 500) + n % 7 / 100, "num_tokens": 100 * n, "tokens_per_second": 50.0 + n % 11}
+        for n in range(1, count + 1)
+    ]
     lines[5000]["loss"], lines[6000]["loss"], lines[7000]["loss"] = 99.0, None, -99.0
+    return lines
+
+
+@pytest.mark.parametrize("count", [10_000, 60_000])
+def test_more_points_than_are_drawn(tmp_path: Path, count: int) -> None:
+    lines = long_metrics(count)
     record = read_run(made_run(tmp_path / "run", lines))
-    (chart,) = metric_charts([record])
+    chart = next(one for one in metric_charts([record]) if one.id == "loss")
     points = list(zip(chart.columns["x"], chart.columns["y"], strict=True))
     assert len(points) <= DRAWN and set(points) <= {(line["step"], line["loss"]) for line in lines}
     assert {
@@ -224,8 +235,91 @@ def test_more_points_than_are_drawn(tmp_path: Path, count: int) -> None:
     } <= set(points)
     assert any(f"of {count:,} points are drawn" in note for note in chart.notes)
     page = render(record)
-    assert data_of(page, "metrics")["loss"] == [line["loss"] for line in lines], "all of them are in the file"
+    in_page = data_of(page, "metrics")["loss"]
+    if count < MOST:
+        assert in_page == [line["loss"] for line in lines], "all of them are in the file"
+    else:
+        assert in_page[-RECENT:] == [line["loss"] for line in lines][-RECENT:]
+        assert f"{len(in_page):,} of {count:,} lines of metrics.jsonl are in this file" in Parsed(page).text
     assert f"1 of {count:,} values are not finite (at 6,001)" in Parsed(page).text
+
+
+def test_a_long_file_is_thinned_and_its_totals_are_those_of_all_lines(tmp_path: Path) -> None:
+    lines = long_metrics(3 * MOST)
+    peaks = {line["step"] for line in lines[137::300]}
+    for line in lines[137::300]:
+        line["loss"] = 20.0
+    lines += [{"step": 100, "eval_loss": 7.0}, {"step": 30_000, "eval_loss": 1.5}]
+    lines.sort(key=lambda one: one["step"])
+    record = read_run(made_run(tmp_path / "run", lines))
+    assert len(record.metrics) < MOST and record.line_count == len(lines)
+    assert record.value_counts["loss"] == 3 * MOST and record.gap_counts == {"loss": 1}
+    assert record.series("eval_loss") == [(100, 7.0), (30_000, 1.5)], "few values of a name are all kept"
+    kept = [line["loss"] for line in record.metrics if line.get("loss") is not None]
+    assert (max(kept), min(kept)) == (99.0, -99.0) and record.last("num_tokens") == 300 * MOST
+    assert peaks <= {line["step"] for line in record.metrics if line.get("loss") == 20.0}
+    speeds = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
+    assert record.speed == speeds[len(speeds) // 2], "of all lines"
+    spent = sum(100 / line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
+    assert training_seconds(record)[-1] == (3 * MOST, pytest.approx(spent))
+
+
+@pytest.mark.parametrize("steps", ["backwards", "equal", "far"])
+def test_odd_steps_can_be_thinned(tmp_path: Path, steps: str) -> None:
+    place = {"backwards": lambda n: -n, "equal": lambda n: 5, "far": lambda n: 2**53 * (n % 2)}[steps]
+    lines = [{"step": place(n), "loss": float(n % 100)} for n in range(MOST + 10)]
+    record = read_run(made_run(tmp_path / "run", lines))
+    assert {0.0, 99.0} <= {value for _, value in record.series("loss")}
+    assert render(record)
+
+
+def test_reading_again_reads_what_was_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made_run(tmp_path / "run", long_metrics(MOST + 5))
+    reader, parsed = RunReader(folder), []
+    assert reader.read().line_count == MOST + 5
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30000, "loss": 5.0}\n{"step": 30001, "lo')
+    assert reader.read().last("loss") == 5.0
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('ss": 6.0}')
+    assert reader.read().last("loss") == 6.0, "complete, though the end of the line is missing"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 30002, "loss": 7.0}\n')
+    run = reader.read()
+    assert run.last("loss") == 7.0 and run.line_count == MOST + 8 and not run.missing
+    assert len([text for text in parsed if "loss" in text]) < 10
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n' + "x" * 3_000_000)
+    assert reader.read().series("loss") == [(1, 1.0)], "a file that was written anew"
+    write_lines(folder / "metrics.jsonl", long_metrics(MOST + 5))
+    assert reader.read().line_count == MOST + 5
+
+
+def test_smoothing_begins_with_medians_where_points_are_left_out(tmp_path: Path) -> None:
+    """Of noise the lowest and the highest values are drawn, whose mean is not what is between them."""
+    lines = [{"step": n, "loss": 100.0 if n % 50 == 0 else 1.0} for n in range(5 * DRAWN)]
+    (chart,) = metric_charts([read_run(made_run(tmp_path / "run", lines))])
+    assert 100.0 in chart.columns["y"] and set(chart.columns["a"]) == {1.0}
+    (short,) = metric_charts([read_run(made_run(tmp_path / "short", lines[:DRAWN]))])
+    assert "a" not in short.columns
+
+
+def test_many_events_answers_and_checkpoints_are_not_all_in_the_page(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    events = [{"time": 1.7e9 + n, "step": n, "kind": "checkpoint", "text": ""} for n in range(1, 5001)]
+    events += [{"time": 1.8e9 + n, "step": 5001, "kind": "warning", "text": f"warning {n}."} for n in range(2000)]
+    write_lines(run / "events.jsonl", events)
+    samples = [{"step": n, "prompt": "Where?", "answer": f"answer {n}.", "reference": None} for n in range(1000)]
+    write_lines(run / "samples.jsonl", samples)
+    page = render(read_run(run))
+    text = Parsed(page).text
+    assert "The newest 500 of 2,000 are listed." in text and "warning 1999." in text and "warning 5." not in text
+    assert {"answer 0.", "answer 999."} <= set(re.findall(r"answer \d+\.", text)) and text.count("answer ") < 50
+    assert "Between them: 20 of 998" in text
+    chart = data_of(page, "charts")["loss"]["spec"]["layer"][-1]["data"]["values"]
+    assert len(chart) == MARKED and {1, 5000} <= {one["x"] for one in chart}
+    assert "200 of 5,000 marks are drawn." in text
 
 
 @pytest.mark.parametrize("loss", [2.5, None])

@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.reporting.run_record import read_run
+from fullshard.reporting.run_record import RunReader
 from fullshard.results import serve as serving
 from fullshard.results.loopback_server import LoopbackServer
 from fullshard.results.serve import LivePage, RunWatch, over
@@ -112,7 +112,8 @@ def test_it_ends_if_the_folder_is_removed(tmp_path):
 def test_a_run_that_is_away_is_read_once(tmp_path, monkeypatch):
     watch, reads = RunWatch(started(tmp_path / "run")), []
     append(watch.folder, training_record(25))
-    monkeypatch.setattr(serving, "read_run", lambda folder: reads.append(folder) or read_run(folder))
+    read = RunReader.read
+    monkeypatch.setattr(RunReader, "read", lambda self: reads.append(self) or read(self))
     assert not over([watch]) and not over([watch]) and len(reads) == 1
     append(watch.folder, training_record(30))
     assert not over([watch]) and len(reads) == 2

@@ -14,7 +14,7 @@ from fullshard.weights.adapter_files import open_adapter
 from fullshard.weights.config_limits import check_config
 from fullshard.weights.load import load_pretrained
 from fullshard.weights.locate import has_weights, open_source
-from fullshard.weights.model_dir_writer import copy_tokenizer_files
+from fullshard.weights.model_dir_writer import copy_files
 from tests.pool import ranks
 from tests.results.made import command
 from tests.weights.models import save
@@ -93,7 +93,7 @@ def test_a_result_takes_no_files_from_elsewhere(folder, tmp_path):
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "one.jinja").symlink_to(tmp_path / "private")
     (tmp_path / "out").mkdir()
-    copy_tokenizer_files(folder, tmp_path / "out")
+    copy_files(folder, tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").rglob("*")] == ["tokenizer.json"]
 
 
