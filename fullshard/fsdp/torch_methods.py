@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fullshard import runtime
 from fullshard.errors import FSDPError
+from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.extended_class import WrappedModule
-
-if TYPE_CHECKING:
-    from fullshard.fsdp.engine import Engine
-    from fullshard.fsdp.unit import Unit
+from fullshard.fsdp.unit import Unit
 
 _OPTIMIZER_STATE = (
     "use torch.distributed.checkpoint.state_dict.get_optimizer_state_dict and set_optimizer_state_dict, or "

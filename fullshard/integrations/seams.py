@@ -28,12 +28,12 @@ TESTED = {"accelerate": ("1.15",), "transformers": ("5.17", "5.22"), "trl": ("1.
 """The minor versions that the seams were tested with. Those of torch are fullshard's own requirement."""
 _HOME = "fullshard.integrations."
 TORCH_FSDP = (
-    "summon_full_params", "state_dict_type", "set_state_dict_type", "get_state_dict_type", "fsdp_modules",
-    "optim_state_dict", "optim_state_dict_to_load", "full_optim_state_dict", "sharded_optim_state_dict",
-    "scatter_full_optim_state_dict", "shard_full_optim_state_dict", "flatten_sharded_optim_state_dict",
-    "rekey_optim_state_dict",
+    "summon_full_params", "state_dict_type", "set_state_dict_type", "get_state_dict_type", "optim_state_dict",
+    "optim_state_dict_to_load", "full_optim_state_dict", "sharded_optim_state_dict", "scatter_full_optim_state_dict",
+    "shard_full_optim_state_dict", "flatten_sharded_optim_state_dict", "rekey_optim_state_dict",
 )  # fmt: skip
-"""The static methods of torch's `FullyShardedDataParallel`, which scripts call with a model."""
+"""The static methods of torch's `FullyShardedDataParallel`, which scripts call with a model; all but `fsdp_modules`, by
+which torch's own checkpoints recognize modules of that class."""
 
 
 @dataclass(frozen=True)

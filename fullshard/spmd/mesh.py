@@ -79,7 +79,10 @@ class Mesh:
 
     def line(self, axis: int, coordinate: tuple[int, ...]) -> list[int]:
         """The device ids along an axis, through the device at a coordinate."""
-        return self.get_logical_mesh()[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])].tolist()
+        index: list[Any] = list(coordinate)
+        index[axis] = slice(None)
+        line: list[int] = self.get_logical_mesh()[tuple(index)].tolist()
+        return line
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -179,6 +179,22 @@ def test_strategies_accumulation_and_checkpointing(strategy):
 
 
 @ranks(4)
+def test_replicas_deferred_values_and_a_penalty():
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicas", "shards", "tp"))
+    with torch.device("meta"):
+        deferred = Model().double()
+    plain = model()
+    ours = FSDPv2(parallelized(deferred, mesh["tp"], False), mesh["replicas", "shards"], strategy="HYBRID_SHARD")
+    assert ours.plan.axes == (("replica", 2), ("fsdp", 1), ("tp", 2))
+    ours.load_state_dict(plain.state_dict())
+    group = runtime.rank() // 2
+    for module, rows in ((plain, slice(None)), (ours, slice(2 * group, 2 * group + 2))):
+        (loss_of(module, batch(0)[rows]) + sum(p.norm() for p in module.parameters())).backward()
+    for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(whole(q.grad), p.grad, msg=name)
+
+
+@ranks(4)
 def test_other_devices_and_mixtures_are_refused():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     across = parallelized(model(), mesh["fsdp"], False)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -30,7 +31,8 @@ try:
     FSDP.optim_state_dict(model, torch.optim.SGD(model.parameters()))
 except Exception as error:
     refused = str(error)
-untouched = FSDP.fsdp_modules(nn.Linear(2, 2))
+untouched = FSDP.fsdp_modules(model)
+get_model_state_dict(model)
 if accelerator.is_main_process:
     found = {"kinds": sorted(kinds), "same": same, "summoned": summoned, "refused": refused, "untouched": untouched}
     (folder / "result.json").write_text(json.dumps(found))
