@@ -105,8 +105,10 @@ def _gpu(
     half, fp8, tf32, fp32 = tera
     rates = {"bfloat16": half if bf16 else 0, "float16": half, "float8": fp8, "tf32": tf32, "float32": fp32}
     flops = {dtype: rate * 1e12 for dtype, rate in rates.items() if rate}
-    speeds = [rate * 1e9 for rate in (bandwidth, node_link, network, host_link)]
-    return Machine(name, "cuda", 1, per_node, int(memory * GIB), host * GIB, flops, *speeds, node_devices=per_node)
+    return Machine(
+        name, "cuda", 1, per_node, int(memory * GIB), host * GIB, flops, bandwidth * 1e9, node_link * 1e9,
+        network * 1e9, host_link * 1e9, per_node,
+    )  # fmt: skip
 
 
 # Memory is what torch sees of it (`torch.cuda.mem_get_info`, and the "total capacity" in out-of-memory errors), the
