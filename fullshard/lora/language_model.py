@@ -150,8 +150,8 @@ def _called_by_text(model: Any, parts: Collection[str]) -> set[str]:
         return called
     except (TypeError, ValueError) as error:  # what its forward pass demands
         raise ConfigError(
-            f"{type(model).__name__} does not run on text alone ({first_line(error)[:200]}); expected a causal language "
-            f"model, or a model whose language model does."
+            f"{type(model).__name__} does not run on text alone ({first_line(error)[:200]}); expected a causal "
+            f"language model, or a model whose language model does."
         ) from None
     except Exception:  # it reads values, which the meta device has not
         return {*parts}
