@@ -206,12 +206,13 @@ def _empty_model(entry: dict[str, Any]) -> Any:
 
     config = entry.get("config") or {}
     check_limits(config, "the checkpoint")
-    kind: Any = getattr(transformers, next(iter(config.get("architectures", ())), ""), None)
+    kind = getattr(transformers, next(iter(config.get("architectures", ())), ""), None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         return None
+    made: Any = kind
     try:
         with torch.device("meta"):
-            return kind(kind.config_class.from_dict(config))
+            return made(made.config_class.from_dict(config))
     except Exception as error:  # whatever transformers makes of a config that is none
         raise CheckpointError(
             f"no model can be built from the config in the checkpoint ({first_line(error)})"
