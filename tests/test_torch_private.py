@@ -125,6 +125,11 @@ def membership() -> None:
     assert torch_private.is_in_mesh(on_one_device()) is True
 
 
+@check("root_mesh")
+def whole_mesh() -> None:
+    assert torch_private.root_mesh(on_one_device()) is on_one_device()
+
+
 @check("torch_sharding")
 def torch_rules() -> None:
     found = torch_private.torch_sharding(aten.add.Tensor, (dtensor(), dtensor()), {})

@@ -88,15 +88,6 @@ class TokenTable:
         return all(array.is_sound() for array in vars(self).values() if isinstance(array, CheckedArray))
 
 
-def identity(table: TokenTable) -> str:
-    """What tells one table from another, without reading all of it: its sizes, and a checksum of the length and weight
-    of every row and of the first tokens."""
-    facts, check = table.facts, 0
-    for array in (table.row_sizes, table.row_targets, table.tokens[: 1 << 18]):
-        check = zlib.crc32(array.tobytes(), check)
-    return f"{facts['rows']} rows, {facts['tokens']} tokens, {facts['targets']} trained, checksum {check:08x}"
-
-
 def statistics(table: TokenTable) -> dict[str, Any]:
     """Document lengths in tokens (`min`, `median`, `mean`, `p95`, `max`), the number of `documents` and `rows`, and
     `efficiency`: the fraction of `rows * row_length` that is tokens rather than padding; `row_length` is `max_length`,

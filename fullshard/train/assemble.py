@@ -17,7 +17,7 @@ import torch
 
 from fullshard import engines, runtime
 from fullshard.data.stream import Stream
-from fullshard.data.token_table import TokenTable, identity
+from fullshard.data.token_table import TokenTable
 from fullshard.errors import ConfigError
 from fullshard.lora.fused import report_sharded
 from fullshard.models.packed_inputs import PackingMethod
@@ -124,8 +124,6 @@ def gather_parts(run: CheckedRun, say: Say) -> Parts:
         trains=run.train is not None,
     )  # fmt: skip
     train, evaluation = load_data(config, model, tokenizer, run.train, run.evaluation, say)
-    if isinstance(train, TokenTable):
-        require_equal({"training data": identity(train)}, "data")
     return Parts(
         engine, model, base, earlier, tokenizer, peft_config is not None and earlier is None, grown, own_tables,
         packing, train, evaluation, peft_config if held is None else held,

@@ -14,7 +14,7 @@ import torch
 from transformers import get_scheduler
 
 from fullshard import runtime
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, DataError
 from fullshard.ranks import exchange
 from tests.data.tiny import text_rows
 from tests.pool import ranks
@@ -88,7 +88,7 @@ def test_losses_of_one_device_everywhere(
     [
         ({"learning_rate": 1e-3}, 60, r"learning_rate is 0\.005 on rank 0, 0\.001 on rank 1\."),
         ({"seed": 7}, 60, r"seed is 42 on rank 0, 7 on rank 1"),
-        ({}, 59, r'training data is "60 rows, .* on rank 0, "59 rows, .* on rank 1'),
+        ({}, 59, "ranks 1 read other data than rank 0"),
     ],
 )  # fmt: skip
 def test_ranks_with_other_settings_or_data_are_refused_before_the_first_step(
@@ -101,5 +101,5 @@ def test_ranks_with_other_settings_or_data_are_refused_before_the_first_step(
         patch.setattr(runtime, "local_rank", lambda: 0)  # each rank reads its own data, as on two machines
         patch.setattr(runtime, "local_world_size", lambda: 1)
         config.cache_dir = str(tmp_path / f"cache-{runtime.rank()}")
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises((ConfigError, DataError), match=told):
             train(make_trained("full"), config, text_rows(rows if other else 60))
