@@ -163,7 +163,7 @@ def picture(place: Path, name: str, changes: dict[str, Any], events: list[Any]) 
         "samples": (out / "samples.jsonl").read_text() if (out / "samples.jsonl").exists() else "",
         "files": sorted(p.name for p in out.iterdir()),
         "best": (loop.progress.best_step, loop.progress.best_value),
-        "title": (out / "report.html").read_text().split("<h1>")[1].split("</h1>")[0].replace(f"out {name}", ""),
+        "title": (out / "report.html").read_text().split("<header>")[1].split("</header>")[0].replace(f"out {name}", ""),
         "folders": (str(trainer.parts.train.folder.parent), out.name.replace(f"out {name}", "")),
         "engine": (loop.model.plan.strategy, len(loop.model.plan.units), str(layer.config._attn_implementation)),
         "inside": (

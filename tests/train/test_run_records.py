@@ -57,7 +57,8 @@ def test_a_run_records_what_its_report_shows(tmp_path: Path) -> None:
     assert training["fill"] == table.row_sizes[:].sum() / (len(table) * 48) and evaluation["documents"] == 9
     assert sum(training["row_lengths"]["rows"]) == len(table)
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "<h1>a &lt;run&gt;</h1>" in page and "packing" in page
+    assert '<h1>Full fine-tuning on user-provided data</h1>\n<p class="muted">a &lt;run&gt;</p>' in page
+    assert "packing" in page
 
 
 def test_a_step_is_measured(tmp_path: Path) -> None:
