@@ -529,7 +529,7 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-# What object collectives (`all_gather_object` and its like) pickle with. 2.11, 2.13. They unpickle whatever arrives.
+# What object collectives (`all_gather_object` and its like) pickle with. 2.13. They unpickle whatever arrives.
 def sign_objects(pickler: Any) -> None:
     dist.distributed_c10d._pickler = dist.distributed_c10d._unpickler = pickler
 
