@@ -80,7 +80,7 @@ def _options(
     ] = False,
 ) -> None:
     if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
+        print_text(ctx.get_help())
 
 
 @app.command(context_settings=_NAMES, short_help="Show versions, devices and ranks.")
