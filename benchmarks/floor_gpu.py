@@ -28,8 +28,8 @@ import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from benchmarks.sft_files import SHAPES, linear_layers  # noqa: E402
+from fullshard.device.torch_private import scaled_mm  # noqa: E402
 from fullshard.quant.fp8 import DTYPE as FP8  # noqa: E402
-from fullshard.torch_private import scaled_mm  # noqa: E402
 
 ROWS, LENGTH, DISTINCT, HEAD_CHUNKS = 8, 2048, 4, 16
 

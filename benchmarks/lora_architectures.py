@@ -31,8 +31,7 @@ import torch  # noqa: E402
 from fullshard.lora.fused import fuse_lora  # noqa: E402
 from fullshard.lora.gated_mlp import fuse_mlps  # noqa: E402
 from fullshard.models.attention import use_own_attention  # noqa: E402
-from fullshard.models.gated_mlps import gated_mlps  # noqa: E402
-from fullshard.models.shared_inputs import shared_inputs  # noqa: E402
+from fullshard.models.layer_groups import gated_mlps, shared_inputs  # noqa: E402
 from tests.lora.fused_models import ARCHITECTURES, adapted, bare  # noqa: E402
 
 HEADS, EXPERTS = {"head_dim": 128}, {"moe_intermediate_size": 2048}

@@ -34,8 +34,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks import sft_files  # noqa: E402
 from benchmarks.sft_files import SHAPES  # noqa: E402
-from fullshard.errors import CapacityError  # noqa: E402
-from tests.capacity.measured_run import (  # noqa: E402
+from fullshard.config.errors import CapacityError  # noqa: E402
+from tests.planner.measured_run import (  # noqa: E402
     LITTLE,
     MOMENTS,
     Setting,
@@ -212,7 +212,7 @@ def _environment(setting: Setting, rank: int, port: str) -> dict[str, str]:
 
 def measure_jobs(folder: Path) -> None:
     """What a rank does: measure one setting after the other."""
-    from fullshard import runtime
+    from fullshard.distributed import runtime
 
     for job in json.loads((folder / "jobs.json").read_text()):
         setting, model = Setting(**job["setting"]), Path(job["model"])

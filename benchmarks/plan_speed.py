@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from fullshard.launch.plan_command import read_request
-from fullshard.train.estimate_run import Pricing
+from fullshard.planner.estimate_run import Pricing
 
 SHAPE = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16384, "intermediate_size": 53248,

@@ -23,11 +23,11 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.sft_files import SHAPES, config  # noqa: E402
-from fullshard import accelerator  # noqa: E402
-from fullshard.capacity import step_time  # noqa: E402
-from fullshard.capacity.machines import this_machine  # noqa: E402
+from fullshard.device import accelerator  # noqa: E402
 from fullshard.launch.plan_command import read_request  # noqa: E402
-from fullshard.train.estimate_run import Pricing  # noqa: E402
+from fullshard.planner import step_time  # noqa: E402
+from fullshard.planner.estimate_run import Pricing  # noqa: E402
+from fullshard.planner.machines import this_machine  # noqa: E402
 
 TOLERANCE = 0.1
 RUN = ("--bf16", "--max_length", "2048", "--machine", "h200", "--torch_compile", "true")

@@ -116,7 +116,7 @@ def join(world: int, device: str) -> float:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from fullshard import runtime
+    from fullshard.distributed import runtime
 
     runtime.get_logger().setLevel("WARNING")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

@@ -235,7 +235,7 @@ def _common(job: dict[str, Any]) -> dict[str, Any]:
 
 CONTESTANTS = {"ours": ours, "trl": trl, "unsloth": unsloth}
 IMPORTS = {
-    "ours": ("fullshard.train.trainer", "transformers.models.llama.modeling_llama", "peft"),
+    "ours": ("fullshard.sft.trainer", "transformers.models.llama.modeling_llama", "peft"),
     "trl": ("datasets", "trl.trainer.sft_trainer", "peft", "transformers.models.llama.modeling_llama"),
     "unsloth": ("unsloth",),
 }

@@ -118,7 +118,7 @@ def stream_all(path: Path, workers: int) -> dict[str, Any]:
     """One pass over the file by this rank's loader."""
     from fullshard.data.loader import Collator
     from fullshard.data.sources import file_source
-    from fullshard.train.batches import make_loader, make_stream
+    from fullshard.sft.batches import make_loader, make_stream
 
     settings = config(path, workers, 10**9)
     tokenizer = make_tokenizer()

@@ -15,9 +15,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from fullshard import runtime
-from fullshard.watchdog import rank_state, threads, watch
-from fullshard.watchdog.heartbeat import HeartbeatRing, beat_every
+from fullshard.distributed import runtime
+from fullshard.distributed.watchdog import rank_state, threads, watch
+from fullshard.distributed.watchdog.heartbeat import HeartbeatRing, beat_every
 
 UNITS = 80
 """Units of the model whose operations are in the statuses."""

@@ -51,7 +51,8 @@ def train(hidden: int, layers: int, steps: int) -> None:
 
     import fullshard.runtime as xr
     import fullshard.spmd as xs
-    from fullshard import FSDPv2, engines
+    from fullshard import FSDPv2
+    from fullshard.distributed import engines
     from fullshard.fsdp.wrap import transformer_auto_wrap_policy
 
     xr.use_spmd()

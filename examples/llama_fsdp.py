@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fullshard.runtime as xr
 from fullshard import checkpoint_module
-from fullshard.parallelize.model import shard_model
-from fullshard.parallelize.settings import EngineSettings
+from fullshard.parallel.model import shard_model
+from fullshard.parallel.settings import EngineSettings
 
 
 def build(name: str | None) -> torch.nn.Module:

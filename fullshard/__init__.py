@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fullshard import engines, old_paths, xla_names
-from fullshard.errors import UserError
+from fullshard.config.errors import UserError
+from fullshard.distributed import engines, guide_names
 from fullshard.version import __version__
 
 __all__ = [
@@ -52,13 +52,13 @@ _ROOMS = ("checkpoint", "fsdp", "lora", "quant", "runtime", "spmd", "weights", "
 _HOMES = {
     "use_spmd": "runtime",
     "load_pretrained": "weights.load",
-    "SFTConfig": "settings.sft_config",
-    "SFTTrainer": "train.trainer",
+    "SFTConfig": "sft.sft_config",
+    "SFTTrainer": "sft.trainer",
     "merge_adapter": "weights.merge_adapter",
-    "prepare": "parallelize.prepare",
+    "prepare": "parallel.prepare",
     "save_pretrained": "weights.export",
     "weighted": "fsdp.uneven_batches",
-    **dict.fromkeys(("gather_for_metrics", "mean_over_rows"), "parallelize.gather"),
+    **dict.fromkeys(("gather_for_metrics", "mean_over_rows"), "parallel.gather"),
     **dict.fromkeys(("CheckpointManager", "load_state", "save_state"), "checkpoint.manager"),
     **dict.fromkeys(
         (
@@ -78,9 +78,7 @@ _HOMES = {
 }
 """Names that `fullshard` itself offers, and the room each comes from."""
 
-
-old_paths.install()
-xla_names.install()
+guide_names.install()
 
 
 engines.register(

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fullshard import log_filter, redaction
-from fullshard.errors import ConfigError, UserError, for_people
-from fullshard.terminal_text import print_text
+from fullshard.config import redaction
+from fullshard.config.errors import ConfigError, UserError, for_people
+from fullshard.distributed import log_filter
+from fullshard.distributed.terminal_text import print_text
 from fullshard.version import __version__
 
 INTERRUPTED = 130
@@ -191,7 +192,7 @@ def inspect_checkpoint(
     else:
         from rich.table import Table
 
-        from fullshard.console import Terminal
+        from fullshard.distributed.console import Terminal
 
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         for name, value in inspect.lines(facts):
@@ -270,7 +271,7 @@ def chat(
     as_json: Annotated[bool, typer.Option("--json", help="With --prompt: print one JSON object.")] = False,
 ) -> None:
     """Chat with a model or the result of a run. Answers are streamed."""
-    from fullshard.results import command
+    from fullshard.launch import result_commands as command
 
     command.chat(model, command.ChatOptions(
         prompt, system, max_new_tokens, temperature, top_p, seed, dtype, device, base, checkpoint,
@@ -297,7 +298,7 @@ def export_result(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Export a result for transformers, PEFT, vLLM and llama.cpp; with --merge as full weights."""
-    from fullshard.results import command
+    from fullshard.launch import result_commands as command
 
     command.export(run, out, command.ExportOptions(
         merge, dtype, dequantized, base, checkpoint, max_shard_size, verify, as_json
@@ -320,6 +321,6 @@ def report_runs(
     as_json: Annotated[bool, typer.Option("--json", help="Also print the results as one JSON object.")] = False,
 ) -> None:
     """Rebuild the report of a run from the files in its folder, compare several runs on one page, or watch them."""
-    from fullshard.results import report
+    from fullshard.report import command as report
 
     report.report(runs, report.ReportOptions(out, serve, port, as_json))

@@ -15,9 +15,9 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from fullshard import engines, runtime, xla_names
-from fullshard.errors import RuntimeSetupError, UnsupportedError
-from fullshard.torch_private import tree_map
+from fullshard.config.errors import RuntimeSetupError, UnsupportedError
+from fullshard.device.torch_private import tree_map
+from fullshard.distributed import engines, guide_names, runtime
 
 __all__ = [
     "RateTracker",
@@ -264,4 +264,4 @@ def _on_host(data: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    return xla_names.find(__name__, "xm", name)
+    return guide_names.find(__name__, "xm", name)

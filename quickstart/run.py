@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fullshard import log_filter
+from fullshard.distributed import log_filter
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -1,7 +1,7 @@
 """Imported first in the process that workers are forked from: assertions in the test modules it imports next are
 rewritten as in pytest's own process."""
 
-from fullshard import log_filter
+from fullshard.distributed import log_filter
 from tests.pool_worker import rewrite_assertions
 
 log_filter.leave_out()  # before what the test modules import, as in our own commands

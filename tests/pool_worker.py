@@ -124,7 +124,7 @@ def _reset() -> None:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     import fullshard.runtime as xr
-    from fullshard.watchdog import rank_state
+    from fullshard.distributed.watchdog import rank_state
 
     xr.forget_warnings()
     if rank_state.failed_flag is not None:

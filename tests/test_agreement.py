@@ -1,4 +1,4 @@
-"""`fullshard.ranks`: an error on one rank is raised on all, and a result reaches the ranks that need it."""
+"""`fullshard.distributed.ranks`: an error on one rank is raised on all, and a result reaches the ranks that need it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import fullshard
-from fullshard import rendezvous, runtime
 from fullshard.checkpoint.objects import _difference
-from fullshard.errors import CheckpointError, ConfigError, DataError, TrainingError
-from fullshard.parallelize.settings import EngineSettings
-from fullshard.ranks import agree, agree_locally, any_of, on_rank_0, once_per_node, require_equal
+from fullshard.config.errors import CheckpointError, ConfigError, DataError, TrainingError
+from fullshard.distributed import rendezvous, runtime
+from fullshard.distributed.ranks import agree, agree_locally, any_of, on_rank_0, once_per_node, require_equal
+from fullshard.parallel.settings import EngineSettings
 from tests.pool import ranks
 
 

@@ -17,14 +17,14 @@ import typer.main
 
 import fullshard
 from fullshard import cli
-from fullshard.errors import MeshError
+from fullshard.config.errors import MeshError
+from fullshard.config.options import options_of
 from fullshard.launch import environment_report, worker
 from fullshard.launch.config import launch_options
 from fullshard.launch.help_text import NEEDS_SCRIPT
-from fullshard.launch.plan_options import plan_options
+from fullshard.launch.plan_command import plan_options
 from fullshard.launch.show_command import ShowOptions
-from fullshard.options import options_of
-from fullshard.train.cli_args import command_options
+from fullshard.sft.cli_args import command_options
 from tests.pool import ROOT
 
 
@@ -105,7 +105,7 @@ def test_env_tells_of_an_accelerator_that_is_not_supported(monkeypatch: pytest.M
         ("cuda", "cuda: supported"),
         ("mps", "torch reports an accelerator of type 'mps'"),
     ):
-        monkeypatch.setattr("fullshard.accelerator.found", lambda found=found: found)
+        monkeypatch.setattr("fullshard.device.accelerator.found", lambda found=found: found)
         assert environment_report.describe_environment({})["accelerator"].startswith(said)
 
 

@@ -19,14 +19,13 @@ import typer.main
 import yaml
 
 from fullshard.cli import app
-from fullshard.configfile import read_file, sort_keys
+from fullshard.config.configfile import read_file, sort_keys
+from fullshard.config.options import options_of, parse_flags
 from fullshard.launch.config import file_options, launch_options
-from fullshard.launch.plan_command import read_request
-from fullshard.launch.plan_options import plan_options
+from fullshard.launch.plan_command import plan_options, read_request
 from fullshard.launch.sft_command import split
 from fullshard.launch.show_command import ShowOptions, read_options
-from fullshard.options import options_of, parse_flags
-from fullshard.train.cli_args import CommandConfig, command_options
+from fullshard.sft.cli_args import CommandConfig, command_options
 from tests.pool import ranks
 
 ROOT = Path(__file__).resolve().parent.parent

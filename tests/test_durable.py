@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from fullshard.checkpoint.consolidate import merge_weights
-from fullshard.configfile import write_file
+from fullshard.config.configfile import write_file
+from fullshard.config.durable import sync_tree
+from fullshard.config.paths import replace_text, replaced_files
 from fullshard.data.encode import TextSettings
 from fullshard.data.sources import row_source
 from fullshard.data.token_table import make_table
-from fullshard.durable import sync_tree
-from fullshard.paths import replace_text, replaced_files
-from fullshard.results.export import Choices, export
-from fullshard.results.find_result import find
+from fullshard.launch.export import Choices, export
+from fullshard.launch.find_result import find
 from tests.data.tiny import make_tokenizer, text_rows
-from tests.results.made import LORA, run
+from tests.report.made import LORA, run
 
 LEAVES = (".gone", "/damaged", ".deleted")
 """Ends of names to which things are moved to be removed."""

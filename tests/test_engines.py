@@ -8,9 +8,9 @@ import pytest
 import fullshard
 import fullshard.fsdp
 import fullshard.spmd
-from fullshard import engines
-from fullshard.engines import choose
-from fullshard.errors import RuntimeSetupError
+from fullshard.config.errors import RuntimeSetupError
+from fullshard.distributed import engines
+from fullshard.distributed.engines import choose
 from fullshard.fsdp import torch_engine
 from fullshard.xla import engine as xla_engine
 

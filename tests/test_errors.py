@@ -6,7 +6,8 @@ import inspect
 
 import pytest
 
-from fullshard import UserError, errors
+from fullshard import UserError
+from fullshard.config import errors
 
 FAMILY = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if cls.__module__ == errors.__name__]
 

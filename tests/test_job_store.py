@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fullshard import job_store, runtime, torch_private
-from fullshard.errors import RuntimeSetupError
-from fullshard.job_store import SECRET_VARIABLE, JobStore, SignedPickler, listen, parse, visible
-from fullshard.watchdog import rank_state
-from fullshard.watchdog.diagnosis import Failure
-from fullshard.watchdog.heartbeat import Liveness
-from fullshard.watchdog.messages import Messages
+from fullshard.config.errors import RuntimeSetupError
+from fullshard.device import torch_private
+from fullshard.distributed import job_store, runtime
+from fullshard.distributed.job_store import SECRET_VARIABLE, JobStore, SignedPickler, listen, parse, visible
+from fullshard.distributed.watchdog import rank_state
+from fullshard.distributed.watchdog.diagnosis import Failure
+from fullshard.distributed.watchdog.heartbeat import Liveness
+from fullshard.distributed.watchdog.messages import Messages
 from tests.pool import ranks
 
 FORGED = '{"number": 7, "text": "\\u001b[2Jthe end", "rank_lost": true, "at": "x"}'

@@ -12,9 +12,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from fullshard import log_filter
-from fullshard.errors import ConfigError
-from fullshard.train.adapter import add_adapter
+from fullshard.config.errors import ConfigError
+from fullshard.distributed import log_filter
+from fullshard.sft.adapter import add_adapter
 
 SMALL = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

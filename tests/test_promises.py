@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import nn
 
 import fullshard
-from fullshard import progress, runtime
+from fullshard.distributed import progress, runtime
 from fullshard.fsdp import FSDPv2, always_wrap_policy
 from tests.fsdp.programs import mesh_for
 from tests.pool import ranks
@@ -60,7 +60,7 @@ def test_what_make_check_runs_exists():
     listed = check_list()
     assert [name for name in listed if not exists(name)] == []
     rooms = {Path(name.partition("::")[0]).parent.name for name in listed}
-    assert rooms >= {"checkpoint", "data", "fsdp", "launch", "parallelize", "quant", "spmd", "train", "weights"}
+    assert rooms >= {"checkpoint", "data", "fsdp", "launch", "parallel", "quant", "spmd", "sft", "weights"}
 
 
 def test_parts_of_the_whole_run_are_all_tests():
@@ -83,7 +83,7 @@ def test_a_part_that_fails_does_not_stop_the_others(monkeypatch, capsys):
     assert printed[-1] == "failed: data" and printed[-1 - len(ran) : -1] == [f"{name} was run" for name, _ in ran]
     assert run_tests.main(["fsdp,rest"]) == 0 and [name for name, _ in ran[-2:]] == ["fsdp", "rest"]
     assert run_tests.main(["fdsp"]) == 2
-    assert "there is no part fdsp; there are capacity, checkpoint, data" in capsys.readouterr().out
+    assert "there is no part fdsp; there are checkpoint, data, devices" in capsys.readouterr().out
 
 
 def _files(target: Path) -> list[Path]:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from fullshard import runtime
-from fullshard.settings.sft_config import SFTConfig
-from fullshard.train.cli_args import read_yaml
-from fullshard.train.trainer import SFTTrainer
+from fullshard.distributed import runtime
+from fullshard.sft.cli_args import read_yaml
+from fullshard.sft.sft_config import SFTConfig
+from fullshard.sft.trainer import SFTTrainer
 from quickstart import data, quiz
 from quickstart.world import facts
 from tests.pool import ROOT, ranks

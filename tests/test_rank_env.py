@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fullshard.errors import RuntimeSetupError
-from fullshard.rank_env import (
-    Launch,
-    choose_backend,
-    choose_device,
-    choose_init_timeout,
-    read_launcher,
-)
+from fullshard.config.errors import RuntimeSetupError
+from fullshard.distributed.rank_env import Launch, choose_backend, choose_device, choose_init_timeout, read_launcher
 
 TORCHRUN = {
     "RANK": "5",

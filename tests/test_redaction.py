@@ -16,20 +16,20 @@ from typing import Any
 
 import pytest
 
-from fullshard import redaction
-from fullshard.errors import UserError, for_people
+from fullshard.config import redaction
+from fullshard.config.errors import UserError, for_people
+from fullshard.config.options import Option
+from fullshard.config.redaction import hide, hide_in, hide_words, is_secret, learn
 from fullshard.launch import agent
 from fullshard.launch.config import file_options, launch_options
-from fullshard.launch.plan_options import plan_options
+from fullshard.launch.plan_command import plan_options
 from fullshard.launch.resolve import resolve
 from fullshard.launch.worker import COMMAND_VARIABLE
-from fullshard.options import Option
-from fullshard.redaction import hide, hide_in, hide_words, is_secret, learn
-from fullshard.train import run_dir
-from fullshard.train.checked_run import check_command
-from fullshard.train.cli_args import command_options, parse
+from fullshard.sft import run_dir
+from fullshard.sft.checked_run import check_command
+from fullshard.sft.cli_args import command_options, parse
 from tests.pool import ROOT
-from tests.train.tiny import children_of, make_folder
+from tests.sft.tiny import children_of, make_folder
 
 SECRET = "s3cr3t-Kx9/q+Zw"
 OURS = "hub_token"
@@ -213,8 +213,8 @@ def test_a_run_leaves_no_secret_behind(place: Path, tmp_path: Path) -> None:
 
 FAILS = """
 import sys, warnings
-from fullshard.errors import ConfigError
-from fullshard.rank_logging import get_logger
+from fullshard.config.errors import ConfigError
+from fullshard.distributed.rank_logging import get_logger
 key = sys.argv[sys.argv.index("--api_key") + 1]
 assert len(key) == 15 and "FULLSHARD_COMMAND" not in __import__("os").environ
 get_logger().warning("cannot log in with %s", key)

@@ -75,8 +75,8 @@ def rooms() -> list[tuple[str, list[str]]]:
     rows = []
     for line in table.splitlines()[2:]:
         room, _, files = (cell.strip() for cell in line.strip("|").split("|"))
-        folder = re.search(r"`(\w+)/`", room)
-        rows.append((folder[1] if folder else "", re.findall(r"`(\w+)`", files)))
+        folder = re.search(r"`([\w/]+)/`", room)
+        rows.append((folder[1].replace("/", ".") if folder else "", re.findall(r"`(\w+)`", files)))
     return rows
 
 

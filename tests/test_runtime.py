@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fullshard.runtime as xr
+import fullshard.distributed.runtime as xr
 from fullshard import xm
-from fullshard.errors import RuntimeSetupError, UnsupportedError
-from fullshard.job_store import JobStore
-from fullshard.rank_env import Launch
-from fullshard.rendezvous import differences, introduce, meet
+from fullshard.config.errors import RuntimeSetupError, UnsupportedError
+from fullshard.distributed.job_store import JobStore
+from fullshard.distributed.rank_env import Launch
+from fullshard.distributed.rendezvous import differences, introduce, meet
 from tests.pool import ROOT, ranks
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ import pytest
 
 from tests.pool import ROOT
 from tests.screen import screen
-from tests.train.tiny import make_folder
+from tests.sft.tiny import make_folder
 
 WIDTH = 80
 OURS = (

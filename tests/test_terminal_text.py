@@ -19,21 +19,21 @@ import pytest
 from rich.progress import Progress, TextColumn
 from rich.table import Table
 
-from fullshard import progress, rank_logging, terminal_text
-from fullshard.console import Terminal
+from fullshard.config.errors import DataError
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import load_table
 from fullshard.data.sources import row_source
-from fullshard.errors import DataError
-from fullshard.launch import command, worker
+from fullshard.distributed import progress, rank_logging, terminal_text
+from fullshard.distributed.console import Terminal
+from fullshard.distributed.ranks import agree
+from fullshard.distributed.terminal_text import print_text, visible
+from fullshard.launch import chat, command, worker
 from fullshard.launch.resolve import resolve
-from fullshard.ranks import agree
-from fullshard.reporting import terminal
-from fullshard.reporting.records import SETTINGS_FILE, Sample
-from fullshard.reporting.reporter import Reporter
-from fullshard.results import chat, report
-from fullshard.terminal_text import print_text, visible
-from fullshard.train import preview
+from fullshard.report import command as report
+from fullshard.report import terminal
+from fullshard.report.records import SETTINGS_FILE, Sample
+from fullshard.report.reporter import Reporter
+from fullshard.sft import preview
 from tests.data.tiny import make_tokenizer
 from tests.pool import ROOT, ranks
 
@@ -91,14 +91,14 @@ def test_each_kind_is_written_out() -> None:
 # --- the mechanism --------------------------------------------------------------------------------------------------
 
 PRINTS = {
-    ("fullshard/terminal_text.py", "print_text"): "the one place",
-    ("fullshard/rank_logging.py", "print0"): "the print of a script",
-    ("fullshard/rank_logging.py", "print_rank"): "the print of a script",
+    ("fullshard/distributed/terminal_text.py", "print_text"): "the one place",
+    ("fullshard/distributed/rank_logging.py", "print0"): "the print of a script",
+    ("fullshard/distributed/rank_logging.py", "print_rank"): "the print of a script",
     ("fullshard/xm.py", "master_print"): "the print of a script",
     ("fullshard/launch/worker.py", "_run"): "what a script gives to sys.exit, as Python prints it",
-    ("fullshard/results/chat.py", "_write"): "an answer in a pipe or a file, which is data",
+    ("fullshard/launch/chat.py", "_write"): "an answer in a pipe or a file, which is data",
 }
-OWN_CONSOLES = {"fullshard/console.py"}
+OWN_CONSOLES = {"fullshard/distributed/console.py"}
 
 
 def prints(path: Path) -> Iterator[tuple[str, int]]:
@@ -209,7 +209,7 @@ def in_names_of_models(folder: Path) -> None:
     (folder / NAME).write_text("")
     settings = resolve(["--num_processes", "1", "--cpu", NAME, NAME])
     command.show_settings(settings)
-    from fullshard.reporting.plan_terminal import _text
+    from fullshard.report.plan_terminal import _text
 
     Terminal().print(_text(NAME))
 
@@ -277,7 +277,7 @@ def test_an_error_of_another_rank() -> None:
 @pytest.mark.slow
 def test_a_launched_script_that_fails(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(f"from fullshard.errors import DataError\nraise DataError({HOSTILE!r})\n")
+    script.write_text(f"from fullshard.config.errors import DataError\nraise DataError({HOSTILE!r})\n")
     words = [sys.executable, "-m", "fullshard", "launch", "--cpu", "--num_processes", "2", str(script)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2

@@ -20,8 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
-from fullshard import runtime, torch_private
-from fullshard.errors import RuntimeSetupError
+from fullshard.config.errors import RuntimeSetupError
+from fullshard.device import torch_private
+from fullshard.distributed import runtime
 from fullshard.spmd import Mesh
 
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -46,7 +47,7 @@ def require(name: str) -> None:
         CHECKS[name]()
     except Exception as error:
         raise AssertionError(
-            f"fullshard.torch_private.{name} does not fit torch {VERSION}: {type(error).__name__}: {error}"
+            f"fullshard.device.torch_private.{name} does not fit torch {VERSION}: {type(error).__name__}: {error}"
         ) from error
 
 

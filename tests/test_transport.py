@@ -15,17 +15,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import fullshard.runtime as xr
+import fullshard.distributed.runtime as xr
 import fullshard.spmd as xs
-from fullshard import accelerator, groups, rendezvous, torch_devices
-from fullshard.errors import RuntimeSetupError, TrainingError
+from fullshard.config.errors import RuntimeSetupError, TrainingError
+from fullshard.device import accelerator
+from fullshard.distributed import groups, rendezvous, torch_devices
+from fullshard.distributed.job_store import JobStore
+from fullshard.distributed.rank_env import Launch, choose_backend
+from fullshard.distributed.rendezvous import Meeting, introduce, meet
+from fullshard.distributed.transport import Transport, transport_of
 from fullshard.fsdp import FSDPv2
-from fullshard.job_store import JobStore
 from fullshard.launch import selftest
-from fullshard.rank_env import Launch, choose_backend
-from fullshard.rendezvous import Meeting, introduce, meet
 from fullshard.spmd.redistribute import _over_gloo
-from fullshard.transport import Transport, transport_of
 from tests.pool import ranks
 
 SHARED = "Gloo through host memory: more ranks than GPUs on this node (4 on 1)"

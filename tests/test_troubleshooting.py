@@ -12,28 +12,28 @@ from pathlib import Path
 
 import pytest
 
-import fullshard.errors
+import fullshard.config.errors
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fullshard"
 PAGE = ROOT / "docs" / "troubleshooting.md"
 ERRORS = {
     name
-    for name, kind in vars(fullshard.errors).items()
-    if isinstance(kind, type) and issubclass(kind, fullshard.errors.UserError)
+    for name, kind in vars(fullshard.config.errors).items()
+    if isinstance(kind, type) and issubclass(kind, fullshard.config.errors.UserError)
 }
 FILLED_IN = "\0"
 LEAST = 10  # letters of a message that an entry must quote
 MOST = 16  # messages that one entry may stand for: that of the shared "expected …, got …" of all options
 
 PASSED_ON = {
-    "watchdog/rank_state.py": "a failure found by investigate.py, threads.py or diagnosis.py",
-    "watchdog/messages.py": "what heartbeat.py reports about a rank",
-    "watchdog/investigate.py": "where each rank is, as diagnosis.py lists it",
-    "rank_logging.py": "what `warn_once` is given",
+    "distributed/watchdog/rank_state.py": "a failure found by investigate.py, threads.py or diagnosis.py",
+    "distributed/watchdog/messages.py": "what heartbeat.py reports about a rank",
+    "distributed/watchdog/investigate.py": "where each rank is, as diagnosis.py lists it",
+    "distributed/rank_logging.py": "what `warn_once` is given",
     "data/row_formats.py": "what was wrong with a row, once more with the row",
-    "train/cli_args.py": "what SFTConfig says of its own fields",
-    "weights/fill.py": "what weights/load_report.py says of files that do not fit",
+    "sft/cli_args.py": "what SFTConfig says of its own fields",
+    "weights/fill.py": "what weights/match.py says of files that do not fit",
     "checkpoint/manager.py": "what failed in the background",
     "ranks.py": "what another rank raised",
     "checkpoint/optimizer_state.py": "every difference between two lists of groups, as `_groups_differ` lists them",

@@ -12,9 +12,9 @@ import torch
 import fullshard.runtime as xr
 import fullshard.spmd as xs
 import fullshard.xm as xm
-from fullshard import xla_names
-from fullshard.errors import LayoutError, NameMissingError, UnsupportedError
-from fullshard.xla_names import REFUSED
+from fullshard.config.errors import LayoutError, NameMissingError, UnsupportedError
+from fullshard.distributed import guide_names
+from fullshard.distributed.guide_names import REFUSED
 from tests.pool import ranks
 
 MODULES = {"xm": xm, "xr": xr, "xs": xs}
@@ -144,7 +144,7 @@ def test_the_page_lists_every_name():
     text = PAGE.read_text()
     names = {f"xm.{n}" for n in xm.__all__} | {f"xr.{n}" for n in XR_NAMES}
     names |= {f"{known_as}.{n}" for known_as, refused in REFUSED.items() for n in refused}
-    names |= {f"{known_as}.{n}" for known_as, (_, refused) in xla_names.MODULES.items() for n in refused}
+    names |= {f"{known_as}.{n}" for known_as, (_, refused) in guide_names.MODULES.items() for n in refused}
     names |= {f"xs.{n}" for n in xs.__all__ if n in vars(xs)}
     lacking = sorted(n for n in names if not re.search(rf"\b{re.escape(n)}\b", text))
     assert not lacking, lacking

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from fullshard.config.options import Option, options_of
 from fullshard.launch.config import ProcessSettings, RunSettings
 from fullshard.launch.help_text import default_of
-from fullshard.launch.plan_options import plan_options
+from fullshard.launch.plan_command import plan_options
 from fullshard.launch.show_command import ShowOptions
-from fullshard.options import Option, options_of
-from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
-from fullshard.parallelize.settings import EngineSettings
-from fullshard.settings.sft_config import SFTConfig
-from fullshard.train.cli_args import command_options
+from fullshard.parallel.ignored_options import IGNORED_OPTIONS
+from fullshard.parallel.settings import EngineSettings
+from fullshard.sft.cli_args import command_options
+from fullshard.sft.sft_config import SFTConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 PAGES: list[tuple[str, str, Sequence[Option]]] = [

@@ -15,7 +15,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fullshard.errors import first_line
+from fullshard.config.errors import first_line
 from fullshard.models.packing_check import LEAKS, LOST, PackingVerdict, try_packing
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "packing.md"

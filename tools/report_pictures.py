@@ -20,10 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from fullshard.reporting.html_report import render  # noqa: E402 - found by the line above
-from fullshard.reporting.page import whole_page  # noqa: E402
-from fullshard.reporting.run_record import read_run  # noqa: E402
-from fullshard.results.compare import comparison  # noqa: E402
+from fullshard.report.compare import comparison  # noqa: E402
+from fullshard.report.html_report import render  # noqa: E402 - found by the line above
+from fullshard.report.page import whole_page  # noqa: E402
+from fullshard.report.run_record import read_run  # noqa: E402
 from quickstart import run as quickstart  # noqa: E402
 from tests.browser import Browser, Page, find_browser  # noqa: E402
 

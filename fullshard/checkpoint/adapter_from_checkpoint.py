@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from fullshard.checkpoint.consolidate import find_model, stored_tensors
 from fullshard.checkpoint.manifest import check_files, read_manifest
-from fullshard.errors import CheckpointError
+from fullshard.config.errors import CheckpointError
 from fullshard.lora import virtual_tokens
 from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, taken_from_weights
 from fullshard.lora.peft_model import get_peft_model_on_meta

@@ -19,13 +19,13 @@ from fullshard.checkpoint.manifest import (
     read_manifest,
     unpublished_name,
 )
-from fullshard.errors import CheckpointError, first_line
-from fullshard.paths import check_new_folder, give_usual_modes
+from fullshard.config.errors import CheckpointError, first_line
+from fullshard.config.paths import check_new_folder, give_usual_modes
 
 if TYPE_CHECKING:
     import torch
 
-    from fullshard.weights.safetensors_index import SafetensorsFiles
+    from fullshard.weights.safetensors_files import SafetensorsFiles
 
 MAX_SHARD_SIZE = "10GB"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -74,7 +74,7 @@ def merge_weights(
     base = _open_base(entry)
     tensors = dict([*stored_tensors(manifest, directory, name), *_from_base(entry, base)])
     from fullshard.checkpoint.publish import discard, new_token, publish
-    from fullshard.durable import sync_tree
+    from fullshard.config.durable import sync_tree
 
     hidden = place.with_name(unpublished_name(place.name, new_token()))
     try:
@@ -114,7 +114,7 @@ def find_model(manifest: Manifest, directory: Path, wanted: str | None = None) -
 def stored_tensors(manifest: Manifest, directory: Path, model: str) -> Iterator[tuple[str, FullTensor]]:
     """The model's tensors in the checkpoint; rank 0's value of those that differed between ranks."""
     from fullshard.checkpoint import json_tree
-    from fullshard.weights.safetensors_index import DTYPES as FILE_DTYPES
+    from fullshard.weights.safetensors_files import DTYPES as FILE_DTYPES
 
     extra = {ref["name"] for ref in json_tree.tensor_refs(manifest.states[model]["extra"])}
     for key, tensor in manifest.tensors.items():
@@ -136,7 +136,7 @@ def stored_tensors(manifest: Manifest, directory: Path, model: str) -> Iterator[
 def _assembled(manifest: Manifest, directory: Path, tensor: TensorEntry) -> torch.Tensor:
     import torch
 
-    from fullshard.weights.safetensors_index import DTYPES as FILE_DTYPES
+    from fullshard.weights.safetensors_files import DTYPES as FILE_DTYPES
 
     out = torch.empty(tensor.shape, dtype=FILE_DTYPES[tensor.dtype])
     for piece in tensor.pieces:
@@ -233,10 +233,10 @@ def _write_weights(
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    from fullshard.progress import Bar
+    from fullshard.distributed.progress import Bar
     from fullshard.weights.dtypes import dtypes_kept
     from fullshard.weights.key_mapping import ReverseMapping
-    from fullshard.weights.safetensors_writer import FileWriter, total_bytes
+    from fullshard.weights.safetensors_files import FileWriter, total_bytes
 
     model = _empty_model(entry)
     wanted = getattr(torch, dtype) if dtype is not None else None

@@ -32,11 +32,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fullshard import accelerator
-from fullshard.checkpoint.load_target import TensorToLoad
 from fullshard.checkpoint.manifest import BLOCK
-from fullshard.checkpoint.shard_index import TensorShard, host_blocks, part_to_write
-from fullshard.errors import CheckpointError
+from fullshard.checkpoint.shard_index import TensorShard, TensorToLoad, host_blocks, part_to_write
+from fullshard.config.errors import CheckpointError
+from fullshard.device import accelerator
 
 
 class WritePlanner(SavePlanner):

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fullshard import accelerator, runtime
 from fullshard.checkpoint import publish
 from fullshard.checkpoint.manifest import (
     BLOCK,
@@ -45,10 +44,12 @@ from fullshard.checkpoint.manifest import (
     read_manifest,
 )
 from fullshard.checkpoint.shard_index import as_bytes, host_blocks
-from fullshard.durable import sync
-from fullshard.errors import CheckpointError
-from fullshard.watchdog import watch
-from fullshard.weights.safetensors_index import DTYPE_NAMES, DTYPES
+from fullshard.config.durable import sync
+from fullshard.config.errors import CheckpointError
+from fullshard.device import accelerator
+from fullshard.distributed import runtime
+from fullshard.distributed.watchdog import watch
+from fullshard.weights.safetensors_files import DTYPE_NAMES, DTYPES
 
 ALIGNMENT = 64
 """Bytes: the tensor data of a file begins at a multiple of this."""

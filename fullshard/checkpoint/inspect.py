@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fullshard.byte_size import file_size
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -15,7 +14,8 @@ from fullshard.checkpoint.manifest import (
     step_name,
     unpublished,
 )
-from fullshard.errors import CheckpointError
+from fullshard.config.byte_size import file_size
+from fullshard.config.errors import CheckpointError
 
 
 def inspect_checkpoint(path: str | Path, verify: bool = False) -> dict[str, Any]:

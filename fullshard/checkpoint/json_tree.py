@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullshard.errors import CheckpointError
+from fullshard.config.errors import CheckpointError
 
 TAG = "$"
 """The key of the tag in a tagged value."""

@@ -14,9 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fullshard import runtime
 from fullshard.checkpoint import publish, save_restore
-from fullshard.checkpoint.host_snapshot import HostBuffer
 from fullshard.checkpoint.manifest import (
     Manifest,
     find_damage,
@@ -27,8 +25,10 @@ from fullshard.checkpoint.manifest import (
 )
 from fullshard.checkpoint.objects import check_state
 from fullshard.checkpoint.preemption import EXIT_PREEMPTED, SIGNALS, SignalListener
-from fullshard.errors import CheckpointError
-from fullshard.ranks import BorrowedGroup, agree, agree_locally, any_of, exchange, host_group
+from fullshard.checkpoint.save_restore import HostBuffer
+from fullshard.config.errors import CheckpointError
+from fullshard.distributed import runtime
+from fullshard.distributed.ranks import BorrowedGroup, agree, agree_locally, any_of, exchange, host_group
 
 PREEMPTED, FAILED = 1, 2
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import manifest_schema
-from fullshard.errors import CheckpointError
+from fullshard.config.errors import CheckpointError
 
 FORMAT = "fullshard checkpoint"
 VERSION = 1

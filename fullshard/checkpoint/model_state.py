@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import runtime
 from fullshard.checkpoint import json_tree
 from fullshard.checkpoint.objects import RestorePlan, StateDescription
-from fullshard.errors import UserError
+from fullshard.config.errors import UserError
+from fullshard.device.torch_private import local_of
+from fullshard.distributed import runtime
 from fullshard.lora.language_model import left_out_tensors
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import local_of
 from fullshard.weights.source_files import base_of, difference, fingerprint_of, identity_of
 from fullshard.weights.wrapped import wrapped
 

@@ -17,17 +17,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import runtime, spmd
+from fullshard import spmd
 from fullshard.checkpoint import json_tree
-from fullshard.checkpoint.load_target import TensorToLoad, mismatch, to_load
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.shard_index import TensorShard, empty_sharded, has_layout, layout_to_save, shards_of
-from fullshard.errors import CheckpointError, UserError
-from fullshard.ranks import describe_error
+from fullshard.checkpoint.shard_index import (
+    TensorShard,
+    TensorToLoad,
+    empty_sharded,
+    has_layout,
+    layout_to_save,
+    mismatch,
+    shards_of,
+    to_load,
+)
+from fullshard.config.errors import CheckpointError, UserError
+from fullshard.distributed import runtime
+from fullshard.distributed.ranks import describe_error
 from fullshard.spmd.marked import unmarked
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
-from fullshard.weights.safetensors_index import DTYPES
+from fullshard.weights.safetensors_files import DTYPES
 
 LARGEST = 2**63
 """The largest number of an optimizer or schedule."""

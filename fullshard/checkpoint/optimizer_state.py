@@ -14,9 +14,9 @@ import torch
 
 from fullshard.checkpoint import json_tree
 from fullshard.checkpoint.objects import RestorePlan, StateDescription, unlike
-from fullshard.errors import CheckpointError
-from fullshard.fsdp.bnb_optimizers import SCALES, is_bnb
-from fullshard.fsdp.optimizers import initial_state
+from fullshard.config.errors import CheckpointError
+from fullshard.optim.bnb import SCALES, is_bnb
+from fullshard.optim.sharded import initial_state
 from fullshard.spmd.mesh import Mesh
 
 STEP = "step"

@@ -24,7 +24,7 @@ launcher forwards its own."""
 
 
 def _runtime() -> Any:
-    from fullshard import runtime  # imports torch, which the launcher should not wait for
+    from fullshard.distributed import runtime  # imports torch, which the launcher should not wait for
 
     return runtime
 

@@ -13,11 +13,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from fullshard import runtime
 from fullshard.checkpoint import manifest as manifests
-from fullshard.durable import sync
-from fullshard.errors import CheckpointError
-from fullshard.ranks import agree
+from fullshard.config.durable import sync
+from fullshard.config.errors import CheckpointError
+from fullshard.distributed import runtime
+from fullshard.distributed.ranks import agree
 
 stage: Callable[[str], None] = lambda name: None  # noqa: E731
 """Called with the name of each stage of a save. Does nothing; tests replace it to kill the process at a stage."""

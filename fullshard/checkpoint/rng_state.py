@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullshard import runtime
 from fullshard.checkpoint import json_tree
 from fullshard.checkpoint.objects import RestorePlan, StateDescription
-from fullshard.errors import CheckpointError
+from fullshard.config.errors import CheckpointError
+from fullshard.distributed import runtime
 
 NAME = "rng"
 

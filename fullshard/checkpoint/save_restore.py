@@ -7,21 +7,20 @@ finish. `manager.py` decides when to save and in which thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fullshard import runtime
 from fullshard.checkpoint import objects, publish
 from fullshard.checkpoint.dcp_planner import ReadPlanner, WritePlanner
 from fullshard.checkpoint.dcp_storage import CheckpointReader, CheckpointWriter
-from fullshard.checkpoint.load_target import TensorToLoad, together
 from fullshard.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -35,12 +34,59 @@ from fullshard.checkpoint.objects import RestorePlan, StateDescription
 from fullshard.checkpoint.optimizer_state import describe_optimizer, prepare_optimizer
 from fullshard.checkpoint.rng_state import NAME as RNG
 from fullshard.checkpoint.rng_state import describe_rng, prepare_rng
-from fullshard.checkpoint.shard_index import TensorShard
-from fullshard.errors import CheckpointError
-from fullshard.ranks import agree, agree_locally, by_rank, connection_lost, describe_error
+from fullshard.checkpoint.shard_index import TensorShard, TensorToLoad, as_bytes, part_to_write, together
+from fullshard.config.errors import CheckpointError
+from fullshard.device import accelerator
+from fullshard.distributed import runtime
+from fullshard.distributed.ranks import agree, agree_locally, by_rank, connection_lost, describe_error
+from fullshard.distributed.watchdog import watch
 from fullshard.version import library_versions
-from fullshard.watchdog import watch
 from fullshard.weights.wrapped import wrapped
+
+ALIGNMENT = 64
+
+
+class HostBuffer:
+    """Host memory that grows to the largest size needed and is reused."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, pieces: Iterable[TensorShard]) -> list[TensorShard]:
+        """Copies of the shards; returns once the originals may change."""
+        found = [part for piece in pieces if (part := part_to_write(piece)) is not None]
+        parts = [part for part in found if not part.own]
+        starts, end = [], 0
+        for part in parts:
+            starts.append(end)
+            end += -(-part.local.numel() * part.local.element_size() // ALIGNMENT) * ALIGNMENT
+        self._reserve(end)
+        copies = [_whole(part, part.local) for part in found if part.own]
+        for part, start in zip(parts, starts, strict=True):
+            size = part.local.numel() * part.local.element_size()
+            copy = self._memory[start : start + size].view(part.local.dtype).view(part.local.shape)
+            if not accelerator.is_accelerator(part.local.device) and part.local.is_contiguous():
+                # numpy uses memcpy, which bypasses the cache for large blocks: twice as fast as torch's copy.
+                np.copyto(np.asarray(as_bytes(copy)), np.asarray(as_bytes(part.local)))
+            else:
+                copy.copy_(part.local, non_blocking=True)
+            copies.append(_whole(part, copy))
+        for device in {part.local.device for part in parts}:
+            accelerator.synchronize(device)
+        return copies
+
+    def _reserve(self, size: int) -> None:
+        if self._memory.numel() < size:
+            self.release()
+            self._memory = accelerator.host_memory((size,), torch.uint8)
+
+    def release(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _whole(part: TensorShard, copy: torch.Tensor) -> TensorShard:
+    """A part whose values are in `copy`; `part_to_write` must not split it again."""
+    return replace(part, local=copy, copies=min(part.copies, 1), copy=0)
 
 
 @dataclass(frozen=True)

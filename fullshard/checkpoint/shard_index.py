@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard import engines, runtime, spmd
-from fullshard.engines import HostShards
-from fullshard.errors import CheckpointError
+from fullshard import spmd
+from fullshard.checkpoint.manifest import Manifest
+from fullshard.config.errors import CheckpointError
+from fullshard.device.torch_private import DTensorSpec, TensorMeta, local_of, spec_of
+from fullshard.distributed import engines, runtime
+from fullshard.distributed.engines import HostShards
 from fullshard.spmd.marked import unmarked
 from fullshard.spmd.redistribute import layout_of, torch_layout
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded
-from fullshard.torch_private import DTensorSpec, TensorMeta, local_of, spec_of
-from fullshard.weights.safetensors_index import DTYPE_NAMES
+from fullshard.weights.safetensors_files import DTYPE_NAMES, DTYPES
 
 SMALL = 4096
 """Bytes: a replicated shard is not split into parts smaller than this."""
@@ -200,3 +202,85 @@ def _across(t: torch.Tensor) -> torch.Tensor:
     span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     flat = t.as_strided((span,), (1,)).cpu()
     return flat.as_strided(t.shape, t.stride()).contiguous()
+
+
+STAGED_BYTES = 2**30
+"""Restored tensors that are staged are together in host memory up to this size."""
+
+
+@dataclass(frozen=True)
+class LoadTarget:
+    """Memory to read into: a shard of a stored tensor."""
+
+    name: str
+    """Name of the stored tensor."""
+    local: torch.Tensor
+    offsets: tuple[int, ...]
+
+
+class TensorToLoad:
+    """A tensor that a stored one is read into."""
+
+    staged_bytes = 0
+    """Host memory that `targets` takes: at most the whole tensor, so that all ranks read the same ones together."""
+
+    def __init__(self, name: str, tensor: torch.Tensor):
+        self.name, self.tensor = name, tensor
+
+    def targets(self) -> list[LoadTarget]:
+        """The memory of the shards that this process holds."""
+        shard = shard_of(self.name, self.tensor)
+        return [] if shard is None else [LoadTarget(self.name, shard.local, shard.offsets)]
+
+    def finish(self) -> None:
+        """Called once the targets are filled."""
+
+
+class StagedTensor(TensorToLoad):
+    """A tensor whose targets are in host memory; `finish` loads them into the devices of this process."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, shards: HostShards):
+        super().__init__(name, tensor)
+        self._shards = shards
+        self.staged_bytes = tensor.numel() * tensor.element_size()
+
+    def targets(self) -> list[LoadTarget]:
+        self._staging = self._shards.stage(self.tensor)
+        return [LoadTarget(self.name, memory, starts(cuts)) for cuts, memory in self._staging.parts()]
+
+    def finish(self) -> None:
+        self._staging.commit()
+
+
+def to_load(name: str, tensor: torch.Tensor) -> TensorToLoad:
+    """The tensor as what a stored one called `name` is read into."""
+    if (on_host := host_shards(tensor)) is not None:
+        return StagedTensor(name, tensor, on_host)
+    shard_of(name, tensor)  # raises for a tensor that nothing can be read into
+    return TensorToLoad(name, tensor)
+
+
+def together(tensors: Iterable[TensorToLoad]) -> Iterator[list[TensorToLoad]]:
+    """The tensors in groups that are read together: at least one group, the same ones on every rank."""
+    group: list[TensorToLoad] = []
+    for tensor in tensors:
+        if group and sum(t.staged_bytes for t in group) + tensor.staged_bytes > STAGED_BYTES:
+            yield group
+            group = []
+        group.append(tensor)
+    yield group
+
+
+def mismatch(name: str, tensor: torch.Tensor, manifest: Manifest) -> str:
+    """Why a stored tensor cannot be read into `tensor`; empty if it can."""
+    stored = manifest.tensors.get(name)
+    if stored is None:
+        return f"{name} is not in the checkpoint"
+    if tuple(stored.shape) != tuple(tensor.shape):
+        return f"{name} has shape {tuple(stored.shape)} in the checkpoint and {tuple(tensor.shape)} here"
+    dtype = DTYPES[stored.dtype]
+    if dtype.is_floating_point != tensor.dtype.is_floating_point or (
+        not dtype.is_floating_point and dtype != tensor.dtype
+    ):
+        return f"{name} is {stored.dtype} in the checkpoint and {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)} here"
+    return ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fullshard.lazy_names import lazy_names
+from fullshard.config.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from fullshard.data.find_dataset import source_of

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fullshard.errors import DataError
+from fullshard.config.errors import DataError
 
 BLOCK = 1 << 16
 """Bytes of a block; the last block of a file may have fewer."""

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fullshard.config.errors import DataError
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.raw_row import RawRow
 from fullshard.data.render_chat import ChatMessage, Conversation, Span
 from fullshard.data.row_formats import DEFAULT_READING, UNUSED, Document, Reading, count, count_bad, parse_rows
 from fullshard.data.template_fields import adapt_messages, variables
-from fullshard.errors import DataError
 
 BATCH = 512
 """Rows tokenized in one call; fast tokenizers use all cores for a call."""

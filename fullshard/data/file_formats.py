@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fullshard.config.errors import DataError
 from fullshard.data.raw_row import (
     BadRow,
     RawRow,
@@ -28,7 +29,6 @@ from fullshard.data.raw_row import (
     short,
 )
 from fullshard.data.text_files import MARK, open_file, read_csv, read_table, read_text
-from fullshard.errors import DataError
 
 CONTENT = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\x1f\x8b": ".gz", b"PK\x03\x04": ".zip"}
 """The first bytes of binary formats, and their file name extensions."""

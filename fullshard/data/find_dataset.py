@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fullshard.config.errors import DataError, first_line
 from fullshard.data.file_formats import check_kind, kind_of, stem_of
 from fullshard.data.raw_row import RawRow, RowPosition, names, short
 from fullshard.data.row_formats import Reading, parse_row
 from fullshard.data.sources import DataSource, file_source, row_source
-from fullshard.errors import DataError, first_line
 
 Splits = tuple[DataSource, DataSource | None]
 """The training and the evaluation data of a dataset."""

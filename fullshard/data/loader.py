@@ -22,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fullshard import runtime
+from fullshard.config.errors import DataError
 from fullshard.data.encode import TextSettings
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.sources import DataSource
 from fullshard.data.token_table import MANIFEST, TokenTable, cache_root, make_table, open_table, table_key
-from fullshard.errors import DataError
-from fullshard.progress import TokenizingProgress
-from fullshard.ranks import agree_locally, exchange, once_per_node
+from fullshard.distributed import runtime
+from fullshard.distributed.progress import TokenizingProgress
+from fullshard.distributed.ranks import agree_locally, exchange, once_per_node
 
 Batch = dict[str, torch.Tensor]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from fullshard.data.node_stream import Pages
 from fullshard.data.pretokenized import IGNORED
 from fullshard.data.raw_row import names
-from fullshard.data.shared_pages import Pages
 from fullshard.data.stream import Stream
 from fullshard.data.token_table import TokenTable
 from fullshard.data.tokenize import TokenizerPool, batch_rows

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fullshard.config.errors import ConfigError, DataError
 from fullshard.data.time_limit import run_limited
-from fullshard.errors import ConfigError, DataError
 
 ChatMessage = Mapping[str, Any]
 Span = tuple[int, int]

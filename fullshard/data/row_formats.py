@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fullshard.config.errors import ConfigError, DataError
 from fullshard.data import foreign_columns, pretokenized
 from fullshard.data.messages import (
     list_of,
@@ -24,7 +25,6 @@ from fullshard.data.messages import (
     tools_of,
 )
 from fullshard.data.raw_row import BadRow, RawRow, names, parse_json, short
-from fullshard.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)

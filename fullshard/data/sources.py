@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from fullshard.config.errors import ConfigError, DataError
 from fullshard.data.file_formats import check_kind, read_file
 from fullshard.data.raw_row import RawRow, RowPosition
 from fullshard.data.row_formats import DEFAULT_READING, Document, Reading, parse_row
-from fullshard.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)

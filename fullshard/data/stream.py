@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fullshard import runtime
 from fullshard.data.loader import Pick, check_same
+from fullshard.data.node_stream import PageMaker, PageReader, Pages
 from fullshard.data.row_formats import bad_kinds
-from fullshard.data.shared_pages import PageMaker, PageReader, Pages
 from fullshard.data.token_table import LEFT_OUT, TokenTable, cache_root, unused_columns
-from fullshard.ranks import agree, once_per_node
+from fullshard.distributed import runtime
+from fullshard.distributed.ranks import agree, once_per_node
 
 COUNTED = ("documents", "rows", "tokens", "targets", *LEFT_OUT)
 START: dict[str, Any] = {

@@ -11,10 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fullshard.data.built_in_templates import built_in_name
+from fullshard.config.errors import ConfigError, DataError
+from fullshard.data.chat_template import built_in_name
 from fullshard.data.messages import REASONING
 from fullshard.data.render_chat import PROBE, ChatMessage, render
-from fullshard.errors import ConfigError, DataError
 
 ARGUMENT, CONTENT = f"{PROBE}Argument", f"{PROBE}Content"
 USER: ChatMessage = {"role": "user", "content": "Hello"}

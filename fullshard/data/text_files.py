@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from fullshard.config.errors import DataError
 from fullshard.data.raw_row import BadRow, RawRow, RowPosition, names, short
-from fullshard.errors import DataError
 
 MARK = b"\xef\xbb\xbf"
 """The UTF-8 byte order mark."""

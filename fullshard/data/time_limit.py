@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fullshard.errors import ConfigError
+from fullshard.config.errors import ConfigError
 
 T = TypeVar("T")
 

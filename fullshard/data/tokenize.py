@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fullshard import errors
+from fullshard.config import errors
+from fullshard.config.errors import DataError, UserError
 from fullshard.data.encode import BATCH, TextSettings, encode_rows
 from fullshard.data.raw_row import RawRow
 from fullshard.data.row_formats import BadRows
-from fullshard.errors import DataError, UserError
 
 WEIGHT = 4 << 20
 """Bytes of text after which a batch is full, however few its rows."""

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fullshard import engines
-from fullshard.lazy_names import lazy_names
+from fullshard.config.lazy_names import lazy_names
+from fullshard.distributed import engines
 
 if TYPE_CHECKING:
-    from fullshard.fsdp.activation_checkpointing import checkpoint_module
+    from fullshard.activations.checkpointing import checkpoint_module
     from fullshard.fsdp.module import FSDPv2, SpmdFullyShardedDataParallel
     from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, UnitPlan
     from fullshard.fsdp.policy import (
@@ -36,7 +36,6 @@ __all__ = [
 _find, __dir__ = lazy_names(
     __name__,
     {
-        "checkpoint_module": "activation_checkpointing",
         **dict.fromkeys(("ParameterPlan", "ShardingPlan", "UnitPlan"), "plan"),
         **dict.fromkeys([name for name in __all__ if name.endswith("_policy")], "policy"),
         **dict.fromkeys(("BackwardPrefetch", "MixedPrecision", "ShardingStrategy"), "strategy"),
@@ -47,4 +46,8 @@ _find, __dir__ = lazy_names(
 def __getattr__(name: str) -> Any:
     if name in ("FSDPv2", "SpmdFullyShardedDataParallel"):
         return engines.current().FSDPv2
+    if name == "checkpoint_module":
+        from fullshard.activations.checkpointing import checkpoint_module
+
+        return checkpoint_module
     return _find(name)

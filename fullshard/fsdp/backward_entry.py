@@ -21,17 +21,17 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import FSDPError
-from fullshard.fsdp import shard, uneven_batches
-from fullshard.fsdp.compile import never_compile
-from fullshard.fsdp.unit import Unit
-from fullshard.torch_private import (
+from fullshard.config.errors import FSDPError
+from fullshard.device.torch_private import (
     current_graph_task_id,
     engine_run_backward,
     next_sequence_nr,
     replace_engine_run_backward,
     sequence_nr,
 )
+from fullshard.fsdp import shard, uneven_batches
+from fullshard.fsdp.compile import never_compile
+from fullshard.fsdp.unit import Unit
 
 KEPT = 16
 """How many outermost calls are remembered after their outputs are gone: a tensor from inside may still be in use."""

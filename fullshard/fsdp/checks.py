@@ -10,20 +10,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from fullshard.errors import FSDPError, MeshError
-from fullshard.foreign_wrappers import refuse_foreign_wrappers
-from fullshard.fsdp import optimizers, shard
+from fullshard.config.errors import FSDPError, MeshError
+from fullshard.device.torch_private import in_functorch, saved_tensors_are_mutable
+from fullshard.distributed.foreign_wrappers import refuse_foreign_wrappers
+from fullshard.distributed.watchdog import watch
 from fullshard.fsdp import policy as policies
-from fullshard.fsdp.muon import share_muon
-from fullshard.fsdp.no_sync_grads import HeldGradient
+from fullshard.fsdp import shard
+from fullshard.fsdp.gradients import HeldGradient
+from fullshard.fsdp.plan_layout import plan_unit, replan
 from fullshard.fsdp.plan_model import find_sites
-from fullshard.fsdp.planner import plan_unit, replan
 from fullshard.fsdp.strategy import ShardingStrategy
 from fullshard.fsdp.unit import Unit
+from fullshard.optim import sharded
+from fullshard.optim.sharded_muon import share_muon
 from fullshard.spmd.mesh import Mesh, data_mesh, get_global_mesh
 from fullshard.spmd.tensor import ShardedTensor, is_sharded
-from fullshard.torch_private import in_functorch, saved_tensors_are_mutable
-from fullshard.watchdog import watch
 
 
 def check_mesh(mesh: Mesh | DeviceMesh | None, extra_data_axis: str | None) -> Mesh:
@@ -153,12 +154,12 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not getattr(optimizer, "_fullshard_checked", False):
         _check_once(optimizer)
         optimizer._fullshard_checked = True
-    optimizers.prepare_step(optimizer)
+    sharded.prepare_step(optimizer)
 
 
 def _check_once(optimizer: Any) -> None:
     refuse_replaced(optimizer)
-    optimizers.refuse_unable(optimizer)
+    sharded.refuse_unable(optimizer)
     _check_lists(optimizer)
 
 

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fullshard import groups
+from fullshard.device.streams import AsyncWork
+from fullshard.device.torch_private import coalescing_manager
+from fullshard.distributed import groups
+from fullshard.distributed.watchdog import watch as watching
+from fullshard.distributed.watchdog.watch import OperationLog
 from fullshard.fsdp.counters import Meter
-from fullshard.fsdp.streams import AsyncWork
-from fullshard.torch_private import coalescing_manager
-from fullshard.watchdog import watch as watching
-from fullshard.watchdog.watch import OperationLog
 
 # torch 2.13 renamed these: there the old names warn, and 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.errors import first_line
-from fullshard.fsdp.tensor_tree import tensors_in
-from fullshard.rank_logging import get_logger
-from fullshard.torch_private import (
+from fullshard.config.errors import first_line
+from fullshard.device.torch_private import (
     compiled_call,
     compiler_errors,
     compiler_settings,
@@ -28,6 +26,8 @@ from fullshard.torch_private import (
     replace_compiled_call,
     set_eval_frame,
 )
+from fullshard.distributed.rank_logging import get_logger
+from fullshard.spmd.tensor_tree import tensors_in
 
 VARIANT = "_fullshard_variant"
 """The attribute of a module that runs in one of several ways, each compiled separately: which one."""

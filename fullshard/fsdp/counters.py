@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from fullshard.watchdog import watch
+from fullshard.distributed.watchdog import watch
 
 
 @dataclass

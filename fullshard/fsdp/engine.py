@@ -20,19 +20,19 @@ from typing import Any
 
 import torch
 
-from fullshard import accelerator
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
+from fullshard.device import accelerator
+from fullshard.device.torch_private import at_end_of_backward, current_graph_task_id, sequence_nr
+from fullshard.distributed.watchdog import watch
 from fullshard.fsdp import backward_entry, gradients, reduction, uneven_batches
 from fullshard.fsdp.backward_entry import CallGraph, UnitCall, in_backward
 from fullshard.fsdp.compile import Compiler
 from fullshard.fsdp.output import without_gathered_memory
 from fullshard.fsdp.prefetch import Prefetcher, PrefetchSettings
 from fullshard.fsdp.reduction import Reduction
-from fullshard.fsdp.tensor_tree import cast_tensors, map_tensors, tensors_in
 from fullshard.fsdp.unit import Means, Unit, UnitState
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import at_end_of_backward, current_graph_task_id, sequence_nr
-from fullshard.watchdog import watch
+from fullshard.spmd.tensor_tree import cast_tensors, map_tensors, tensors_in
 
 KEEP_AFTER = 2
 """Optimizer steps after which memory has been at its peak, so that what is left may be used."""

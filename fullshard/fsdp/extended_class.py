@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
 from fullshard.spmd.mesh import Mesh
 
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from fullshard import runtime
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
+from fullshard.device.torch_private import foreach_mul_, foreach_norm, local_of
+from fullshard.distributed import runtime
+from fullshard.distributed.watchdog import collectives, watch
 from fullshard.spmd.mesh import Mesh, origin
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import foreach_mul_, foreach_norm, local_of
-from fullshard.watchdog import collectives, watch
 
 PLAIN = (-1,)
 """Stands for the axes of a gradient that is not sharded."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
 from fullshard.fsdp import build, checks, compile, grad_clip
 from fullshard.fsdp import state_dict as state
 from fullshard.fsdp.counters import Meter

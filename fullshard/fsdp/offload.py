@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fullshard import accelerator
-from fullshard.fsdp.streams import SideStream, StreamWork
+from fullshard.device import accelerator
+from fullshard.device.streams import SideStream, StreamWork
 
 
 class HostTraffic:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import FSDPError
-from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
+from fullshard.config.errors import FSDPError
+from fullshard.device.torch_private import storage_id
 from fullshard.fsdp.unit import Unit
 from fullshard.fsdp.write_count import piece_of
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import disable_manual_sharding, mark_sharding, sharding_of
 from fullshard.spmd.tensor import ShardedTensor
-from fullshard.torch_private import storage_id
+from fullshard.spmd.tensor_tree import map_tensors, tensors_in
 
 
 def without_gathered_memory(unit: Unit, output: Any) -> Any:

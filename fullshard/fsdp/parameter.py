@@ -18,17 +18,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import accelerator, runtime
-from fullshard.errors import FSDPError
-from fullshard.fsdp.host_table import HostTable
-from fullshard.fsdp.plan import ParameterPlan
-from fullshard.fsdp.plan_model import Site
-from fullshard.fsdp.strategy import dtype_of
-from fullshard.spmd.mesh import Mesh
-from fullshard.spmd.redistribute import torch_layout
-from fullshard.spmd.spec import Layout
-from fullshard.spmd.tensor import ShardedTensor, is_sharded
-from fullshard.torch_private import (
+from fullshard.config.errors import FSDPError
+from fullshard.device import accelerator
+from fullshard.device.torch_private import (
     DTensorSpec,
     TensorMeta,
     foreach_copy_,
@@ -38,6 +30,15 @@ from fullshard.torch_private import (
     set_parameters,
     spec_of,
 )
+from fullshard.distributed import runtime
+from fullshard.fsdp.host_embedding import HostTable
+from fullshard.fsdp.plan import ParameterPlan
+from fullshard.fsdp.plan_model import Site
+from fullshard.fsdp.strategy import dtype_of
+from fullshard.spmd.mesh import Mesh
+from fullshard.spmd.redistribute import torch_layout
+from fullshard.spmd.spec import Layout
+from fullshard.spmd.tensor import ShardedTensor, is_sharded
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """Target and source."""

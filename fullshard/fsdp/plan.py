@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from fullshard.byte_size import memory_size
+from fullshard.config.byte_size import memory_size
 from fullshard.fsdp.strategy import ShardingStrategy, dtype_of
 
 

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
+from fullshard.device.torch_private import parameters_of
 from fullshard.fsdp import policy as policies
-from fullshard.fsdp.host_table import stays_on_host
+from fullshard.fsdp.host_embedding import stays_on_host
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
-from fullshard.fsdp.planner import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, Terms, plan_parameter, plan_unit
+from fullshard.fsdp.plan_layout import SMALL_BYTES, SMALL_BYTES_COLLECTIVE, Terms, plan_parameter, plan_unit
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
 from fullshard.spmd.mesh import AbsentMesh, Mesh
 from fullshard.spmd.sharding import layout_on, sharding_of
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import parameters_of
 
 Site = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from fullshard import accelerator
+from fullshard.device import accelerator
+from fullshard.distributed.watchdog import watch as watching
 from fullshard.fsdp.comm import Link, Pending
-from fullshard.watchdog import watch as watching
 
 SMALL_SUM = 8192
 """Elements up to which an all-reduce takes one exchange; at least as many as there can be ranks."""

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from fullshard import runtime
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
+from fullshard.device.torch_private import submodules_of
+from fullshard.distributed import runtime
 from fullshard.spmd.mesh import Mesh
-from fullshard.torch_private import submodules_of
 
 Policy = Callable[..., bool]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard import runtime
+from fullshard.distributed import runtime
 from fullshard.fsdp import gradients
 from fullshard.fsdp.comm import Pending
 from fullshard.fsdp.parameter import ShardedParameter, copy_together

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fullshard import runtime
+from fullshard.device.torch_private import DTensorSpec, buffers_of, local_of, parameters_of, share_hooks
+from fullshard.distributed import runtime
 from fullshard.fsdp.offload import host_copy
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.plan import ParameterPlan
@@ -24,7 +25,6 @@ from fullshard.spmd.redistribute import meta_of, torch_layout
 from fullshard.spmd.sharding import sharding_of
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, full_of, is_sharded, redistributed
-from fullshard.torch_private import DTensorSpec, buffers_of, local_of, parameters_of, share_hooks
 
 replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The sharded parameter by the original parameter it replaced. An optimizer that holds a key was built too early."""

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import runtime
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
+from fullshard.device.torch_private import local_of, parameters_of, spec_of
+from fullshard.distributed import runtime
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.spmd.redistribute import replicated
 from fullshard.spmd.tensor import is_sharded, redistributed
-from fullshard.torch_private import local_of, parameters_of, spec_of
 
 streamed_save: Callable[[nn.Module, Any, dict[str, Any]], Any] | None = None
 """Writes a model's files without gathering all of it first. `fullshard.weights` sets it on import; it returns

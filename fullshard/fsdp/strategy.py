@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import FSDPError
-from fullshard.options import counting_number
+from fullshard.config.errors import FSDPError
+from fullshard.config.options import counting_number
 
 
 class ShardingStrategy(enum.IntEnum):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fullshard.engines import Devices, Engine
-from fullshard.errors import ConfigError, NameMissingError
+from fullshard.config.errors import ConfigError, NameMissingError
+from fullshard.distributed.engines import Devices, Engine
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ class TorchEngine:
     @property
     def devices(self) -> Devices:
         """Processes and devices."""
-        from fullshard import torch_devices
+        from fullshard.distributed import torch_devices
 
         return torch_devices
 

@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from fullshard import runtime
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
+from fullshard.distributed import runtime
 from fullshard.fsdp.engine import Engine
 from fullshard.fsdp.extended_class import WrappedModule
 from fullshard.fsdp.unit import Unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fullshard.triton_jit import Kernel, tl, triton
+from fullshard.device.triton_jit import Kernel, tl, triton
 
 BLOCK = 2048
 """Values of a row per program."""

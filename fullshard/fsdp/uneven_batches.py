@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard import runtime
-from fullshard.errors import FSDPError
-from fullshard.fsdp.tensor_tree import map_tensors, tensors_in
-from fullshard.watchdog import collectives
+from fullshard.config.errors import FSDPError
+from fullshard.distributed import runtime
+from fullshard.distributed.watchdog import collectives
+from fullshard.spmd.tensor_tree import map_tensors, tensors_in
 
 
 @dataclass(eq=False)

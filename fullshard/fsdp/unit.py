@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fullshard import runtime
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
+from fullshard.device.streams import SideStream, StreamWork
+from fullshard.distributed import runtime
 from fullshard.fsdp.comm import Link, Pending
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.offload import HostTraffic
 from fullshard.fsdp.parameter import ShardedParameter, copy_together, show_gathered, show_shards
 from fullshard.fsdp.plan import Bucket, UnitPlan
 from fullshard.fsdp.strategy import MixedPrecision
-from fullshard.fsdp.streams import SideStream, StreamWork
 from fullshard.fsdp.write_count import writes_of_all
 
 

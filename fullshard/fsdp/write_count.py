@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from fullshard.device.torch_private import local_of, version_of, versions_of
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import local_of, version_of, versions_of
 
 
 def writes_of(shard: torch.Tensor) -> tuple[int, int]:

@@ -37,14 +37,14 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from fullshard.checkpoint.preemption import EXIT_PREEMPTED
+from fullshard.distributed.processes import is_stopped
+from fullshard.distributed.rank_env import JOINED_VARIABLE, choose_init_timeout
+from fullshard.distributed.temporary_folders import temporary_folder
+from fullshard.distributed.watchdog.heartbeat import LOST_AFTER
 from fullshard.launch.guard import Guard
 from fullshard.launch.machine_rendezvous import give_secret, open_rendezvous, rendezvous_error
 from fullshard.launch.resolve import LaunchSettings
 from fullshard.launch.worker import EXIT_RANK_LOST, EXIT_USER_ERROR, PARENT
-from fullshard.processes import is_stopped
-from fullshard.rank_env import JOINED_VARIABLE, choose_init_timeout
-from fullshard.temporary_folders import temporary_folder
-from fullshard.watchdog.heartbeat import LOST_AFTER
 
 CRASH_PATIENCE = 5.0
 """Seconds the other processes have to fail by themselves, with their own messages, once one has crashed."""

@@ -9,17 +9,17 @@ from typing import Any
 
 from rich.table import Table
 
-from fullshard.configfile import SUFFIXES, nest, read_file, sort_keys, write_file
-from fullshard.console import Terminal
-from fullshard.errors import ConfigError
+from fullshard.config.configfile import SUFFIXES, nest, read_file, sort_keys, write_file
+from fullshard.config.errors import ConfigError
+from fullshard.config.options import convert, parse_flags
+from fullshard.config.redaction import hide
+from fullshard.distributed.console import Terminal
+from fullshard.distributed.terminal_text import print_text
 from fullshard.launch.config import accelerate_file, file_options, find_file, launch_options, own_file
 from fullshard.launch.help_text import HELP, show_launch_help, show_test_help
 from fullshard.launch.machine import count_gpus, detect_machine, gpu_type
 from fullshard.launch.questionnaire import CPU_PROCESSES, OPTIONS, Asker, ask_all
 from fullshard.launch.resolve import LaunchSettings, check_values, resolve, settle
-from fullshard.options import convert, parse_flags
-from fullshard.redaction import hide
-from fullshard.terminal_text import print_text
 
 
 def launch(words: Sequence[str]) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from fullshard.config.options import Option, options_of
 from fullshard.launch.config import launch_options
 from fullshard.launch.help_text import help_of
-from fullshard.launch.plan_options import plan_options
+from fullshard.launch.plan_command import plan_options
 from fullshard.launch.show_command import ShowOptions
-from fullshard.options import Option, options_of
-from fullshard.train.cli_args import command_options
+from fullshard.sft.cli_args import command_options
 
 OPTIONS: dict[str, Callable[[], tuple[Option, ...]]] = {
     "launch": launch_options,

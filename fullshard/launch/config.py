@@ -1,7 +1,7 @@
 """The launcher's options, and the locations of its configuration file.
 
 `ProcessSettings` are the keys of Accelerate's file that are not about the engine (those are in
-`fullshard.parallelize.settings.EngineSettings`); `RunSettings` are flags only. The file format, the flags, `--help` and
+`fullshard.parallel.settings.EngineSettings`); `RunSettings` are flags only. The file format, the flags, `--help` and
 `docs/options.md` all come from these three classes. `resolve.py` combines the values.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fullshard.options import Option, option, options_of
-from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
-from fullshard.parallelize.settings import EngineSettings
+from fullshard.config.options import Option, option, options_of
+from fullshard.parallel.ignored_options import IGNORED_OPTIONS
+from fullshard.parallel.settings import EngineSettings
 
 OFFERED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "XLA")
 NOT_OFFERED = (

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fullshard import engines
-from fullshard.device_kinds import KINDS
-from fullshard.errors import RuntimeSetupError, first_line
+from fullshard.config.errors import RuntimeSetupError, first_line
+from fullshard.device.device_kinds import KINDS
+from fullshard.distributed import engines
 from fullshard.version import __version__
 
 TORCH_PACKAGES = ("torch_xla", "torch_tpu")
@@ -136,7 +136,8 @@ def _nccl_version() -> str:
 
 
 def _accelerator() -> str:
-    from fullshard import accelerator, runtime
+    from fullshard.device import accelerator
+    from fullshard.distributed import runtime
 
     return runtime.device_note() or (f"{accelerator.kind()}: supported" if accelerator.found() else "none")
 
@@ -144,20 +145,20 @@ def _accelerator() -> str:
 def _xla_devices() -> str:
     if not engines.current().drives_machine:
         return "none (the XLA engine is not used)"
-    from fullshard import runtime
+    from fullshard.distributed import runtime
 
     here, all_of_them = runtime.addressable_device_count(), runtime.global_runtime_device_count()
     return f"{all_of_them} {runtime.device_type()}, {here} of this process"
 
 
 def _device() -> str:
-    from fullshard import runtime
+    from fullshard.distributed import runtime
 
     return str(runtime.device())
 
 
 def _backend() -> str:
-    from fullshard import groups, rank_env, runtime
+    from fullshard.distributed import groups, rank_env, runtime
 
     if engines.current().drives_machine:
         return str(runtime.transport())
@@ -177,7 +178,7 @@ def _backends() -> list[str]:
 def _gpus() -> list[str]:
     import torch
 
-    from fullshard import accelerator
+    from fullshard.device import accelerator
 
     properties = getattr(torch.get_device_module(accelerator.kind()), "get_device_properties", None)
     if properties is None:
@@ -187,7 +188,7 @@ def _gpus() -> list[str]:
 
 
 def _from_runtime(name: str) -> int:
-    from fullshard import runtime
+    from fullshard.distributed import runtime
 
     return int(getattr(runtime, name)())
 

@@ -6,11 +6,11 @@ import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from fullshard.config.options import Option, options_of
+from fullshard.distributed.terminal_text import print_text
 from fullshard.launch.config import ProcessSettings, RunSettings
-from fullshard.options import Option, options_of
-from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
-from fullshard.parallelize.settings import EngineSettings
-from fullshard.terminal_text import print_text
+from fullshard.parallel.ignored_options import IGNORED_OPTIONS
+from fullshard.parallel.settings import EngineSettings
 
 HELP_WIDTH = 100
 """The widest help: longer lines are hard to read."""

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.device_kinds import KINDS
+from fullshard.device.device_kinds import KINDS
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ def count_gpus() -> int:
     device_files = (file for kind in open_kinds for pattern in kind.files for file in Path("/dev").glob(pattern))
     if not open_kinds or (sys.platform.startswith("linux") and not any(device_files)):
         return 0
-    from fullshard.rank_env import gpu_count
+    from fullshard.distributed.rank_env import gpu_count
 
     return gpu_count()
 
 
 def gpu_type() -> str:
     """The device type of this machine's GPUs, as torch calls it."""
-    from fullshard import accelerator
+    from fullshard.device import accelerator
 
     return accelerator.kind()
 
@@ -52,6 +52,6 @@ def detect_machine() -> Machine:
     slurm = shutil.which("srun") is not None
     if not count_gpus():
         return Machine(slurm=slurm)
-    from fullshard import accelerator
+    from fullshard.device import accelerator
 
     return Machine(tuple(accelerator.names()), accelerator.computes_bf16(), slurm)

@@ -27,8 +27,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from fullshard.errors import ConfigError, RuntimeSetupError
-from fullshard.job_store import SECRET_VARIABLE, JobStore, listen
+from fullshard.config.errors import ConfigError, RuntimeSetupError
+from fullshard.distributed.job_store import SECRET_VARIABLE, JobStore, listen
 from fullshard.launch.resolve import LaunchSettings
 
 LIMITS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout")

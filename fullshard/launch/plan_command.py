@@ -9,22 +9,40 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard import engines
-from fullshard.capacity.machines import MACHINES, Machine, find_machine, stand_in
-from fullshard.configfile import SUFFIXES, read_file
-from fullshard.errors import ConfigError
+from fullshard.config.configfile import SUFFIXES, read_file
+from fullshard.config.errors import ConfigError
+from fullshard.config.options import Option, option, options_of, parse_flags
+from fullshard.distributed import engines
+from fullshard.distributed.terminal_text import print_text
 from fullshard.launch.config import ProcessSettings, launch_options
 from fullshard.launch.help_text import HELP, show_help
-from fullshard.launch.plan_options import PlanOptions, plan_options
 from fullshard.launch.resolve import resolve
 from fullshard.launch.sft_command import refuse_unknown, separate, split
-from fullshard.options import parse_flags
-from fullshard.terminal_text import print_text
-from fullshard.train.checked_run import sharding_settings, starting_point
-from fullshard.train.cli_args import command_options, parse
-from fullshard.train.plan_request import PlanRequest
+from fullshard.planner.machines import MACHINES, Machine, MachineOptions, find_machine, stand_in
+from fullshard.planner.plan_request import PlanRequest
+from fullshard.sft.checked_run import sharding_settings, starting_point
+from fullshard.sft.cli_args import command_options, parse
+
+
+@dataclass(frozen=True)
+class PlanOptions(MachineOptions):
+    """The machine to plan for, and what to print."""
+
+    search: bool = False
+    """Rank the settings that fit this machine by estimated speed, each with the YAML that runs it."""
+    allow: tuple[str, ...] = option((), kind=tuple, given_as="lora,qlora,fp8,…")
+    """What the search may change beside strategy, offload, checkpointing and micro-batch."""
+    json: bool = False
+    """Print one JSON object; docs/planning.md describes it."""
+
+
+def plan_options() -> tuple[Option, ...]:
+    """The flags that `fullshard plan` alone has, or reads for the machine."""
+    return options_of(PlanOptions)
+
 
 EXIT_CODES = {True: 0, False: 1, None: 3}
 """By whether a run fits; None is where that cannot be told. 2 is for wrong settings."""
@@ -42,8 +60,8 @@ def plan(words: Sequence[str]) -> int:
 
 def show(request: PlanRequest, options: PlanOptions) -> int:
     """Print what the run needs and costs."""
-    from fullshard.capacity.tables import print_estimate
-    from fullshard.train.estimate_run import estimate_with_advice
+    from fullshard.planner.estimate_run import estimate_with_advice
+    from fullshard.planner.tables import print_estimate
 
     estimate = estimate_with_advice(with_data(request))
     if options.json:
@@ -55,10 +73,10 @@ def show(request: PlanRequest, options: PlanOptions) -> int:
 
 def search(request: PlanRequest, options: PlanOptions) -> int:
     """Print the settings that fit the machine, the fastest first."""
-    from fullshard.console import Terminal
-    from fullshard.train.estimate_run import Pricing
-    from fullshard.train.plan_search import check_allowed, search_settings
-    from fullshard.train.search_table import print_search
+    from fullshard.distributed.console import Terminal
+    from fullshard.planner.estimate_run import Pricing
+    from fullshard.planner.plan_search import check_allowed, search_settings
+    from fullshard.planner.tables import print_search
 
     allowed = check_allowed(options.allow)
     with Terminal(stderr=True).status("searching") as status:
@@ -72,7 +90,7 @@ def search(request: PlanRequest, options: PlanOptions) -> int:
 
 def with_data(request: PlanRequest) -> PlanRequest:
     """The request with the lengths of the rows of its data, if they are known here."""
-    from fullshard.train.planned_batch import lengths_of_data
+    from fullshard.planner.planned_memory import lengths_of_data
 
     lengths, note = lengths_of_data(request.config, request.model, request.adapter)
     return dataclasses.replace(request, lengths=lengths, data=note)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from fullshard.console import Terminal
-from fullshard.errors import ConfigError
+from fullshard.config.errors import ConfigError
+from fullshard.config.options import FALSE, TRUE, Option, convert, counting_number, options_of
+from fullshard.distributed.console import Terminal
 from fullshard.launch.config import ProcessSettings
 from fullshard.launch.machine import Machine
-from fullshard.options import FALSE, TRUE, Option, convert, counting_number, options_of
-from fullshard.parallelize.settings import STRATEGIES, EngineSettings
+from fullshard.parallel.settings import STRATEGIES, EngineSettings
 
 T = TypeVar("T")
 CPU_PROCESSES = 2

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard import engines
-from fullshard.configfile import Given, read_file, sort_keys
-from fullshard.device_kinds import KINDS
-from fullshard.errors import ConfigError
-from fullshard.integrations.seams import VARIABLE as INTEGRATIONS_VARIABLE
+from fullshard.config.configfile import Given, read_file, sort_keys
+from fullshard.config.errors import ConfigError
+from fullshard.config.options import counting_number, options_of, parse_flags
+from fullshard.config.redaction import hide_in, hide_words, learn
+from fullshard.device.device_kinds import KINDS
+from fullshard.distributed import engines
+from fullshard.hf.patches import VARIABLE as INTEGRATIONS_VARIABLE
 from fullshard.launch.config import (
     NOT_OFFERED,
     ProcessSettings,
@@ -31,11 +33,9 @@ from fullshard.launch.config import (
 )
 from fullshard.launch.slurm import SlurmPlace, read_slurm
 from fullshard.launch.worker import COMMAND_VARIABLE
-from fullshard.options import counting_number, options_of, parse_flags
-from fullshard.parallelize.fsdp_flags import read_section, read_words
-from fullshard.parallelize.ignored_options import IGNORED_OPTIONS
-from fullshard.parallelize.settings import RESOLVED_VARIABLE, XLA_DEVICES_VARIABLE, EngineSettings, overlay, values_in
-from fullshard.redaction import hide_in, hide_words, learn
+from fullshard.parallel.fsdp_flags import read_section, read_words
+from fullshard.parallel.ignored_options import IGNORED_OPTIONS
+from fullshard.parallel.settings import RESOLVED_VARIABLE, XLA_DEVICES_VARIABLE, EngineSettings, overlay, values_in
 from fullshard.version import __version__
 
 

@@ -20,14 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fullshard.runtime as xr
-from fullshard import accelerator, engines, groups
-from fullshard.errors import TrainingError, UserError
+from fullshard.config.errors import TrainingError, UserError
+from fullshard.device import accelerator
+from fullshard.distributed import engines, groups
+from fullshard.distributed import runtime as xr
+from fullshard.distributed.temporary_folders import owned_prefix
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.parallelize.prepare import prepare
-from fullshard.parallelize.settings import EngineSettings
+from fullshard.parallel.prepare import prepare
+from fullshard.parallel.settings import EngineSettings
 from fullshard.spmd import full_tensor
-from fullshard.temporary_folders import owned_prefix
 
 STEPS, ROWS, WIDTH = 3, 8, 16
 OK = "ok      "

@@ -10,16 +10,16 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from fullshard.errors import ConfigError
+from fullshard.config.errors import ConfigError
+from fullshard.config.options import FALSE, TRUE, Option, nearest_option
 from fullshard.launch import command
 from fullshard.launch.config import find_file, launch_options
 from fullshard.launch.help_text import HELP, show_help
 from fullshard.launch.machine import count_gpus
 from fullshard.launch.resolve import resolve
-from fullshard.options import FALSE, TRUE, Option, nearest_option
-from fullshard.train.cli_args import command_options
+from fullshard.sft.cli_args import command_options
 
-MODULE = "fullshard.train"
+MODULE = "fullshard.sft"
 
 
 def sft(words: Sequence[str]) -> int:
@@ -27,14 +27,14 @@ def sft(words: Sequence[str]) -> int:
     if any(word in HELP for word in words):
         show_sft_help()
         return 0
-    from fullshard.train.checked_run import RUN_VARIABLE, check_command
-    from fullshard.train.cli_args import parse
+    from fullshard.sft.checked_run import RUN_VARIABLE, check_command
+    from fullshard.sft.cli_args import parse
 
     refuse_unknown(words, (*command_options(), *launch_options()), "sft")
     mine, launchers = split(words)
     arguments = parse(mine)
     if arguments.config.preview:
-        from fullshard.train.preview import preview_run
+        from fullshard.sft.preview import preview_run
 
         preview_run(check_command(arguments))
         return 0
@@ -47,7 +47,7 @@ def sft(words: Sequence[str]) -> int:
         launch = resolve(ranks)
     if launch is not None:
         return command.start(dataclasses.replace(command.settle_here(launch), variables={RUN_VARIABLE: run.to_json()}))
-    from fullshard.train.trainer import train_run
+    from fullshard.sft.trainer import train_run
 
     train_run(run)
     return 0

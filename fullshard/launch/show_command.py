@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.byte_size import file_size
-from fullshard.errors import ConfigError
+from fullshard.config.byte_size import file_size
+from fullshard.config.errors import ConfigError
+from fullshard.config.options import Option, option, options_of, parse_flags
+from fullshard.config.paths import replace_text, within
+from fullshard.distributed.terminal_text import print_text
 from fullshard.launch.help_text import HELP, show_help
 from fullshard.launch.plan_command import read_request, with_data
 from fullshard.launch.sft_command import separate
-from fullshard.options import Option, option, options_of, parse_flags
-from fullshard.paths import replace_text, within
-from fullshard.results.find_plan import StoredPlan, find_plan
-from fullshard.terminal_text import print_text
+from fullshard.report.find_plan import StoredPlan, find_plan
 
 if TYPE_CHECKING:
-    from fullshard.capacity.engine_memory import Schedule
     from fullshard.fsdp.plan import ShardingPlan
-    from fullshard.reporting.step_memory import StepMemory
-    from fullshard.train.plan_request import PlanRequest
+    from fullshard.planner.engine_memory import Schedule
+    from fullshard.planner.plan_request import PlanRequest
+    from fullshard.report.step_memory import StepMemory
 
 SUFFIXES = (".svg", ".html")
 
@@ -128,7 +128,7 @@ def _from_store(stored: StoredPlan, words: Sequence[str]) -> Shown:
 
 def _memory_of_run(estimate: dict[str, Any]) -> StepMemory | None:
     """The memory in a run's `plan.json`; None if it is of another format."""
-    from fullshard.reporting.step_memory import StepMemory
+    from fullshard.report.step_memory import StepMemory
 
     try:
         memory = estimate["memory"]
@@ -143,10 +143,10 @@ def _memory_of_run(estimate: dict[str, Any]) -> StepMemory | None:
 
 
 def _from_estimate(request: PlanRequest) -> Shown:
-    from fullshard.capacity.engine_memory import Schedule
     from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
-    from fullshard.reporting.step_memory import StepMemory
-    from fullshard.train.estimate_run import Pricing
+    from fullshard.planner.engine_memory import Schedule
+    from fullshard.planner.estimate_run import Pricing
+    from fullshard.report.step_memory import StepMemory
 
     estimate = Pricing()(with_data(request))
     engine, machine, memory = request.engine, estimate.machine, estimate.memory
@@ -167,17 +167,17 @@ def _from_estimate(request: PlanRequest) -> Shown:
 
 
 def _draw(shown: Shown, options: ShowOptions, out: Path | None) -> None:
-    from fullshard.capacity.gathered_timeline import gathered_timeline
-    from fullshard.reporting.plan_view import view_plan
-    from fullshard.reporting.step_memory import memory_of_plan
+    from fullshard.planner.engine_memory import gathered_timeline
+    from fullshard.report.plan_view import view_plan
+    from fullshard.report.step_memory import memory_of_plan
 
     view = view_plan(shown.plan, shown.ranks_per_node, ranks=options.ranks, units=options.units)
     gathered = gathered_timeline(shown.plan, shown.schedule)
     memory = shown.memory or memory_of_plan(shown.plan, gathered)
     if out is not None:
-        from fullshard.reporting.plan_charts import plan_charts
-        from fullshard.reporting.plan_page import plan_page
-        from fullshard.reporting.plan_svg import plan_svg
+        from fullshard.report.plan_charts import plan_charts
+        from fullshard.report.plan_page import plan_page
+        from fullshard.report.plan_svg import plan_svg
 
         page = out.suffix.lower() == ".html"
         text = (
@@ -192,11 +192,11 @@ def _draw(shown: Shown, options: ShowOptions, out: Path | None) -> None:
         if not options.json:
             print_text(f"{'page' if page else 'picture'} written to {out} ({file_size(out.stat().st_size)})")
     if options.json:
-        from fullshard.reporting.plan_json import plan_facts
+        from fullshard.report.plan_page import plan_facts
 
         print_text(json.dumps(plan_facts(shown.title, view, gathered, memory)))
     elif out is None:
-        from fullshard.reporting.plan_terminal import print_plan
+        from fullshard.report.plan_terminal import print_plan
 
         print_plan(shown.title, view, gathered, memory)
 

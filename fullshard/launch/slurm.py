@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fullshard.errors import ConfigError
+from fullshard.config.errors import ConfigError
 
 
 @dataclass(frozen=True)

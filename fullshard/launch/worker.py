@@ -1,7 +1,7 @@
 """The entry point of every process that `fullshard launch` starts: prepares the process and runs the user's script.
 
 Only the standard library, `fullshard/__init__.py`, `engines.py`, `log_filter.py`, `redaction.py` and
-`integrations/seams.py` are imported here; the script imports the rest. A user error is passed to the launcher, which
+`hf/patches.py` are imported here; the script imports the rest. A user error is passed to the launcher, which
 prints it once for all ranks.
 """
 
@@ -40,15 +40,16 @@ def main(words: list[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path[0] = os.getcwd() if kind == "module" else str(Path(script).resolve().parent)
     with contextlib.suppress(ImportError):  # not on the script's path
-        from fullshard import log_filter, redaction
+        from fullshard.config import redaction
+        from fullshard.distributed import log_filter
 
         log_filter.leave_out()
         redaction.learn_words(sys.argv)
     if not script.startswith("fullshard."):  # our own commands need no integrations
         with contextlib.suppress(ImportError):
-            from fullshard.integrations import seams
+            from fullshard.hf import patches
 
-            seams.install()
+            patches.install()
     _leave(_run(kind, script))
 
 
@@ -119,23 +120,25 @@ def _keep_own_cores() -> None:
 
 def _cause(error: BaseException) -> BaseException:
     """The lost rank behind an error, if there is one: libraries only report that their communication was aborted."""
-    watch = sys.modules.get("fullshard.watchdog.watch")
+    watch = sys.modules.get("fullshard.distributed.watchdog.watch")
     return (watch.cause(error) if watch is not None and isinstance(error, RuntimeError) else None) or error
 
 
 def _is_user_error(error: BaseException) -> bool:
-    errors = sys.modules.get("fullshard.errors")  # if it was never imported, the error is not ours
+    errors = sys.modules.get("fullshard.config.errors")  # if it was never imported, the error is not ours
     return errors is not None and isinstance(error, errors.UserError)
 
 
 def _report(message: str, at: str) -> None:
     with contextlib.suppress(ImportError):
-        from fullshard.redaction import hide
+        from fullshard.config.redaction import hide
 
         message = hide(message)
     path = os.environ.get(ERROR_FILE)
     if path is None:
-        from fullshard.terminal_text import print_text  # the error is one of fullshard's, so it can be imported
+        from fullshard.distributed.terminal_text import (
+            print_text,  # the error is one of fullshard's, so it can be imported
+        )
 
         print_text(f"fullshard: rank {os.environ.get('RANK', '0')}: {message}", sys.stderr)
         return

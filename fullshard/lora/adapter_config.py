@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import WeightsError
+from fullshard.config.errors import WeightsError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FIRST = "initial_adapter"

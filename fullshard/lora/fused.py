@@ -18,16 +18,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fullshard.device.torch_private import has_hooks, submodules_of
 from fullshard.lora.fused_dropout import draw_seed
 from fullshard.lora.fused_math import Layer
 from fullshard.lora.fused_ops import lora_group
 from fullshard.quant.base_product import base_form
 from fullshard.quant.ops import autocasts, compute_dtype
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import has_hooks, submodules_of
 
 SharedInputs = Mapping[type, Sequence[Sequence[str]]]
-"""By class of module, the names of its linear layers that get the same input; see `models/shared_inputs.py`."""
+"""By class of module, the names of its linear layers that get the same input; see `models/layer_groups.py`."""
 
 
 @dataclass

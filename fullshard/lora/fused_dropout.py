@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fullshard import accelerator
+from fullshard.device import accelerator
 
 STEPS = 2**16
 """Probabilities are multiples of 1/STEPS."""

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard import accelerator
-from fullshard.triton_jit import Kernel, tl, triton
+from fullshard.device import accelerator
+from fullshard.device.triton_jit import Kernel, tl, triton
 
 ROWS, COLUMNS, STAGES, WARPS = 64, 128, 2, 4
 """The tile of `x` that a program works on at a time, how many tiles are loaded ahead, and its warps."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from fullshard.device.triton_jit import Kernel, exp, sigmoid, tl, triton
 from fullshard.lora.fused_kernels import _kept, launch
-from fullshard.triton_jit import Kernel, exp, sigmoid, tl, triton
 
 FORWARD = {"ROWS": 64, "COLUMNS": 64, "STAGES": 4, "num_warps": 4}
 BACKWARD = {"ROWS": 128, "COLUMNS": 64, "STAGES": 3, "num_warps": 8}

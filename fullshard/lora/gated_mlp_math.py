@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fullshard import accelerator
+from fullshard.device import accelerator
 from fullshard.lora import fused_math
 from fullshard.lora.fused_dropout import Dropout
 from fullshard.lora.fused_math import Layer

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.errors import ConfigError, first_line
-from fullshard.torch_private import submodules_of
+from fullshard.config.errors import ConfigError, first_line
+from fullshard.device.torch_private import submodules_of
 
 
 def whole_class(config: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fullshard.errors import ConfigError
+from fullshard.config.errors import ConfigError
 
 SERVED = (
     "LORA", "VERA", "PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA",

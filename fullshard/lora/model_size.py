@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.byte_size import memory_size
+from fullshard.config.byte_size import memory_size
 from fullshard.lora.trainable_tokens import plain_layer
 from fullshard.quant.quantize import packed_parameters, packed_weights, quantized_format
 

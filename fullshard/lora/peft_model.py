@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.errors import ConfigError, QuantizationError
+from fullshard.config.errors import ConfigError, QuantizationError
+from fullshard.device.torch_private import parameters_of
 from fullshard.lora.methods import method_of
 from fullshard.lora.virtual_tokens import is_prompt
 from fullshard.quant.quantize import quantized_format
-from fullshard.torch_private import parameters_of
 
 INITIALIZED_BY_NAME = ("VERA", "LN_TUNING", "PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
 """Methods that `weights/init.py` initializes, or whose values are in the model's files; PEFT initializes the others."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from fullshard.errors import WeightsError
+from fullshard.config.errors import WeightsError
 from fullshard.lora.adapter_config import CONFIG, FIRST, WEIGHTS, read_config
 
 

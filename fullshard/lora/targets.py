@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fullshard.errors import ConfigError
+from fullshard.config.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "up_proj", "gate_proj")

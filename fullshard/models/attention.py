@@ -19,13 +19,13 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fullshard import accelerator
-from fullshard.errors import first_line
+from fullshard.config.errors import first_line
+from fullshard.device import accelerator
+from fullshard.device.torch_private import compiler_errors
+from fullshard.distributed.rank_logging import get_logger
 from fullshard.models.attention_masks import dense_mask, dense_of, mask_of_model
-from fullshard.models.inner_model import causal
+from fullshard.models.causal_lm import causal
 from fullshard.models.kernels_on_meta import flex_attention_on_meta
-from fullshard.rank_logging import get_logger
-from fullshard.torch_private import compiler_errors
 
 NAME, NAME_FOR_SCORES = "fullshard", "fullshard_scores"
 """The names in transformers; the second for models that change scores (soft-caps, sinks), which SDPA cannot."""

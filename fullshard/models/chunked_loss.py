@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard import accelerator
+from fullshard.config.errors import ConfigError
 from fullshard.data.pretokenized import IGNORED
-from fullshard.errors import ConfigError
+from fullshard.device import accelerator
+from fullshard.device.torch_private import NoTorchFunction
 from fullshard.lora import trainable_tokens
+from fullshard.models.causal_lm import causal
 from fullshard.models.deferred_logits import DeferredLogits, SoftCap, Step
-from fullshard.models.inner_model import causal
 from fullshard.models.router_loss import without_padding
 from fullshard.models.token_loss import TokenLoss, by_kernel, fused, known_count, reference
-from fullshard.torch_private import NoTorchFunction
 
 FUSED_BYTES = 256 * 2**20
 """The largest chunk of logits for the fused kernel, unless `chunk_tokens` is set. For each chunk the head's weight is

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.device.torch_private import NoTorchFunction, make_wrapper_subclass
 from fullshard.lora.trainable_tokens import TrainedRows, put_over
-from fullshard.torch_private import NoTorchFunction, make_wrapper_subclass
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
 """An element-wise function, its arguments, and the index of the logits among them."""

@@ -1,7 +1,7 @@
 """Text generation with a model, sharded or not: prompt tokens in, answer tokens out.
 
 transformers' `generate` does the work. This file calls it through an adapter, decides where an answer ends, and keeps
-ranks with different prompts in step. The prompts come from `train/samples.py` and `results/chat.py`.
+ranks with different prompts in step. The prompts come from `sft/samples.py` and `launch/chat.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from fullshard import runtime
+from fullshard.config.errors import ConfigError
 from fullshard.data.time_limit import run_limited
-from fullshard.errors import ConfigError
+from fullshard.distributed import runtime
+from fullshard.distributed.ranks import any_of
 from fullshard.lora.virtual_tokens import is_prompt
-from fullshard.ranks import any_of
 from fullshard.weights.key_mapping import plain_model
 
 PLACEHOLDER = "\u2042 an answer \u2042"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fullshard import accelerator
+from fullshard.device import accelerator
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)

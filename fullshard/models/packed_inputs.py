@@ -19,7 +19,7 @@ import torch
 
 from fullshard.models.attention import batch_size, is_own
 from fullshard.models.attention_masks import block_mask, dense_mask, known_rows, masks_by_layer
-from fullshard.models.inner_model import causal
+from fullshard.models.causal_lm import causal
 
 Documents = list[list[int]]
 """For each row, the start of each document, and the end of the last one."""

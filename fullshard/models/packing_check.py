@@ -17,12 +17,19 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from fullshard.config.errors import first_line
 from fullshard.data.loader import Collator
-from fullshard.errors import first_line
 from fullshard.models.attention import is_own, without_flex
-from fullshard.models.inner_model import causal
+from fullshard.models.causal_lm import causal
 from fullshard.models.packed_inputs import Packed, PackingMethod, documents_of
-from fullshard.models.small_copy import SPECIAL, VOCABULARY, bare_model, forked_random, quiet_transformers, small_models
+from fullshard.models.tiny_model import (
+    SPECIAL,
+    VOCABULARY,
+    bare_model,
+    forked_random,
+    quiet_transformers,
+    small_models,
+)
 
 FIRST, SECOND = 10, 13
 """Lengths of the documents: longer than the attention window of a small model, and than any convolution."""

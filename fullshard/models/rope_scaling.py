@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fullshard.errors import ConfigError
+from fullshard.config.errors import ConfigError
 
 
 def scale_rope(config: Any, kind: str, length: int, log: Callable[[str], None]) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import ConfigError
-from fullshard.models.inner_model import causal
+from fullshard.config.errors import ConfigError
+from fullshard.models.causal_lm import causal
 
 COEFFICIENT = "router_aux_loss_coef"
 FUNCTION = "load_balancing_loss_func"

@@ -5,7 +5,7 @@ The names below are imported when they are first used; `docs/qlora.md` is the gu
 
 from __future__ import annotations
 
-from fullshard.lazy_names import lazy_names
+from fullshard.config.lazy_names import lazy_names
 
 _HOMES = {
     **dict.fromkeys(("NestedState", "QuantState", "dequantize_4bit", "quantize_4bit"), "nf4"),

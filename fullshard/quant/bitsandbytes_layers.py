@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.errors import QuantizationError
+from fullshard.config.errors import QuantizationError
 from fullshard.quant import bnb_format
 from fullshard.quant.linear import NF4Linear
 from fullshard.quant.sharded_groups import from_state

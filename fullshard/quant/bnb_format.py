@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import QuantizationError
+from fullshard.config.errors import QuantizationError
 from fullshard.fsdp.strategy import dtype_name, dtype_of
 from fullshard.quant import codebooks
 from fullshard.quant.nf4 import NestedState, QuantState

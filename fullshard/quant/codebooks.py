@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from fullshard.errors import QuantizationError
+from fullshard.config.errors import QuantizationError
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

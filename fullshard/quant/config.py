@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import ConfigError, QuantizationError
+from fullshard.config.errors import ConfigError, QuantizationError
 from fullshard.fsdp.strategy import dtype_name, dtype_of
 from fullshard.quant.sharded_groups import Scheme
 

@@ -13,12 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fullshard.quant import sharded_groups, workspace
-from fullshard.quant.ops import without_autocast
-from fullshard.quant.quantized_linear import ReadOnlyWeight, read_only_error
-from fullshard.quant.sharded_groups import Parts, Scheme
-from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import (
+from fullshard.device.torch_private import (
     NoTorchFunction,
     make_wrapper_subclass,
     parameters_of,
@@ -26,6 +21,11 @@ from fullshard.torch_private import (
     tree_leaves,
     tree_map,
 )
+from fullshard.quant import sharded_groups, workspace
+from fullshard.quant.ops import without_autocast
+from fullshard.quant.quantized_linear import ReadOnlyWeight, read_only_error
+from fullshard.quant.sharded_groups import Parts, Scheme
+from fullshard.spmd.tensor import is_sharded
 
 METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad",

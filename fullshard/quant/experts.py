@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import runtime
-from fullshard.errors import QuantizationError
+from fullshard.config.errors import QuantizationError
+from fullshard.device.torch_private import local_of, parameters_of
+from fullshard.distributed import runtime
 from fullshard.quant import blocks, sharded_groups
 from fullshard.quant.expert_weights import FusedWeight, LoraFactors
 from fullshard.quant.ops import compute_dtype
 from fullshard.quant.sharded_groups import GroupRun, Parts, Scheme
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import local_of, parameters_of
 
 PARTS = ("packed", "absmax", "nested")
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import runtime
+from fullshard.device.torch_private import local_of, spec_of
+from fullshard.distributed import runtime
 from fullshard.quant import bnb_format, sharded_groups
 from fullshard.quant.experts import NF4Experts
 from fullshard.quant.linear import NF4Linear
 from fullshard.spmd.redistribute import replicated
 from fullshard.spmd.tensor import is_sharded, redistributed
-from fullshard.torch_private import local_of, spec_of
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from fullshard import accelerator
-from fullshard.torch_private import scaled_mm
+from fullshard.device import accelerator
+from fullshard.device.torch_private import scaled_mm
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0

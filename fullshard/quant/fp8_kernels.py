@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard import accelerator
-from fullshard.triton_jit import Kernel, tl, triton
+from fullshard.device import accelerator
+from fullshard.device.triton_jit import Kernel, tl, triton
 
 LARGEST: tl.constexpr = tl.constexpr(448.0)
 """The largest value of float8_e4m3fn."""

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.errors import QuantizationError
+from fullshard.config.errors import QuantizationError
 from fullshard.quant import bnb_format, ops, sharded_groups
-from fullshard.quant.load_groups import GroupLoader
 from fullshard.quant.nf4 import QuantState
 from fullshard.quant.quantizable import LinearForm
 from fullshard.quant.quantized_linear import QuantizedLinear
-from fullshard.quant.sharded_groups import Scheme
+from fullshard.quant.sharded_groups import GroupLoader, Scheme
 
 
 class NF4Linear(QuantizedLinear):

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import QuantizationError
+from fullshard.config.errors import QuantizationError
 from fullshard.fsdp.strategy import dtype_name, dtype_of
-from fullshard.quant import blocks, codebooks, double_quant
+from fullshard.quant import blocks, codebooks
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
@@ -53,7 +53,7 @@ class QuantState:
         if self.nested is None:
             return self.absmax
         assert self.offset is not None
-        return double_quant.dequantize_scales(self.absmax, self.nested.absmax, self.offset, self.nested.code)
+        return blocks.dequantize_scales(self.absmax, self.nested.absmax, self.offset, self.nested.code)
 
     def to(self, device: Any) -> QuantState:
         """The same state on another device."""
@@ -98,8 +98,8 @@ def quantize_4bit(
     packed, absmax = blocks.quantize(w.detach().reshape(-1), blocksize, quant_type)
     state = QuantState(absmax, w.shape, w.dtype, blocksize, quant_type)
     if compress_statistics:
-        state.offset = double_quant.mean_of(absmax)
-        state.absmax, largest = double_quant.quantize_scales(absmax, state.offset)
+        state.offset = blocks.mean_of(absmax)
+        state.absmax, largest = blocks.quantize_scales(absmax, state.offset)
         state.nested = NestedState(largest, codebooks.nested_values(w.device).clone())
     return stored_as(packed, storage), state
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from fullshard.torch_private import buffers_of, parameters_of, replace_parameters, submodules_of
+from fullshard.device.torch_private import buffers_of, parameters_of, replace_parameters, submodules_of
 
 ROUNDING = 1e-9
 """Tolerance (fp64) between two ways to compute the same product."""

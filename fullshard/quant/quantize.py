@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import engines
-from fullshard.errors import QuantizationError
+from fullshard.config.errors import QuantizationError
+from fullshard.device.torch_private import parameters_of
+from fullshard.distributed import engines
 from fullshard.quant import bnb_format, fp8
 from fullshard.quant.config import Quantization
 from fullshard.quant.experts import NF4Experts
@@ -25,7 +26,6 @@ from fullshard.quant.linear import NF4Linear
 from fullshard.quant.quantizable import LinearForm, form_of, fused_experts
 from fullshard.quant.quantized_linear import QuantizedLinear
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import parameters_of
 
 
 def quantize_model(model: nn.Module, config: Any, stored: Mapping[str, tuple[int, ...]] | None = None) -> nn.Module:

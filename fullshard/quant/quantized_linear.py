@@ -12,11 +12,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from fullshard.errors import QuantizationError
+from fullshard.config.errors import QuantizationError
+from fullshard.device.torch_private import local_of, make_wrapper_subclass, schema_of, tree_map
 from fullshard.quant.ops import compute_dtype
 from fullshard.quant.quantizable import LinearForm, form_of
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import local_of, make_wrapper_subclass, schema_of, tree_map
 
 
 class QuantizedLinear(nn.Linear):

@@ -8,17 +8,18 @@ change their meaning. The last group is padded; `to_state` removes the padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from fullshard import accelerator
-from fullshard.errors import QuantizationError
-from fullshard.groups import carries
-from fullshard.quant import blocks, codebooks, double_quant
+from fullshard.config.errors import QuantizationError
+from fullshard.device import accelerator
+from fullshard.distributed import runtime
+from fullshard.distributed.groups import carries
+from fullshard.quant import blocks, bnb_format, codebooks
 from fullshard.quant.codebooks import NESTED_BLOCK
 from fullshard.quant.nf4 import NestedState, QuantState, storage_dtype, stored_as
 
@@ -102,9 +103,9 @@ def finish_runs(
     rows = count * scheme.groups(numel)
     by_matrix = _gather_scales(scales, rows, group).view(count, -1)[:, : -(-numel // scheme.blocksize)]
     scale_codes, pairs = [], []
-    for run, mean in zip(runs, double_quant.means_of(by_matrix[run.matrix] for run in runs), strict=True):
+    for run, mean in zip(runs, blocks.means_of(by_matrix[run.matrix] for run in runs), strict=True):
         offset = mean.to(run.absmax.device)
-        code, largest = double_quant.quantize_scales(run.absmax, offset)
+        code, largest = blocks.quantize_scales(run.absmax, offset)
         scale_codes.append(rows_of(code, NESTED_BLOCK))
         pairs.append(torch.stack([largest, offset.expand_as(largest)], dim=1))
     return parts | {"absmax": torch.cat(scale_codes), "nested": torch.cat(pairs).view(torch.uint8)}
@@ -170,7 +171,7 @@ def _scales(absmax: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
     if pairs is None:
         return absmax.view(torch.float32).view(-1)
     floats = pairs.view(torch.float32)
-    return double_quant.dequantize_scales(absmax, floats[:, 0], floats[:, 1].repeat_interleave(NESTED_BLOCK))
+    return blocks.dequantize_scales(absmax, floats[:, 0], floats[:, 1].repeat_interleave(NESTED_BLOCK))
 
 
 def to_state(
@@ -216,3 +217,93 @@ def from_state(packed: torch.Tensor, state: QuantState) -> tuple[Parts, Scheme]:
     assert state.offset is not None
     pairs = torch.stack([inner.absmax.float(), state.offset.float().expand_as(inner.absmax)], dim=1)
     return parts | {"absmax": rows_of(state.absmax, NESTED_BLOCK), "nested": pairs.view(torch.uint8)}, scheme
+
+
+Loaded = tuple[torch.Tensor, torch.Tensor] | Parts
+"""Packed values and fp32 scales of a weight just quantized, or all parts of one stored in 4 bits."""
+
+
+@dataclass(frozen=True)
+class GroupLoader:
+    """How one layer's weight is read from files and quantized."""
+
+    shape: tuple[int, int]
+    """(out, in)"""
+    scheme: Scheme
+    dtype: torch.dtype
+    """The dtype that a dense weight is converted to before quantization."""
+    transposed: bool = False
+    """Whether files store the dense weight as (in, out)."""
+    prequantized: bool = False
+    """Whether files store the weight in 4 bits."""
+
+    @property
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def read(self, readers: Mapping[str, Any], rows: slice) -> Loaded:
+        """Read and quantize these groups (rows of the parts). Does not communicate."""
+        if self.prequantized:
+            return self._read_prequantized(readers, rows)
+        start, stop = (min(row * self.scheme.group, self.numel) for row in (rows.start, rows.stop))
+        flat = self._read_flat(readers["weight"], start, stop) if start < stop else torch.empty(0)
+        flat = flat.to(device=runtime.device(), dtype=self.dtype)
+        return blocks.quantize(flat, self.scheme.blocksize, self.scheme.quant_type)
+
+    def finish(self, loaded: Loaded, group: dist.ProcessGroup | None) -> Parts:
+        """All parts of the groups from `read`; all ranks of `group` must call it."""
+        if isinstance(loaded, dict):
+            return loaded
+        return finish_shard(*loaded, self.numel, self.scheme, group)
+
+    def _read_flat(self, reader: Any, start: int, stop: int) -> torch.Tensor:
+        """A range of the flattened weight [out, in]."""
+        if not self.transposed:
+            return reader.flat(start, stop)
+        width = self.shape[1]
+        first = start // width
+        columns = reader[:, first : -(-stop // width)]  # [in, part of out]
+        return columns.T.reshape(-1)[start - first * width : stop - first * width]
+
+    def _read_prequantized(self, readers: Mapping[str, Any], rows: slice) -> Parts:
+        """Groups of a weight stored in bitsandbytes' format."""
+        scheme = self.scheme
+        key = next(name for name in readers if bnb_format.STATE in name)
+        metadata = bnb_format.read_state(readers[key][:])
+        self._check(metadata)
+        bnb_format.check_map(
+            readers["weight.quant_map"][:], codebooks.values(scheme.quant_type, torch.device("cpu")), "quant_map"
+        )
+
+        def part(name: str, per_group: int, total: int) -> torch.Tensor:
+            reader, start, stop = readers[name], *(min(row * per_group, total) for row in (rows.start, rows.stop))
+            held = reader.flat(start // reader.dtype.itemsize, stop // reader.dtype.itemsize) if start < stop else None
+            return rows_of(torch.empty(0, dtype=torch.uint8) if held is None else held.view(torch.uint8), per_group)
+
+        count = -(-self.numel // scheme.blocksize)
+        scale_bytes = 1 if scheme.double else 4
+        parts = {
+            "packed": part("weight", scheme.group // 2, -(-self.numel // 2)),
+            "absmax": part("weight.absmax", NESTED_BLOCK * scale_bytes, count * scale_bytes),
+        }
+        if scheme.double:
+            bnb_format.check_map(
+                readers["weight.nested_quant_map"][:], codebooks.nested_values(torch.device("cpu")), "nested_quant_map"
+            )
+            largest = part("weight.nested_absmax", 4, 4 * scheme.groups(self.numel)).view(torch.float32)
+            offset = torch.full_like(largest, metadata["nested_offset"])
+            parts["nested"] = torch.cat([largest, offset], dim=1).view(torch.uint8)
+        return parts
+
+    def _check(self, metadata: Mapping[str, Any]) -> None:
+        """Raise `QuantizationError` if the stored weight is quantized differently from the layer."""
+        scheme = self.scheme
+        found = (
+            tuple(metadata["shape"]), metadata["quant_type"], metadata["blocksize"], "nested_offset" in metadata,
+        )  # fmt: skip
+        if found != (self.shape, scheme.quant_type, scheme.blocksize, scheme.double):
+            raise QuantizationError(
+                f"the files contain a 4-bit weight of shape {found[0]}, {found[1]}, blocks of {found[2]}, "
+                f"{'double' if found[3] else 'single'} quantization; the layer expects {self.shape}, {scheme}. Load it "
+                f"with the configuration it was quantized with"
+            )

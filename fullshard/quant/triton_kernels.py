@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from fullshard import accelerator
+from fullshard.device import accelerator
+from fullshard.device.triton_jit import Kernel, tl, triton
 from fullshard.quant import codebooks
 from fullshard.quant.codebooks import SMALLEST_SCALE
-from fullshard.triton_jit import Kernel, tl, triton
 
 WORDS = 256
 """32-bit words (eight weights each) per program of `dequantize`."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fullshard import accelerator
+from fullshard.device import accelerator
 from fullshard.quant.sharded_groups import weight_of
 
 

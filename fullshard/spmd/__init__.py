@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fullshard import engines, xla_names
+from fullshard.distributed import engines, guide_names
 from fullshard.spmd.debug_check import check_global_values
 from fullshard.spmd.draw import visualize_sharding
 from fullshard.spmd.mesh import HybridMesh, Mesh, get_1d_mesh, get_global_mesh, set_global_mesh
@@ -45,7 +45,7 @@ elif engines.can_be_used():
 def __getattr__(name: str) -> Any:
     if name in __all__:  # the engine's
         return getattr(engines.current().layouts, name)
-    return xla_names.find(__name__, "xs", name)
+    return guide_names.find(__name__, "xs", name)
 
 
 __all__ = [

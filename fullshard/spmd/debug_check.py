@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.errors import LayoutError
+from fullshard.config.errors import LayoutError
 
 _on = os.environ.get("FULLSHARD_CHECK_GLOBAL", "0").lower() not in ("", "0", "false", "no")
 

@@ -20,9 +20,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fullshard import runtime
-from fullshard.console import Terminal
-from fullshard.errors import LayoutError, SpecError
+from fullshard.config.errors import LayoutError, SpecError
+from fullshard.distributed import runtime
+from fullshard.distributed.console import Terminal
 from fullshard.spmd.sharding import sharding_of
 from fullshard.spmd.spec import Layout
 

@@ -13,7 +13,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from fullshard import accelerator, runtime
+from fullshard.device import accelerator
+from fullshard.device.torch_private import (
+    DTensorSpec,
+    custom_op_handlers,
+    local_of,
+    replace_replicate_scalar,
+    replicate_scalar,
+)
+from fullshard.distributed import runtime
 from fullshard.spmd.foreach_ops import fused_update, unscale
 from fullshard.spmd.mesh import is_own
 from fullshard.spmd.ops import refuse_loss
@@ -21,13 +29,6 @@ from fullshard.spmd.redistribute import meta_of, redistribute, replicated, spec_
 from fullshard.spmd.rule_table import RULES, aten
 from fullshard.spmd.rules import draw_global, local_scalar
 from fullshard.spmd.tensor import DATA, ShardedTensor, is_sharded
-from fullshard.torch_private import (
-    DTensorSpec,
-    custom_op_handlers,
-    local_of,
-    replace_replicate_scalar,
-    replicate_scalar,
-)
 
 # `parameter.data = value` changes the shard; torch changes the outer tensor only, whose memory is never read.
 DTensor.data = DATA

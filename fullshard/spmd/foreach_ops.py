@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial
 
-from fullshard.spmd.redistribute import has_partial, meta_of, redistribute, replicated, spec_with, without_partial
-from fullshard.spmd.tensor import ShardedTensor, as_replicated, full_of, is_sharded, redistributed
-from fullshard.torch_private import (
+from fullshard.device.torch_private import (
     DTensorSpec,
     TensorMeta,
     local_of,
@@ -23,6 +21,8 @@ from fullshard.torch_private import (
     tree_leaves,
     tree_map,
 )
+from fullshard.spmd.redistribute import has_partial, meta_of, redistribute, replicated, spec_with, without_partial
+from fullshard.spmd.tensor import ShardedTensor, as_replicated, full_of, is_sharded, redistributed
 
 aten = torch.ops.aten
 REDUCE: dict[str, Callable[..., Any]] = {

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from fullshard.device.torch_private import tree_map
 from fullshard.spmd.tensor import ShardedTensor
-from fullshard.torch_private import tree_map
 
 
 class MarkedTensor(torch.Tensor):

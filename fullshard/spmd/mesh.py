@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard import engines, runtime
-from fullshard.errors import MeshError, UnsupportedError
-from fullshard.torch_private import mesh_without_groups, root_mesh
+from fullshard.config.errors import MeshError, UnsupportedError
+from fullshard.device.torch_private import mesh_without_groups, root_mesh
+from fullshard.distributed import engines, runtime
 
 AxisGroups = tuple[tuple[int, ...], ...]
 """The mesh dims of a `DeviceMesh`, each as the mesh axes it merges, major to minor."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fullshard import runtime
-from fullshard.errors import LayoutError
+from fullshard.config.errors import LayoutError
+from fullshard.device.torch_private import buffers_of, parameters_of, spec_of
+from fullshard.distributed import runtime
 from fullshard.spmd import unused_annotations
 from fullshard.spmd.marked import unmarked
 from fullshard.spmd.mesh import Mesh
@@ -14,7 +15,6 @@ from fullshard.spmd.redistribute import layout_of, torch_layout, without_partial
 from fullshard.spmd.sharding import shard, sharding_of
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import ShardedTensor, is_sharded, redistributed
-from fullshard.torch_private import buffers_of, parameters_of, spec_of
 
 
 def distribute_module(module: nn.Module, mesh: Mesh) -> nn.Module:

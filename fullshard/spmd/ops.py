@@ -16,16 +16,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from fullshard.errors import LayoutError, LossLayoutError
-from fullshard.spmd import foreach_ops, rules
-from fullshard.spmd.mesh import origin
-from fullshard.spmd.redistribute import NARROW, has_partial, replicated, without_partial
-from fullshard.spmd.replicate import run_replicated
-from fullshard.spmd.rule_table import aten, written_tensors
-from fullshard.spmd.tensor import ShardedTensor, as_replicated, full_of, is_sharded, redistributed, runs_operators
-from fullshard.spmd.torch_rules import choose, run_by_torch
-from fullshard.spmd.views import is_copy, remember_base, write_through
-from fullshard.torch_private import (
+from fullshard.config.errors import LayoutError, LossLayoutError
+from fullshard.device.torch_private import (
     is_composite,
     no_dispatch,
     overload_name,
@@ -36,6 +28,14 @@ from fullshard.torch_private import (
     tree_map,
     tree_unflatten,
 )
+from fullshard.spmd import foreach_ops, rules
+from fullshard.spmd.mesh import origin
+from fullshard.spmd.redistribute import NARROW, has_partial, replicated, without_partial
+from fullshard.spmd.replicate import run_replicated
+from fullshard.spmd.rule_table import aten, written_tensors
+from fullshard.spmd.tensor import ShardedTensor, as_replicated, full_of, is_sharded, redistributed, runs_operators
+from fullshard.spmd.torch_rules import choose, run_by_torch
+from fullshard.spmd.views import is_copy, remember_base, write_through
 
 
 @runs_operators

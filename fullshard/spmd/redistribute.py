@@ -14,18 +14,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fullshard import accelerator, groups, runtime
-from fullshard.errors import LayoutError
-from fullshard.spmd.debug_check import digest_of
-from fullshard.spmd.mesh import origin
-from fullshard.spmd.spec import Layout
-from fullshard.torch_private import (
+from fullshard.config.errors import LayoutError
+from fullshard.device import accelerator
+from fullshard.device.torch_private import (
     AsyncCollectiveTensor,
     DTensorSpec,
     TensorMeta,
     is_in_mesh,
     redistribute_local_tensor,
 )
+from fullshard.distributed import groups, runtime
+from fullshard.spmd.debug_check import digest_of
+from fullshard.spmd.mesh import origin
+from fullshard.spmd.spec import Layout
 
 # On every rank, torch warns that Gloo uses an all-gather for an all-to-all and that two mesh axes are gathered in turn.
 for _name in ("_redistribute", "_collective_utils"):

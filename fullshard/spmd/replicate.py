@@ -11,12 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard import runtime
-from fullshard.spmd.redistribute import meta_of, redistribute, replicated, spec_with, without_partial
-from fullshard.spmd.rule_table import written_tensors
-from fullshard.spmd.tensor import ShardedTensor, is_sharded
-from fullshard.spmd.views import remember_base
-from fullshard.torch_private import (
+from fullshard.device.torch_private import (
     DTensorSpec,
     is_in_mesh,
     local_of,
@@ -27,6 +22,11 @@ from fullshard.torch_private import (
     tree_map,
     tree_unflatten,
 )
+from fullshard.distributed import runtime
+from fullshard.spmd.redistribute import meta_of, redistribute, replicated, spec_with, without_partial
+from fullshard.spmd.rule_table import written_tensors
+from fullshard.spmd.tensor import ShardedTensor, is_sharded
+from fullshard.spmd.views import remember_base
 
 
 def run_replicated(op: Any, flat: list[Any], tree: Any, mesh: DeviceMesh, why: str = "") -> Any:

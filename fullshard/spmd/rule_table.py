@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fullshard.torch_private import schema_of, tree_leaves
+from fullshard.device.torch_private import schema_of, tree_leaves
 
 aten = torch.ops.aten
 Rule = Callable[[Any, Any, Any], Any]

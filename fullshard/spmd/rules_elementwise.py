@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from fullshard.device.torch_private import DTensorSpec, TensorMeta, local_of, schema_of, spec_of
 from fullshard.spmd.redistribute import redistribute, spec_with
 from fullshard.spmd.tensor import ShardedTensor, is_sharded
-from fullshard.torch_private import DTensorSpec, TensorMeta, local_of, schema_of, spec_of
 
 
 class Independent:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fullshard import runtime
-from fullshard.errors import LayoutError, MeshError
+from fullshard.config.errors import LayoutError, MeshError
+from fullshard.device.torch_private import DTensorSpec, TensorMeta, spec_of, take_shard, tree_flatten, tree_unflatten
+from fullshard.distributed import runtime
 from fullshard.spmd import unused_annotations
 from fullshard.spmd.debug_check import require_same
 from fullshard.spmd.marked import MarkedTensor, become_marked, become_plain, unmarked
@@ -30,7 +31,6 @@ from fullshard.spmd.tensor import (
     is_sharded,
     redistributed,
 )
-from fullshard.torch_private import DTensorSpec, TensorMeta, spec_of, take_shard, tree_flatten, tree_unflatten
 
 
 def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fullshard.errors import SpecError
+from fullshard.config.errors import SpecError
 from fullshard.spmd.mesh import AxisGroups, Mesh
 
 PartitionSpec = Sequence[Any]

@@ -16,8 +16,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from fullshard import runtime
-from fullshard.errors import LayoutError
+from fullshard.config.errors import LayoutError
+from fullshard.device.torch_private import (
+    DTensorSpec,
+    dtensor_new,
+    is_in_mesh,
+    local_of,
+    no_torch_function,
+    set_local,
+    spec_of,
+)
+from fullshard.distributed import runtime
 from fullshard.spmd.debug_check import require_same
 from fullshard.spmd.redistribute import (
     has_partial,
@@ -30,15 +39,6 @@ from fullshard.spmd.redistribute import (
     without_partial,
 )
 from fullshard.spmd.spec import Layout
-from fullshard.torch_private import (
-    DTensorSpec,
-    dtensor_new,
-    is_in_mesh,
-    local_of,
-    no_torch_function,
-    set_local,
-    spec_of,
-)
 
 
 class ShardingType(IntEnum):

@@ -16,11 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fullshard.spmd.redistribute import spec_with
-from fullshard.spmd.rule_table import overload, written_tensors
-from fullshard.spmd.tensor import is_sharded, redistributed
-from fullshard.spmd.views import remember_base
-from fullshard.torch_private import (
+from fullshard.device.torch_private import (
     DTensorSpec,
     local_of,
     spec_of,
@@ -30,6 +26,10 @@ from fullshard.torch_private import (
     tree_map,
     tree_unflatten,
 )
+from fullshard.spmd.redistribute import spec_with
+from fullshard.spmd.rule_table import overload, written_tensors
+from fullshard.spmd.tensor import is_sharded, redistributed
+from fullshard.spmd.views import remember_base
 
 EXACT_ON_UNEVEN = {
     op

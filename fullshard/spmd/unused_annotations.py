@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fullshard import runtime
-from fullshard.errors import LayoutError
+from fullshard.config.errors import LayoutError
+from fullshard.distributed import runtime
 from fullshard.spmd.spec import Layout
 
 _pending: WeakIdKeyDictionary = WeakIdKeyDictionary()  # marked parameters that were neither sharded nor warned about

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import LayoutError
-from fullshard.torch_private import tree_leaves
+from fullshard.config.errors import LayoutError
+from fullshard.device.torch_private import tree_leaves
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ The names below are imported when they are first used; `docs/weights.md` is the 
 
 from __future__ import annotations
 
-from fullshard.lazy_names import lazy_names
+from fullshard.config.lazy_names import lazy_names
 
 _HOMES = {
     "load_pretrained": "load",

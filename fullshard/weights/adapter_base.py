@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import WeightsError
+from fullshard.config.errors import WeightsError
+from fullshard.config.paths import looks_local, replace_text
 from fullshard.lora.adapter_config import CONFIG, read_config
-from fullshard.paths import looks_local, replace_text
 
 RECORD = "adapter_base.json"
 _IN_CACHE = re.compile(r"models--(.+?)--(.+)")
@@ -145,7 +145,7 @@ def _compare_names(adapter: str | Path, trained_on: str, called: str) -> None:
             f"model that the adapter was trained on; if this is the same model under another name, set that name in "
             f"{CONFIG} (base_model_name_or_path)"
         )
-    from fullshard import runtime
+    from fullshard.distributed import runtime
 
     runtime.warn_once(
         f"base {adapter} {called}",

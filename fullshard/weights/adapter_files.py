@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import WeightsError
+from fullshard.config.errors import WeightsError
+from fullshard.config.paths import held
 from fullshard.lora import virtual_tokens
 from fullshard.lora.adapter_config import WEIGHTS, read_config
-from fullshard.paths import held
 from fullshard.weights.config_limits import check_config
 from fullshard.weights.locate import inside, open_source
-from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.safetensors_files import SafetensorsFiles
 from fullshard.weights.slice_reader import Stored, TensorReader
 
 TABLES = {"embed_tokens", "lm_head"}

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import engines, runtime
-from fullshard.errors import WeightsError
+from fullshard.config.errors import WeightsError
+from fullshard.distributed import engines, runtime
+from fullshard.distributed.progress import Bar
+from fullshard.distributed.ranks import agree, host_group
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.lora.adapter_config import taken_from_weights
-from fullshard.progress import Bar
 from fullshard.quant.linear import NF4Linear
-from fullshard.ranks import agree, host_group
 from fullshard.weights import init
 from fullshard.weights.slice_reader import TensorReader
 from fullshard.weights.wrapped import set_whole

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import WeightsError
+from fullshard.config.errors import WeightsError
 
 LIMITS = (
     (re.compile(r"(layers?|depths?|blocks?|stages?)$"), 2_000),

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.safetensors_files import SafetensorsFiles
 
 
 def choose_dtype(given: Any, config: Any, source: SafetensorsFiles | None) -> torch.dtype:

@@ -16,22 +16,22 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from fullshard import engines, runtime
-from fullshard.byte_size import file_size
-from fullshard.errors import WeightsError
+from fullshard.config.byte_size import file_size
+from fullshard.config.errors import WeightsError
+from fullshard.config.paths import refuse_inputs
+from fullshard.device.torch_private import local_of
+from fullshard.distributed import engines, runtime
+from fullshard.distributed.progress import Bar
+from fullshard.distributed.ranks import agree, any_of, host_group
 from fullshard.fsdp import state_dict
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_name, dtype_of
-from fullshard.paths import refuse_inputs
-from fullshard.progress import Bar
-from fullshard.ranks import agree, any_of, host_group
 from fullshard.spmd.tensor import is_sharded
-from fullshard.torch_private import local_of
 from fullshard.weights.dtypes import dtypes_kept
 from fullshard.weights.key_mapping import ReverseMapping, TensorGroup
 from fullshard.weights.locate import open_source
 from fullshard.weights.model_dir_writer import ModelDirWriter
-from fullshard.weights.safetensors_writer import total_bytes
+from fullshard.weights.safetensors_files import total_bytes
 from fullshard.weights.slice_reader import Stored, TensorReader, lengths
 from fullshard.weights.source_files import base_of
 from fullshard.weights.transforms import WritesFiles, own_readers

@@ -17,24 +17,22 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fullshard import runtime
-from fullshard.errors import WeightsError
+from fullshard.config.errors import WeightsError
+from fullshard.device.torch_private import buffers_of
+from fullshard.distributed import runtime
+from fullshard.distributed.progress import Bar
+from fullshard.distributed.ranks import agree, agree_locally
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.progress import Bar
-from fullshard.ranks import agree, agree_locally
-from fullshard.torch_private import buffers_of
 from fullshard.weights import adapter_init, init
 from fullshard.weights.adapter_base import check_base
 from fullshard.weights.adapter_files import adapter_readers, open_adapter
-from fullshard.weights.load_report import LoadReport
 from fullshard.weights.locate import open_source
-from fullshard.weights.match import BufferReads, LoadPlan, ParameterReads, match
-from fullshard.weights.resize_vocab import PickedRows, grown_reader
-from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.match import BufferReads, LoadPlan, LoadReport, ParameterReads, match
+from fullshard.weights.safetensors_files import SafetensorsFiles
 from fullshard.weights.slice_reader import Job, TensorReader
 from fullshard.weights.source_files import ATTRIBUTE, SourceFiles, fingerprint_of, shared_checksums
-from fullshard.weights.transforms import Transform, piece_of, pieces_of
+from fullshard.weights.transforms import PickedRows, Transform, grown_reader, piece_of, pieces_of
 from fullshard.weights.wrapped import wrapped
 
 STAGED_BYTES = 2**30

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fullshard import runtime
-from fullshard.errors import WeightsError
+from fullshard.config.errors import WeightsError
+from fullshard.device.torch_private import buffers_of, parameters_of
+from fullshard.distributed import runtime
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.fsdp.strategy import dtype_of
-from fullshard.torch_private import buffers_of, parameters_of
 from fullshard.weights.wrapped import set_whole
 
 

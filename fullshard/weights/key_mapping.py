@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from fullshard.lora.language_model import complete, left_out_tensors
-from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.safetensors_files import SafetensorsFiles
 from fullshard.weights.slice_reader import Computed, Joined, Stacked, Stored, TensorReader, Transposed
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -21,8 +21,10 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from fullshard import engines, runtime
-from fullshard.errors import WeightsError, one_line
+from fullshard.config.errors import WeightsError, one_line
+from fullshard.device.torch_private import parameters_of
+from fullshard.distributed import engines, runtime
+from fullshard.distributed.ranks import agree, agree_locally, host_group
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.fsdp.shard import broadcast
 from fullshard.fsdp.strategy import ShardingStrategy
@@ -32,9 +34,7 @@ from fullshard.lora.peft_model import get_peft_model_on_meta
 from fullshard.lora.trainable_tokens import keep_tables_whole
 from fullshard.quant.config import Quantization
 from fullshard.quant.quantize import quantize_model
-from fullshard.ranks import agree, agree_locally, host_group
 from fullshard.spmd.mesh import Mesh, get_global_mesh
-from fullshard.torch_private import parameters_of
 from fullshard.weights import export as export  # makes model.save_pretrained of wrapped models stream
 from fullshard.weights.adapter_base import check_base, lasting_name
 from fullshard.weights.adapter_files import stored_rows
@@ -43,7 +43,7 @@ from fullshard.weights.dtypes import choose_dtype, dtypes_kept
 from fullshard.weights.fill import fill
 from fullshard.weights.key_mapping import find_readers, plain_model, plain_name
 from fullshard.weights.locate import open_source, resolve
-from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.safetensors_files import SafetensorsFiles
 from fullshard.weights.transforms import Transform
 
 UNSET: Any = object()

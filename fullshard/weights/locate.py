@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fullshard import runtime
-from fullshard.errors import WeightsError
+from fullshard.config.errors import WeightsError
+from fullshard.distributed import runtime
+from fullshard.distributed.ranks import agree, agree_locally
 from fullshard.lora.adapter_config import CONFIG
-from fullshard.ranks import agree, agree_locally
-from fullshard.weights.safetensors_index import SafetensorsFiles
+from fullshard.weights.safetensors_files import SafetensorsFiles
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -13,25 +13,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.errors import QuantizationError, WeightsError, first_line
-from fullshard.paths import check_new_folder
-from fullshard.progress import Bar
+from fullshard.config.errors import QuantizationError, WeightsError, first_line
+from fullshard.config.paths import check_new_folder
+from fullshard.device.torch_private import buffers_of, parameters_of
+from fullshard.distributed.progress import Bar
 from fullshard.quant.config import Quantization
-from fullshard.torch_private import buffers_of, parameters_of
 from fullshard.weights.adapter_base import check_base, find_base
 from fullshard.weights.adapter_files import adapter_readers, open_adapter, stored_rows
-from fullshard.weights.dequantized import rounded_readers
 from fullshard.weights.dtypes import choose_dtype, dtypes_kept
 from fullshard.weights.key_mapping import ReverseMapping, find_readers
 from fullshard.weights.load import class_of, on_meta, read_config
 from fullshard.weights.locate import open_source
-from fullshard.weights.merge_layers import CHANGE_BASE, MergedLayers, check_kind, kind_of
+from fullshard.weights.merge_layers import CHANGE_BASE, MergedLayers, check_kind, kind_of, rounded_readers
 from fullshard.weights.model_dir_writer import ModelDirWriter
-from fullshard.weights.resize_vocab import grown_reader, may_grow
-from fullshard.weights.safetensors_index import SafetensorsFiles
-from fullshard.weights.safetensors_writer import total_bytes
+from fullshard.weights.safetensors_files import SafetensorsFiles, total_bytes
 from fullshard.weights.slice_reader import TensorReader
 from fullshard.weights.source_files import fingerprint_of
+from fullshard.weights.transforms import grown_reader, may_grow
 
 
 def merge_adapter(

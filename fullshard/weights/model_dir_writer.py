@@ -20,14 +20,14 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import PreTrainedModel
 
-from fullshard import runtime
-from fullshard.byte_size import file_size
-from fullshard.durable import sync, sync_tree
-from fullshard.errors import WeightsError
+from fullshard.config.byte_size import file_size
+from fullshard.config.durable import sync, sync_tree
+from fullshard.config.errors import WeightsError
+from fullshard.config.paths import give_usual_modes
+from fullshard.distributed import runtime
 from fullshard.fsdp.strategy import dtype_name
-from fullshard.paths import give_usual_modes
 from fullshard.weights.locate import INDEX, SINGLE, inside
-from fullshard.weights.safetensors_writer import FileWriter, total_bytes
+from fullshard.weights.safetensors_files import FileWriter, total_bytes
 from fullshard.weights.source_files import base_of
 
 TOKENIZER_FILES = (

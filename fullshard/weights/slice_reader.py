@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from fullshard import accelerator
+from fullshard.device import accelerator
 from fullshard.weights import block_checksums
-from fullshard.weights.safetensors_index import Entry, SafetensorsFiles
+from fullshard.weights.safetensors_files import Entry, SafetensorsFiles
 
 Cuts = tuple[slice, ...]
 """A slice of a tensor: start and stop for each dim."""

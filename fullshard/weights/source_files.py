@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import runtime
-from fullshard.errors import WeightsError
+from fullshard.config.errors import WeightsError
+from fullshard.distributed import runtime
+from fullshard.distributed.ranks import agree, agree_locally, host_group
 from fullshard.fsdp.write_count import piece_of, writes_of
-from fullshard.ranks import agree, agree_locally, host_group
 from fullshard.weights.block_checksums import UNKNOWN, remembered
 from fullshard.weights.locate import weight_files
-from fullshard.weights.safetensors_index import SafetensorsFiles, file_names
+from fullshard.weights.safetensors_files import SafetensorsFiles, file_names
 
 ATTRIBUTE = "_fullshard_base"
 """The attribute of a loaded model with its `SourceFiles`."""

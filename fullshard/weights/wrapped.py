@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import engines
+from fullshard.distributed import engines
 from fullshard.fsdp import state_dict
 from fullshard.fsdp.parameter import ShardedParameter
 from fullshard.spmd import full_tensor

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import runtime
-from fullshard.errors import MeshError, UnsupportedError
+from fullshard.config.errors import MeshError, UnsupportedError
+from fullshard.device.torch_private import parameters_of
+from fullshard.distributed import runtime
 from fullshard.fsdp import checks, shard
 from fullshard.fsdp import policy as policies
 from fullshard.fsdp.extended_class import WrappedModule, extended_class
@@ -19,7 +20,6 @@ from fullshard.fsdp.plan_model import Earlier, plan_model, replica_axes, terms_o
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
-from fullshard.torch_private import parameters_of
 from fullshard.xla.units import Annotated, OutputRule, ShardedModel, Unit
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard import runtime
-from fullshard.errors import RuntimeSetupError, UnsupportedError
-from fullshard.rank_env import DEVICE_VARIABLE, Launch, read_launcher
+from fullshard.config.errors import RuntimeSetupError, UnsupportedError
+from fullshard.distributed import runtime
+from fullshard.distributed.rank_env import DEVICE_VARIABLE, Launch, read_launcher
+from fullshard.distributed.transport import Transport
 from fullshard.spmd.mesh import get_1d_mesh
-from fullshard.transport import Transport
 from fullshard.xla.sharding import mark_sharding
 from fullshard.xla.tensor import annotate, is_xla_tensor, sharding_of
 

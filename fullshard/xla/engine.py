@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from fullshard.engines import Devices, Engine, HostShards
+from fullshard.distributed.engines import Devices, Engine, HostShards
 from fullshard.xla import limits
 
 if TYPE_CHECKING:

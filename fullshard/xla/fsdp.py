@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard.errors import FSDPError, UnsupportedError
+from fullshard.config.errors import FSDPError, UnsupportedError
 from fullshard.fsdp import checks
 from fullshard.fsdp import state_dict as state
 from fullshard.fsdp.extended_class import WrappedModule

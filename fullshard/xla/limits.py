@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fullshard.errors import ConfigError
-from fullshard.optimizers.names import SERVED
-from fullshard.options import as_bool, nearest
+from fullshard.config.errors import ConfigError
+from fullshard.config.options import as_bool, nearest
+from fullshard.optim.names import SERVED
 
 _TORCH = "it needs the torch engine: install torch 2.11 or newer."
 LACKS: Mapping[str, str] = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fullshard import runtime
-from fullshard.errors import BatchError
+from fullshard.config.errors import BatchError
+from fullshard.distributed import runtime
 from fullshard.spmd import loader
 from fullshard.spmd.spec import Layout
 from fullshard.xla.sharding import mark_sharding

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fullshard.fsdp.tensor_tree import tensors_in
+from fullshard.spmd.tensor_tree import tensors_in
 
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 _scopes: list[Scope] = []

@@ -9,13 +9,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from fullshard import runtime
-from fullshard.errors import LayoutError
+from fullshard.config.errors import LayoutError
+from fullshard.device.torch_private import buffers_of, parameters_of
+from fullshard.distributed import runtime
 from fullshard.spmd import draw
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.sharding import given_or_global, in_pairs, layout_of_shard, shape_of
 from fullshard.spmd.spec import Layout, PartitionSpec
-from fullshard.torch_private import buffers_of, parameters_of
 from fullshard.xla.tensor import (
     _compiler,
     annotate,

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import runtime
-from fullshard.engines import HostPiece
+from fullshard.device.torch_private import parameters_of
+from fullshard.distributed import runtime
+from fullshard.distributed.engines import HostPiece
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.spmd.spec import Layout
-from fullshard.torch_private import parameters_of
 from fullshard.xla.tensor import _compiler, annotate, sharding_of
 
 Cuts = tuple[slice, ...]

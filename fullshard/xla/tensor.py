@@ -19,14 +19,14 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch_xla.distributed import spmd as upstream
 
-from fullshard import runtime
-from fullshard.errors import LayoutError, UnsupportedError
+from fullshard.config.errors import LayoutError, UnsupportedError
+from fullshard.device.torch_private import no_torch_function
+from fullshard.distributed import runtime
 from fullshard.spmd.draw import ShardGrid, parse_sharding
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
 from fullshard.spmd.tensor import LocalShard as LocalShard
 from fullshard.spmd.tensor import ShardingType as ShardingType
-from fullshard.torch_private import no_torch_function
 
 _compiler = torch_xla._XLAC
 _meshes: dict[Mesh, None] = {}  # that tensors were marked on, to name the axes of layouts that the compiler chose

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import runtime
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
+from fullshard.device.torch_private import parameters_of, share_hooks
+from fullshard.distributed import runtime
 from fullshard.fsdp import shard
 from fullshard.fsdp.backward_entry import in_backward
 from fullshard.fsdp.plan import ParameterPlan, ShardingPlan
+from fullshard.fsdp.plan_layout import plan_unit, replan
 from fullshard.fsdp.plan_model import Site, find_sites
-from fullshard.fsdp.planner import plan_unit, replan
 from fullshard.fsdp.strategy import MixedPrecision, dtype_name, dtype_of
-from fullshard.fsdp.tensor_tree import cast_tensors, map_tensors, tensors_in
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
-from fullshard.torch_private import parameters_of, share_hooks
+from fullshard.spmd.tensor_tree import cast_tensors, map_tensors, tensors_in
 from fullshard.xla.recomputation import checkpoint, kept_for_recomputation
 from fullshard.xla.tensor import annotate, full_tensor, is_xla_tensor, sharding_of
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fullshard import xla_names
-from fullshard.errors import NameMissingError
+from fullshard.config.errors import NameMissingError
+from fullshard.distributed import guide_names
 
 OFFERED = {
     "torch_xla.core.xla_model": (
@@ -33,8 +33,8 @@ INSTEAD = {
 
 def find(module: str, known_as: str, name: str, instead: str) -> Any:
     """torch_xla's own object for a name; `instead` is what the torch engine's refusal recommends."""
-    if known_as in xla_names.MODULES:
-        return getattr(importlib.import_module(xla_names.MODULES[known_as][0]), name)
+    if known_as in guide_names.MODULES:
+        return getattr(importlib.import_module(guide_names.MODULES[known_as][0]), name)
     for home, names in OFFERED.items():
         if name in names:
             return getattr(importlib.import_module(home), name)

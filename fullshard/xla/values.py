@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import runtime
+from fullshard.distributed import runtime
 from fullshard.fsdp.strategy import dtype_of
 from fullshard.xla.tensor import full_tensor, is_xla_tensor
 from fullshard.xla.units import ShardedModel

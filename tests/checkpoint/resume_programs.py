@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import fullshard.spmd as xs
-from fullshard import FSDPv2, runtime
+from fullshard import FSDPv2
+from fullshard.distributed import runtime
 from tests.fsdp.programs import Block, llama, mesh_for
 
 WIDTH = 10

@@ -5,9 +5,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import fullshard.spmd as xs
-from fullshard import CheckpointManager, load_pretrained, runtime
+from fullshard import CheckpointManager, load_pretrained
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.errors import CheckpointError
+from fullshard.config.errors import CheckpointError
+from fullshard.distributed import runtime
 from tests.checkpoint.resume_programs import assert_same_bits
 from tests.fsdp.programs import build
 from tests.pool import ranks

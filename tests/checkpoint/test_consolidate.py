@@ -11,11 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from fullshard import FSDPv2, runtime, save_state
+from fullshard import FSDPv2, save_state
 from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.checkpoint.consolidate import merge_weights
 from fullshard.cli import app
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.config.errors import CheckpointError, ConfigError
+from fullshard.distributed import runtime
 from fullshard.weights.source_files import SourceFiles, fingerprint_of
 from tests.checkpoint.resume_programs import Case, Training
 from tests.fsdp.programs import HUGGING_FACE, build, mesh_for
@@ -216,7 +217,7 @@ def test_mistakes_are_found_before_torch_is_imported(tmp_path):
     program = (
         "import sys; from fullshard.checkpoint.inspect import inspect_checkpoint\n"
         "from fullshard.checkpoint.consolidate import merge_weights\n"
-        "from fullshard.errors import CheckpointError\n"
+        "from fullshard.config.errors import CheckpointError\n"
         "for job in (inspect_checkpoint, lambda p: merge_weights(p, p + '/out')):\n"
         f"    try: job({str(tmp_path)!r})\n"
         "    except CheckpointError as error: assert 'manifest' in str(error)\n"

@@ -7,9 +7,10 @@ import shutil
 import pytest
 import torch
 
-from fullshard import CheckpointManager, load_state, runtime
+from fullshard import CheckpointManager, load_state
 from fullshard.checkpoint.manifest import FileEntry, TensorEntry, read_manifest
-from fullshard.errors import CheckpointError
+from fullshard.config.errors import CheckpointError
+from fullshard.distributed import runtime
 from tests.checkpoint.resume_programs import Case, Training, assert_same_bits
 from tests.pool import ranks
 

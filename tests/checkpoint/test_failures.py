@@ -9,10 +9,11 @@ import time
 import pytest
 import torch
 
-from fullshard import CheckpointManager, FSDPv2, runtime, save_state
+from fullshard import CheckpointManager, FSDPv2, save_state
 from fullshard.checkpoint import dcp_storage, publish
-from fullshard.errors import CheckpointError, UserError
-from fullshard.watchdog import heartbeat, investigate, threads, watch
+from fullshard.config.errors import CheckpointError, UserError
+from fullshard.distributed import runtime
+from fullshard.distributed.watchdog import heartbeat, investigate, threads, watch
 from tests.checkpoint.resume_programs import Case, Training, assert_same_bits
 from tests.fsdp.programs import Stack, mesh_for
 from tests.pool import ranks

@@ -7,8 +7,9 @@ import time
 import pytest
 import torch
 
-from fullshard import CheckpointManager, runtime
+from fullshard import CheckpointManager
 from fullshard.checkpoint import publish
+from fullshard.distributed import runtime
 from tests.checkpoint.resume_programs import Case, Training, assert_same_bits
 from tests.pool import pool, ranks
 

@@ -12,10 +12,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from fullshard import CheckpointManager, FSDPv2, load_state, runtime, save_state
+from fullshard import CheckpointManager, FSDPv2, load_state, save_state
 from fullshard.checkpoint import json_tree, publish
 from fullshard.checkpoint.manifest import published_steps, read_manifest
-from fullshard.errors import CheckpointError
+from fullshard.config.errors import CheckpointError
+from fullshard.distributed import runtime
 from fullshard.weights.source_files import SourceFiles
 from tests.checkpoint.resume_programs import Case, Training, assert_same_bits
 from tests.fsdp.programs import Block, Stack, mesh_for

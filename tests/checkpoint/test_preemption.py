@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard import CheckpointManager, runtime
+from fullshard import CheckpointManager
 from fullshard.checkpoint.manifest import published_steps
 from fullshard.checkpoint.preemption import ECHO, EXIT_PREEMPTED, SignalListener
+from fullshard.distributed import runtime
 from tests.checkpoint.resume_programs import Case, Training
 from tests.pool import ranks
 

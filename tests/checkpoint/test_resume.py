@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import CheckpointManager, FSDPv2, load_state, runtime, save_state
+from fullshard import CheckpointManager, FSDPv2, load_state, save_state
+from fullshard.distributed import runtime
 from fullshard.spmd.tensor import is_sharded
 from tests.checkpoint.resume_programs import Case, Training, assert_same_bits
 from tests.fsdp.programs import STRATEGIES, mesh_for

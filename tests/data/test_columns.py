@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from fullshard.config.errors import ConfigError, DataError
 from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.loader import load_table
 from fullshard.data.raw_row import RawRow
 from fullshard.data.row_formats import Reading, parse_row, reading_of
 from fullshard.data.sources import row_source
 from fullshard.data.token_table import unused_columns
-from fullshard.errors import ConfigError, DataError
-from fullshard.settings.sft_config import SFTConfig
-from fullshard.train.batches import describe_data
+from fullshard.sft.batches import describe_data
+from fullshard.sft.sft_config import SFTConfig
 from tests.data.tiny import make_tokenizer
 
 U, A = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}

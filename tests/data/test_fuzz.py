@@ -19,12 +19,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.config.errors import DataError
+from fullshard.data.chat_template import BUILT_IN
 from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.file_formats import READERS, read_file
 from fullshard.data.raw_row import RawRow, parse_json
 from fullshard.data.row_formats import Reading, parse_rows
-from fullshard.errors import DataError
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "40"))

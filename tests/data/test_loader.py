@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.config.errors import DataError
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import (
     IGNORED,
@@ -25,7 +26,6 @@ from fullshard.data.loader import (
 )
 from fullshard.data.sources import row_source
 from fullshard.data.token_table import TokenTable
-from fullshard.errors import DataError
 from tests.data.tiny import make_tokenizer, text_rows
 
 

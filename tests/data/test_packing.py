@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.data import packing
-from fullshard.data.packing import best_fit_decreasing
+from fullshard.data import token_table
+from fullshard.data.token_table import best_fit_decreasing
 
 
 def plain(lengths: list[int], capacity: int) -> list[int]:
@@ -39,7 +39,7 @@ def test_rows_are_those_of_the_rule(case: tuple[int, list[int]]) -> None:
 def test_what_is_read_at_a_time_does_not_matter(lengths: list[int]) -> None:
     whole = best_fit_decreasing(lengths, 9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "AT_ONCE", 7)
+        patch.setattr(token_table, "AT_ONCE", 7)
         for a, b in zip(best_fit_decreasing(lengths, 9), whole, strict=True):
             assert a.tolist() == b.tolist()
 

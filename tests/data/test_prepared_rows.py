@@ -11,6 +11,7 @@ import pytest
 import torch
 from tokenizers import processors
 
+from fullshard.config.errors import ConfigError, DataError
 from fullshard.data.encode import TextSettings
 from fullshard.data.find_dataset import source_of
 from fullshard.data.loader import Collator, load_table
@@ -19,14 +20,13 @@ from fullshard.data.row_formats import Reading
 from fullshard.data.sources import row_source
 from fullshard.data.token_table import table_key
 from fullshard.data.tokenize import encode_chunk
-from fullshard.errors import ConfigError, DataError
-from fullshard.settings.sft_config import SFTConfig
-from fullshard.train.batches import describe_data, make_collator, make_stream, make_table, text_settings
-from fullshard.train.dataset_options import script_source, streamed
+from fullshard.sft.batches import describe_data, make_collator, make_stream, make_table, text_settings
+from fullshard.sft.dataset_options import script_source, streamed
+from fullshard.sft.sft_config import SFTConfig
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
-from tests.train.runs import losses, settings, train
-from tests.train.tiny import make_model
+from tests.sft.runs import losses, settings, train
+from tests.sft.tiny import make_model
 
 TOKENS = [
     {"input_ids": [1, 2, 3, 4, 5], "assistant_masks": [0, 0, 0, 1, 1]},
@@ -179,7 +179,7 @@ def test_settings_that_contradict_each_other() -> None:
 
 @pytest.mark.parametrize("name", ["eos_token", "pad_token"])
 def test_the_tokens_that_end_and_fill_rows(name: str) -> None:
-    from fullshard.train.model import prepared_tokenizer
+    from fullshard.sft.model import prepared_tokenizer
 
     tokenizer = make_tokenizer()
     prepared_tokenizer(SFTConfig(**{name: "<s>"}), tokenizer)

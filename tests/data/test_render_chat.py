@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from fullshard.config.errors import ConfigError, DataError
 from fullshard.data import chat_template, encode, render_chat, time_limit
-from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.chat_template import BUILT_IN
 from fullshard.data.row_formats import RawRow
-from fullshard.errors import ConfigError, DataError
 from fullshard.models import generate
 from tests.data import chats
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows

@@ -22,13 +22,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fullshard.config.errors import ConfigError, DataError, UserError
 from fullshard.data import find_dataset
 from fullshard.data.file_formats import read_file
 from fullshard.data.raw_row import BadRow, RawRow, parse_json, short
 from fullshard.data.row_formats import BAD as BAD_KIND
 from fullshard.data.row_formats import Reading, bad_kinds, parse_row, parse_rows, reading_of
 from fullshard.data.sources import DataSource, file_source, row_source
-from fullshard.errors import ConfigError, DataError, UserError
 from tests.data.tiny import chat_rows, text_rows, write_rows
 
 U, A = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}
@@ -574,7 +574,7 @@ def test_without_a_network_a_name_is_one_line() -> None:
     """`datasets` itself is asked here, with the network switched off."""
     program = (
         "import sys\nfrom fullshard.data import find_dataset\nfrom fullshard.data.row_formats import Reading\n"
-        "from fullshard.errors import DataError\n"
+        "from fullshard.config.errors import DataError\n"
         "try: find_dataset.check_first_rows(find_dataset.find_data('no-such-owner/no-such-data', ['train'])[0], Reading())\n"
         "except DataError as error: print(error)\n"
         "print('torch' in sys.modules)"

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.chat_template import BUILT_IN
 from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.loader import load_table
 from fullshard.data.sources import file_source, row_source
 from tests.data.test_row_formats import WRITERS
 from tests.data.tiny import chat_rows, make_tokenizer
 from tests.pool import ranks
-from tests.train.runs import losses, settings, train
-from tests.train.tiny import make_model
+from tests.sft.runs import losses, settings, train
+from tests.sft.tiny import make_model
 
 Row = dict[str, Any]
 CHATML = BUILT_IN["chatml"].text

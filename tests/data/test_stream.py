@@ -18,25 +18,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard import runtime
-from fullshard.data import shared_pages, tokenize
+from fullshard.config.errors import ConfigError, DataError
+from fullshard.data import node_stream, tokenize
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import Collator, Loader, Step
+from fullshard.data.node_stream import PageReader, Pages
 from fullshard.data.raw_row import RawRow
 from fullshard.data.row_formats import reading_of
-from fullshard.data.shared_pages import PageReader, Pages
 from fullshard.data.sources import DataSource, file_source, row_source
 from fullshard.data.stream import Stream, StreamSampler
 from fullshard.data.temp_dirs import TempDir, is_alive
 from fullshard.data.token_table import TokenTable, make_table
 from fullshard.data.tokenize import TokenizerPool, batch_rows
-from fullshard.errors import ConfigError, DataError
-from fullshard.ranks import exchange
-from fullshard.settings.sft_config import SFTConfig
+from fullshard.distributed import runtime
+from fullshard.distributed.ranks import exchange
+from fullshard.sft.sft_config import SFTConfig
 from tests.data.tiny import make_tokenizer, text_rows, write_rows
 from tests.pool import ranks
-from tests.train.runs import losses, settings, train
-from tests.train.tiny import make_model
+from tests.sft.runs import losses, settings, train
+from tests.sft.tiny import make_model
 
 PAGE, BATCH, SEED = 16, 6, 5
 ROWS = text_rows(70)
@@ -280,7 +280,7 @@ def test_left_early_nothing_stays(tmp_path: Path) -> None:
     assert is_alive(folder)
     for _ in range(60):  # many epochs: pages come and go
         next(steps)
-    assert len(list(folder.glob("page-*"))) <= shared_pages.AHEAD + 2
+    assert len(list(folder.glob("page-*"))) <= node_stream.AHEAD + 2
     steps.close()
     assert left_in(tmp_path) == []
 

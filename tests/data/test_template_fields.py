@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from fullshard.config.errors import DataError
 from fullshard.data import template_fields
-from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.chat_template import BUILT_IN
 from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.row_formats import Reading
 from fullshard.data.sources import row_source
-from fullshard.errors import DataError
 from tests.data import chats
 from tests.data.tiny import make_tokenizer
 from tests.data.trl_tokens import CALL, CALLS, SHORT, TOOL

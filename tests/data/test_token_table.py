@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fullshard import progress as display
-from fullshard import runtime
+from fullshard.config.errors import DataError
 from fullshard.data import chat_template, checked_array, loader
-from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.chat_template import BUILT_IN
 from fullshard.data.encode import TextSettings
 from fullshard.data.loader import load_table
 from fullshard.data.raw_row import RawRow
 from fullshard.data.row_formats import reading_of
 from fullshard.data.sources import DataSource, file_source, row_source
 from fullshard.data.token_table import FILES, TokenTable, make_table, open_table, statistics, table_key
-from fullshard.errors import DataError
-from fullshard.ranks import exchange
-from fullshard.settings.sft_config import SFTConfig
-from fullshard.train.batches import describe_data
+from fullshard.distributed import progress as display
+from fullshard.distributed import runtime
+from fullshard.distributed.ranks import exchange
+from fullshard.sft.batches import describe_data
+from fullshard.sft.sft_config import SFTConfig
 from tests.data.tiny import chat_rows, make_tokenizer, text_rows, write_rows
 from tests.pool import ranks
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.chat_template import BUILT_IN
 from fullshard.data.encode import TextSettings, encode_rows
 from fullshard.data.prepared_rows import prepared_rows
 from fullshard.data.sources import row_source
-from fullshard.settings.sft_config import SFTConfig
-from fullshard.train.batches import make_table
-from fullshard.train.dataset_options import script_source
-from fullshard.train.model import prepared_tokenizer
+from fullshard.sft.batches import make_table
+from fullshard.sft.dataset_options import script_source
+from fullshard.sft.model import prepared_tokenizer
+from fullshard.sft.sft_config import SFTConfig
 from tests.data import trl_tokens
 from tests.data.trl_tokens import CASES, Case
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.data import chat_template
-from fullshard.data.built_in_templates import BUILT_IN
+from fullshard.data.chat_template import BUILT_IN
 from tests.data import chats
 from tests.data.tiny import make_tokenizer
 
@@ -153,7 +153,7 @@ def trl_tokens(case: Case) -> list[list[list[int]]]:
     import trl
     from datasets import Dataset
 
-    from tests.train.tiny import make_model
+    from tests.sft.tiny import make_model
 
     made = tokenizer(case)
     if case.theirs is not None:

@@ -14,7 +14,7 @@ from torch import nn
 import fullshard
 import fullshard.runtime as xr
 import fullshard.spmd as xs
-from fullshard import accelerator
+from fullshard.device import accelerator
 from fullshard.fsdp import FSDPv2
 from fullshard.fsdp.policy import size_based_auto_wrap_policy
 from tests.devices import stand_in

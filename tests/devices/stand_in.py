@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.cpp_extension import load
 
-from fullshard.device_kinds import KINDS, DeviceKind
+from fullshard.device.device_kinds import KINDS, DeviceKind
 
 SOURCE = os.path.join(os.path.dirname(__file__), "stand_in.cpp")
 NAME, BACKEND = "standin", "stand_in"

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard import accelerator, runtime
-from fullshard.device_kinds import KINDS, DeviceKind
+from fullshard.device import accelerator
+from fullshard.device.device_kinds import KINDS, DeviceKind
+from fullshard.distributed import runtime
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -63,11 +64,11 @@ def test_a_plain_entry_asks_for_nothing_that_only_cuda_has(monkeypatch: pytest.M
 
 
 CUDA_ONLY = {
-    "accelerator.py",  # locks host memory in place by the CUDA runtime
-    "device_kinds.py",
-    "groups.py",  # the variables of NCCL's own watchdog
+    "device/accelerator.py",  # locks host memory in place by the CUDA runtime
+    "device/device_kinds.py",
+    "distributed/groups.py",  # the variables of NCCL's own watchdog
     "launch/environment_report.py",  # versions
-    "xla_names.py",  # an error names torch.cuda's function
+    "distributed/guide_names.py",  # an error names torch.cuda's function
 }
 
 

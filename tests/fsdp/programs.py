@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import fullshard.spmd as xs
-from fullshard import runtime
+from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, checkpoint_module, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from tests.spmd.models import InDouble
 

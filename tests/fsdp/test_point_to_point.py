@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from fullshard import runtime
+from fullshard.distributed import runtime
+from fullshard.distributed.watchdog import investigate, watch
 from fullshard.fsdp import FSDPv2
-from fullshard.fsdp.communicators import make_link
+from fullshard.fsdp.build import make_link
 from fullshard.fsdp.counters import Meter
 from fullshard.fsdp.point_to_point import Exchange, message_tag
-from fullshard.watchdog import investigate, watch
 from tests.fsdp.programs import Block, Stack, mesh_for, mine
 from tests.pool import ranks
 

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fullshard import load_state, runtime, save_state
-from fullshard.fsdp import FSDPv2, ShardingPlan, split_dim
+from fullshard import load_state, save_state
+from fullshard.distributed import runtime
+from fullshard.fsdp import FSDPv2, ShardingPlan, plan_layout
 from fullshard.fsdp.plan import UnitPlan
-from fullshard.fsdp.planner import Terms, plan_parameter, plan_unit
+from fullshard.fsdp.plan_layout import Terms, plan_parameter, plan_unit
 from fullshard.fsdp.strategy import MixedPrecision, ShardingStrategy
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout
@@ -110,18 +111,18 @@ def test_any_shape_on_any_number_of_ranks(shape, count, dtype):
     terms = _terms(count)
     plan = plan_parameter(["p"], shape, dtype, True, None, terms)
     own = math.prod(shape)
-    least = min(split_dim.padded(shape, dim, count) for dim in range(len(shape)))
+    least = min(plan_layout.padded(shape, dim, count) for dim in range(len(shape)))
     if plan.dim is None:
         assert plan.parts == 1 and plan.piece == tuple(shape)
-        assert own * dtype.itemsize <= split_dim.WHOLE_BYTES and least > split_dim.WHOLE_RATIO * own
+        assert own * dtype.itemsize <= plan_layout.WHOLE_BYTES and least > plan_layout.WHOLE_RATIO * own
     else:
         travels = math.prod(plan.piece) * plan.parts
-        assert travels == split_dim.padded(shape, plan.dim, count)
-        free = own + split_dim.FREE_PADDING / dtype.itemsize
+        assert travels == plan_layout.padded(shape, plan.dim, count)
+        free = own + plan_layout.FREE_PADDING / dtype.itemsize
         twice = own + 2 * (least - own)  # another dim is taken only when it saves half of the padding
-        assert travels <= max(split_dim.DIM0_RATIO * own, free, twice)
+        assert travels <= max(plan_layout.DIM0_RATIO * own, free, twice)
         # The largest that stays mostly padding is too large to be held whole.
-        assert travels <= max(split_dim.WHOLE_RATIO * own, free) or own * dtype.itemsize > split_dim.WHOLE_BYTES
+        assert travels <= max(plan_layout.WHOLE_RATIO * own, free) or own * dtype.itemsize > plan_layout.WHOLE_BYTES
     layout = Layout.of(terms.mesh, plan.spec, plan.shape)
     if own:
         pieces = [layout.slices(plan.shape, r) for r in range(count)]
@@ -151,7 +152,7 @@ def test_pieces_in_a_bucket_neither_meet_nor_stand_askew(parameters):
 @contextlib.contextmanager
 def forced():
     """No padding is too little to matter."""
-    with mock.patch.object(split_dim, "FREE_PADDING", 0):
+    with mock.patch.object(plan_layout, "FREE_PADDING", 0):
         yield
 
 

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 import fullshard.spmd as xs
-from fullshard import runtime
+from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.fsdp.gradients import held_by_no_sync
 from tests.fsdp.programs import (

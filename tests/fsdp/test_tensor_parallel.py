@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fullshard.spmd as xs
-from fullshard import runtime
-from fullshard.errors import FSDPError, MeshError
+from fullshard.config.errors import FSDPError, MeshError
+from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, checkpoint_module
 from tests.pool import ranks
 

@@ -14,12 +14,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from fullshard import runtime
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
+from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2
 from fullshard.fsdp.torch_methods import KEYWORDS, REFUSED, SERVED, WITHOUT_EFFECT
-from fullshard.integrations import torch_fsdp
-from fullshard.integrations.seams import TORCH_FSDP
+from fullshard.hf import torch_fsdp
+from fullshard.hf.patches import TORCH_FSDP
 from fullshard.spmd import get_1d_mesh, is_sharded
 from tests.fsdp.programs import Block, Stack, mesh_for
 from tests.fsdp.test_corners import data

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import runtime
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
+from fullshard.distributed import runtime
 from fullshard.fsdp import (
     FSDPv2,
     transformer_auto_wrap_policy,

@@ -10,9 +10,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
 from fullshard.fsdp import checkpoint_module
-from fullshard.fsdp.tensor_tree import tensors_in
+from fullshard.spmd.tensor_tree import tensors_in
 from tests.fsdp.programs import Block, Stack, build, mine, sharded
 from tests.fsdp.test_corners import assert_same_gradients, assert_same_values, data, every_strategy, pair
 from tests.fsdp.test_habits import both

@@ -25,8 +25,9 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard import accelerator, runtime
-from fullshard.fsdp import comm, engine, reduction, streams, unit
+from fullshard.device import accelerator, streams
+from fullshard.distributed import runtime
+from fullshard.fsdp import comm, engine, reduction, unit
 
 CYCLES = 8_000_000
 """The longest sleep of a stream: about 4 ms on today's GPUs, which is longer than the host of a loaded machine needs to

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fullshard import accelerator, runtime
-from fullshard.fsdp.activation_memory import Level
+from fullshard.activations.levels import Level
+from fullshard.device import accelerator
+from fullshard.distributed import runtime
 from tests.data.tiny import make_tokenizer
 from tests.gpu.programs import exact_kernels
 from tests.pool import gpu_ranks, note
-from tests.train.runs import losses, settings, train
-from tests.train.tiny import make_model
+from tests.sft.runs import losses, settings, train
+from tests.sft.tiny import make_model
 
 ROWS, LENGTH, LAYERS = 8, 1024, 8
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": LAYERS,

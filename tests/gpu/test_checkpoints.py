@@ -11,7 +11,8 @@ import torch
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
-from fullshard import CheckpointManager, runtime
+from fullshard import CheckpointManager
+from fullshard.distributed import runtime
 from tests.checkpoint.resume_programs import assert_same_bits
 from tests.gpu.cases import Case
 from tests.gpu.programs import VOCABULARY, base, exact_kernels, optimizer_for, sharded

@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from fullshard import accelerator, runtime
+from fullshard.device import accelerator
+from fullshard.distributed import runtime
 from tests.pool import gpu_ranks
-from tests.train.runs import settings, train
-from tests.train.test_host_ahead import KINDS
-from tests.train.tiny import make_model
+from tests.sft.runs import settings, train
+from tests.sft.test_host_ahead import KINDS
+from tests.sft.tiny import make_model
 
 STEPS, FROM = 8, 3
 """The first steps allocate memory and compile."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import runtime
-from fullshard.accelerator import LARGE
+from fullshard.device.accelerator import LARGE
+from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2
 from tests.fsdp.programs import Block, Stack, mesh_for
 from tests.gpu.chaos import chaos

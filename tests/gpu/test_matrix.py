@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fullshard import runtime
-from fullshard.groups import backend_of
+from fullshard.distributed import runtime
+from fullshard.distributed.groups import backend_of
 from tests.gpu.cases import FACTORS, Case, cases, layouts
 from tests.gpu.programs import MAX_NORM, STEPS, Trained, alone, sharded, train_fully_shard, train_sharded
 from tests.pool import gpu_ranks, note

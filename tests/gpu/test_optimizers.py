@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import accelerator, runtime
 from fullshard.checkpoint import load_state, save_state
+from fullshard.device import accelerator
+from fullshard.device.torch_private import local_of
+from fullshard.distributed import runtime
+from fullshard.sft.optimizer import make_optimizer
 from fullshard.spmd.tensor import full_of
-from fullshard.torch_private import local_of
-from fullshard.train.optimizer import make_optimizer
 from tests.pool import gpu_ranks
-from tests.train.test_optimizers import Net, check_steps, config_of, made, take_steps, wrapped
+from tests.sft.test_optimizers import Net, check_steps, config_of, made, take_steps, wrapped
 
 NAMES = (
     "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit", "muon",

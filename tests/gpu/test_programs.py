@@ -11,7 +11,8 @@ import torch.distributed as dist
 import transformers
 
 import fullshard.spmd as xs
-from fullshard import FSDPv2, runtime
+from fullshard import FSDPv2
+from fullshard.distributed import runtime
 from fullshard.fsdp import transformer_auto_wrap_policy
 from tests.fsdp import programs as fsdp
 from tests.fsdp.programs import STRATEGIES, Branches, exact, loss_of, mean_over_ranks, mesh_for, mine

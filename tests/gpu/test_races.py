@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.fsdp import activation_offload, comm, reduction, streams
+from fullshard.activations import offload
+from fullshard.device import streams
+from fullshard.fsdp import comm, reduction
 from tests.gpu.cases import Case
 from tests.gpu.chaos import chaos
 from tests.gpu.programs import train_sharded
@@ -66,10 +68,10 @@ def _forgets_activations(patch: pytest.MonkeyPatch) -> None:
     """Inputs on their way to the host are let go before the copy has read them."""
 
     def leave(device: torch.device) -> Any:
-        last = activation_offload._leaving.pop(device, None)
+        last = offload._leaving.pop(device, None)
         return None if last is None else last[0]
 
-    patch.setattr(activation_offload, "_join_last", leave)
+    patch.setattr(offload, "_join_last", leave)
     patch.setattr(streams.StreamWork, "keep", lambda self, *tensors: None)
 
 
@@ -82,7 +84,7 @@ def _shares_a_buffer(patch: pytest.MonkeyPatch) -> None:
             held["one"] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return held["one"]
 
-    patch.setattr(activation_offload.HostBuffers, "take", take)
+    patch.setattr(offload.HostBuffers, "take", take)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case]] = {

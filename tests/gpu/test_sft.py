@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.pool import ROOT, chosen_device, notes
-from tests.train.tiny import children_of, make_folder
+from tests.sft.tiny import children_of, make_folder
 
 STEPS, SAVED_EVERY = 24, 4
 KINDS = {

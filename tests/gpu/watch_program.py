@@ -49,11 +49,11 @@ def rank_program(case: str) -> None:
     from torch import nn
 
     import fullshard.runtime as xr
-    from fullshard import processes
-    from fullshard.errors import UserError
+    from fullshard.config.errors import UserError
+    from fullshard.distributed import processes
+    from fullshard.distributed.watchdog import heartbeat, rank_state, watch
+    from fullshard.distributed.watchdog.diagnosis import Failure
     from fullshard.fsdp import FSDPv2
-    from fullshard.watchdog import heartbeat, rank_state, watch
-    from fullshard.watchdog.diagnosis import Failure
     from tests.fsdp.programs import mesh_for
 
     faulthandler.enable()

@@ -12,7 +12,7 @@ facts_path, script, *arguments = sys.argv[1:]
 sys.argv = [script, *arguments]
 
 from fullshard.fsdp import build  # noqa: E402
-from fullshard.parallelize.settings import EngineSettings, resolved_launch  # noqa: E402
+from fullshard.parallel.settings import EngineSettings, resolved_launch  # noqa: E402
 
 seen = {}
 plain = build.assemble

@@ -34,7 +34,7 @@ if how == "crash" and attempt == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     wait()
 elif how == "lost" and attempt == 0:
-    from fullshard.errors import RankLostError
+    from fullshard.config.errors import RankLostError
 
     if rank == 1:
         sys.exit(3)
@@ -71,11 +71,11 @@ elif how == "deaf":
     (folder / f"pid-child-{rank}").write_text(str(child.pid))
     wait()
 elif how == "joined":
-    from fullshard import runtime
+    from fullshard.distributed import runtime
 
     runtime.use_spmd()
 elif how == "stopped in the start":
-    from fullshard import runtime
+    from fullshard.distributed import runtime
 
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -90,7 +90,7 @@ elif how == "with children":
         os.kill(os.getpid(), signal.SIGSTOP)
     wait()
 elif how == "mistaken":
-    from fullshard.errors import MeshError
+    from fullshard.config.errors import MeshError
 
     raise MeshError("3 devices do not fill a mesh of shape (2, 2)")
 elif how == "cores":

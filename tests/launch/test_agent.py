@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import Std
 
-from fullshard import temporary_folders
+from fullshard.config.options import options_of
+from fullshard.distributed import temporary_folders
 from fullshard.launch import agent as run
 from fullshard.launch.config import ProcessSettings, RunSettings
 from fullshard.launch.resolve import resolve, settle
-from fullshard.options import options_of
 from tests.pool import ROOT
 from tests.test_job_store import listening_on
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.configfile import read_file, sort_keys
-from fullshard.errors import ConfigError
+from fullshard.config.configfile import read_file, sort_keys
+from fullshard.config.errors import ConfigError
 from fullshard.launch.config import file_options
 from fullshard.launch.resolve import check_values
-from fullshard.parallelize.settings import EngineSettings
+from fullshard.parallel.settings import EngineSettings
 
 FILES = Path(__file__).parent / "files"
 

@@ -26,15 +26,15 @@ import pytest
 import torch
 
 from fullshard import cli
+from fullshard.config.options import Option, options_of
 from fullshard.launch import agent, command, sft_command
 from fullshard.launch.config import launch_options
-from fullshard.launch.plan_options import plan_options
-from fullshard.options import Option, options_of
-from fullshard.parallelize.settings import EngineSettings
-from fullshard.train import preview, read_model, trainer
-from fullshard.train.cli_args import command_options
+from fullshard.launch.plan_command import plan_options
+from fullshard.parallel.settings import EngineSettings
+from fullshard.sft import preview, read_model, trainer
+from fullshard.sft.cli_args import command_options
 from tests.data.tiny import make_tokenizer, text_rows
-from tests.train.tiny import make_folder
+from tests.sft.tiny import make_folder
 
 FIRST, INPUTS = int(os.environ.get("FUZZ_FIRST", "0")), int(os.environ.get("FUZZ_INPUTS", "2000"))
 SECONDS = 120

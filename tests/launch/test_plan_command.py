@@ -10,12 +10,12 @@ import pytest
 import torch.distributed as dist
 from peft import LoraConfig
 
-from fullshard.errors import CapacityError
+from fullshard.config.errors import CapacityError
 from fullshard.launch import agent
 from fullshard.launch.plan_command import read_request
-from fullshard.train import estimate_run
+from fullshard.planner import estimate_run
+from tests.sft.tiny import make_folder
 from tests.test_cli import command
-from tests.train.tiny import make_folder
 
 SIZES: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,

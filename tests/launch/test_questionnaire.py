@@ -16,7 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from fullshard.configfile import nest, write_file
+from fullshard.config.configfile import nest, write_file
 from fullshard.launch import command
 from fullshard.launch.config import file_options
 from fullshard.launch.machine import Machine

@@ -7,12 +7,12 @@ import os
 
 import pytest
 
-from fullshard.errors import ConfigError
+from fullshard.config.errors import ConfigError
+from fullshard.config.options import convert, options_of, parse_flags
 from fullshard.launch import config as locations
 from fullshard.launch.resolve import LaunchSettings, resolve, settle
 from fullshard.launch.slurm import expand_counts, expand_hosts, read_slurm
-from fullshard.options import convert, options_of, parse_flags
-from fullshard.parallelize.settings import EngineSettings
+from fullshard.parallel.settings import EngineSettings
 
 
 @pytest.fixture

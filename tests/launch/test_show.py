@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from fullshard import CheckpointManager, runtime
+from fullshard import CheckpointManager
+from fullshard.distributed import runtime
 from fullshard.fsdp.plan import ShardingPlan
 from tests.browser import Browser, find_browser
 from tests.fsdp.programs import sharded
 from tests.pool import ROOT, ranks
-from tests.reporting.plans import make_plan
-from tests.results.made import command
+from tests.report.made import command
+from tests.report.plans import make_plan
 from tests.screen import screen
 from tests.test_terminal import environment, on_a_terminal
 

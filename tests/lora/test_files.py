@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-from fullshard import load_pretrained, load_state, runtime, save_pretrained, save_state
-from fullshard.errors import UserError
+from fullshard import load_pretrained, load_state, save_pretrained, save_state
+from fullshard.config.errors import UserError
+from fullshard.distributed import runtime
 from fullshard.quant.export import model_tensors
 from fullshard.quant.sharded_groups import Scheme
 from tests.fsdp.programs import mesh_for, mine

@@ -12,12 +12,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.fsdp.activation_checkpointing import checkpoint_module
+from fullshard.activations.checkpointing import checkpoint_module
 from fullshard.lora.fused import FusedReport, fuse_lora, report_sharded, undo_fuse_lora
 from fullshard.lora.fused_dropout import Dropout
 from fullshard.lora.gated_mlp import fuse_mlps
-from fullshard.models.gated_mlps import gated_mlps
-from fullshard.models.shared_inputs import shared_inputs
+from fullshard.models.layer_groups import gated_mlps, shared_inputs
 from fullshard.quant.config import Quantization
 from fullshard.quant.quantize import quantize_model
 from fullshard.quant.sharded_groups import Scheme

@@ -26,7 +26,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 def _torch_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     """The formulas in torch on any device, with the masks of the kernels."""
     torch.manual_seed(0)
-    monkeypatch.setattr("fullshard.accelerator.runs_triton", lambda device: False)
+    monkeypatch.setattr("fullshard.device.accelerator.runs_triton", lambda device: False)
     monkeypatch.setattr(
         Dropout, "kept", lambda self, shape, i: fused_kernels.kept(tuple(shape), i, self.seed, self.threshold)
     )

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard import runtime
+from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, checkpoint_module, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from fullshard.lora.fused import fuse_lora, report_sharded
-from fullshard.models.shared_inputs import shared_inputs
+from fullshard.models.layer_groups import shared_inputs
 from fullshard.quant.config import Quantization
 from fullshard.quant.quantize import quantize_model
 from fullshard.quant.sharded_groups import Scheme
-from fullshard.train.trainer import SFTTrainer
+from fullshard.sft.trainer import SFTTrainer
 from tests.fsdp.programs import mean_over_ranks, mesh_for
 from tests.lora.fused_models import IDS, adapted, bare
 from tests.pool import ranks
-from tests.train.runs import global_batch, losses, settings
-from tests.train.tiny import make_folder
+from tests.sft.runs import global_batch, losses, settings
+from tests.sft.tiny import make_folder
 
 CASES: dict[str, dict[str, Any]] = {
     "4 bits, checkpointing": {"four_bits": True, "recomputes": True},

@@ -12,8 +12,7 @@ from torch import nn
 from fullshard.fsdp import checkpoint_module
 from fullshard.lora.fused import fuse_lora
 from fullshard.lora.gated_mlp import GatedParts, fuse_mlps, undo_fuse_mlps
-from fullshard.models.gated_mlps import gated_mlps, record_gated_mlps
-from fullshard.models.shared_inputs import shared_inputs
+from fullshard.models.layer_groups import gated_mlps, record_gated_mlps, shared_inputs
 from tests.lora.fused_models import adapted, assert_same, bare, step
 
 GATED = {
@@ -167,11 +166,11 @@ def test_compiled() -> None:
 @pytest.mark.slow
 def test_the_down_projection_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled layer that is checkpointed recomputes up to the product of the branches."""
-    from fullshard.lora import gated_mlp_ops
+    from fullshard.lora import gated_mlp
 
     computed: list[int] = []
-    plain = gated_mlp_ops._down_forward
-    monkeypatch.setattr(gated_mlp_ops, "_down_forward", lambda *args: (computed.append(1), plain(*args))[1])
+    plain = gated_mlp._down_forward
+    monkeypatch.setattr(gated_mlp, "_down_forward", lambda *args: (computed.append(1), plain(*args))[1])
     model, count = fused("llama")
     expected = step(model)
     assert len(computed) == count

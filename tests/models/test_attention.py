@@ -20,7 +20,7 @@ from fullshard.models import attention, attention_masks
 from fullshard.models.attention import is_own, use_own_attention
 from fullshard.models.packed_inputs import Packed, PackingMethod
 from fullshard.models.packing_check import try_packing
-from tests.train.tiny import make_model
+from tests.sft.tiny import make_model
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {

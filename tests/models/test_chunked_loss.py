@@ -18,7 +18,7 @@ from fullshard.models.chunked_loss import FUSED_BYTES, LeanHead, _Options, chunk
 from fullshard.models.deferred_logits import DeferredLogits, SoftCap
 from fullshard.models.token_loss import TokenLoss
 from tests.data.tiny import make_tokenizer, text_rows
-from tests.train.tiny import make_model
+from tests.sft.tiny import make_model
 
 SHAPE = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

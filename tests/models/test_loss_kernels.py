@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fullshard import accelerator
 from fullshard.data.pretokenized import IGNORED
+from fullshard.device import accelerator
 from fullshard.models import chunked_loss, token_loss
 from fullshard.models.chunked_loss import chunked_cross_entropy, whole_cross_entropy
 from fullshard.models.deferred_logits import DeferredLogits, SoftCap
@@ -20,7 +20,6 @@ from fullshard.models.token_loss import TokenLoss
 pytest.importorskip("triton")
 if accelerator.kind() == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
-from fullshard.models import loss_kernels
 
 DEVICE = accelerator.kind()
 pytestmark = [pytest.mark.gpu] if DEVICE != "cpu" else []
@@ -29,7 +28,7 @@ CAP = SoftCap(1 / 3, True, 3.0)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_kernels, "BLOCK", 32)
+    monkeypatch.setattr(token_loss, "BLOCK", 32)
 
 
 def expected(
@@ -66,7 +65,7 @@ def test_losses_and_gradient(name: str, columns: int) -> None:
     labels[:4] = (-raw if cap.before < 0 else raw)[:4].argmax(1)  # some that are correct
     labels[[1, 6]] = IGNORED
     right, gradient = expected(raw, labels, cap, kind, 0.3)
-    found = loss_kernels.token_losses(raw, labels, cap, kind.smoothing, kind.dft, True, 0.3, raw)
+    found = token_loss.token_losses(raw, labels, cap, kind.smoothing, kind.dft, True, 0.3, raw)
     torch.testing.assert_close(found.double(), right, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(raw.double(), gradient, rtol=1e-5, atol=3e-7)
     assert found[:, 1].sum() >= 3
@@ -79,7 +78,7 @@ def test_narrow_logits_are_read_as_they_are_and_the_gradient_is_rounded_once() -
     right, exact = expected(raw, labels, SoftCap(), TokenLoss(), 1e-4)
     gradient = torch.full_like(raw, float("nan"))
     before = raw.clone()
-    found = loss_kernels.token_losses(raw, labels, SoftCap(), 0.0, False, False, 1e-4, gradient)
+    found = token_loss.token_losses(raw, labels, SoftCap(), 0.0, False, False, 1e-4, gradient)
     assert torch.equal(raw, before), "a gradient elsewhere leaves the logits"
     torch.testing.assert_close(found[:, :2].double(), right[:, :2], rtol=2e-6, atol=2e-6)
     assert not found[:, 2].any(), "no entropy unless asked for"
@@ -91,7 +90,7 @@ def test_the_first_of_equal_logits_is_the_prediction() -> None:
     raw = torch.zeros(6, 97, device=DEVICE)
     labels = torch.tensor([0, 1, 40, 70, 96, 33], device=DEVICE)
     raw[2, [40, 41, 80]] = raw[3, [5, 70]] = raw[4, 96] = raw[5, [33, 34]] = 2.0
-    found = loss_kernels.token_losses(raw, labels, SoftCap(), 0.0, False, False, 1.0, None)
+    found = token_loss.token_losses(raw, labels, SoftCap(), 0.0, False, False, 1.0, None)
     assert found[:, 1].tolist() == (raw.argmax(1) == labels).float().tolist() == [1, 0, 1, 0, 1, 1]
 
 
@@ -102,7 +101,7 @@ def test_infinite_and_undefined_logits() -> None:
     labels = torch.tensor([70, 5, 97, IGNORED], device=DEVICE)
     raw[3] = float("nan")
     right, gradient = expected(raw[:1], labels[:1], SoftCap(), TokenLoss(), 1.0)
-    found = loss_kernels.token_losses(raw, labels, SoftCap(), 0.0, False, False, 1.0, raw)
+    found = token_loss.token_losses(raw, labels, SoftCap(), 0.0, False, False, 1.0, raw)
     torch.testing.assert_close(found[0, :2].double(), right[0, :2], rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(raw[:1].double(), gradient, rtol=1e-5, atol=1e-7)
     assert found[1:3, 0].isnan().all(), "a label outside the vocabulary has no loss"

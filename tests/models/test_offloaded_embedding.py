@@ -14,13 +14,13 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import fullshard.runtime as xr
 import fullshard.spmd as xs
-from fullshard.errors import FSDPError
+from fullshard.config.errors import FSDPError
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
-from fullshard.fsdp.host_table import HostTable, lookup
-from fullshard.models.offloaded_embedding import offload_embedding
+from fullshard.fsdp.host_embedding import HostTable, lookup
+from fullshard.models.embeddings import offload_embedding
 from tests.pool import ranks
-from tests.train.runs import global_batch, losses, settings, train
-from tests.train.tiny import make_model
+from tests.sft.runs import global_batch, losses, settings, train
+from tests.sft.tiny import make_model
 
 LORA = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
 
@@ -118,7 +118,7 @@ def test_an_embedding_that_must_stay_on_the_device() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_the_kernel_reads_rows_in_host_memory(stored: torch.dtype) -> None:
-    from fullshard import accelerator
+    from fullshard.device import accelerator
 
     torch.manual_seed(0)
     rows = accelerator.host_memory((5000, 300), stored)

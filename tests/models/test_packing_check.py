@@ -23,20 +23,20 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from fullshard import runtime
+from fullshard.config.errors import ConfigError
 from fullshard.data.loader import Collator
 from fullshard.data.pretokenized import IGNORED
-from fullshard.errors import ConfigError
+from fullshard.distributed import runtime
 from fullshard.models import packing_check
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.packed_inputs import Packed, PackingMethod
 from fullshard.models.packing_check import LEAKS, Trial, try_packing
-from fullshard.models.small_copy import small_models
-from fullshard.train.trainer import SFTTrainer
+from fullshard.models.tiny_model import small_models
+from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
-from tests.train.runs import settings
-from tests.train.tiny import VOCABULARY, make_model
+from tests.sft.runs import settings
+from tests.sft.tiny import VOCABULARY, make_model
 from tools.packing import FAMILIES, family_model, listed, row_of
 
 CPU = torch.device("cpu")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
 
-from fullshard.errors import ConfigError
+from fullshard.config.errors import ConfigError
 from fullshard.models.rope_scaling import longest_document, scale_rope
-from fullshard.train.trainer import SFTTrainer
+from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
 from tests.pool import ranks
-from tests.train.runs import settings
-from tests.train.tiny import make_folder, make_model
+from tests.sft.runs import settings
+from tests.sft.tiny import make_folder, make_model
 
 SCALED: dict[str, tuple[dict[str, Any], int]] = {
     # what transformers' documentation writes for 16 → 64 positions, and max_position_embeddings

@@ -8,12 +8,12 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
-from fullshard.errors import ConfigError
+from fullshard.config.errors import ConfigError
+from fullshard.device.torch_private import NoTorchFunction
 from fullshard.models.chunked_loss import LeanHead
 from fullshard.models.deferred_logits import DeferredLogits, soft_cap
 from fullshard.models.token_loss import TokenLoss
-from fullshard.torch_private import NoTorchFunction
-from tests.train.tiny import make_model
+from tests.sft.tiny import make_model
 
 
 def expected(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor, kind: TokenLoss) -> torch.Tensor:

@@ -17,11 +17,11 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from fullshard import runtime
-from fullshard.train.trainer import SFTTrainer
+from fullshard.distributed import runtime
+from fullshard.sft.trainer import SFTTrainer
 from tests.data.tiny import make_tokenizer, text_rows
-from tests.train.runs import settings
-from tests.train.tiny import make_model
+from tests.sft.runs import settings
+from tests.sft.tiny import make_model
 
 RECORDS = ("metrics.jsonl", "samples.jsonl", "events.jsonl")
 """Files that get a line for each logged step and each checkpoint."""

@@ -14,8 +14,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import fullshard.spmd as xs
-from fullshard import load_pretrained, load_state, lora, runtime, save_pretrained, save_state
-from fullshard.errors import QuantizationError
+from fullshard import load_pretrained, load_state, lora, save_pretrained, save_state
+from fullshard.config.errors import QuantizationError
+from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, checkpoint_module, transformer_auto_wrap_policy
 from fullshard.quant.expert_weights import LoraFactors
 from fullshard.quant.experts import NF4Experts

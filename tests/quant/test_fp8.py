@@ -12,8 +12,8 @@ from torch import nn
 from transformers import Conv1D, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from fullshard import runtime
-from fullshard.errors import QuantizationError
+from fullshard.config.errors import QuantizationError
+from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, transformer_auto_wrap_policy
 from fullshard.lora.fused import fuse_lora
 from fullshard.lora.model_size import count_parameters, dense_line

@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.errors import QuantizationError
+from fullshard.config.errors import QuantizationError
 from fullshard.quant.linear import NF4Linear
 from fullshard.quant.quantize import dequantize_model, quantize_model
 from fullshard.quant.quantized_linear import QuantizedWeight

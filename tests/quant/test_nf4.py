@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.errors import QuantizationError, UserError
+from fullshard.config.errors import QuantizationError, UserError
+from fullshard.quant import blocks, codebooks, nf4
 from fullshard.quant import bnb_format as files
-from fullshard.quant import codebooks, double_quant, nf4
 from fullshard.quant.sharded_groups import Scheme, dense, from_state, quantize_shard, shard_range, to_state
 from tests.quant.unpacked import unpacked, unpacked_by_bnb
 
@@ -163,7 +163,7 @@ def test_the_mean_is_summed_by_one_thread():
     expected = [absmax.mean() for absmax in many]
     torch.set_num_threads(2)
     with Threads() as threads:
-        assert all(same(double_quant.mean_of(absmax), mean) for absmax, mean in zip(many, expected, strict=True))
+        assert all(same(blocks.mean_of(absmax), mean) for absmax, mean in zip(many, expected, strict=True))
     assert threads.used == [1] * len(many)
     assert torch.get_num_threads() == 2
 

@@ -17,8 +17,9 @@ from transformers import (
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from fullshard import load_pretrained, lora, runtime, save_pretrained
-from fullshard.errors import ConfigError, QuantizationError
+from fullshard import load_pretrained, lora, save_pretrained
+from fullshard.config.errors import ConfigError, QuantizationError
+from fullshard.distributed import runtime
 from fullshard.lora.targets import DEFAULT_TARGETS
 from fullshard.quant import config as quant_config
 from fullshard.quant.config import Quantization

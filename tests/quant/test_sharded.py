@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fullshard.spmd as xs
-from fullshard import lora, runtime
-from fullshard.errors import QuantizationError
+from fullshard import lora
+from fullshard.config.errors import QuantizationError
+from fullshard.distributed import runtime
 from fullshard.fsdp import FSDPv2, MixedPrecision, transformer_auto_wrap_policy
 from fullshard.quant.export import model_tensors
 from fullshard.quant.linear import NF4Linear

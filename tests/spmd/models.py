@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import fullshard.spmd as xs
-from fullshard import runtime
+from fullshard.distributed import runtime
 
 VOCABULARY = 96
 

@@ -8,8 +8,8 @@ import torch
 from rich.console import Console
 
 import fullshard.spmd as xs
-from fullshard import runtime
-from fullshard.errors import LayoutError, SpecError
+from fullshard.config.errors import LayoutError, SpecError
+from fullshard.distributed import runtime
 from tests.pool import ranks
 from tests.spmd.orders import ANY_ORDER, keepable
 

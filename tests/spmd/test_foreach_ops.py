@@ -6,7 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fullshard.spmd as xs
-from fullshard import FSDPv2, runtime
+from fullshard import FSDPv2
+from fullshard.distributed import runtime
 from fullshard.spmd import torch_rules
 from tests.pool import ranks
 from tests.spmd.orders import keepable

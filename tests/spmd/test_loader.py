@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import fullshard.spmd as xs
-from fullshard import runtime
-from fullshard.errors import BatchError, BatchKeyError, SpecError, UserError
+from fullshard.config.errors import BatchError, BatchKeyError, SpecError, UserError
+from fullshard.distributed import runtime
 from tests.pool import ranks
 from tests.spmd.orders import keepable
 

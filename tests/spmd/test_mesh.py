@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fullshard.spmd as xs
-from fullshard.errors import MeshError, UnsupportedError, UserError
+from fullshard.config.errors import MeshError, UnsupportedError, UserError
 from tests.pool import ranks
 from tests.spmd.orders import ANY_ORDER
 

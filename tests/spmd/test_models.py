@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fullshard.spmd as xs
-from fullshard import runtime
+from fullshard.distributed import runtime
 from tests.pool import ranks
 from tests.spmd.models import GPT2_RULES, LLAMA_RULES, InDouble, annotate, batch, gpt2, llama
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import fullshard.spmd as xs
-from fullshard import FSDPv2, runtime
-from fullshard.errors import LayoutError, RuntimeSetupError
+from fullshard import FSDPv2
+from fullshard.config.errors import LayoutError, RuntimeSetupError
+from fullshard.distributed import runtime
 from fullshard.spmd import unused_annotations
 from tests.pool import ranks
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fullshard.spmd as xs
-from fullshard import runtime
-from fullshard.errors import LayoutError
+from fullshard.config.errors import LayoutError
+from fullshard.distributed import runtime
 from tests.pairwise import thinned
 from tests.pool import ranks
 from tests.spmd.orders import ANY_ORDER, keepable

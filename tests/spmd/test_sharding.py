@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fullshard.spmd as xs
-from fullshard import runtime
-from fullshard.errors import LayoutError, MeshError
+from fullshard.config.errors import LayoutError, MeshError
+from fullshard.distributed import runtime
 from fullshard.spmd.spec import Layout
 from tests.pool import ranks
 from tests.spmd.orders import ANY_ORDER, keepable, needs_any_order

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.errors import SpecError
+from fullshard.config.errors import SpecError
 from fullshard.spmd import mesh as mesh_module
 from fullshard.spmd.mesh import Mesh
 from fullshard.spmd.spec import Layout

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import fullshard.spmd as xs
-from fullshard import runtime
+from fullshard.distributed import runtime
 from tests.fsdp.programs import bert, gpt2, llama, mixtral, t5
 
 

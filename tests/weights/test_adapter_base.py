@@ -12,17 +12,17 @@ import pytest
 from peft import AutoPeftModelForCausalLM, PeftConfig
 
 from fullshard import load_pretrained
-from fullshard.errors import ConfigError, WeightsError
-from fullshard.results.find_result import find
-from fullshard.train.checked_run import base_of_adapter
-from fullshard.train.trainer import SFTTrainer
+from fullshard.config.errors import ConfigError, WeightsError
+from fullshard.launch.find_result import find
+from fullshard.sft.checked_run import base_of_adapter
+from fullshard.sft.trainer import SFTTrainer
 from fullshard.weights.adapter_base import RECORD, check_base, lasting_name, read_record, write_record
 from fullshard.weights.merge_adapter import merge_adapter
 from fullshard.weights.source_files import fingerprint_of
 from tests.data.tiny import text_rows
 from tests.pool import ranks
-from tests.results.made import LORA, add_adapter, chat_model, command
-from tests.train.runs import settings
+from tests.report.made import LORA, add_adapter, chat_model, command
+from tests.sft.runs import settings
 
 
 def named(adapter: Path, base: str | None) -> Path:

@@ -10,11 +10,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fullshard import FSDPv2, load_pretrained, load_state, runtime, save_state
+from fullshard import FSDPv2, load_pretrained, load_state, save_state
 from fullshard.checkpoint.consolidate import merge_weights
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.errors import CheckpointError, WeightsError
-from fullshard.weights import block_checksums, safetensors_index, slice_reader
+from fullshard.config.errors import CheckpointError, WeightsError
+from fullshard.distributed import runtime
+from fullshard.weights import block_checksums, safetensors_files, slice_reader
 from fullshard.weights.adapter_base import RECORD, check_base, write_record
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import open_source
@@ -115,7 +116,7 @@ def test_the_same_checksums_on_any_number_of_ranks(tmp_path, name, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_checksums, "BLOCK", block)
         patch.setattr(slice_reader, "JOB_BYTES", 2048)
-        patch.setattr(safetensors_index, "PART", 1024)
+        patch.setattr(safetensors_files, "PART", 1024)
         with open_source(tmp_path / "m") as source:
             expected = source.checksums()  # one process, block after block
         assert len(expected) > 1
@@ -132,7 +133,7 @@ def test_one_rank_reads_every_byte_once(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_checksums, "BLOCK", 512)
         patch.setattr(slice_reader, "JOB_BYTES", 6000)  # where a job ends, a block ends
-        patch.setattr(safetensors_index, "PART", 1024)
+        patch.setattr(safetensors_files, "PART", 1024)
         with torch.device("meta"):
             empty = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path))
         with open_source(tmp_path) as source:
@@ -228,7 +229,7 @@ def test_an_unchanged_file_is_not_read_again(tmp_path, monkeypatch):
     save_file({"a": torch.arange(50)}, tmp_path / "model.safetensors")
     first = identity_of(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_index.SafetensorsFiles, "read_blocks", None)
+        patch.setattr(safetensors_files.SafetensorsFiles, "read_blocks", None)
         assert identity_of(tmp_path) == first
     save_file({"a": torch.arange(51)}, tmp_path / "model.safetensors")
     assert identity_of(tmp_path) != first

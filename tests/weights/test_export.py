@@ -12,10 +12,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 
-from fullshard import FSDPv2, load_pretrained, runtime, save_pretrained
-from fullshard.errors import WeightsError
+from fullshard import FSDPv2, load_pretrained, save_pretrained
+from fullshard.config.errors import WeightsError
+from fullshard.distributed import runtime
 from fullshard.fsdp import transformer_auto_wrap_policy
-from fullshard.weights import safetensors_writer
+from fullshard.weights import safetensors_files
 from tests.pool import ranks
 from tests.weights.models import (
     CLASSES,
@@ -177,7 +178,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(files, tmp_pat
     runtime.barrier()
     before = {p.name: p.read_bytes() for p in out.iterdir()} if existing else None
     runtime.barrier()
-    written = safetensors_writer._write
+    written = safetensors_files._write
     calls = []
 
     def fill_up(file, data, offset):
@@ -188,7 +189,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(files, tmp_pat
 
     model = load_pretrained(files["llama"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_writer, "_write", fill_up)
+        patch.setattr(safetensors_files, "_write", fill_up)
         with pytest.raises(WeightsError, match=r"could not be written .*No space left"):
             save_pretrained(model, out)
     runtime.barrier()
@@ -265,7 +266,7 @@ def test_a_directory_that_cannot_be_written(files, tmp_path):
 
 def test_what_does_not_read_back_is_noticed(tmp_path):
     values = {"a": torch.arange(6.0), "b": torch.ones(2, 3, dtype=torch.bfloat16), "c": torch.tensor(True)}
-    file = safetensors_writer.FileWriter(tmp_path / "model.safetensors", {n: v.to("meta") for n, v in values.items()})
+    file = safetensors_files.FileWriter(tmp_path / "model.safetensors", {n: v.to("meta") for n, v in values.items()})
     for name in reversed(values):  # any order
         file.write(name, values[name])
     with open(tmp_path / "model.safetensors", "r+b") as damaged:

@@ -7,16 +7,16 @@ import pytest
 from safetensors.torch import save_file
 from torch import zeros
 
-from fullshard import runtime
-from fullshard.errors import WeightsError
-from fullshard.train.checked_run import check_model_folder
+from fullshard.config.errors import WeightsError
+from fullshard.distributed import runtime
+from fullshard.sft.checked_run import check_model_folder
 from fullshard.weights.adapter_files import open_adapter
 from fullshard.weights.config_limits import check_config
 from fullshard.weights.load import load_pretrained
 from fullshard.weights.locate import has_weights, open_source
 from fullshard.weights.model_dir_writer import copy_files
 from tests.pool import ranks
-from tests.results.made import command
+from tests.report.made import command
 from tests.weights.models import save
 
 SECRET = "model-secret.safetensors"

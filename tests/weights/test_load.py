@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from fullshard import FSDPv2, MixedPrecision, load_pretrained, runtime
-from fullshard.errors import WeightsError
+from fullshard import FSDPv2, MixedPrecision, load_pretrained
+from fullshard.config.errors import WeightsError
+from fullshard.distributed import runtime
 from fullshard.weights.fill import fill
 from fullshard.weights.source_files import base_of, fingerprint_of
 from tests.pool import ranks

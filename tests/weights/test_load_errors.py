@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, LlamaForCausalLM
 
-from fullshard import FSDPv2, load_pretrained, runtime
-from fullshard.errors import WeightsError
-from fullshard.weights import safetensors_index as weight_files
+from fullshard import FSDPv2, load_pretrained
+from fullshard.config.errors import WeightsError
+from fullshard.distributed import runtime
+from fullshard.weights import safetensors_files as weight_files
 from fullshard.weights.fill import fill
 from fullshard.weights.locate import open_source
 from fullshard.weights.source_files import base_of

@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
 )
 
 from fullshard.weights import key_mapping, slice_reader
-from fullshard.weights.safetensors_index import DTYPES, SafetensorsFiles
+from fullshard.weights.safetensors_files import DTYPES, SafetensorsFiles
 from fullshard.weights.slice_reader import Joined, Stacked, Stored, Transposed, lengths
 
 

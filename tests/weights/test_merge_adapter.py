@@ -24,7 +24,7 @@ from peft import (
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from fullshard.errors import ConfigError, QuantizationError, WeightsError
+from fullshard.config.errors import ConfigError, QuantizationError, WeightsError
 from fullshard.weights.merge_adapter import merge_adapter
 from tests.weights.models import save
 

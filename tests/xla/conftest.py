@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fullshard import engines
+from fullshard.distributed import engines
 
 collect_ignore_glob = [] if engines.can_be_used() and engines.current().name == "XLA" else ["test_*.py"]
 
@@ -14,7 +14,7 @@ collect_ignore_glob = [] if engines.can_be_used() and engines.current().name == 
 @pytest.fixture(autouse=True, scope="session")
 def _four_devices() -> None:
     """One program over 4 devices; nothing may touch a device before."""
-    from fullshard import runtime
+    from fullshard.distributed import runtime
 
     assert (os.environ.get("PJRT_DEVICE"), os.environ.get("CPU_NUM_DEVICES")) == ("CPU", "4"), "run make test-xla"
     runtime.use_spmd()

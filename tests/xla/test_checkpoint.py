@@ -23,14 +23,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from transformers import LlamaForCausalLM
 
-import fullshard.runtime as xr
+import fullshard.distributed.runtime as xr
 import fullshard.spmd as xs
 from fullshard import CheckpointManager, FSDPv2
 from fullshard.checkpoint import CheckpointReader, load_state, publish, save_state
 from fullshard.checkpoint.consolidate import merge_weights, stored_tensors
 from fullshard.checkpoint.inspect import inspect_checkpoint, lines
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.errors import CheckpointError
+from fullshard.config.errors import CheckpointError
 from fullshard.xla import shards
 from tests.xla.resume_program import config, train
 from tests.xla.torch_engine import torch_python
@@ -413,7 +413,7 @@ KILLED = """
 import os
 import torch
 from fullshard.checkpoint import CheckpointManager, publish
-import fullshard.runtime as xr, fullshard.spmd as xs
+import fullshard.distributed.runtime as xr, fullshard.spmd as xs
 
 xr.use_spmd()
 model = torch.nn.Module()

@@ -21,7 +21,7 @@ from torch import nn
 
 import fullshard.runtime as xr
 import fullshard.spmd as xs
-from fullshard.errors import FSDPError, MeshError, UnsupportedError
+from fullshard.config.errors import FSDPError, MeshError, UnsupportedError
 from fullshard.fsdp import (
     FSDPv2,
     MixedPrecision,

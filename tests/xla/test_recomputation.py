@@ -19,7 +19,7 @@ from torch import nn
 
 import fullshard.runtime as xr
 import fullshard.spmd as xs
-from fullshard.errors import RuntimeSetupError
+from fullshard.config.errors import RuntimeSetupError
 from fullshard.fsdp import FSDPv2, checkpoint_module
 
 STEPS = """

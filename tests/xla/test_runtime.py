@@ -16,8 +16,7 @@ import fullshard
 import fullshard.runtime as xr
 import fullshard.spmd as xs
 import fullshard.xm as xm
-from fullshard import engines, xla_names
-from fullshard.errors import (
+from fullshard.config.errors import (
     BatchError,
     BatchKeyError,
     NameMissingError,
@@ -25,6 +24,7 @@ from fullshard.errors import (
     SpecError,
     UnsupportedError,
 )
+from fullshard.distributed import engines, guide_names
 
 MODULES = {"xm": xm, "xr": xr, "xs": xs}
 
@@ -50,7 +50,7 @@ def test_processes_and_devices_are_counted_separately():
 
 FIRST_USES = """
 import torch, fullshard, fullshard.spmd as xs
-from fullshard.errors import RuntimeSetupError
+from fullshard.config.errors import RuntimeSetupError
 from fullshard.spmd.mesh import AbsentMesh
 
 mesh = AbsentMesh((1,), ("fsdp",))
@@ -144,7 +144,7 @@ def test_a_sharded_model_is_saved_whole(tmp_path):
     assert saved["step"] == 3 and torch.equal(saved["model"]["weight"], whole) and saved["model"]["weight"].is_cpu
 
 
-@pytest.mark.parametrize("known_as", xla_names.REFUSED)
+@pytest.mark.parametrize("known_as", guide_names.REFUSED)
 def test_names_are_torch_xlas_own_or_refused(known_as):
     own = {
         "xm": {"fork_rng", "get_stablehlo", "get_stablehlo_bytecode", "is_xla_tensor", "xla_device_kind",
@@ -153,7 +153,7 @@ def test_names_are_torch_xlas_own_or_refused(known_as):
                "get_num_cached_compilation_graph", "is_bf16_supported"},
         "xs": {"XLAPatchedLinear", "xla_patched_nn_linear_forward"},
     }[known_as]  # fmt: skip
-    for name in xla_names.REFUSED[known_as]:
+    for name in guide_names.REFUSED[known_as]:
         if name in own:
             assert getattr(MODULES[known_as], name).__module__.startswith("torch_xla")
         else:
@@ -163,10 +163,10 @@ def test_names_are_torch_xlas_own_or_refused(known_as):
         _ = MODULES[known_as].no_such_name
 
 
-@pytest.mark.parametrize("known_as", xla_names.MODULES)
+@pytest.mark.parametrize("known_as", guide_names.MODULES)
 def test_modules_without_a_counterpart_are_torch_xlas_own(known_as):
     """The same objects, for every name that the installed torch_xla has."""
-    home, names = xla_names.MODULES[known_as]
+    home, names = guide_names.MODULES[known_as]
     own, ours = importlib.import_module(home), importlib.import_module(f"fullshard.{known_as}")
     for name in names:
         if hasattr(own, name):

@@ -19,11 +19,12 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 import fullshard  # noqa: E402
-from fullshard import SFTConfig, SFTTrainer, runtime  # noqa: E402
-from fullshard.errors import ConfigError, TrainingError  # noqa: E402
+from fullshard import SFTConfig, SFTTrainer  # noqa: E402
+from fullshard.config.errors import ConfigError, TrainingError  # noqa: E402
+from fullshard.distributed import runtime  # noqa: E402
 from fullshard.launch.sft_command import sft  # noqa: E402
 from fullshard.xla.engine import ENGINE  # noqa: E402
-from tests.train.tiny import make_folder  # noqa: E402
+from tests.sft.tiny import make_folder  # noqa: E402
 from tests.xla.torch_engine import torch_python  # noqa: E402
 
 STEPS = [

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 import fullshard.runtime as xr
 import fullshard.spmd as xs
 import fullshard.xm as xm
-from fullshard.errors import LayoutError, MeshError, RuntimeSetupError, SpecError, UnsupportedError
+from fullshard.config.errors import LayoutError, MeshError, RuntimeSetupError, SpecError, UnsupportedError
 from fullshard.xla.tensor import annotation
 
 DATA_MODEL = ("data", "model")

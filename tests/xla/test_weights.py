@@ -21,7 +21,7 @@ from fullshard import FSDPv2, load_pretrained
 from fullshard.checkpoint import load_state, save_state
 from fullshard.checkpoint.adapter_from_checkpoint import write_adapter
 from fullshard.checkpoint.manifest import read_manifest
-from fullshard.errors import CheckpointError, UserError, WeightsError
+from fullshard.config.errors import CheckpointError, UserError, WeightsError
 from fullshard.weights.export import save_pretrained
 from fullshard.weights.merge_adapter import merge_adapter
 from fullshard.xla import shards

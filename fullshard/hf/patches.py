@@ -1,0 +1,270 @@
+"""The places in other libraries that fullshard replaces, in one table, and how they are replaced.
+
+`fullshard launch` calls `install()` in every process before the script runs. A seam is put in place right after the
+library's module has been imported, before anything else can import a name from it. Nothing is imported here: a script
+that does not use a library pays nothing for its seams. `docs/integrations.md` lists the seams for users.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from fullshard.config.errors import ConfigError
+from fullshard.distributed import engines
+
+VARIABLE = "FULLSHARD_INTEGRATIONS"
+"""The environment variable that `fullshard launch --no_integrations` sets to `off`."""
+TESTED = {"accelerate": ("1.15",), "transformers": ("5.17", "5.22"), "trl": ("1.16",)}
+"""The minor versions that the seams were tested with. Those of torch are fullshard's own requirement."""
+_HOME = "fullshard.hf."
+TORCH_FSDP = (
+    "summon_full_params", "state_dict_type", "set_state_dict_type", "get_state_dict_type", "optim_state_dict",
+    "optim_state_dict_to_load", "full_optim_state_dict", "sharded_optim_state_dict", "scatter_full_optim_state_dict",
+    "shard_full_optim_state_dict", "flatten_sharded_optim_state_dict", "rekey_optim_state_dict",
+)  # fmt: skip
+"""The static methods of torch's `FullyShardedDataParallel`, which scripts call with a model; all but `fsdp_modules`, by
+which torch's own checkpoints recognize modules of that class."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One replaced attribute of another library."""
+
+    module: str
+    """The module that defines it."""
+    attribute: str
+    """Its name there, `Class.method` for a method."""
+    replacement: str
+    """`module:function`; the function takes the original and returns what replaces it."""
+    why: str
+
+
+SEAMS = (
+    Seam(
+        "accelerate.state", "PartialState.__init__", f"{_HOME}accelerate_state:partial_state",
+        "fullshard sets up the process group and chooses the device, on CPUs too",
+    ),
+    Seam(
+        "accelerate.state", "AcceleratorState.__init__", f"{_HOME}accelerate_state:accelerator_state",
+        "FSDP is on for CPU ranks and for one process as well",
+    ),
+    Seam(
+        "accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.__init__", f"{_HOME}fsdp_plugin:plugin",
+        "the strategy and its options are read by fullshard, before the plugin drops some of them",
+    ),
+    Seam(
+        "accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.set_state_dict_type",
+        f"{_HOME}fsdp_plugin:set_state_dict_type",
+        "the type can change between saves: Accelerate keeps the options of the first type",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.prepare", f"{_HOME}accelerate_prepare:prepare",
+        "models, optimizers and loaders in any order and number, a model alone included",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.prepare_model", f"{_HOME}accelerate_prepare:prepare_model",
+        "the model is sharded by fullshard, one for evaluation only too",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.no_sync", f"{_HOME}accelerate_prepare:no_sync",
+        "gradient accumulation is the engine's",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.clip_grad_norm_", f"{_HOME}accelerate_prepare:clip_grad_norm",
+        "the norm is exact on every mesh",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.get_state_dict", f"{_HOME}accelerate_prepare:get_state_dict",
+        "tied weights stay one tensor, which `save_pretrained` writes once",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.clip_grad_value_", f"{_HOME}accelerate_prepare:clip_grad_value",
+        "Accelerate refuses it under FSDP",
+    ),
+    Seam(
+        "accelerate.accelerator", "Accelerator.join_uneven_inputs", f"{_HOME}accelerate_prepare:join_uneven_inputs",
+        "ranks with fewer batches would leave the others waiting",
+    ),
+    Seam(
+        "accelerate.utils.fsdp_utils", "save_fsdp_model", f"{_HOME}accelerate_checkpoints:save_model",
+        "a folder that is being written over does not look complete",
+    ),
+    Seam(
+        "accelerate.utils.fsdp_utils", "save_fsdp_optimizer", f"{_HOME}accelerate_checkpoints:save_optimizer",
+        "the same for the optimizer",
+    ),
+    Seam(
+        "accelerate.utils.fsdp_utils", "load_fsdp_model", f"{_HOME}accelerate_checkpoints:load_model",
+        "a checkpoint is read in the form it has, also that of a run without FSDP",
+    ),
+    Seam(
+        "accelerate.utils.fsdp_utils", "load_fsdp_optimizer", f"{_HOME}accelerate_checkpoints:load_optimizer",
+        "the same for the optimizer",
+    ),
+    Seam(
+        "transformers.training_args", "TrainingArguments._process_fsdp_args", f"{_HOME}trainer:fsdp_arguments",
+        "`fsdp` and `fsdp_config` are read by fullshard, hybrid strategies and prefetching included",
+    ),
+    Seam(
+        "transformers.trainer", "Trainer.save_model", f"{_HOME}trainer:save_model",
+        "whole weights are written whatever the state-dict type",
+    ),
+    Seam(
+        "transformers.core_model_loading", "_materialize_copy", f"{_HOME}lazy_parameters:materialize",
+        "weights stay in their files until they are used or sharded",
+    ),
+    Seam(
+        "transformers.core_model_loading", "WeightConverter.convert", f"{_HOME}lazy_parameters:convert",
+        "the same for weights that transformers puts together from several tensors, such as fused experts",
+    ),
+    Seam(
+        "transformers.modeling_utils", "PreTrainedModel.from_pretrained", f"{_HOME}four_bit:from_pretrained",
+        "`BitsAndBytesConfig(load_in_4bit=True)` gives fullshard's 4-bit layers, which can be sharded",
+    ),
+    Seam(
+        "transformers.quantizers.quantizer_bnb_4bit", "Bnb4BitHfQuantizer.update_device_map",
+        f"{_HOME}four_bit:load_on_host",
+        "files that hold 4-bit weights are loaded on the host, as others are",
+    ),
+    Seam(
+        "trl.models.utils", "prepare_fsdp", f"{_HOME}trainer:prepare_fsdp",
+        "reference models are sharded by fullshard",
+    ),
+    *(
+        Seam(
+            "torch.distributed.fsdp.fully_sharded_data_parallel", f"FullyShardedDataParallel.{name}",
+            f"{_HOME}torch_fsdp:{name}", "models that fullshard has sharded are served, or it is refused by name",
+        )
+        for name in TORCH_FSDP
+    ),
+)  # fmt: skip
+"""Everything that is replaced, by library."""
+
+
+def install() -> None:
+    """Put the seams in place as their modules are imported. For processes of `fullshard launch`, before the script."""
+    if os.environ.get(VARIABLE, "on").lower() not in ("off", "0", "false", "no"):
+        sys.meta_path.insert(0, _Finder(_chosen()))
+
+
+def _chosen() -> dict[str, list[Callable[[ModuleType], None]]]:
+    """What is done to a module once it is imported, by the module's name."""
+    changes: dict[str, list[Callable[[ModuleType], None]]] = {}
+    if engines.current().drives_machine:
+        return {"accelerate.accelerator": [_refuse_on_xla]}
+    if not untested("accelerate"):
+        for seam in SEAMS:
+            if not untested(seam.module.split(".")[0]):
+                changes.setdefault(seam.module, []).append(functools.partial(_replace, seam))
+    for library, module, attribute in (
+        ("accelerate", "accelerate.accelerator", "Accelerator.__init__"),
+        ("transformers", "transformers.trainer", "Trainer.__init__"),
+        ("trl", "trl.trainer.base_trainer", "_BaseTrainer.__init__"),
+    ):
+        if untested(library):
+            changes.setdefault(module, []).append(functools.partial(_announce_untested, library, attribute))
+    return changes
+
+
+@functools.cache
+def untested(library: str) -> str:
+    """The installed version of a library if the seams were not tested with it; empty otherwise."""
+    try:
+        version = importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    known = library not in TESTED or version.startswith(tuple(f"{tested}." for tested in TESTED[library]))
+    return "" if known else version
+
+
+def _replace(seam: Seam, module: ModuleType) -> None:
+    owner, name = _owner(module, seam.attribute)
+    held = vars(owner)[name]
+    kind = type(held) if isinstance(held, classmethod | staticmethod) else None
+    original = held.__func__ if kind else held
+
+    @functools.cache
+    def replacement() -> Callable[..., Any]:
+        home, function = seam.replacement.split(":")
+        return getattr(importlib.import_module(home), function)(original)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        # Imported at the first call: the library's own import is still under way when a seam is put in place.
+        return replacement()(*args, **kwargs)
+
+    setattr(owner, name, kind(replaced) if kind else replaced)
+
+
+def _refuse_on_xla(module: ModuleType) -> None:
+    """Refuse scripts that use Accelerate on the XLA engine, at first use."""
+
+    def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "scripts for Accelerate, transformers' Trainer and TRL are run by the torch engine; on XLA use "
+            "fullshard.prepare or fullshard.SFTTrainer in the script, fullshard sft, or --no_integrations for "
+            "Accelerate's own engine"
+        )
+
+    module.Accelerator.__init__ = refusing
+
+
+def _announce_untested(library: str, attribute: str, module: ModuleType) -> None:
+    """Report at first use that a library's own engine runs: its version was not tested."""
+    owner, name = _owner(module, attribute)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def announcing(self: Any, *args: Any, **kwargs: Any) -> None:
+        from fullshard.distributed import runtime
+
+        runtime.warn_once(
+            f"untested {library}",
+            f"{library} {untested(library)} is not a version that fullshard's integrations were tested with "
+            f"({', '.join(TESTED[library])}), so {library} runs as it is, on its own engine. Install a tested version, "
+            "or use --no_integrations to leave this message out",
+        )
+        original(self, *args, **kwargs)
+
+    setattr(owner, name, announcing)
+
+
+def _owner(module: ModuleType, attribute: str) -> tuple[Any, str]:
+    path, _, name = attribute.rpartition(".")
+    return (getattr(module, path) if path else module), name
+
+
+class _Finder:
+    """Finds modules as Python would, and has some of them changed right after they ran."""
+
+    def __init__(self, changes: dict[str, list[Callable[[ModuleType], None]]]):
+        self.changes = changes
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        changes = self.changes.pop(name, None)  # popped first: the search below comes by here again
+        if changes is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            for change in changes:
+                change(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,1 +1,0 @@
-"""The optimizers and learning-rate schedules that settings can name."""

@@ -1,0 +1,363 @@
+"""The sharding settings: the options that decide how a model is sharded, and what they mean for `FSDPv2`.
+
+`EngineSettings` defines these options. `fullshard.launch` reads them from a file or flags and passes them to the
+processes as environment variables; `fullshard.prepare` and the trainer read them back with
+`EngineSettings.from_environment()`, so the variables also work without a launcher. Nothing here imports torch.
+`model.py` applies the settings to a model; `ignored_options.py` lists options that are accepted and ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fullshard.config.errors import ConfigError
+from fullshard.config.options import Option, convert, counting_number, option, options_of
+from fullshard.distributed import engines
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+KEEPING = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "HYBRID_SHARD_ZERO2"}
+"""Strategies that free gathered parameters after forward, and the variants that keep them until backward."""
+RESOLVED_VARIABLE = "FULLSHARD_RESOLVED"
+"""Holds the settings that `fullshard launch` resolved, as JSON; the run saves them with its results."""
+
+_fsdp = functools.partial(option, section="fsdp_config", prefix="fsdp_")
+_xla = functools.partial(option, section="fsdp_config")
+_sizes = functools.partial(option, section="parallelism_config", prefix="parallelism_config_")
+_dynamo = functools.partial(option, section="dynamo_config", prefix="dynamo_")
+
+XLA_DEVICES_VARIABLE = "FULLSHARD_XLA_DEVICES"
+"""The number of devices that `num_processes` asks for where one process drives them all."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How a model is sharded. Fields are the keys of the configuration file; None means unset."""
+
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = option("no", env="ACCELERATE_MIXED_PRECISION")
+    """The dtype of forward and backward. Trainable parameters are stored in fp32; gradients are reduced in fp32.
+    With fp16, your own training loop needs a `torch.amp.GradScaler`. fp8 is an error: it is not supported."""
+    use_cpu: bool = option(False, env="ACCELERATE_USE_CPU", flags=("cpu",))
+    """Train on CPUs even if there are GPUs: the model is sharded over CPU processes that communicate with Gloo."""
+    debug: bool = option(False, env="ACCELERATE_DEBUG_MODE")
+    """Check that global values are the same on every rank (slow), and let torch report mismatched collectives."""
+
+    version: Literal[1, 2] = _fsdp(1, env="FSDP_VERSION")
+    """Which version of FSDP the file was written for. It only changes the default of `fsdp_state_dict_type`: there is
+    one engine."""
+    sharding_strategy: Literal[STRATEGIES] | None = _fsdp(  # type: ignore[valid-type]
+        None, numbers_from=1, env="FSDP_SHARDING_STRATEGY"
+    )
+    """What is sharded, and how long a gathered layer is kept. Unset: `fsdp_reshard_after_forward` decides, else
+    FULL_SHARD."""
+    reshard_after_forward: str | None = _fsdp(
+        None, env="FSDP_RESHARD_AFTER_FORWARD", given_as="true, false, or a strategy by name or number"
+    )
+    """The strategy in files for FSDP version 2: true is FULL_SHARD, false is SHARD_GRAD_OP (with `dp_replicate_size`:
+    HYBRID_SHARD and HYBRID_SHARD_ZERO2). Files for version 1 have the strategy's name here."""
+    offload_params: bool = _fsdp(False, env="FSDP_OFFLOAD_PARAMS", wrong=("cpu_offload",))
+    """Keep sharded parameters, gradients and optimizer state in host memory."""
+    auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None = _fsdp(
+        None, env="FSDP_AUTO_WRAP_POLICY", numbers_from=1, wrong=("wrap_policy",)
+    )
+    """Which modules become units, gathered together: layers, modules of a minimum size, or the whole model. Unset: the
+    model's own `_no_split_modules`; the whole model if it has none."""
+    transformer_layer_cls_to_wrap: tuple[str, ...] | None = _fsdp(
+        None, env="FSDP_TRANSFORMER_CLS_TO_WRAP", aliases=("transformer_cls_to_wrap",), given_as="class names"
+    )
+    """The layer classes that become units. Unset: the model's own `_no_split_modules`; with TRANSFORMER_BASED_WRAP the
+    layers that repeat, if it has none."""
+    min_num_params: int | None = _fsdp(None, env="FSDP_MIN_NUM_PARAMS", wrong=("min_num_param",))
+    """With SIZE_BASED_WRAP, the number of parameters that makes a module a unit. Unset: 1e8."""
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | None = _fsdp(
+        None, env="FSDP_BACKWARD_PREFETCH", numbers_from=1, wrong=("backward_prefetch_policy",)
+    )
+    """When the next unit of the backward pass is gathered. Unset: BACKWARD_PRE."""
+    forward_prefetch: bool | None = _fsdp(None, env="FSDP_FORWARD_PREFETCH")
+    """Gather the next unit of the forward pass while the current one computes. Unset: true."""
+    state_dict_type: Literal["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"] | None = _fsdp(
+        None, env="FSDP_STATE_DICT_TYPE", numbers_from=1
+    )
+    """Whether checkpoints hold full tensors or each rank's shards. LOCAL_STATE_DICT is written as SHARDED_STATE_DICT.
+    Unset: FULL_STATE_DICT in version 1, SHARDED_STATE_DICT in version 2."""
+    activation_checkpointing: bool = _fsdp(False, env="FSDP_ACTIVATION_CHECKPOINTING")
+    """Recompute each unit's activations in backward instead of keeping them."""
+    activation_checkpointing_offload: bool = _fsdp(False, env="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")
+    """Keep the inputs of checkpointed units in host memory. Needs `fsdp_activation_checkpointing`."""
+    ignored_modules: str | None = _fsdp(None, env="FSDP_IGNORED_MODULES", given_as="a regular expression")
+    """Modules whose full name matches are not sharded; every rank holds them whole."""
+    sync_module_states: bool = _fsdp(True, env="FSDP_SYNC_MODULE_STATES")
+    """Start from rank 0's parameter values on every rank. With false, each rank's shard is cut from its own values."""
+    xla: bool = _xla(False, env="FSDP_XLA")
+    """Train on the XLA engine: PyTorch/XLA's compiler partitions the program, and one process drives all devices of the
+    machine. true is an error where torch_xla is not installed; where it is, all runs are on XLA."""
+    xla_fsdp_v2: bool | None = _xla(None, env="FSDP_XLA_FSDP_V2")
+    """Which FSDP wrapper of PyTorch/XLA the file was written for. The model is sharded by FSDPv2 in any case."""
+    xla_fsdp_grad_ckpt: bool = _xla(False, env="FSDP_XLA_FSDP_GRAD_CKPT")
+    """On the XLA engine, the same as `fsdp_activation_checkpointing`."""
+    xla_fsdp_settings: dict[str, Any] | None = _xla(  # noqa: RUF009 - a field, not a shared dict
+        None, env="FSDP_XLA_FSDP_SETTINGS", kind=object, given_as="a mapping, JSON, or the path of a JSON file"
+    )
+    """Keywords of PyTorch/XLA's first FSDP wrapper. On the XLA engine `compute_dtype` and `buffer_dtype` are used; the
+    others are accepted at their default."""
+
+    dp_replicate_size: int | None = _sizes(None, env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
+    """For the HYBRID strategies, the number of model replicas. More than 1 turns FULL_SHARD into HYBRID_SHARD and
+    SHARD_GRAD_OP into HYBRID_SHARD_ZERO2. Unset: the number of nodes."""
+    dp_shard_size: int | None = _sizes(None, env="PARALLELISM_CONFIG_DP_SHARD_SIZE")
+    """Number of ranks that each replica is sharded over. Unset: the world size divided by the number of replicas."""
+    tp_size: int = _sizes(1, env="PARALLELISM_CONFIG_TP_SIZE")
+    """Tensor parallelism. Only 1 here; for more, annotate parameters yourself with `fullshard.spmd`."""
+    cp_size: int = _sizes(1, env="PARALLELISM_CONFIG_CP_SIZE")
+    """Context parallelism. Only 1: it is not supported."""
+    sp_size: int = _sizes(1, env="PARALLELISM_CONFIG_SP_SIZE")
+    """Sequence parallelism. Only 1: it is not supported."""
+
+    backend: str = _dynamo("no", env="ACCELERATE_DYNAMO_BACKEND", given_as="no, or a backend of torch.compile")
+    """Compile each unit's forward with this backend of `torch.compile`. All-gathers stay outside the graphs."""
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = _dynamo(
+        "default", env="ACCELERATE_DYNAMO_MODE"
+    )
+    """The mode of `torch.compile`."""
+    use_fullgraph: bool = _dynamo(False, env="ACCELERATE_DYNAMO_USE_FULLGRAPH")
+    """Make graph breaks inside a unit an error in `torch.compile`."""
+    use_dynamic: bool = _dynamo(False, env="ACCELERATE_DYNAMO_USE_DYNAMIC")
+    """Let `torch.compile` trace dynamic shapes."""
+
+    def __post_init__(self) -> None:
+        for wrong, text in (
+            (self.mixed_precision == "fp8", "mixed_precision: fp8 is not supported; use bf16, fp16 or no"),
+            (
+                self.tp_size > 1,
+                f"tp_size {self.tp_size}: expected 1; for more, annotate parameters with fullshard.spmd",
+            ),
+            (self.cp_size > 1, f"cp_size {self.cp_size}: context parallelism is not supported; use 1"),
+            (self.sp_size > 1, f"sp_size {self.sp_size}: sequence parallelism is not supported; use 1"),
+            (
+                self.activation_checkpointing_offload and not self.activation_checkpointing,
+                "fsdp_activation_checkpointing_offload: true needs fsdp_activation_checkpointing: true",
+            ),
+            ((self.min_num_params or 1) < 1, f"fsdp_min_num_params: expected 1 or more, got {self.min_num_params}"),
+            ((self.dp_replicate_size or 1) < 1, f"dp_replicate_size: expected 1 or more, got {self.dp_replicate_size}"),
+            ((self.dp_shard_size or 1) < 1, f"dp_shard_size: expected 1 or more, got {self.dp_shard_size}"),
+        ):
+            if wrong:
+                raise ConfigError(text)
+        if self.ignored_modules is not None:
+            try:
+                re.compile(self.ignored_modules)
+            except re.error as error:
+                raise ConfigError(
+                    f"fsdp_ignored_modules: {self.ignored_modules!r} is not a regular expression: {error}"
+                ) from None
+        _ = self.strategy  # raises if two keys contradict each other
+        if self.xla_fsdp_settings is not None:
+            object.__setattr__(self, "xla_fsdp_settings", read_xla_settings(self.xla_fsdp_settings))
+        engines.current().check_sharding(self)
+        for name, value in engines.current().sharding_overrides(self).items():
+            object.__setattr__(self, name, value)
+
+    # --- derived values ---------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def strategy(self) -> str:
+        """The name of the effective strategy, from all keys that set it."""
+        named, reshards = self.sharding_strategy, None
+        if self.reshard_after_forward is not None:
+            reshard = _strategy_or_bool(self.reshard_after_forward)
+            if isinstance(reshard, bool):
+                reshards = reshard
+            elif named in (None, "FULL_SHARD", reshard):
+                named = reshard  # launchers write FULL_SHARD into the other key when it is unset
+            elif reshard != "FULL_SHARD":
+                raise ConfigError(
+                    f"fsdp_sharding_strategy: {named} and fsdp_reshard_after_forward: {reshard} contradict each other; "
+                    "keep one of them"
+                )
+        strategy = named or "FULL_SHARD"
+        if (self.dp_replicate_size or 1) > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            strategy = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}[strategy]
+        if reshards is False and strategy in KEEPING:
+            if named == "HYBRID_SHARD":
+                raise ConfigError(
+                    "fsdp_sharding_strategy: HYBRID_SHARD and fsdp_reshard_after_forward: false contradict each other; "
+                    "HYBRID_SHARD_ZERO2 keeps gathered parameters"
+                )
+            strategy = KEEPING[strategy]
+        return strategy
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether the model is sharded inside groups of ranks and replicated across them."""
+        return self.strategy.startswith("HYBRID")
+
+    @property
+    def wrap_policy(self) -> str | None:
+        """The name of the wrap policy; None uses the model's own `_no_split_modules`."""
+        if self.auto_wrap_policy is None and self.transformer_layer_cls_to_wrap:
+            return "TRANSFORMER_BASED_WRAP"
+        if self.auto_wrap_policy is None and self.min_num_params is not None:
+            return "SIZE_BASED_WRAP"
+        return self.auto_wrap_policy
+
+    @property
+    def saved_as(self) -> str:
+        """The checkpoint format: FULL_STATE_DICT or SHARDED_STATE_DICT."""
+        if self.state_dict_type is None:
+            return "FULL_STATE_DICT" if self.version == 1 else "SHARDED_STATE_DICT"
+        return self.state_dict_type.replace("LOCAL", "SHARDED")
+
+    def describe(self) -> dict[str, str]:
+        """The effective settings as text, in display order."""
+        wrap = self.wrap_policy
+        units = {
+            None: "the model's own layers",
+            "NO_WRAP": "the whole model",
+            "SIZE_BASED_WRAP": f"modules of {self.min_num_params or 10**8:,} parameters",
+            "TRANSFORMER_BASED_WRAP": ", ".join(self.transformer_layer_cls_to_wrap or ()) or "the model's own layers",
+        }[wrap]
+        shown = {
+            "strategy": self.strategy,
+            "units": units,
+            "mixed precision": self.mixed_precision,
+            "offload to host": _on_off(self.offload_params),
+            "prefetch": f"backward {self.backward_prefetch or 'BACKWARD_PRE'}, "
+            f"forward {_on_off(self.forward_prefetch is not False)}",
+            "checkpoints": self.saved_as,
+            "activation checkpointing": _on_off(self.activation_checkpointing)
+            + (" (inputs on the host)" if self.activation_checkpointing_offload else ""),
+            "device": "cpu" if self.use_cpu else "GPU where there is one",
+        }
+        if engines.current().compiles_steps:  # the compiler decides
+            del shown["offload to host"], shown["prefetch"]
+            shown["device"] = "XLA devices"
+        if self.hybrid:
+            replicas = f"{self.dp_replicate_size or ''} replicas".strip()
+            shown["mesh"] = f"{replicas} of {self.dp_shard_size} ranks" if self.dp_shard_size else replicas
+            if self.dp_replicate_size is None and self.dp_shard_size is None:
+                shown["mesh"] = "one replica per node"
+        if self.backend.lower() != "no":
+            shown["torch.compile"] = f"{self.backend} ({self.mode})"
+        if self.ignored_modules:
+            shown["ignored modules"] = self.ignored_modules
+        if not self.sync_module_states:
+            shown["initial values"] = "each rank's own"
+        return shown
+
+    def mesh_shape(self, world_size: int, nodes: int) -> dict[str, int]:
+        """The mesh of the strategy: all ranks along `fsdp`, or `replica` × `fsdp`. Default: one replica per node."""
+        replicas, ranks = self.dp_replicate_size, self.dp_shard_size
+        if not self.hybrid:
+            if ranks not in (None, 1, world_size):
+                raise ConfigError(
+                    f"dp_shard_size {ranks} with {self.strategy} on {world_size} processes: expected {world_size}, or "
+                    "set dp_replicate_size as well to train several replicas"
+                )
+            return {"fsdp": world_size}
+        replicas = replicas or (world_size // ranks if ranks else nodes) or 1
+        ranks = ranks or max(1, world_size // replicas)
+        if replicas * ranks != world_size:
+            raise ConfigError(
+                f"{self.strategy}: {replicas} replicas (dp_replicate_size, else the number of nodes) of {ranks} ranks "
+                f"(dp_shard_size) need {replicas * ranks} processes, but there are {world_size}; make these equal"
+            )
+        return {"replica": replicas, "fsdp": ranks}
+
+    # --- environment variables --------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> EngineSettings:
+        """The settings that `fullshard launch`, `accelerate launch` or the user set as environment variables."""
+        return cls(**values_in(os.environ if environment is None else environment))
+
+    def to_environment(self) -> dict[str, str]:
+        """The environment variables for these settings; defaults are left out."""
+        variables = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": self.mixed_precision}
+        for one in options_of(type(self)):
+            value = getattr(self, one.name)
+            if one.env and value != one.default:
+                text = ",".join(value) if isinstance(value, tuple) else _text(value)
+                variables[one.env] = text.lower() if isinstance(value, bool) else text
+        # transformers reads this variable itself and would leave every rank but the first without weights.
+        variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+        if self.use_cpu:
+            variables["FULLSHARD_DEVICE"] = "cpu"
+        if self.debug:
+            variables |= {"FULLSHARD_CHECK_GLOBAL": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+        return variables
+
+
+def values_in(environment: Mapping[str, str], ignored: Iterable[Option] = ()) -> dict[str, Any]:
+    """The values of these settings, and of `ignored` options, in environment variables."""
+    values = {}
+    for one in (*options_of(EngineSettings), *ignored):
+        for variable in dict.fromkeys(
+            (one.env, f"FSDP_{one.name.upper()}" if one.env and one.prefix == "fsdp_" else "")
+        ):
+            if variable and environment.get(variable):
+                values[one.name] = convert(one, environment[variable], variable)
+    return values
+
+
+def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Option values, with those in `over` taking precedence. The strategy has two keys: one in `over` replaces both."""
+    strategy = {"sharding_strategy", "reshard_after_forward"}
+    kept = {k: v for k, v in base.items() if not (k in strategy and strategy & over.keys())}
+    return {**kept, **over}
+
+
+def resolved_launch(environment: Mapping[str, str] | None = None) -> dict[str, Any] | None:
+    """The file, settings and notes that `fullshard launch` resolved; None if the run was started without it."""
+    text = (os.environ if environment is None else environment).get(RESOLVED_VARIABLE)
+    return json.loads(text) if text else None
+
+
+def _strategy_or_bool(value: str) -> str | bool:
+    text = str(value).strip().upper().removeprefix("SHARDINGSTRATEGY.")
+    if text in ("TRUE", "FALSE", "YES", "NO"):
+        return text in ("TRUE", "YES")
+    if text == "NO_RESHARD":
+        return False
+    if 1 <= (number := counting_number(text) or 0) <= len(STRATEGIES):
+        return STRATEGIES[number - 1]
+    if text in STRATEGIES:
+        return text
+    raise ConfigError(
+        f"fsdp_reshard_after_forward: expected true, false or one of {', '.join(STRATEGIES)}, got {value!r}"
+    )
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _on_off(on: bool) -> str:
+    return "on" if on else "off"
+
+
+def read_xla_settings(given: Any) -> dict[str, Any]:
+    """`xla_fsdp_settings` as a mapping: it may also be JSON, or the path of a JSON file."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    text = str(given).strip()
+    if not text.startswith("{"):
+        try:
+            text = Path(text).expanduser().read_text()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"xla_fsdp_settings: {given!r} is no mapping, no JSON object and no file that can be read "
+                f"({getattr(error, 'strerror', error)})"
+            ) from None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"xla_fsdp_settings: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"xla_fsdp_settings: {given!r} holds {found!r} instead of a JSON object")
+    return found

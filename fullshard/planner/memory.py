@@ -1,0 +1,415 @@
+"""Peak memory of a training step, per device and per node, by part and by moment: arithmetic over a sharding plan.
+
+No tensors and no communication. What the operators of a step allocate comes from a `StepTrace` per activation level, of
+a model with one layer of each kind; its segments are repeated for all layers. What the engine allocates beside them is
+in `engine_memory.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from fullshard.activations.levels import Level
+from fullshard.fsdp.plan import ParameterPlan, ShardingPlan, item_size
+from fullshard.fsdp.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.planner.engine_memory import EngineMemory, Schedule
+from fullshard.planner.host_memory import HostNeeds, host_memory, reserved_memory
+from fullshard.planner.ledger import Ledger
+from fullshard.planner.optimizer_state import OptimizerMemory
+from fullshard.planner.step_trace import Segment, StepTrace
+from fullshard.planner.unit_memory import Transport, UnitMemory, signature, units_of
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that a rank needs between steps."""
+
+    shards: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """The most bytes of gathered layers at once, on top of the rest."""
+
+    @property
+    def total(self) -> int:
+        return self.shards + self.gradients + self.optimizer
+
+
+def need_of(plan: ShardingPlan, optimizer: OptimizerMemory, on_host: bool = False) -> MemoryNeed:
+    """The memory that a plan needs with an optimizer.
+
+    `on_host` is whether all of it is in host memory, which has the embedding in any case if that is offloaded.
+    """
+    trained = [p for unit in plan.units for p in unit.parameters if p.trainable]
+    gradients = sum(p.shard_bytes for p in trained)
+    shards = plan.shard_bytes - (0 if on_host else plan.host_bytes)
+    return MemoryNeed(shards, gradients, sum(map(optimizer.unit_state, plan.units)), plan.gathered_bound())
+
+
+LOADING = 6
+"""Bytes for each byte of a quantized weight that is read: itself in bf16, and packed before its scales are."""
+MICRO_BATCHES = 3
+"""Micro-batches of a step that are followed; those between the second and the last are alike."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What one device, and the host of one node, need at most."""
+
+    moments: dict[str, dict[str, int]]
+    """"load", "forward", "loss", "backward", "optimizer step", "save" → part → bytes at the peak of that moment. Parts:
+    "shards", "buffers", "gathered", "communication", "gradients", "optimizer", "activations", "logits", "workspace"."""
+    timeline: tuple[tuple[str, int], ...] = ()
+    """(what, the most bytes allocated during it) along one step."""
+    reserved: int = 0
+    """Device memory beside what torch allocates: context, communicators, fragmentation."""
+    host: dict[str, int] = field(default_factory=dict)
+    """Host memory per node, by part."""
+    rest: int = 0
+    """Bytes that torch has allocated between steps."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that torch allocates at once on one device."""
+        return max((sum(parts.values()) for parts in self.moments.values()), default=0)
+
+    @property
+    def peak_moment(self) -> str:
+        """The moment at which `peak` is reached."""
+        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()), default="")
+
+    @property
+    def device(self) -> int:
+        """All memory that one device needs."""
+        return self.peak + self.reserved
+
+    @property
+    def host_total(self) -> int:
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What memory depends on besides the plan and the traces."""
+
+    accelerator: bool = True
+    """Whether the run is on accelerators; otherwise on CPUs, whose memory is the host's."""
+    point_to_point: bool = False
+    """Whether ranks communicate over Gloo."""
+    accumulation: int = 1
+    """Micro-batches in a step."""
+    sync_each_batch: bool = True
+    """Whether gradients are reduced after each of them."""
+    forward_prefetch: bool = True
+    backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
+    in_flight: int = 1
+    offload: bool = False
+    """Whether shards, gradients and optimizer state are in host memory."""
+    optimizer: OptimizerMemory = field(default_factory=lambda: OptimizerMemory("adamw_torch_fused"))
+    buffers: int = 0
+    """Bytes of the model's buffers."""
+    unsharded: Sequence[ParameterPlan] = ()
+    """Parameters of modules that are not sharded."""
+    ranks_per_node: int = 1
+    async_save: bool = False
+    device_memory: int | None = None
+    """Bytes of an accelerator, which decide whether the engine keeps copies; without them, and a budget, it keeps
+    none."""
+    usable: int | None = None
+    """Bytes that torch may allocate as far as other programs are concerned; None where that is not known."""
+    budget: float | None = None
+    """Bytes that a budget for activations leaves to torch, which then decides about copies; None without one."""
+    keeps_copies: bool = True
+    """Whether the engine may keep copies at all."""
+
+    def limit(self, reserved: int) -> float:
+        """The most bytes that torch may allocate, if so many are `reserved` beside them."""
+        limits = [self.budget, self.usable, None if self.device_memory is None else self.device_memory - reserved]
+        return min((limit for limit in limits if limit is not None), default=math.inf)
+
+
+def estimate_memory(
+    plan: ShardingPlan,
+    traces: Mapping[Level, StepTrace],
+    layers: Sequence[str],
+    kinds: Mapping[str, str],
+    levels: Sequence[Level],
+    options: MemoryOptions,
+    evaluation: StepTrace | None = None,
+) -> MemoryEstimate:
+    """The memory of a run with this plan, whose layers keep what `levels` say.
+
+    `layers` are the layers of the whole model in order, and `kinds` the layer in the traces that stands for each;
+    `traces` has at least the levels that occur. `evaluation` is the trace of a batch of evaluations, if there are any.
+    """
+    return _Estimate(plan, traces, layers, kinds, levels, options).result(evaluation)
+
+
+class _Estimate:
+    def __init__(
+        self, plan: ShardingPlan, traces: Mapping[Level, StepTrace], layers: Sequence[str], kinds: Mapping[str, str],
+        levels: Sequence[Level], options: MemoryOptions,
+    ) -> None:  # fmt: skip
+        self.plan, self.layers, self.kinds, self.levels, self.options = plan, layers, kinds, levels, options
+        self.transport = Transport.of(plan, options.accelerator, options.point_to_point, options.offload)
+        self.units = units_of(plan, self.transport)
+        self.traces = {level: SplitTrace(trace) for level, trace in traces.items()}
+        self.schedule = Schedule(
+            ShardingStrategy[plan.strategy], options.forward_prefetch, options.backward_prefetch, options.in_flight
+        )
+
+    def result(self, evaluation: StepTrace | None) -> MemoryEstimate:
+        schedule = self.schedule
+        ledger = self._step(schedule)
+        reserved = reserved_memory(self.plan, self.options.accelerator, ledger, self.options.device_memory)
+        if self._keeps_copies(ledger, reserved):
+            schedule = replace(schedule, keep_copies=True)
+            ledger = self._step(schedule)
+        moments = {"load": self._load(), **ledger.moments}
+        if evaluation is not None:
+            moments["evaluation"] = self._evaluation(SplitTrace(evaluation), schedule)
+        moments["save"] = self._save()
+        needs = HostNeeds(
+            device=sum(max(moments.values(), key=lambda parts: sum(parts.values())).values()),
+            shards=sum(unit.host_shards for unit in self.units.values()),
+            gradients=sum(unit.pieces for unit in self.units.values()) if self.transport.offload else 0,
+            optimizer=self.optimizer_state if self.transport.offload or self.options.optimizer.paged else 0,
+            activations=self._inputs_on_host,
+            largest=self._largest, snapshot=self._saved if self.options.async_save else 0,
+        )  # fmt: skip
+        host = host_memory(needs, self.options.ranks_per_node, self.options.accelerator)
+        return MemoryEstimate(moments, tuple(ledger.timeline), reserved, host, sum(self._static.values()))
+
+    # --- what is there all the time -----------------------------------------------------------------------------------
+
+    @cached_property
+    def optimizer_state(self) -> int:
+        optimizer = self.options.optimizer
+        if optimizer.name is None:
+            return 0
+        known: dict[object, int] = {}
+        total = 0
+        for unit in self.plan.units:
+            key = (signature(unit), tuple(not optimizer.apart.isdisjoint(p.names) for p in unit.parameters))
+            if key not in known:
+                known[key] = sum(self.transport.rounded(optimizer.state(p)) for p in unit.parameters)
+            total += known[key]
+        return total + sum(optimizer.state(p) for p in self.options.unsharded)
+
+    @cached_property
+    def _workspace(self) -> int:
+        """What kernels keep from step to step: the buffer for dequantized weights, and the workspaces of cuBLAS."""
+        return max((trace.workspace for trace in self.traces.values()), default=0)
+
+    @cached_property
+    def _static(self) -> dict[str, int]:
+        on_device, unsharded = not (self.transport.offload or self.options.optimizer.paged), self.options.unsharded
+        return {
+            "shards": sum(unit.shards for unit in self.units.values()) + sum(p.shard_bytes for p in unsharded),
+            "buffers": self.options.buffers,
+            "optimizer": self.optimizer_state if on_device else 0,
+            "gradients": sum(p.shard_bytes for p in unsharded if p.trainable),
+            "workspace": self._workspace,
+        }
+
+    @cached_property
+    def _inputs_on_host(self) -> int:
+        """Inputs of layers that wait in host memory: what the layers keep less than if they stayed."""
+        if not self.options.accelerator or not {Level.OFFLOAD, Level.RECOMPUTE} <= self.traces.keys():
+            return 0
+        kept, moved = self.traces[Level.RECOMPUTE].forward, self.traces[Level.OFFLOAD].forward
+        waiting = [self.kinds[n] for n, level in zip(self.layers, self.levels, strict=True) if level is Level.OFFLOAD]
+        return sum(kept[kind].kept - moved[kind].kept for kind in waiting)
+
+    @cached_property
+    def _largest(self) -> int:
+        """Bytes of the largest parameter that is saved, whole, in the dtype that it is stored in."""
+        saved = [p for unit in self._kinds for p in (unit.trained if self._adapts else unit.plan.parameters)]
+        return max((math.prod(p.whole) * item_size(p.dtype) for p in saved), default=0)
+
+    @cached_property
+    def _adapts(self) -> bool:
+        """Whether some parameters are frozen, so that only the others are saved."""
+        return any(not p.trainable for unit in self._kinds for p in unit.plan.parameters)
+
+    @cached_property
+    def _kinds(self) -> list[UnitMemory]:
+        """The units without those that differ in names only."""
+        return list({id(unit): unit for unit in self.units.values()}.values())
+
+    @cached_property
+    def _saved(self) -> int:
+        """Bytes of a checkpoint that this rank writes."""
+        every = self.units.values()
+        shards = sum(unit.pieces if self._adapts else unit.shards + unit.host_shards for unit in every)
+        return shards + self.optimizer_state
+
+    def _load(self) -> dict[str, int]:
+        """Files are read into shards directly; a weight that is quantized on the way is dense on the device first."""
+        parts = {**self._static, "optimizer": 0, "gradients": 0, "workspace": LOADING * self._largest_packed}
+        return {part: size for part, size in parts.items() if size}
+
+    @cached_property
+    def _largest_packed(self) -> int:
+        """Bytes of the largest piece of a weight in 4 bits or fp8."""
+        packed = [p for unit in self._kinds for p in unit.plan.parameters if item_size(p.dtype) == 1]
+        return max((p.shard_bytes for p in packed), default=0)
+
+    def _save(self) -> dict[str, int]:
+        parts = {**self._static, "workspace": self._static["workspace"] + self._largest}
+        return {part: size for part, size in parts.items() if size}
+
+    def _keeps_copies(self, ledger: Ledger, reserved: int) -> bool:
+        """As `Engine.keep_copies` decides, from half of what is unused if that is most of the device; or from all that
+        a budget leaves."""
+        total = self.options.device_memory
+        if not self.options.keeps_copies:
+            return False
+        peak = max(sum(parts.values()) for parts in ledger.moments.values())
+        size = sum(unit.gathered for unit in self.units.values() if unit.only_casts)
+        if self.options.budget is not None:
+            return 0 < size <= self.options.limit(reserved) - peak
+        if total is None or not self.options.accelerator:
+            return False
+        spare = total - reserved - peak
+        return 2 * spare >= total and 0 < size <= spare // 2
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def _begun(self, moment: str, schedule: Schedule) -> tuple[Ledger, EngineMemory, str]:
+        """What is there before a pass: its ledger, the engine, and the name of the root."""
+        ledger = Ledger()
+        ledger.begin(moment)
+        for part, size in self._static.items():
+            ledger.hold(part, size)
+        called = [layer for layer in self.layers if layer in self.units]
+        root = self.plan.units[0].name
+        return ledger, EngineMemory(self.units, [root, *called], schedule, ledger), root
+
+    def _evaluation(self, trace: SplitTrace, schedule: Schedule) -> dict[str, int]:
+        """A batch of an evaluation: a forward pass between two steps."""
+        ledger, engine, root = self._begun("evaluation", schedule)
+        self._forward(engine, ledger, root, trace, [trace.forward[self.kinds[layer]] for layer in self.layers])
+        self._run(engine, ledger, root, trace.loss, "logits")
+        return ledger.moments["evaluation"]
+
+    def _step(self, schedule: Schedule) -> Ledger:
+        ledger, engine, root = self._begun("forward", schedule)
+        count = min(self.options.accumulation, MICRO_BATCHES)
+        for index in range(count):
+            engine.sync = self.options.sync_each_batch or index == count - 1
+            self._micro_batch(engine, ledger, root)
+            ledger.release("activations", ledger.held["activations"])
+            ledger.release("logits", ledger.held["logits"])
+        ledger.begin("optimizer step")
+        ledger.pass_through("workspace", self._updating)
+        ledger.entry("optimizer step")
+        engine.zero_grad()
+        return ledger
+
+    @cached_property
+    def _updating(self) -> int:
+        """What an update needs, with what is left of the one before it: that of a layer, before a table of the root."""
+        if self.transport.offload:
+            return 0
+        optimizer, accelerator = self.options.optimizer, self.options.accelerator
+        trained = [p for unit in self._kinds for p in unit.trained]
+        root = self.units[self.plan.units[0].name]
+        in_layers = [p for unit in self._kinds if unit is not root for p in unit.trained]
+        own = max((optimizer.updating(p, accelerator) for p in trained), default=0)
+        own += max((optimizer.left_behind(p, accelerator) for p in in_layers or trained), default=0)
+        if not accelerator:
+            return own
+        every = (p for unit in self.units.values() for p in unit.trained)
+        return max(own, optimizer.updating_together(every, self.transport.rounded))
+
+    def _micro_batch(self, engine: EngineMemory, ledger: Ledger, root: str) -> None:
+        model = self.traces[self.levels[-1] if self.levels else next(iter(self.traces))]
+        ledger.begin("forward")
+        kept = zip(self.layers, self.levels, strict=True)
+        layers = [self.traces[level].forward[self.kinds[layer]] for layer, level in kept]
+        self._forward(engine, ledger, root, model, layers)
+        ledger.begin("loss")
+        self._run(engine, ledger, root, model.loss, "logits")
+        ledger.entry("loss")
+        engine.end_pass()
+        ledger.begin("backward")
+        engine.begin_backward(root)
+        self._run(engine, ledger, root, model.head_backward, "logits")
+        ledger.entry("backward of the loss")
+        last: str | None = None
+        own = [layer if layer in self.units else None for layer in self.layers]
+        for layer, level, unit in zip(reversed(self.layers), reversed(self.levels), reversed(own), strict=True):
+            if last is not None:
+                engine.end_backward(last)
+            if unit is not None:
+                engine.begin_backward(unit)
+            self._run(engine, ledger, unit or root, [self.traces[level].backward[self.kinds[layer]]])
+            ledger.entry(f"backward {layer}")
+            last = unit
+        if last is not None:
+            engine.end_backward(last)
+        self._run(engine, ledger, root, model.tail)
+        engine.end_pass_backward()
+        ledger.entry("end of backward")
+
+    def _forward(
+        self, engine: EngineMemory, ledger: Ledger, root: str, model: SplitTrace, layers: Sequence[Segment]
+    ) -> None:
+        """The forward pass, whose layers do what `layers` say."""
+        engine.begin_forward(0)
+        self._run(engine, ledger, root, model.before)
+        call = 0
+        for layer, segment in zip(self.layers, layers, strict=True):
+            unit = layer if layer in self.units else None
+            if unit is not None:
+                call += 1
+                engine.begin_forward(call)
+            self._run(engine, ledger, unit or root, [segment])
+            if unit is not None:
+                engine.end_forward(call)
+            ledger.entry(f"forward {layer}")
+        self._run(engine, ledger, root, model.after)
+
+    def _run(
+        self, engine: EngineMemory, ledger: Ledger, unit: str, segments: Sequence[Segment], part: str = "activations"
+    ) -> None:
+        for segment in segments:
+            ledger.pass_through(part, segment.peak)
+            kept = segment.kept - segment.gradients
+            if kept < 0:  # what the loss holds is released first
+                first = min(-kept, ledger.held["logits"]) if part == "logits" else 0
+                ledger.release("logits", first)
+                ledger.release("activations", -kept - first)
+            else:
+                ledger.hold(part, kept)
+            ledger.hold("gradients", segment.gradients)
+            engine.add_gradients(unit, segment.gradients)
+
+
+class SplitTrace:
+    """The segments of a trace: those of its layers, and those of the model around them."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.workspace = trace.workspace
+        self.before: list[Segment] = []
+        self.forward: dict[str, Segment] = {}
+        self.after: list[Segment] = []
+        """The model's own forward between and after its layers."""
+        self.loss: list[Segment] = []
+        self.head_backward: list[Segment] = []
+        self.backward: dict[str, Segment] = {}
+        self.tail: list[Segment] = []
+        for segment in trace.segments:
+            if segment.unit:
+                known = self.forward if segment.moment == "forward" else self.backward
+                known.setdefault(segment.unit, segment)
+            elif segment.moment == "loss":
+                self.loss.append(segment)
+            elif segment.moment == "forward":
+                (self.after if self.forward else self.before).append(segment)
+            else:
+                (self.tail if self.backward else self.head_backward).append(segment)

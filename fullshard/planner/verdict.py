@@ -1,0 +1,125 @@
+"""Whether a run fits on a machine, because of what, and what would have to change: values, and the same in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fullshard.config.byte_size import memory_size
+from fullshard.planner.machines import Machine
+from fullshard.planner.memory import MemoryEstimate
+
+ERROR_BOUND = 0.05
+"""How far an estimate of allocated memory may be from the truth. A run is stopped only beyond it."""
+MOMENTS = {
+    "load": "while weights are loaded", "forward": "in the forward pass", "loss": "while the loss is computed",
+    "backward": "in the backward pass", "optimizer step": "in the optimizer step", "evaluation": "in evaluations",
+    "save": "while a checkpoint is saved",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of settings, priced like the run itself."""
+
+    words: str
+    """The change in words."""
+    settings: dict[str, Any]
+    """The options that change, by name, with their new values: of the run, the launcher or the machine."""
+    needs: int
+    """Device memory that the run then needs, in bytes."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run fits, and why. All sizes are bytes."""
+
+    fits: bool | None
+    """None where it cannot be told: the model's activations could not be traced, and the rest fits."""
+    needs: int
+    """Device memory that the run needs: the peak of torch's allocations, and what is reserved beside it."""
+    has: int
+    """Device memory of the machine."""
+    needs_host: int
+    """Host memory that the ranks of a node need."""
+    has_host: int
+    moment: str
+    """The moment of the peak."""
+    parts: dict[str, int] = field(default_factory=dict)
+    """Memory at that moment by part, the largest first."""
+    certain: bool = True
+    """False where the model's activations could not be traced and are left out."""
+    changes: tuple[Change, ...] = ()
+    """The smallest changes that would make it fit: one that costs time alone; or the fewest more devices, what is much
+    slower, and what trains something else, as far as there are any."""
+    tried: int = 0
+    """How many changes were tried."""
+
+    @property
+    def device_fits(self) -> bool:
+        return self.needs <= self.has
+
+    @property
+    def host_fits(self) -> bool:
+        return self.needs_host <= self.has_host
+
+    def sentences(self) -> list[str]:
+        """The verdict in plain words: fits or not and by how much, because of what, and what would help."""
+        return [self._outcome(), *self._reason(), *self._advice()]
+
+    def _outcome(self) -> str:
+        needs, has, apart = (memory_size(n) for n in (self.needs, self.has, abs(self.has - self.needs)))
+        if not self.device_fits:
+            return f"Does not fit: each device needs {needs} and has {has}, {apart} too little."
+        if not self.host_fits:
+            lacks = memory_size(self.needs_host - self.has_host)
+            return (
+                f"Does not fit: each node needs {memory_size(self.needs_host)} of host memory and has "
+                f"{memory_size(self.has_host)}, {lacks} too little. Device memory fits: {needs} of {has}."
+            )
+        if self.fits is None:
+            return (
+                f"Cannot be told: without activations, which could not be traced, each device needs {needs} of {has}."
+            )
+        return f"Fits: each device needs {needs} of {has}, {apart} to spare ({1 - self.needs / self.has:.0%})."
+
+    def _reason(self) -> list[str]:
+        largest = [f"{part} {memory_size(count)}" for part, count in list(self.parts.items())[:3] if count]
+        if not largest:
+            return []
+        return [f"The peak is {MOMENTS.get(self.moment, self.moment)}: {', '.join(largest)}."]
+
+    def _advice(self) -> list[str]:
+        if self.fits or self.fits is None:
+            return []
+        if not self.changes:
+            return [f"None of {self.tried} changes that were tried is enough."] if self.tried else []
+        more = [change for change in self.changes if "num_processes" in change.settings]
+        here = [change for change in self.changes if change not in more]
+        return [
+            *_sentence("Smallest change that fits", more or here),
+            *_sentence("Without more devices", more and here),
+        ]
+
+
+def _sentence(start: str, changes: Sequence[Change]) -> list[str]:
+    """Changes, one of which is enough."""
+    words = [f"{change.words} ({memory_size(change.needs)} per device)" for change in changes]
+    return [f"{start}: {', or '.join(words)}."] if words else []
+
+
+def judge(memory: MemoryEstimate, machine: Machine, certain: bool = True) -> Verdict:
+    """Whether memory that a run needs is there. `certain` is False where activations are not counted."""
+    moment = memory.peak_moment
+    parts: Sequence[tuple[str, int]] = sorted(memory.moments.get(moment, {}).items(), key=lambda item: -item[1])
+    needs, host = memory.device, memory.host_total
+    enough = needs <= machine.device_memory and host <= machine.host_memory
+    fits = False if not enough else True if certain else None
+    return Verdict(fits, needs, machine.device_memory, host, machine.host_memory, moment, dict(parts), certain)
+
+
+def cannot_fit(memory: MemoryEstimate, machine: Machine) -> bool:
+    """Whether a run certainly does not fit: torch's allocations alone, less the error of their estimate, are more than
+    the device has. What is reserved beside them does not count: a run may do with less."""
+    return memory.peak * (1 - ERROR_BOUND) > machine.device_memory

@@ -1,0 +1,180 @@
+"""Metric loggers: TensorBoard and Weights & Biases behind one small interface, and those of transformers as callbacks.
+
+`logger_names.py` says which ones a run asks for. A logger of ours that fails is disabled with one warning; training
+continues.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fullshard.config.paths import replace_text
+from fullshard.distributed import runtime
+from fullshard.report.logger_names import OWN, asked_for
+from fullshard.report.records import Sample
+
+TENSORBOARD = "runs"
+WANDB = "wandb.json"
+"""Holds the run id of Weights & Biases, so that a resumed run continues the same W&B run."""
+WANDB_PROJECT = "fullshard"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run that a logger shows."""
+
+    folder: Path
+    step: int
+    """The step at which the run starts or resumes."""
+    settings: Mapping[str, Any]
+    name: str
+    events: str | None = None
+    """The folder for TensorBoard's files; None for the run's own."""
+
+
+class MetricLogger(Protocol):
+    """Shows the metrics and samples of a run."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+OpenLoggers = Callable[[Path, int], list[MetricLogger]]
+"""Opens the loggers of a run, given its folder and the step at which it starts. Called on the first rank only."""
+
+
+def no_loggers(folder: Path, step: int) -> list[MetricLogger]:
+    """An empty list of loggers."""
+    return []
+
+
+def opener(
+    report_to: str, settings: Mapping[str, Any], run_name: str | None = None, events: str | None = None
+) -> OpenLoggers:
+    """A function that opens the loggers named in `report_to` that are installed; they record `settings`. `events` is
+    another folder for TensorBoard's files than the run's own."""
+    names = asked_for(report_to)
+
+    def open_all(folder: Path, step: int) -> list[MetricLogger]:
+        found: list[MetricLogger] = []
+        for name, logger in LOGGERS.items():
+            if name not in names:
+                continue
+            run = Run(folder, step, settings, run_name or folder.resolve().name, events)
+            opened = attempt(f"report_to {name}", functools.partial(logger, run))
+            found += [opened] if opened is not None else []
+        return found
+
+    return open_all
+
+
+def callbacks(report_to: str) -> list[Any]:
+    """transformers' callbacks for the loggers in `report_to` that are not ours. They log on the first rank."""
+    names = [name for name in asked_for(report_to) if name not in OWN]
+    if not names:
+        return []
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    return [callback() for callback in get_reporting_integration_callbacks(names)]
+
+
+def attempt(what: str, act: Callable[[], Any]) -> Any:
+    """The result of `act`; if it fails, None and a warning."""
+    try:
+        return act()
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        runtime.get_logger().warning(
+            "%s: %s; training continues without it", what, reason[0] if reason else repr(error)
+        )
+        return None
+
+
+def grouped(values: Mapping[str, float]) -> dict[str, float]:
+    """Metrics by the names that group them in both loggers: `train/loss`, `eval/loss`."""
+    return {"eval/" + name[5:] if name.startswith("eval_") else f"train/{name}": v for name, v in values.items()}
+
+
+class TensorBoard:
+    """Writes TensorBoard event files."""
+
+    def __init__(self, run: Run) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer: Any = SummaryWriter(
+            run.events or str(run.folder / TENSORBOARD), purge_step=run.step + 1 if run.step else None
+        )
+        rows = "".join(f"| {name} | `{value}` |\n" for name, value in run.settings.items())
+        self.writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", run.step)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in grouped(values).items():
+            self.writer.add_scalar(name, value, step)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        for number, sample in enumerate(samples, 1):
+            parts = {"prompt": sample.prompt, "answer": sample.answer, "reference": sample.reference}
+            text = "\n\n".join(f"**{name}**\n\n{_indented(part)}" for name, part in parts.items() if part is not None)
+            self.writer.add_text(f"samples/{number}", text, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """Logs to Weights & Biases, which reads `WANDB_PROJECT`, `WANDB_MODE` (offline) and its other variables."""
+
+    def __init__(self, run: Run) -> None:
+        self.wandb: Any = importlib.import_module("wandb")
+        self.run: Any = self.wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
+            name=run.name,
+            config=dict(run.settings),
+            dir=str(run.folder),
+            id=_run_id(run.folder),
+            resume="allow",
+        )
+        # The step is an ordinary metric, because a resumed run may log the steps after its checkpoint again.
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log({"step": step, **grouped(values)})
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        rows = [[step, s.prompt, s.answer, s.reference or ""] for s in samples]
+        self.run.log({"step": step, "samples": self.wandb.Table(["step", "prompt", "answer", "reference"], data=rows)})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+LOGGERS: dict[str, Callable[[Run], MetricLogger]] = dict(zip(OWN, (TensorBoard, WeightsAndBiases), strict=True))
+"""Our loggers by their name in `report_to`."""
+
+
+def _run_id(folder: Path) -> str:
+    path = folder / WANDB
+    try:
+        return str(json.loads(path.read_text())["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        new = uuid.uuid4().hex[:8]
+        replace_text(path, json.dumps({"id": new}) + "\n")
+        return new
+
+
+def _indented(text: str) -> str:
+    """The text as a Markdown code block."""
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])

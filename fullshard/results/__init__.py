@@ -1,1 +1,0 @@
-"""What to do with a result: talk to it, and hand it on."""

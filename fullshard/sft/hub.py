@@ -1,0 +1,311 @@
+"""Saving under transformers' names, and uploads to the hub: in the background after saves, and at the end, as
+`hub_strategy` asks.
+
+A failed upload is reported once, with the command that uploads later, and training continues. The first rank uploads;
+all ranks take part in writing what is uploaded.
+"""
+
+from __future__ import annotations
+
+import shlex
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fullshard.checkpoint.manager import CheckpointManager
+from fullshard.checkpoint.manifest import MANIFEST, published_steps, step_name
+from fullshard.config.errors import ConfigError, first_line
+from fullshard.config.paths import Inputs, refuse_inputs
+from fullshard.distributed import runtime
+from fullshard.distributed.ranks import agree, any_of
+from fullshard.models.causal_lm import causal
+from fullshard.sft import results
+from fullshard.sft.assemble import Parts
+from fullshard.sft.callbacks import Callbacks
+from fullshard.sft.loop import Loop
+from fullshard.sft.model import local_folder
+from fullshard.sft.results import ResultWriter, Summary
+from fullshard.sft.run_dir import CHECKPOINTS, place_of
+from fullshard.sft.sft_config import SFTConfig
+
+NEVER = (f"{CHECKPOINTS}/**", "runs/**", "wandb/**", "wandb.json", ".*", "*.part")
+"""What is not uploaded with the model."""
+GROWING = ("metrics.jsonl", "samples.jsonl")
+"""Files that the run appends to while an upload in the background would read them."""
+LAST_CHECKPOINT = "last-checkpoint"
+
+
+class Hub:
+    """The uploads of one run; a callback of the trainer's own."""
+
+    def __init__(self, config: SFTConfig, writer: ResultWriter, say: Callable[[str], None]) -> None:
+        self.config, self.writer, self.say = config, writer, say
+        self._upload: threading.Thread | None = None
+        self._warned: set[str] = set()
+        self._repository: str | None = None
+        self._failing = False
+        self._sent: set[int] = set()
+        """Steps whose checkpoints are on the hub under their own names."""
+        self._sending: int | None = None
+        """The step whose checkpoint is being uploaded."""
+
+    def on_train_begin(self, args: SFTConfig, state: Any, control: Any, **facts: Any) -> None:
+        """Create the repository, so that a missing token or permission shows before hours of training."""
+        if not runtime.is_main():
+            return
+        if reason := self._why_not():
+            self._warn(reason)
+        else:
+            self._start(self._create)
+
+    def on_save(self, args: SFTConfig, state: Any, control: Any, *, checkpoints: Any, **facts: Any) -> None:
+        """Upload the model as it is now, unless the last upload is still running. All ranks must call it."""
+        if args.hub_strategy == "end":
+            return
+        if args.hub_always_push and self._upload is not None:
+            self._upload.join()
+        idle = runtime.is_main() and (self._busy or self._why_not() is not None)
+        if any_of(int(idle), "uploads"):
+            return
+        place = self._place
+        checkpoints.join()  # the checkpoint to upload is the one that was just saved
+        self.writer.export(place)
+        if runtime.is_main():
+            step = state.global_step
+            self._start(lambda: self._send(place, f"step {step}", [*NEVER, *GROWING]))
+
+    def holds(self, step: int) -> bool:
+        """Whether a checkpoint is being uploaded or has yet to be, and must be kept until then.
+
+        Where uploads fail nothing is kept: a run must not fill the disk because the network is down.
+        """
+        waits = self.config.hub_strategy == "all_checkpoints" and step not in self._sent
+        return step == self._sending or (waits and not self._failing and self._why_not() is None)
+
+    def push(self, place: Path, message: str = "the end of training") -> None:
+        """Upload the result and wait for it; for the first rank alone. A failure does not fail the run."""
+        if self._upload is not None:
+            self._upload.join()
+        self._warned.clear()  # report a failure at the end of the run again
+        if reason := self._why_not():
+            self._warn(reason, place)
+        elif self._attempt(lambda: self._send(place, message, list(NEVER)), place):
+            self.say(f"uploaded to {self._repository}")
+
+    # --- uploading --------------------------------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> Path:
+        return place_of(self.config)
+
+    @property
+    def _name(self) -> str:
+        return self.config.hub_model_id or self._place.resolve().name
+
+    @property
+    def _busy(self) -> bool:
+        return self._upload is not None and self._upload.is_alive()
+
+    def _start(self, work: Callable[[], None]) -> None:
+        self._upload = threading.Thread(target=self._attempt, args=(work,), name="fullshard-hub", daemon=True)
+        self._upload.start()
+
+    def _attempt(self, work: Callable[[], None], place: Path | None = None) -> bool:
+        try:
+            work()
+        except Exception as error:
+            self._warn(first_line(error), place)
+            self._failing = True
+        else:
+            self._failing = False
+        finally:
+            self._sending = None
+        return not self._failing
+
+    @property
+    def _api(self) -> Any:
+        from huggingface_hub import HfApi
+
+        return HfApi(token=self.config.hub_token)
+
+    def _create(self) -> None:
+        if self._repository is not None:
+            return
+        api, private = self._api, self.config.hub_private_repo
+        self._repository = api.create_repo(self._name, private=private, exist_ok=True).repo_id
+        if self.config.hub_revision is not None:
+            api.create_branch(self._repository, branch=self.config.hub_revision, exist_ok=True)
+        if self.config.hub_strategy == "all_checkpoints" and (steps := self._steps):
+            there = set(
+                api.list_repo_files(self._repository, revision=self.config.hub_revision)
+            )  # a resumed run uploads what is missing
+            self._sent |= {step for step in steps if f"{CHECKPOINTS}/{step_name(step)}/{MANIFEST}" in there}
+
+    @property
+    def _steps(self) -> list[int]:
+        return published_steps(self._place / CHECKPOINTS)
+
+    def _send(self, place: Path, when: str, ignored: list[str]) -> None:
+        self._create()
+        assert self._repository is not None
+        strategy, newest = self.config.hub_strategy, self._steps[-1:]
+        self._sending = newest[0] if newest and strategy == "checkpoint" else None
+        self._api.upload_folder(
+            folder_path=place, repo_id=self._repository, ignore_patterns=ignored, commit_message=f"fullshard: {when}",
+            revision=self.config.hub_revision,
+        )  # fmt: skip
+        if self._sending is not None:
+            self._send_checkpoint(self._sending, LAST_CHECKPOINT, ["*"])  # replaces the one before
+        while strategy == "all_checkpoints" and (left := [step for step in self._steps if step not in self._sent]):
+            self._sending = left[0]
+            self._send_checkpoint(left[0], f"{CHECKPOINTS}/{step_name(left[0])}", None)
+            self._sent.add(left[0])
+
+    def _send_checkpoint(self, step: int, name: str, replaced: list[str] | None) -> None:
+        assert self._repository is not None
+        self._api.upload_folder(
+            folder_path=self._place / CHECKPOINTS / step_name(step),
+            repo_id=self._repository,
+            path_in_repo=name,
+            delete_patterns=replaced,
+            commit_message=f"fullshard: checkpoint at step {step}",
+            revision=self.config.hub_revision,
+        )
+
+    def _why_not(self) -> str | None:
+        """The reason why an upload cannot work; None if it may."""
+        from huggingface_hub import constants, get_token
+
+        if constants.HF_HUB_OFFLINE:
+            return "the hub is disabled (HF_HUB_OFFLINE is set)"
+        token = self.config.hub_token or get_token()
+        return None if token else "there is no token; log in with `hf auth login`, or set HF_TOKEN"
+
+    def _warn(self, reason: str, place: Path | None = None) -> None:
+        if reason in self._warned:
+            return
+        self._warned.add(reason)
+        place = place or self._place
+        leave = " ".join(f"--exclude {shlex.quote(pattern)}" for pattern in NEVER[:3])
+        runtime.get_logger().warning(
+            "not uploaded to %s: %s. The run continues, and its result stays in %s; upload it later with: "
+            "hf upload %s %s . %s",
+            self._name, reason.rstrip("."), place, shlex.quote(self._name), shlex.quote(str(place)), leave,
+        )  # fmt: skip
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------
+
+
+class Saving:
+    """The methods of a trainer that save checkpoints and results."""
+
+    args: SFTConfig
+    parts: Parts
+    loop: Loop
+    state: Any
+    callback_handler: Callbacks
+    prepare: Callable[[], Loop]
+    _inputs: Inputs
+    _prepared: tuple[Loop, ResultWriter, Hub | None] | None
+    _say: Callable[[str], None]
+    _tag_names: Sequence[str] = ("fullshard", "sft", "trl")
+    """Tags of the model card."""
+    _push_message = "the end of training"
+
+    def _load_best_model(self) -> None:
+        """Restore the weights of the best evaluation, if `load_best_model_at_end` is on."""
+        loop = self.loop
+        progress = loop.progress
+        if not self.args.load_best_model_at_end or progress.best_step is None:
+            return
+        assert loop.checkpoints is not None
+        if progress.best_step != progress.step:
+            loop.checkpoints.restore(progress.best_step, {"model": loop.model}, rng=False)
+        self._say(
+            f"best {self.args.best_metric} {progress.best_value:.4f} at step {progress.best_step}: its weights are kept"
+        )
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """Save a checkpoint of the current step."""
+        loop = self.loop
+        if self._hub is not None and self.args.hub_strategy != "end":
+            self.callback_handler("on_push_begin")
+        loop.save_checkpoint()
+        best = loop.progress.best_step
+        if best is not None:
+            folder = place_of(self.args) / CHECKPOINTS / step_name(best)
+            if best == loop.progress.step or folder.is_dir():
+                self.state.best_model_checkpoint = str(folder)
+
+    def _open_checkpoints(self) -> CheckpointManager:
+        """The run's checkpoints. The best one, and those that are still to be uploaded, are not removed."""
+        loop, hub = self.prepare(), self._hub
+
+        def protect(step: int) -> bool:
+            return step == loop.progress.best_step or (hub is not None and hub.holds(step))
+
+        place = place_of(self.args) / CHECKPOINTS
+        return CheckpointManager(place, max(1, int(self.args.save_steps)), self.args.save_total_limit, protect=protect)
+
+    @property
+    def _hub(self) -> Hub | None:
+        return self._prepared[2] if self._prepared is not None else None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model (or adapter) with tokenizer, model card and report, as transformers and PEFT read them.
+
+        Whole values are written whatever the state-dict type is. All ranks must call it.
+        """
+        place = Path(output_dir or self.args.output_dir).expanduser()
+        agree(lambda: refuse_inputs(place, "save_model", self._inputs), "save_model")
+        self.prepare()
+        self._save(str(place))
+        self.create_model_card(folder=place)
+        if self._hub is not None:
+            self._push(self._hub, place)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the model (or adapter) and the tokenizer. All ranks must call it."""
+        if state_dict is not None:
+            raise ConfigError("_save: whole values are gathered and written by the trainer; leave state_dict out.")
+        self.prepare()
+        assert self._prepared is not None
+        self._prepared[1].export(Path(output_dir or self.args.output_dir).expanduser())
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None, *, folder: Path | None = None,
+    ) -> None:  # fmt: skip
+        """Write the model card and the report into `folder`, or into `output_dir`; `tags` are further ones."""
+        more = [tags] if isinstance(tags, str) else list(tags or ())
+        if runtime.is_main():
+            place = folder or place_of(self.args)
+            results.describe(self.summary(), place, model_name, dataset_name, [*self._tag_names, *more])
+
+    def push_to_hub(self, commit_message: str = "the end of training", blocking: bool = True) -> None:
+        """Save the model to `output_dir`, upload it to the hub and wait for that. All ranks must call it."""
+        self.prepare()
+        assert self._prepared is not None
+        loop, writer, hub = self._prepared
+        if hub is None:
+            self._prepared = (loop, writer, Hub(self.args, writer, loop.reporter.say))
+        self._push_message = commit_message
+        self.save_model()
+
+    def _push(self, hub: Hub, place: Path) -> None:
+        self.callback_handler("on_push_begin")
+        if runtime.is_main():
+            hub.push(place, self._push_message)
+        if self.args.save_total_limit is not None:
+            with self._open_checkpoints() as checkpoints:
+                checkpoints.prune()  # those that were kept until they were uploaded
+
+    def summary(self) -> Summary:
+        """The outcome of the run so far."""
+        loop = self.loop
+        return Summary(
+            self.args, loop.progress, loop.logged_steps, loop.reporter.history,
+            self.parts.base or local_folder(causal(self.parts.model)), hasattr(self.parts.model, "peft_config"),
+        )  # fmt: skip

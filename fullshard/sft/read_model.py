@@ -1,0 +1,194 @@
+"""The model of a run on the meta device, made from its configuration: sizes, dtype, attention, quantized layers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.config.errors import ConfigError, UserError, one_line
+from fullshard.device import accelerator
+from fullshard.lora.language_model import freeze_other_parts, train_language_model
+from fullshard.models.attention import NAME, use_own_attention
+from fullshard.models.causal_lm import causal
+from fullshard.models.rope_scaling import scale_rope
+from fullshard.models.tiny_model import LAYERS, WIDTHS
+from fullshard.quant.config import Quantization, dense_dtype
+from fullshard.quant.quantize import quantize_model
+from fullshard.sft import adapter
+from fullshard.sft.adapter import Say
+from fullshard.sft.checked_run import refuse_encoder
+from fullshard.sft.sft_config import SFTConfig
+from fullshard.weights import load as loading
+from fullshard.weights.adapter_base import lasting_name
+from fullshard.weights.config_limits import check_config
+from fullshard.weights.dtypes import choose_dtype
+from fullshard.weights.locate import has_weights, open_source
+
+ATTENTION_OF_TORCH = ("eager", "sdpa", "flex_attention", NAME)
+"""Attention implementations that need no other package."""
+
+
+def read_model(
+    config: SFTConfig, place: Path, device: torch.device, say: Say, *, present: bool = True,
+    condense: Callable[[Any], None] | None = None, all_parts: bool = False,
+) -> nn.Module:  # fmt: skip
+    """The causal language model in a folder, on the meta device: its weights are not read yet.
+
+    For a plan (`present=False`) the device need not be in this machine, the folder needs no weights and may be a bare
+    config.json, and `condense` may take layers away before the others are quantized. With `all_parts`, those that text
+    does not use stay, as in a model that is given in memory.
+    """
+    shape = read_shape(config, place, say)
+    packed = getattr(shape, "quantization_config", None)
+    if packed is not None and config.use_4bit_quantization:
+        say(f"{place} is stored in 4 bits already and is read as it is; the 4-bit options are not used.")
+    if packed is not None and config.base_dtype is not None:
+        raise ConfigError(
+            f"base_dtype is {config.base_dtype}, but {place} is quantized already (quantization_config in its "
+            f"config.json); give the folder of the model before quantization, or leave base_dtype out."
+        )
+    four_bits = Quantization.of(packed) if packed is not None else adapter.quantization(config)
+    shape._attn_implementation = attention(config, device, say, present=present)
+    with contextlib.ExitStack() as stack:
+        source = None
+        if present or (_depends_on_files(config, shape) and has_weights(place)):
+            source = stack.enter_context(contextlib.closing(open_source(place)))
+        try:
+            dtype = choose_dtype(config.torch_dtype, shape, source)
+            if four_bits is not None and config.torch_dtype == "auto":
+                dtype = dense_dtype(four_bits.scheme.storage) or dtype
+            model = loading.on_meta(loading.text_class(shape), shape, dtype, place, config.trust_remote_code)
+        except UserError:
+            raise
+        except Exception as error:  # transformers checks few sizes, and not in one way
+            if "Unrecognized configuration class" in str(error):
+                raise ConfigError(
+                    f"{place} holds a {shape.model_type} model; expected a causal language model."
+                ) from None
+            raise ConfigError(
+                f"{place}: no {shape.model_type} model can be built with the sizes in its config.json: "
+                f"{one_line(error)}"
+            ) from error
+        check_sizes(place if place.is_file() else place / "config.json", config.config_changes)
+        if line := (freeze_other_parts if all_parts else train_language_model)(model):
+            say(line)
+        if source is not None:
+            loading.untie_what_differs(model, source, None)
+        if condense is not None:
+            condense(model)
+        if (chosen := config.base_dtype or four_bits) is not None:
+            entries = source.entries if source is not None else {}
+            quantize_model(model, chosen, {name: entry.shape for name, entry in entries.items()})
+        return model
+
+
+def _depends_on_files(config: SFTConfig, shape: Any) -> bool:
+    """Whether a plan depends on the weight files: on a dtype that only they state, on weights that are quantized there,
+    or on tied weights, which may have different values there."""
+    stated = config.torch_dtype not in (None, "auto") or getattr(shape, "dtype", None) is not None
+    tied = getattr(shape.get_text_config(), "tie_word_embeddings", True)
+    return not stated or tied or getattr(shape, "quantization_config", None) is not None
+
+
+def read_shape(config: SFTConfig, place: Path, say: Say) -> Any:
+    """The model's configuration, with the changes that the settings make."""
+    import transformers
+    from transformers import AutoConfig
+
+    check_config(place, config.config_changes)
+    try:
+        shape, unknown = AutoConfig.from_pretrained(
+            place, return_unused_kwargs=True, trust_remote_code=config.trust_remote_code, **config.config_changes
+        )
+    except Exception as error:  # damaged files raise errors of many kinds
+        if named := re.search(r"model type `([^`]*)` but Transformers does not recognize", str(error)):
+            raise ConfigError(
+                f"{place}: transformers {transformers.__version__} knows no model of type {named[1]!r}; expected one "
+                f"of its model types, or trust_remote_code for a model with its own code."
+            ) from None
+        raise ConfigError(f"no model configuration could be read from {place}: {one_line(error)}") from None
+    refuse_encoder(str(place), shape.to_dict())
+    unknown.pop("trust_remote_code", None)
+    if unknown:
+        raise ConfigError(
+            f"model_init_kwargs has {', '.join(sorted(unknown))}, which is neither a setting of a {shape.model_type} "
+            f"model nor supported otherwise; expected dtype, attn_implementation, quantization_config, "
+            f"trust_remote_code, revision or settings in its config.json."
+        )
+    shape.name_or_path = lasting_name(place)
+    if config.rope_scaling is not None:
+        assert config.max_length is not None
+        scale_rope(shape, config.rope_scaling, config.max_length, say)
+    return shape
+
+
+def check_sizes(file: Path, changes: Mapping[str, Any]) -> None:
+    """Refuse a config.json without sizes: transformers would take those of some default model."""
+    try:
+        stated = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # transformers says what is wrong with it
+    if not isinstance(stated, dict) or "model_type" not in stated or "auto_map" in stated:
+        return
+    parts = [stated, dict(changes), *(part for part in stated.values() if isinstance(part, dict))]
+    numbers = {key for part in parts for key, value in part.items() if isinstance(value, int | list)}
+    for what, pattern in (("width", WIDTHS), ("number of layers", LAYERS)):
+        if not any(pattern.search(key) for key in numbers):
+            raise ConfigError(
+                f"{file} says model_type {stated['model_type']!r}, but not the model's {what} (such as hidden_size and "
+                f"num_hidden_layers); give a complete config.json."
+            )
+
+
+def attention(config: SFTConfig, device: torch.device, say: Say, *, present: bool = True) -> str | None:
+    """The attention implementation that the settings ask for; None leaves the choice open.
+
+    On a machine without the device (`present=False`), kernels of other packages need not be installed.
+    """
+    if named := config.attn_implementation:
+        if not present and named not in ATTENTION_OF_TORCH:
+            say(f"attn_implementation {named}: planned as torch's own attention, which keeps the same tensors.")
+            return None
+        return None if named == NAME else named
+    if not config.use_flash_attn:
+        return None
+    if not accelerator.is_accelerator(device):
+        say("use_flash_attn: there is no GPU here; torch's own attention is used.")
+    elif not present:
+        say("use_flash_attn: planned as torch's own attention, which keeps the same tensors.")
+    elif importlib.util.find_spec("flash_attn") is None:
+        say("use_flash_attn: flash-attn is not installed; torch's own attention is used.")
+    else:
+        return "flash_attention_2"
+    return None
+
+
+def choose_attention(config: SFTConfig, model: Any, device: torch.device, given: bool) -> None:
+    """Let a model run our own attention: if the settings ask for it, and on GPUs if they leave it open. One that was
+    `given` in memory may have been made with an implementation of the script's choice: only transformers' default is
+    replaced."""
+    if config.attn_implementation == NAME:
+        if not use_own_attention(model):
+            raise ConfigError(
+                f"attn_implementation is {NAME}, but {type(causal(model)).__name__} has an attention of its own; leave "
+                f"the setting out."
+            )
+        return
+    open_to_choice = not config.attn_implementation and not uses_flash(causal(model))
+    if given and getattr(causal(model).config, "_attn_implementation", None) != "sdpa":
+        open_to_choice = False
+    if open_to_choice and accelerator.runs_inductor(device):
+        use_own_attention(model)
+
+
+def uses_flash(model: Any) -> bool:
+    """Whether the model runs FlashAttention."""
+    return "flash" in str(getattr(model.config, "_attn_implementation", None))

@@ -1,0 +1,312 @@
+"""The output folder of a run: whether it may be written to, and whether the run resumes the one in it.
+
+A new run never writes into an earlier one by accident: it stops, lists the settings that differ, and offers to resume
+or to overwrite. Checks only read, and need no torch. The first rank removes what an earlier run wrote, once everything
+that the new run reads is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fullshard.checkpoint.manifest import MANIFEST, published_steps
+from fullshard.config.errors import ConfigError
+from fullshard.config.options import counting_number, options_of
+from fullshard.config.paths import Inputs, refuse_inputs, replace_text, within
+from fullshard.config.redaction import hide_in
+from fullshard.data.sources import DataSource
+from fullshard.data.token_table import cache_root
+from fullshard.lora.adapter_config import FIRST, WEIGHTS
+from fullshard.sft.dataset_options import configs_of
+from fullshard.sft.run_lock import LOCK, FolderLock, refuse_occupied
+from fullshard.sft.sft_config import SFTConfig
+
+SETTINGS = "settings.json"
+PLAN = "plan.json"
+CHECKPOINTS = "checkpoints"
+RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+WRITTEN = (
+    f"{CHECKPOINTS}/step-*", f"{CHECKPOINTS}/.step-*.tmp", f"{FIRST}/*", "metrics.jsonl", "samples.jsonl",
+    "events.jsonl", "data.json", "step.json",
+    "runs/events.out.tfevents.*", "wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log",
+    "wandb.json", "report.html", "README.md", "config.json", "generation_config.json", "model.safetensors",
+    "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors",
+    "adapter_base.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "trainer_state.json", "*_results.json", PLAN,
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", SETTINGS,
+)  # fmt: skip
+"""What a run writes into its folder; overwriting removes these and nothing else. The settings, which mark a folder as
+that of a run, are removed last."""
+DOOMED = ".overwritten"
+"""Marks an earlier run to be removed once everything is loaded, in case the job is restarted before that."""
+NAMED = 4
+"""The most names in a message."""
+
+
+def restarted(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the launcher has restarted this job after a crash."""
+    text = (os.environ if environment is None else environment).get(RESTART_VARIABLE, "0")
+    return (counting_number(text) or 0) > 0
+
+
+def place_of(config: SFTConfig) -> Path:
+    """The path of the output folder."""
+    return Path(config.output_dir).expanduser()
+
+
+def named_checkpoint(config: SFTConfig) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` names, if it names one."""
+    text = (config.resume_from_checkpoint or "").strip()
+    return None if text.lower() in ("", "true", "yes", "false", "no", "none") else Path(text).expanduser()
+
+
+def resumes(config: SFTConfig) -> bool:
+    """Whether the run resumes the one in its folder."""
+    if config.resume or config.resumes_newest:
+        return True
+    named = named_checkpoint(config)
+    if named is not None and not config.overwrite and within(named, place_of(config)):
+        return True
+    # A run that is restarted before it has removed the earlier one starts from the beginning again.
+    return restarted() and not (config.overwrite and (place_of(config) / DOOMED).exists())
+
+
+def first_adapter(config: SFTConfig) -> Path | None:
+    """The folder of the initial adapter values of the run to resume, where it has one."""
+    named = named_checkpoint(config)
+    places = [] if named is None else [named, named.parent, named.parent.parent]
+    found = (place / FIRST for place in (*places, place_of(config)))
+    return next((place for place in found if (place / WEIGHTS).is_file()), None)
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def inputs_of(
+    config: SFTConfig, model: Any, adapter: str | None, data: Iterable[DataSource | None], tokenizer: Any = None
+) -> dict[str, list[Path]]:
+    """The existing paths that a run reads, by option. For a model or tokenizer in memory: the folder it was loaded
+    from, if `overwrite` is on."""
+    named = {
+        "model_name_or_path": _origin(model, config), "adapter_name_or_path": adapter,
+        "tokenizer_name_or_path": config.tokenizer_name_or_path or _origin(tokenizer, config),
+        "chat_template_path": config.chat_template_path, "sample_prompts": config.sample_prompts,
+        "fsdp_config": config.fsdp_config if isinstance(config.fsdp_config, str) else None,
+    }  # fmt: skip
+    found = {name: [Path(text).expanduser()] for name, text in named.items() if text is not None}
+    found["dataset_settings"] = [
+        Path(own.chat_template_path).expanduser() for own in configs_of(config) if own.chat_template_path
+    ]
+    found["dataset_name"] = [file for source in data if source is not None for file in source.files]
+    return {name: there for name, paths in found.items() if (there := [path for path in paths if path.exists()])}
+
+
+def _origin(thing: Any, config: SFTConfig) -> str | None:
+    if thing is None or isinstance(thing, str | Path):
+        return None if thing is None else str(thing)
+    name = getattr(getattr(thing, "config", thing), "name_or_path", None)
+    return name if config.overwrite and isinstance(name, str) and name else None
+
+
+def check_folder(config: SFTConfig, inputs: Inputs) -> None:
+    """Refuse an output folder that cannot be used; nothing is changed."""
+    check_place(config, inputs)
+    check_contents(config, inputs)
+
+
+def check_contents(config: SFTConfig, inputs: Inputs) -> None:
+    """Refuse a folder because of what it holds: another run, or files that are not a run's."""
+    folder = place_of(config)
+    refuse_occupied(folder)
+    if resumes(config):
+        _check_checkpoint(config, folder)
+        return
+    if (named := named_checkpoint(config)) is not None:
+        _check_named(named)
+    there = [path for path in _listed(folder) if not _is_own(path, config)]
+    if not there:
+        return
+    earlier = read_settings(folder)
+    if config.overwrite:
+        _check_removal(config, folder, inputs, earlier is not None)
+    elif earlier is None:
+        raise ConfigError(
+            f"output_dir {folder} is not empty ({_names(there)}) and holds no earlier run. Choose another folder, or "
+            f"--overwrite to write beside what is there."
+        )
+    else:
+        raise ConfigError(
+            f"output_dir {folder} holds an earlier run. --resume continues it, --overwrite replaces it. "
+            f"{describe_changes(earlier, config)}"
+        )
+
+
+def check_place(config: SFTConfig, inputs: Inputs) -> None:
+    """Refuse a path that a run must not, or cannot, write to, whatever the folder holds."""
+    folder = place_of(config)
+    refuse_inputs(folder, "output_dir", inputs)
+    existing = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
+    if not existing.is_dir():
+        raise ConfigError(f"output_dir: {existing} is a file; expected a folder.")
+    for place in (existing, folder / CHECKPOINTS):
+        if os.path.exists(place) and not os.access(place, os.W_OK | os.X_OK):
+            raise ConfigError(f"output_dir: {place} cannot be written; choose another or change its permissions.")
+
+
+def _check_checkpoint(config: SFTConfig, folder: Path) -> None:
+    if (named := named_checkpoint(config)) is not None:
+        _check_named(named)
+    elif not published_steps(folder / CHECKPOINTS) and not restarted():
+        raise ConfigError(f"there is no checkpoint in {folder / CHECKPOINTS} to resume from; leave --resume out.")
+
+
+def _check_named(named: Path) -> None:
+    if not (named / MANIFEST).is_file() and not any(published_steps(p) for p in (named, named / CHECKPOINTS)):
+        raise ConfigError(
+            f"resume_from_checkpoint: {named} {'holds no checkpoint' if named.exists() else 'does not exist'}; "
+            f"expected a checkpoint's folder, or true for the newest in output_dir."
+        )
+
+
+def _check_removal(config: SFTConfig, folder: Path, inputs: Inputs, earlier: bool) -> None:
+    """Refuse to overwrite files that no run wrote, or that this run reads."""
+    doomed = written_in(folder)
+    if doomed and not earlier:
+        raise ConfigError(
+            f"output_dir {folder} holds {_names(doomed)}, which a run would replace, but no earlier run ({SETTINGS}): "
+            f"--overwrite removes only what a run of fullshard wrote. Move them away, or choose another folder."
+        )
+    named = named_checkpoint(config)
+    kept = {**inputs, "cache_dir": [cache_root(config.cache_dir)], "resume_from_checkpoint": [named] if named else []}
+    for name, path, one in ((name, path, one) for name, paths in kept.items() for path in paths for one in doomed):
+        if within(path, one):
+            raise ConfigError(f"{name}: {path} is in {one}, which --overwrite removes; choose another folder.")
+
+
+def _listed(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _is_own(path: Path, config: SFTConfig) -> bool:
+    """Whether an entry of the folder belongs to this run already, or is an empty folder."""
+    empty = path.is_dir() and not any(path.iterdir())
+    return path.name in (LOCK, DOOMED) or empty or within(cache_root(config.cache_dir), path)
+
+
+def _names(paths: Iterable[Path]) -> str:
+    names = [path.name for path in paths]
+    return ", ".join(names[:NAMED]) + (", …" if len(names) > NAMED else "")
+
+
+def written_in(folder: Path) -> list[Path]:
+    """The paths in a folder that a run would write."""
+    return [path for pattern in WRITTEN for path in sorted(folder.glob(pattern))]
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+HARMLESS = frozenset({
+    "output_dir", "overwrite", "resume", "resume_from_checkpoint", "save_strategy", "save_steps", "save_total_limit",
+    "logging_strategy", "logging_steps", "logging_first_step", "log_level", "progress", "report_to", "run_name",
+    "push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "eval_on_start", "per_device_eval_batch_size",
+    "preview", "preview_rows", "eval_samples", "sample_prompts", "sample_max_new_tokens",
+    "cache_dir", "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory", "save_dtype", "async_save",
+    "torch_empty_cache_steps", "disable_tqdm", "logging_dir", "hub_token", "hub_revision", "hub_always_push", "project",
+    "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "include_num_input_tokens_seen", "eval_delay",
+})  # fmt: skip
+"""Settings whose change in a resumed run does not change training."""
+
+
+OF_A_NODE = frozenset({
+    "cache_dir", "dataloader_num_workers", "dataloader_pin_memory", "disable_tqdm", "hub_token", "local_rank",
+    "log_level", "log_level_replica", "logging_dir", "preview", "preview_rows", "progress",
+})  # fmt: skip
+"""Settings that ranks may have different values of."""
+
+
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings of the run in this folder; None if it holds no run."""
+    try:
+        return dict(json.loads((folder / SETTINGS).read_text())["settings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def changes(earlier: Mapping[str, Any], config: SFTConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ from the earlier run's and change training: (then, now)."""
+    now, unused = config.to_dict(), {one.name for one in options_of(type(config)) if one.no_op}
+    return {
+        name: (earlier[name], now[name])
+        for name in now
+        if name not in HARMLESS | unused and name in earlier and earlier[name] != now[name]
+    }
+
+
+def settings_that_train(config: SFTConfig) -> dict[str, Any]:
+    """The settings that must be equal on all ranks: all but those of a node, or of one rank's output."""
+    return {name: value for name, value in config.to_dict().items() if name not in OF_A_NODE}
+
+
+def describe_changes(earlier: Mapping[str, Any], config: SFTConfig) -> str:
+    """The changed settings as a sentence."""
+    found = changes(earlier, config)
+    if not found:
+        return "The settings are the same."
+    return "Changed since: " + ", ".join(f"{name} {then} → {now}" for name, (then, now) in found.items()) + "."
+
+
+# --- changes, by the first rank alone -------------------------------------------------------------------------------
+
+
+def open_folder(config: SFTConfig) -> FolderLock:
+    """Create the folder and lock it for this run; what is in it stays."""
+    folder = place_of(config)
+    lock = FolderLock(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.take()
+        if not config.overwrite:
+            (folder / DOOMED).unlink(missing_ok=True)
+        elif not restarted() and written_in(folder):
+            (folder / DOOMED).touch()
+    except OSError as error:
+        raise ConfigError(f"output_dir {folder} cannot be used: {error.strerror or error}.") from None
+    return lock
+
+
+def remove_earlier(config: SFTConfig) -> str | None:
+    """Remove what an earlier run wrote, with `overwrite`; returns a note on files that stay."""
+    folder = place_of(config)
+    if not config.overwrite:
+        return None
+    try:
+        for path in written_in(folder):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for name in (CHECKPOINTS, FIRST, "runs", "wandb"):
+            if (folder / name).is_dir() and not (folder / name).is_symlink() and not any((folder / name).iterdir()):
+                (folder / name).rmdir()
+        (folder / DOOMED).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir {folder} cannot be used: {error.strerror or error}.") from None
+    foreign = [path for path in _listed(folder) if not _is_own(path, config)]
+    return f"output_dir {folder}: {_names(foreign)} were not written by a run and stay as they are" if foreign else None
+
+
+def remove_checkpoints(config: SFTConfig) -> None:
+    """Remove the checkpoints in the run's folder, for a training that starts again in it."""
+    for path in (place_of(config) / CHECKPOINTS).glob("step-*"):
+        shutil.rmtree(path)
+
+
+def write_settings(config: SFTConfig, facts: Mapping[str, Any], plan: Mapping[str, Any] | None = None) -> None:
+    """Write the resolved settings to settings.json, and what was planned to plan.json."""
+    text = json.dumps({"settings": config.to_dict(), **hide_in(facts)}, indent=1, default=str)
+    if plan is not None:
+        replace_text(place_of(config) / PLAN, json.dumps(hide_in(plan), default=str))
+    replace_text(place_of(config) / SETTINGS, text)
