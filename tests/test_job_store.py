@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import subprocess
+import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,8 @@ import torch.distributed as dist
 from fullshard.config.errors import RuntimeSetupError
 from fullshard.device import torch_private
 from fullshard.distributed import job_store, runtime
-from fullshard.distributed.job_store import SECRET_VARIABLE, JobStore, SignedPickler, listen, parse, visible
+from fullshard.distributed.job_store import SECRET_VARIABLE, JobStore, SignedPickler, listen, parse
+from fullshard.distributed.terminal_text import visible
 from fullshard.distributed.watchdog import rank_state
 from fullshard.distributed.watchdog.diagnosis import Failure
 from fullshard.distributed.watchdog.heartbeat import Liveness
@@ -184,3 +189,58 @@ def test_the_store_listens_where_it_is_told(host: str, address: set[str]) -> Non
     assert store.get("a") == b"b" and listening_on(store.port) == {"0100007F"}
     with pytest.raises(OSError):
         listen("127.0.0.1", store.port, timedelta(seconds=5))
+
+
+ATTACKED = """
+import os, sys, time
+import numpy as np, torch
+import fullshard
+import fullshard.runtime as xr
+import fullshard.spmd as xs
+
+xr.use_spmd()
+model = fullshard.FSDPv2(torch.nn.Linear(8, 8), xs.Mesh(np.arange(2), (2,), ("fsdp",)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if xr.is_main():
+    with open(sys.argv[1] + ".part", "w") as file:
+        file.write(f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}")
+    os.rename(sys.argv[1] + ".part", sys.argv[1])
+for _ in range(80):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.1)
+xr.print0("all steps taken")
+"""
+
+
+@pytest.mark.slow
+def test_a_stranger_who_writes_into_the_store_of_a_running_job_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(ATTACKED)
+    command = [sys.executable, "-m", "fullshard", "launch", "--cpu", "-n", "2", str(tmp_path / "job.py")]
+    job = subprocess.Popen(
+        [*command, str(tmp_path / "place")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "place").exists() and job.poll() is None:
+            assert time.monotonic() < deadline, "the job did not start"
+            time.sleep(0.1)
+        host, port = (tmp_path / "place").read_text().split()
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=20))
+        forged = json.dumps({"number": 99, "text": "\x1b[31mrank 1 is gone", "lost": True, "place": "here"})
+        written = set()
+        while job.poll() is None and len(written) < 400:
+            for key in {text.decode() if isinstance(text, bytes) else text for text in store.list_keys()}:
+                if "watch/" in key:
+                    for name in (key, f"{key.rpartition('watch/')[0]}watch/failure"):
+                        store.set(name, forged)
+                        written.add((name, time.monotonic()))
+            time.sleep(0.2)
+        output = job.communicate(timeout=120)[0]
+    finally:
+        job.kill()
+        job.wait()
+    assert len(written) > 20 and job.returncode == 0 and "all steps taken" in output, output
+    assert "that this job did not write" in output and "\x1b" not in output and "rank 1 is gone" not in output

@@ -179,6 +179,7 @@ def run_and_watch(words: list[str], place: Path, **variables: str) -> tuple[int,
                 except OSError:
                     continue
             time.sleep(0.02)
+    lines.discard(" ".join(command) + " ")  # what the user typed: a process that was forked and is not replaced yet
     return process.returncode, (place / "output").read_text(), lines
 
 

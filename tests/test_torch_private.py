@@ -121,6 +121,14 @@ def replaced_shards() -> None:
     assert torch_private.spec_of(t) is torch_private.spec_of(other)
 
 
+@check("root_mesh")
+def parts_of_meshes() -> None:
+    mesh = dtensor().device_mesh
+    assert torch_private.root_mesh(mesh) is mesh
+    both = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    assert torch_private.root_mesh(both["b"]) == both
+
+
 @check("is_in_mesh")
 def membership() -> None:
     assert torch_private.is_in_mesh(on_one_device()) is True
@@ -676,7 +684,8 @@ def test_a_missing_name_is_an_error_that_names_the_torch_version(monkeypatch: py
 
 
 PRIVATE = {
-    "_local_tensor", "_spec", "_is_current_rank_part_of_mesh", "_op_dispatcher", "_custom_op_handlers", "_random_ops",
+    "_local_tensor", "_spec", "_is_current_rank_part_of_mesh", "_op_dispatcher",
+    "_get_root_mesh", "_custom_op_handlers", "_random_ops",
     "_try_replicate_spec_for_scalar_tensor",
     "_version", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks", "_schema", "_overloadname",
     "_sequence_nr", "_execution_engine", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard.config.errors import RuntimeSetupError
+from fullshard.distributed.terminal_text import visible
 
 SECRET_VARIABLE = "FULLSHARD_JOB_SECRET"
 """The environment variable with the secret that all processes of a job share, and nobody else knows."""
@@ -163,11 +164,6 @@ _chance = random.SystemRandom()  # not the generator that a program seeds
 
 def _bytes(text: str | bytes) -> bytes:
     return text if isinstance(text, bytes) else text.encode()
-
-
-def visible(text: str) -> str:
-    """A text from another process as it may be printed: control characters are written out, except line breaks."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def parse(text: str) -> Any:

@@ -43,12 +43,13 @@ def dispatch(op: Any, args: Any, kwargs: Any) -> Any:
     """Run one operator on global values; returns global values."""
     flat, tree = tree_flatten((args, kwargs))
     written = written_tensors(op, args, kwargs)
+    name = _meets_no_plain(flat)
     if foreach_ops.is_list_operator(op):
         out = foreach_ops.run(op, args, kwargs, written)
         if out is not NotImplemented:
             for t in written:
                 write_through(t)
-            return _inherited(out, flat, written)
+            return _inherited(out, name, written)
     _check_plain(flat, written)
     if any(not is_sharded(t) for t in written):
         return _write_to_plain(op, flat, tree, written)
@@ -71,7 +72,7 @@ def dispatch(op: Any, args: Any, kwargs: Any) -> Any:
     # A write to a view of a copy, or of a sum that is not reduced yet, must reach the base.
     if op.is_view and (is_copy(args[0]) or has_partial(args[0].placements)):
         remember_base(out, op, args[0], args[1:], kwargs)
-    return _inherited(out, flat, written)
+    return _inherited(out, name, written)
 
 
 def _run(op: Any, flat: list[Any], tree: Any, mesh: DeviceMesh) -> Any:
@@ -122,12 +123,12 @@ def refuse_loss(t: torch.Tensor) -> None:
         )
 
 
-def _inherited(out: Any, flat: list[Any], written: list[torch.Tensor]) -> Any:
-    """The results of an operator, which meet no plain tensors if one of its arguments does not."""
-    if name := _meets_no_plain(flat):
-        for t in tree_leaves(out):
-            if isinstance(t, ShardedTensor) and not any(t is w for w in written):
-                t.meets_no_plain = name
+def _inherited(out: Any, name: str, written: list[torch.Tensor]) -> Any:
+    """The results of an operator, which meet no plain tensors if one of its arguments, a parameter of this name, does
+    not."""
+    for t in tree_leaves(out) if name else ():
+        if isinstance(t, ShardedTensor) and not any(t is w for w in written):
+            t.meets_no_plain = name
     return out
 
 

@@ -330,7 +330,7 @@ def test_misuse_is_explained():
         FSDPv2(Stack())
     with pytest.raises(MeshError, match=r"no axis named 'fsdp'"):
         FSDPv2(Stack(), xs.Mesh(np.arange(2), (2,), ("data",)))
-    with pytest.raises(MeshError, match=r"expected a fullshard.spmd.Mesh, got int"):
+    with pytest.raises(MeshError, match=r"expected a fullshard.spmd.Mesh or a torch DeviceMesh, got int"):
         FSDPv2(Stack(), 2)
     with pytest.raises(MeshError, match=r"extra_data_axis='data'"):
         FSDPv2(Stack(), mesh, extra_data_axis="data")
