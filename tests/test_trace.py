@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import overlap_gpu
 from benchmarks.trace import PAGEABLE, PHASE, intersection, kind_of, length, read, union
@@ -144,27 +144,38 @@ def test_an_empty_trace() -> None:
     assert trace.beside_compute("nccl", "forward")["share"] is None
 
 
+PROFILED = """
+import sys
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+def waits_here():
+    x = torch.ones(3, requires_grad=True)
+    assert x.sum().item() == 3
+    return x.sum()
+
+with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
+    for _ in range(2):
+        with record_function("PHASEforward"):
+            loss = waits_here()
+        with record_function("PHASEbackward"):
+            loss.backward()
+        loss.item()  # outside
+profiler.export_chrome_trace(sys.argv[1])
+""".replace("PHASE", PHASE)
+
+
 def test_a_trace_of_the_real_profiler(tmp_path: Path) -> None:
-    """Phases, threads and Python frames as `torch.profiler` writes them, here without a GPU."""
-
-    def waits_here() -> torch.Tensor:
-        x = torch.ones(3, requires_grad=True)
-        assert x.sum().item() == 3
-        return x.sum()
-
-    with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
-        for _ in range(2):
-            with record_function(PHASE + "forward"):
-                loss = waits_here()
-            with record_function(PHASE + "backward"):
-                loss.backward()
-            loss.item()  # outside
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    """Phases, threads and Python frames as `torch.profiler` writes them, here without a GPU. In a process of its own:
+    it looks at all threads, and after thousands of other tests it has hung."""
+    (tmp_path / "profiled.py").write_text(PROFILED)
+    command = [sys.executable, str(tmp_path / "profiled.py"), str(tmp_path / "trace.json")]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
     trace = read(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
     assert trace.steps == 2 and set(trace.phases) == {"forward", "backward"}
     items = [w for w in trace.waits_per_step() if w["call"] == "aten::item"]
     assert [(w["phase"], w["per_step"]) for w in items] == [("forward", 1.0)]
-    assert "test_trace.py" in items[0]["where"] and "waits_here" in items[0]["where"]
+    assert "profiled.py" in items[0]["where"] and "waits_here" in items[0]["where"]
 
 
 def test_cases_are_compared_with_their_peer(capsys: pytest.CaptureFixture[str]) -> None:
