@@ -35,7 +35,7 @@ def test_patterns_that_peft_itself_puts_in() -> None:
     with torch.device("meta"):
         model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2))
     targets = ["q_proj", "w1", "w2", "w3"]
-    with pytest.raises(ConfigError, match=r"lora_dropout=0\.1: peft has no dropout for adapters on parameters"):
+    with pytest.raises(ConfigError, match=r"lora_dropout=0\.1: peft has no such adapters on parameters"):
         add_adapter(copy.deepcopy(model), LoraConfig(target_modules=targets, lora_dropout=0.1), 0)
     assert any("rank_pattern keys did not match" in text for text in warned(model, (), target_modules=targets))
     assert not warned(model, log_filter.WARNED, target_modules=targets)
