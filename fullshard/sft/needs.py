@@ -1,7 +1,7 @@
 """What settings need to have an effect: `lora_r` needs an adapter, `eval_steps` needs evaluations.
 
 On a command line and in its file, settings of LoRA turn LoRA on. Other settings that are given without what they need
-are reported by the run. tests/train/test_needs.py walks through all settings.
+are reported by the run. tests/sft/test_needs.py walks through all settings.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Settings of transformers' `TrainingArguments` and TRL's `SFTConfig` that change nothing here, each with the reason,
 and those of which only the default is accepted, because another value would ask for something that is not done.
 
-Part of `SFTConfig`, so that scripts and their files keep working. docs/options.md lists both. tests/train/test_peers.py
+Part of `SFTConfig`, so that scripts and their files keep working. docs/options.md lists both. tests/sft/test_peers.py
 fails when a field of those classes is neither here nor an option.
 """
 
