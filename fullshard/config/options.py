@@ -391,7 +391,7 @@ class Parsed:
 
     values: dict[str, Any]
     """By the option's name, converted."""
-    given: dict[str, str]
+    spelled: dict[str, str]
     """By the option's name, as the user wrote the flag."""
     rest: list[str]
     """The words from the first one that is not a flag."""

@@ -129,7 +129,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home, _, path = NAMES[name].partition(":")
     try:
-        found = globals()[name] = functools.reduce(getattr, path.split("."), importlib.import_module(home))
+        value = globals()[name] = functools.reduce(getattr, path.split("."), importlib.import_module(home))
     except (ImportError, AttributeError) as error:
         problem = RuntimeSetupError(
             f"torch {torch.__version__} has no {home}.{path}, which fullshard needs; install torch 2.11, 2.12 or 2.13"
@@ -137,7 +137,7 @@ def __getattr__(name: str) -> Any:
         if version_numbers(torch.__version__) < TORCH_NEEDED:
             return functools.partial(_raise, problem)  # the package can be imported, not used
         raise problem from error
-    return found
+    return value
 
 
 def _raise(problem: RuntimeSetupError, *args: Any, **kwargs: Any) -> NoReturn:
@@ -476,8 +476,8 @@ def fusible_operators() -> frozenset[Any]:
 def implementation_of(op: Any) -> Callable[..., Any] | None:
     from torch._library.custom_ops import OPDEFS
 
-    found = OPDEFS.get(op._schema.name) if hasattr(op, "_schema") else None
-    return None if found is None else found._init_fn
+    operator = OPDEFS.get(op._schema.name) if hasattr(op, "_schema") else None
+    return None if operator is None else operator._init_fn
 
 
 # How the compiler marks the nodes of a checkpointed module in a graph. 2.11, 2.13. The same.

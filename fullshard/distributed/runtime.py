@@ -112,7 +112,7 @@ def shutdown() -> None:
     if not owned or not dist.is_initialized():
         return
     assert _leaving is not None
-    _leaving.asked.set()
+    _leaving.leave.set()
     _leaving.join(SHUTDOWN_PATIENCE)
 
 
@@ -136,11 +136,11 @@ class _Leaving(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="fullshard-shutdown", daemon=True)
-        self.asked = threading.Event()
+        self.leave = threading.Event()
         self.start()
 
     def run(self) -> None:
-        self.asked.wait()
+        self.leave.wait()
         try:
             dist.destroy_process_group()
         except Exception as error:  # the program ends: nothing is left to do
