@@ -391,8 +391,6 @@ class Parsed:
 
     values: dict[str, Any]
     """By the option's name, converted."""
-    spelled: dict[str, str]
-    """By the option's name, as the user wrote the flag."""
     rest: list[str]
     """The words from the first one that is not a flag."""
 
@@ -407,7 +405,6 @@ def parse_flags(words: Sequence[str], options: Iterable[Option], command: str) -
         for name in (one.key, *one.flags):
             known[name] = one
     values: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
     left = list(words)
     while left and left[0].startswith("-") and left[0] != "-":
         word = left.pop(0)
@@ -427,7 +424,7 @@ def parse_flags(words: Sequence[str], options: Iterable[Option], command: str) -
             hint = nearest_option(name, known.values(), known) or "."
             raise ConfigError(f"{command}: unknown flag {flag}{hint} See fullshard {command} --help.")
         if negated:
-            values[flag_option.name], spelled[flag_option.name] = False, flag
+            values[flag_option.name] = False
             continue
         if not equals:
             follows = left and (flag_option.besides is not None or left[0].lower() in (*TRUE, *FALSE))
@@ -438,5 +435,5 @@ def parse_flags(words: Sequence[str], options: Iterable[Option], command: str) -
                 raise ConfigError(f"{command}: {flag} needs a value: {flag_option.values}")
             else:
                 value = left.pop(0)
-        values[flag_option.name], spelled[flag_option.name] = convert(flag_option, value, flag), flag
-    return Parsed(values, spelled, left)
+        values[flag_option.name] = convert(flag_option, value, flag)
+    return Parsed(values, left)
