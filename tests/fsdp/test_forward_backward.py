@@ -1,4 +1,4 @@
-"""Variants of forward and backward (outputs, frozen parts, passes in between), against one device, on every strategy."""
+"""Variants of forward and backward (outputs, freezing, other passes) against one device, on every strategy."""
 
 import contextlib
 import dataclasses
